@@ -1,0 +1,1 @@
+"""Who is there, how to wake them, and what to clean up."""

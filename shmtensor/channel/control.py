@@ -1,0 +1,170 @@
+"""The control segment of a channel: who is there.
+
+    0      magic  version  kind  capacity  epoch  senders  dir_device  dir_inode       magic last
+    4096   members: capacity x 256 bytes
+           +0    uid      stored last on joining, zeroed first on leaving            lock byte 0's holder
+           +8    owner    the uid whose names exist; set before they are made          "
+           +16   role     +24 flags    +32 pid    +40 joined (unix ns)                 "
+           +48   leaving  closed with views alive: no recipient any more             the member
+           +64   asleep   odd: asleep in recv, or waiting for a slot                 the member
+
+Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
+as long as it
+lives. `epoch` moves, under byte 0, with everything that changes who must get or may hold what.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import WireError
+from ..memory import segment as shm
+from ..memory.locks import LockFile
+from ..memory.words import settle, store
+from .names import control_name
+
+MAGIC: Final = int.from_bytes(b"SHMTCTRL", "little")
+VERSION: Final = 1
+CAPACITY: Final = 256
+
+SENDER: Final = 1
+RECEIVER: Final = 2
+LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
+
+W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE = range(8)
+M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING = range(7)
+M_ASLEEP: Final = 8
+
+_HEADER: Final = 4096
+_ENTRY: Final = 256
+LOCK: Final = 0
+LIFE: Final = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One member, read consistently. A member is (index, uid): indices are reused."""
+
+    index: int
+    uid: int
+    role: int
+    flags: int
+    pid: int
+    joined_ns: int
+    leaving: bool
+
+
+def base(index: int) -> int:
+    """Word index of a member's entry."""
+    return (_HEADER + index * _ENTRY) // 8
+
+
+def asleep_word(index: int) -> int:
+    """Word index of a member's `asleep`."""
+    return base(index) + M_ASLEEP
+
+
+class Control:
+    """A channel's control segment, mapped, with a description of its own for locks."""
+
+    __slots__ = ("capacity", "channel", "locks", "name", "words")
+
+    def __init__(self, channel: str, segment: shm.Segment, locks: LockFile) -> None:
+        self.channel, self.name, self.locks = channel, control_name(channel), locks
+        self.words = segment.map(writable=True).words
+        self.capacity = CAPACITY
+
+    @staticmethod
+    def nbytes() -> int:
+        return _HEADER + CAPACITY * _ENTRY
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the segment was initialised to the end."""
+        return self.words[W_MAGIC] == MAGIC
+
+    @property
+    def kind(self) -> int:
+        return self.words[W_KIND]
+
+    @property
+    def epoch(self) -> int:
+        return self.words[W_EPOCH]
+
+    @property
+    def senders(self) -> int:
+        """How many senders have ever joined."""
+        return self.words[W_SENDERS]
+
+    def check(self) -> None:
+        """Raise `WireError` unless this is a control segment that this version reads."""
+        words = self.words
+        if words[W_MAGIC] != MAGIC:
+            raise WireError(f"segment {self.name} is not a control segment of this library: use another channel name")
+        if words[W_VERSION] != VERSION or words[W_CAPACITY] != CAPACITY:
+            raise WireError(
+                f'channel "{self.channel}" was made by layout version {words[W_VERSION]}, this library reads '
+                f"{VERSION}: "
+                "use the same version everywhere, or another channel name"
+            )
+
+    def initialise(self, kind: int, directory: str) -> None:
+        """Under the lock: make every word that of an empty channel."""
+        words, info = self.words, os.stat(directory)
+        store(words, W_MAGIC, 0)
+        for index in range(CAPACITY):
+            for word in range(base(index), base(index) + M_ASLEEP + 1):
+                store(words, word, 0)
+        for word, value in (
+            (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1), (W_SENDERS,
+            0),
+            (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
+        ):  # fmt: skip
+            store(words, word, value)
+
+    def shares_directory(self, directory: str) -> bool:
+        """Whether the channel's sockets lie in this directory (whatever path leads to it)."""
+        info = os.stat(directory)
+        return (self.words[W_DEVICE], self.words[W_INODE]) == (info.st_dev, info.st_ino)
+
+    def advance(self) -> None:
+        """Under the lock: tell everybody that the members changed."""
+        store(self.words, W_EPOCH, self.words[W_EPOCH] + 1)
+
+    def members(self) -> Iterator[Entry]:
+        """Every member, alive or dead. Needs no lock: an entry counts if its uid is the same before and after."""
+        words = self.words
+        for index in range(self.capacity):
+            at = base(index)
+            uid = words[at]
+            if uid:
+                settle()
+                entry = Entry(
+                    index, uid, words[at + M_ROLE], words[at + M_FLAGS], words[at + M_PID], words[at + M_JOINED],
+                    words[at + M_LEAVING] != 0,
+                )  # fmt: skip
+                settle()
+                if words[at] == uid:
+                    yield entry
+
+    def owner(self, index: int) -> int:
+        """The uid whose names may exist, whether or not the member became visible."""
+        return self.words[base(index) + M_OWNER]
+
+    def is_alive(self, index: int) -> bool:
+        """Ask the kernel whether somebody holds the member's life lock. Never ask about oneself."""
+        return self.locks.held_by_other(LIFE + index)
+
+    def anybody_alive(self) -> bool:
+        """Ask the kernel whether any other member lives."""
+        return self.locks.held_by_other(LIFE, self.capacity)
+
+    def clear(self, index: int) -> None:
+        """Under the lock: free an entry whose names are gone."""
+        at = base(index)
+        store(self.words, at + M_UID, 0)
+        for word in (M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_ASLEEP):
+            store(self.words, at + word, 0)

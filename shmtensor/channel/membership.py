@@ -1,0 +1,229 @@
+"""Joining and leaving a channel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ..errors import ArgumentError, PlatformError, ResourceError, WireError
+from ..memory import segment as shm
+from ..memory import words
+from ..ring.layout import KINDS
+from . import control as ctl
+from . import sweep
+from .control import Control, Entry
+from .names import check_channel, control_name, socket_dir
+
+LOCK_TIMEOUT: Final = 10.0
+_holders: list[Control] = []  # control locks that this process holds right now
+_deferred: list[Callable[[], None]] = []  # departures that a garbage collection asked for meanwhile
+
+
+class Member:
+    """One endpoint's entry in the table, and the lock that proves it alive: closing the lock file is death."""
+
+    __slots__ = ("control", "directory", "index", "uid")
+
+    def __init__(self, control: Control, directory: str, index: int, uid: int) -> None:
+        self.control, self.directory, self.index, self.uid = control, directory, index, uid
+
+    @property
+    def channel(self) -> str:
+        return self.control.channel
+
+    def peers(self) -> Iterator[Entry]:
+        """Every other member, alive or dead."""
+        return (entry for entry in self.control.members() if entry.uid != self.uid)
+
+    def reap(self) -> list[Entry]:
+        """Remove the dead, if the control lock is free right now; the next tick tries again."""
+        if not self.control.locks.try_exclusive(ctl.LOCK):
+            return []
+        try:
+            return sweep.reap(self.control, self.directory, self.index)
+        finally:
+            self.control.locks.unlock(ctl.LOCK)
+
+    def set_leaving(self) -> None:
+        """Closed with views alive: a recipient of nothing more, but still alive and holding leases."""
+        with locked(self.control):
+            words.store(self.control.words, ctl.base(self.index) + ctl.M_LEAVING, 1)
+            self.control.advance()
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Leave for good; the last one out removes the channel. Safe to call from a garbage-collection callback.
+
+        `keep`: leave the entry and the segments to the receivers that still need them.
+        """
+        if self.control.locks.fd < 0:
+            return
+        if _holders:  # perhaps this very thread, interrupted by a garbage collection: waiting could be for ever
+            _deferred.append(lambda: self.leave(keep=keep))
+            _run_deferred()
+            return
+        try:
+            with locked(self.control):
+                # crash: leave.locked
+                sweep.leave(self.control, self.directory, self.index, self.uid, keep=keep)
+        finally:
+            self.control.locks.close()
+
+    def abandon(self) -> None:
+        """Die on purpose: drop the life lock and leave the clean-up to whoever comes next."""
+        self.control.locks.close()
+
+
+def _run_deferred() -> None:
+    while not _holders and _deferred:
+        _deferred.pop()()
+
+
+@contextmanager
+def locked(control: Control) -> Iterator[None]:
+    """Hold the channel's control lock."""
+    control.locks.wait_exclusive(ctl.LOCK, LOCK_TIMEOUT, f'channel "{control.channel}"')
+    _holders.append(control)
+    try:
+        yield
+    finally:
+        _holders.remove(control)
+        control.locks.unlock(ctl.LOCK)
+        _run_deferred()
+
+
+def check_platform() -> None:
+    """Raise `PlatformError` where endpoints cannot work. Importing works anywhere."""
+    if sys.platform != "linux":
+        raise PlatformError(
+            errno.ENOSYS, f"shmtensor needs Linux (it relies on OFD locks and /dev/shm), this is {sys.platform}"
+        )
+    if words.WEAKLY_ORDERED and not words.HAS_BARRIER:
+        raise PlatformError(
+            errno.ENOSYS,
+            "this processor reorders memory and this kernel offers no membarrier(2): run a kernel "
+            "with CONFIG_MEMBARRIER, or allow the system call in the container's seccomp profile",
+        )
+
+
+def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
+    """Become a member. `prepare(member)` makes its ledger, semaphore or inbox before anybody can see it."""
+    check_platform()
+    check_channel(channel)
+    directory = socket_dir()
+    words.register()
+    sweep.sweep_all(directory, skip=channel)
+    while True:
+        control = _open(channel)
+        if control is None:
+            continue
+        _holders.append(control)
+        try:
+            # crash: join.locked
+            _make_ready(control, kind, directory)
+            member = _enter(control, directory, role, flags, prepare)
+            control.locks.unlock(ctl.LOCK)
+        except BaseException:
+            control.locks.close()
+            raise
+        finally:
+            _holders.remove(control)
+            _run_deferred()
+        # crash: join.done
+        return member
+
+
+def _open(channel: str) -> Control | None:
+    """The channel's control segment, locked; None if it was swept in between."""
+    name = control_name(channel)
+    with shm.open_or_create(name) as segment:
+        locks = segment.locks()
+        try:
+            # crash: join.opened
+            locks.wait_exclusive(ctl.LOCK, LOCK_TIMEOUT, f'channel "{channel}"')
+            if not segment.is_still(name):
+                locks.close()
+                return None
+            segment.nbytes = os.fstat(segment.fd).st_size
+            if segment.nbytes not in (0, Control.nbytes()):
+                raise WireError(
+                    f"segment {name} has {segment.nbytes} bytes, a control segment of this version has "
+                    f"{Control.nbytes()}: another program or version owns that name; use another channel name"
+                )
+            try:
+                segment.reserve(Control.nbytes(), "free some")
+            except BaseException:
+                shm.unlink(name)
+                raise
+            return Control(channel, segment, locks)
+        except BaseException:
+            locks.close()
+            raise
+
+
+def _make_ready(control: Control, kind: int, directory: str) -> None:
+    if control.words[ctl.W_MAGIC]:
+        control.check()
+    if not control.anybody_alive():
+        if control.is_ready:
+            for index in range(control.capacity):
+                if owner := control.owner(index):
+                    sweep.unlink_member(control.channel, owner, directory)
+        control.initialise(kind, directory)
+        # crash: join.initialised
+        return
+    if control.kind != kind:
+        raise ArgumentError(
+            f'channel "{control.channel}" is a {KINDS.get(control.kind, "channel of another kind")}, '
+            f"not a {KINDS[kind]}: use another name"
+        )
+    if not control.shares_directory(directory):
+        raise ResourceError(
+            errno.EINVAL,
+            f'the members of channel "{control.channel}" keep their sockets in another directory than {directory}: '
+            "set SHMTENSOR_DIR to the same directory in every process",
+        )
+    sweep.reap(control, directory, None)
+
+
+def _enter(control: Control, directory: str, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
+    index = next((index for index in range(control.capacity) if not control.owner(index)), None)
+    if index is None:
+        raise ResourceError(
+            errno.EMFILE,
+            f'channel "{control.channel}" has {control.capacity} members, which is the limit: '
+            "close some, or use several channels",
+        )
+    uid = secrets.randbits(63) | 1
+    member = Member(control, directory, index, uid)
+    if not control.locks.try_exclusive(ctl.LIFE + index):
+        raise WireError(
+            f'member {index} of channel "{control.channel}" is locked but free: the segment was tampered with'
+        )
+    at, store = ctl.base(index), words.store
+    store(control.words, at + ctl.M_OWNER, uid)
+    # crash: join.owned
+    try:
+        prepare(member)
+    except BaseException:
+        sweep.unlink_member(control.channel, uid, directory)
+        control.clear(index)
+        if not control.anybody_alive():
+            sweep.unlink_channel(control, directory)
+        raise
+    # crash: join.prepared
+    for word, value in (
+        (ctl.M_ROLE, role), (ctl.M_FLAGS, flags), (ctl.M_PID, os.getpid()), (ctl.M_JOINED, time.time_ns()),
+        (ctl.M_LEAVING, 0), (ctl.M_ASLEEP, 0), (ctl.M_UID, uid),
+    ):  # fmt: skip
+        store(control.words, at + word, value)
+    if role == ctl.SENDER:
+        store(control.words, ctl.W_SENDERS, control.senders + 1)
+    # crash: join.entered
+    control.advance()
+    return member

@@ -1,0 +1,88 @@
+"""Names: of channels, of the segments and semaphores they own, and of the socket directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from typing import Final
+
+from ..errors import ArgumentError, ArgumentTypeError, ResourceError
+
+PREFIX: Final = "/shmtensor."
+_CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_IPC_PATH_MAX = 107
+_FILE = re.compile(r"(?:sem\.)?shmtensor\.(?P<channel>[A-Za-z0-9._-]{1,64})(?:,(?P<uid>[0-9a-f]{16})(?:,\d+)?)?")
+
+
+def check_channel(name: object) -> str:
+    """The channel name, or a clear error."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a channel name is a string, not {type(name).__name__}")
+    if not _CHANNEL.fullmatch(name):
+        raise ArgumentError(f"channel name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return name
+
+
+def control_name(channel: str) -> str:
+    """The channel's control segment."""
+    return PREFIX + channel
+
+
+def ledger_name(channel: str, uid: int) -> str:
+    """A producer's ledger; its semaphore has the same name."""
+    return f"{PREFIX}{channel},{uid:016x}"
+
+
+def ring_name(channel: str, uid: int, index: int) -> str:
+    """One of a producer's rings."""
+    return f"{PREFIX}{channel},{uid:016x},{index}"
+
+
+def parse_file(name: str) -> tuple[str, int | None] | None:
+    """(channel, uid or None) of a file name in `/dev/shm`; None if it is not this library's."""
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return None
+    return match["channel"], int(match["uid"], 16) if match["uid"] else None
+
+
+def socket_dir() -> str:
+    """The directory of this user's sockets: `$SHMTENSOR_DIR`, else `/tmp/shmtensor-<user id>`. Made if it is missing.
+
+    It must belong to this user with mode 0700; anything else is a `ResourceError`.
+    """
+    path = os.environ.get("SHMTENSOR_DIR") or f"/tmp/shmtensor-{os.geteuid()}"
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        info = os.lstat(path)
+    except OSError as error:
+        raise ResourceError(
+            error.errno, f"socket directory {path}: {error.strerror}; set SHMTENSOR_DIR to another directory"
+        ) from None
+    if not stat.S_ISDIR(info.st_mode):
+        raise ResourceError(
+            errno.ENOTDIR, f"socket directory {path} is not a directory; set SHMTENSOR_DIR to another path"
+        )
+    if info.st_uid != os.geteuid():
+        raise ResourceError(
+            errno.EPERM,
+            f"socket directory {path} belongs to user {info.st_uid}, you are user {os.geteuid()}: "
+            "remove it, or set SHMTENSOR_DIR to a directory of your own",
+        )
+    if info.st_mode & 0o077:
+        raise ResourceError(
+            errno.EPERM, f"socket directory {path} has mode {info.st_mode & 0o777:o}: run chmod 700 {path}"
+        )
+    if len(os.fsencode(path)) + 17 > _IPC_PATH_MAX:
+        raise ResourceError(
+            errno.ENAMETOOLONG,
+            f"socket directory {path} is too long, at most {_IPC_PATH_MAX - 17} bytes: set SHMTENSOR_DIR",
+        )
+    return path
+
+
+def socket_path(directory: str, uid: int) -> str:
+    """The inbox of a receiver."""
+    return f"{directory}/{uid:016x}"

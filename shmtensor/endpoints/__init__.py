@@ -1,0 +1,1 @@
+"""What users hold: publishers, subscribers, producers, consumers and messages."""

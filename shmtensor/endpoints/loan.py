@@ -1,0 +1,85 @@
+"""A slot on loan: compute into it, and it is sent without any copy."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentTypeError, ReleasedError
+from ..views import pack
+
+if TYPE_CHECKING:
+    from ..ring.ring import Ring
+    from ..views.outgoing import Outgoing
+    from .sender import Sender
+
+
+class Loan:
+    """A context manager over a free slot. Leaving it sends what was written; an exception discards it."""
+
+    __slots__ = ("__weakref__", "_array", "_dtype", "_out", "_ring", "_sender", "_shape", "_slot", "_view", "seq")
+
+    seq: int
+    """The message's sequence number once it is sent, else 0."""
+
+    def __init__(
+        self, sender: Sender, ring: Ring, slot: int, out: Outgoing, array: Any, dtype: Any, shape: tuple[int, ...]
+    ) -> None:
+        self._sender, self._ring, self._slot, self._out = sender, ring, slot, out
+        self._array, self._dtype, self._shape = array, dtype, shape
+        self._view: Any = None
+        self.seq = 0
+
+    @property
+    def tensor(self) -> Any:
+        """The slot as a torch tensor of the loan's shape and dtype; undefined until it is written."""
+        view = self._open()
+        if type(view).__module__.startswith("numpy"):
+            raise ArgumentTypeError("this loan has a NumPy dtype: use loan.array, or pass a torch dtype")
+        return view
+
+    @property
+    def array(self) -> Any:
+        """The slot as an ndarray of the loan's shape and dtype. Its contents are undefined until they are written."""
+        view = self._open()
+        if not type(view).__module__.startswith("numpy"):
+            raise ArgumentTypeError("this loan has a torch dtype: use loan.tensor, or pass a NumPy dtype")
+        return view
+
+    def send(self) -> int:
+        """Publish now. Returns the sequence number."""
+        self._open()
+        guard = weakref.ref(self._array)
+        self._view = None
+        ring, slot, out = self._ring, self._slot, self._out
+        self._array = None
+        self.seq = self._sender._commit(ring, slot, out, guard)
+        return self.seq
+
+    def discard(self) -> None:
+        """Give the slot back unsent. Idempotent."""
+        if self._array is not None:
+            self._array = self._view = None
+            self._sender._discard(self._ring, self._slot)
+
+    def _open(self) -> Any:
+        if self._array is None:
+            raise ReleasedError("this loan was sent or discarded: its memory is not yours any more")
+        if self._view is None:
+            self._view = pack.empty_view(self._array, self._dtype, self._shape)
+        return self._view
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._array is None:
+            return
+        if kind is None:
+            self.send()
+        else:
+            self.discard()
+
+    def __repr__(self) -> str:
+        state = "open" if self._array is not None else f"sent as {self.seq}" if self.seq else "discarded"
+        return f"<Loan shape={tuple(self._shape)} {self._dtype} {state}>"

@@ -1,0 +1,106 @@
+"""What `recv` returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ReleasedError
+from ..views import pack
+
+if TYPE_CHECKING:
+    from .receiver import Receiver
+
+
+class Message:
+    """A received message: a value whose tensors and arrays are the sender's slot itself.
+
+    The slot stays leased as long as any view of it lives: the value, a slice, a `Parameter`, an autograd graph.
+    `release()`, or
+    leaving a `with` block, drops only the message's own reference; on a work queue it also says that the message is
+    done.
+
+    Fan-out slots are mapped read-only: NumPy arrays refuse writing, and writing to a tensor ends the process with a
+    segmentation
+    fault. Take `copy()`, or `recv(copy=True)`, to change a value.
+
+    >>> import shmtensor, torch
+    >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
+    ...     seq = pub.send({"x": torch.ones(2), "id": 7}, meta={"ts": 1.5})
+    ...     with sub.recv(timeout=5) as msg:
+    ...         msg.value["x"].sum().item(), msg.value["id"], msg.meta, msg.seq, msg.nbytes
+    (2.0, 7, {'ts': 1.5}, 1, 8)
+    """
+
+    __slots__ = ("__weakref__", "_hold", "_lease", "_receiver", "_value", "attempt", "meta", "missed", "nbytes", "seq")
+
+    meta: Any
+    """What the sender passed as `meta=`, or None."""
+    seq: int
+    """The sender's sequence number of this message, from 1."""
+    nbytes: int
+    """Payload bytes."""
+    attempt: int
+    """How often the message was delivered, this time included; above 1 only on a work queue, after a consumer died."""
+    missed: int
+    """With `delivery="latest"`: how many messages of this sender were passed over since the one before."""
+
+    def __init__(
+        self,
+        value: Any,
+        meta: Any,
+        seq: int,
+        nbytes: int,
+        attempt: int,
+        missed: int,
+        hold: Any,
+        lease: Any,
+        receiver: Receiver[Any],
+    ) -> None:
+        self._value, self.meta, self.seq, self.nbytes, self.attempt, self.missed = (
+            value,
+            meta,
+            seq,
+            nbytes,
+            attempt,
+            missed,
+        )
+        self._hold, self._lease, self._receiver = hold, lease, receiver
+
+    @property
+    def value(self) -> Any:
+        """What was sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars."""
+        if self._receiver is None:
+            raise ReleasedError("this message was released: take msg.value, or msg.copy(), before releasing it")
+        return self._value
+
+    def copy(self) -> Any:
+        """A private, writable copy of the value that no lease hangs on."""
+        return pack.copy_value(self.value)
+
+    def to(self, device: Any) -> Any:
+        """The value with every tensor copied to `device`, as `torch.Tensor.to` does; the copy is complete on return.
+
+        With a device that the tensors are on already (`"cpu"`) this is the value itself, not a copy.
+        """
+        return pack.map_leaves(lambda tensor: tensor.to(device), self.value)
+
+    def release(self) -> None:
+        """Drop the message's own reference to its slot; on a work queue, say that the message is done. Idempotent."""
+        receiver, self._receiver = self._receiver, None  # type: ignore[assignment]
+        if receiver is not None:
+            receiver._acknowledge(self._lease)
+            self._value = self._hold = self._lease = None
+
+    def __enter__(self) -> Message:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.release()
+        elif self._receiver is not None:  # an exception: not done; dropping the references gives the slot back
+            self._receiver._reject(self._lease)
+            self._receiver = self._value = self._hold = self._lease = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        state = "released" if self._receiver is None else f"{self.nbytes} bytes"
+        return f"<Message seq={self.seq} attempt={self.attempt} {state}>"

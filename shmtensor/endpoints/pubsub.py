@@ -1,0 +1,160 @@
+"""Fan-out: every subscriber gets every message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..channel import control as ctl
+from ..errors import WireError
+from ..memory.words import store
+from ..ring.broadcast import BroadcastFeed, LatestFeed
+from ..ring.layout import FAN_OUT, R_RECORDS, RECORD_WORDS
+from ..ring.ring import Busy, Ring
+from ..views import pack
+from .base import check_choice, check_count
+from .message import Message
+from .receiver import Receiver
+from .sender import Sender
+
+
+class Publisher(Sender):
+    """Sends every message to every subscriber of the channel that exists before `send` is called.
+
+    Args:
+        channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
+        slots: slots of a ring; a message takes as many consecutive ones as it needs.
+        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`, to
+        fit it.
+        full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
+        counted),
+            `"error"` (raise `RingFull`).
+        history: how many of the newest messages a subscriber that joins later gets first.
+        max_bytes: most shared memory that all rings together may take; None: as much as `/dev/shm` gives.
+
+    >>> import shmtensor, torch
+    >>> pub, sub = shmtensor.Publisher("doc"), shmtensor.Subscriber("doc")
+    >>> pub.send(torch.arange(3))
+    1
+    >>> sub.recv(timeout=5).value
+    tensor([0, 1, 2])
+    >>> pub.close(); sub.close()
+    """
+
+    _kind = FAN_OUT
+
+    def __init__(
+        self,
+        channel: str,
+        *,
+        slots: int = 16,
+        slot_bytes: int | str | None = None,
+        full: str = "block",
+        history: int = 0,
+        max_bytes: int | str | None = None,
+    ) -> None:
+        check_count("slots", slots, 1, 1 << 20)
+        check_count("history", history, 0, slots - 1)
+        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history)
+
+    def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until at least `count` living subscribers are there; `TimedOut` after `timeout` seconds."""
+        self._wait_for_receivers(count, timeout, "subscribers")
+
+    def _choose_recipients(self) -> None:
+        self._recipients = tuple(peer for peer in self._listeners if not peer.entry.flags & ctl.LATEST)
+        self._locked = self._history > 0 or len(self._recipients) < len(self._listeners)
+
+    def _is_free(self, ring: Ring, entry: Busy) -> bool:
+        seq, slot, _, recipients, locked, guard = entry
+        if guard is not None and guard() is not None:
+            return False
+        if not seq:
+            return True  # a loan that was dropped
+        words, at, row = ring.words, ring.state + slot, ring.row
+        for peer in recipients:
+            word = words[at + peer.index * row]
+            if word != 2 * seq + 1 and not peer.gone and (word == 2 * seq or not peer.leaving):
+                return False
+        if seq > self._published - self._history:
+            return False
+        if locked:
+            locks = self._ledger.locks
+            if not locks.try_exclusive(seq):
+                return False
+            store(words, R_RECORDS + slot * RECORD_WORDS, 0)  # under the lock: who takes it next finds nothing
+            # crash: takeback.cleared
+            locks.unlock(seq)
+        return True
+
+    def _is_settled(self) -> bool:
+        for ring, (seq, slot, _, recipients, _, _) in self._pool.messages():
+            for peer in recipients:
+                taken = ring.words[ring.state + peer.index * ring.row + slot] >= 2 * seq
+                if not (taken or peer.gone or peer.leaving):
+                    return False
+        return True
+
+
+class Subscriber(Receiver[BroadcastFeed]):
+    """Receives every message that is sent to the channel while it exists, in order per publisher.
+
+    Args:
+        channel: the channel's name.
+        delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
+        newest one,
+            never holding anybody back (`msg.missed` counts what was passed over).
+        spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
+
+    Its values are read-only: see `Message`.
+    """
+
+    _kind = FAN_OUT
+
+    def __init__(self, channel: str, *, delivery: str = "all", spin: float = 100e-6) -> None:
+        check_choice("delivery", delivery, ("all", "latest"))
+        self._latest = delivery == "latest"
+        self._flags = ctl.LATEST if self._latest else 0
+        super().__init__(channel, spin=spin)
+
+    def _make_feed(self, *args: Any) -> BroadcastFeed:
+        return (LatestFeed if self._latest else BroadcastFeed)(*args, member_uid=self._member.uid)
+
+    def _take(self, feed: BroadcastFeed) -> Message | None:
+        while seq := feed.next():
+            missed = seq - feed.position - 1
+            array = lease = None
+            try:
+                found = feed.locate(seq)
+                if found is not None:
+                    array = self._array(found)
+                    lease = feed.take(array, found, seq)
+            except (WireError, FileNotFoundError) as error:
+                if not feed.is_current(seq):
+                    continue  # read while the publisher was reusing the slot
+                self._blame(feed, seq, error)
+                feed.position = seq
+                feed.skip(seq)
+                continue
+            if found is None or array is None or lease is None:  # not ours: the publisher took it back
+                if not self._latest:
+                    feed.position = seq
+                elif feed.behind == missed + 1:  # and has published nothing newer
+                    feed.position = seq
+                    self._missed += missed + 1
+                continue
+            feed.position = seq
+            self._missed += missed
+            try:
+                value, meta = self._value(found, array, True)
+            except WireError as error:
+                self._blame(feed, seq, error)
+                continue  # the array dies here, and the slot goes back
+            return Message(value, meta, seq, found.nbytes, 1, missed, array, lease, self)
+        return None
+
+    def _make_private(self, message: Message) -> None:
+        message._value = pack.copy_value(message._value)
+        message._hold = message._lease = None
+
+    def _is_drained(self, feed: BroadcastFeed) -> bool:
+        return not feed.next()

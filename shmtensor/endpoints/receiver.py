@@ -1,0 +1,423 @@
+"""The receiving end of a channel: attach to every sender, take messages awake or asleep, give slots back.
+
+`Subscriber` and `Consumer` say which feed they read with and what becomes of a message that was taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ..channel import control as ctl
+from ..channel import membership
+from ..channel.control import Entry
+from ..channel.inbox import Inbox
+from ..channel.membership import Member
+from ..channel.names import ledger_name, ring_name
+from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, ResourceError, TimedOut, WireError
+from ..memory.semaphores import Sleeper
+from ..memory.words import barrier, settle, store
+from ..ring.feed import Feed, Found
+from ..ring.layout import FAN_OUT
+from ..ring.ledger import Ledger
+from ..ring.ring import Ring
+from ..statistics import ReceiverStatistics
+from ..views.pack import Unpacker
+from ..wire.record import parse_bell
+from .base import CLOSED, LEAVING, OPEN, TICK, Endpoint, check_timeout
+from .message import Message
+
+log = logging.getLogger("shmtensor")
+
+_UNPACKERS_MOST = 1024
+_BYTE = np.dtype(np.uint8)
+_ndarray = np.ndarray
+_F = TypeVar("_F", bound=Feed)
+_R = TypeVar("_R", bound="Receiver[Any]")
+
+
+class Receiver(Endpoint, Generic[_F]):
+    """Base of `Subscriber` and `Consumer`."""
+
+    _kind: int
+    _flags = 0
+
+    def __init__(self, channel: str, *, spin: float) -> None:
+        if isinstance(spin, bool) or not isinstance(spin, (int, float)):
+            raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
+        if not 0 <= spin <= 3600:
+            raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
+        self._spin = spin
+        self._feeds: list[_F] = []
+        self._retired: list[_F] = []
+        self._turn = self._nap = 0
+        self._epoch = -1
+        self._stop = False
+        self._unpackers: dict[bytes, Unpacker] = {}
+        self._from_numpy: Callable[[Any], Any] | None = None
+        self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
+        self._bad_records = self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
+        super().__init__()
+        self._member = membership.join(channel, self._kind, ctl.RECEIVER, self._flags, self._prepare)
+        control = self._member.control
+        self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
+        self._senders_before = control.senders - sum(1 for entry in self._member.peers() if entry.role == ctl.SENDER)
+        self._wake_senders()
+
+    def _prepare(self, member: Member) -> None:
+        self._inbox = Inbox(member.directory, member.uid)
+        # crash: join.inbox
+
+    # --- receiving
+
+    def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        """The next message.
+
+        Args:
+            timeout: seconds to wait; None waits for ever, 0 does not wait.
+            copy: give private, writable memory instead of a view of the slot, and give the slot back at once
+                (work queue: the message is still not done before you say so).
+
+        Raises:
+            TimedOut: nothing came in time (also a `TimeoutError`).
+            EndOfStream: every sender has closed or died, and everything they sent is received.
+            ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
+        """
+        with self._mutex:
+            if self._state:
+                self._refuse()
+            self._before_next()
+            message = self._poll()
+            if message is None:
+                message = self._wait(timeout)
+            self._received += 1
+            self._received_bytes += message.nbytes
+        if copy:
+            self._make_private(message)
+        return message
+
+    def __iter__(self: _R) -> _R:
+        return self
+
+    def __next__(self) -> Message:
+        try:
+            return self.recv()
+        except EndOfStream:
+            raise StopIteration from None
+
+    def _before_next(self) -> None:
+        """Called before each look for a message."""
+
+    def _make_private(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def _poll(self) -> Message | None:
+        """A message that is there now, or None. The senders take turns."""
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        feeds = self._feeds
+        count = len(feeds)
+        if count == 1:
+            return self._take(feeds[0])
+        for step in range(count):
+            turn = self._turn + step
+            feed = feeds[turn % count]
+            message = self._take(feed)
+            if message is not None:
+                self._turn = turn + 1
+                return message
+        return None
+
+    def _take(self, feed: _F) -> Message | None:
+        """The next message of one sender, or None."""
+        raise NotImplementedError
+
+    def _blame(self, feed: _F, seq: int, error: Exception) -> None:
+        self._bad_records += 1
+        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, error)
+
+    def _unpacker(self, found: Found) -> Unpacker:
+        """The compiled description of a message; raises `WireError`."""
+        unpacker: Unpacker | None = found.unpacker or self._unpackers.get(found.static)
+        if unpacker is None:
+            if len(self._unpackers) >= _UNPACKERS_MOST:
+                self._unpackers.clear()
+            unpacker = self._unpackers[found.static] = Unpacker(found.static)
+        if unpacker.nbytes > found.nbytes:
+            raise WireError(f"payload of {found.nbytes} bytes, its description needs {unpacker.nbytes}")
+        found.unpacker = unpacker
+        return unpacker
+
+    def _array(self, found: Found) -> np.ndarray[Any, Any]:
+        """The one array over a message's bytes: its death is the end of the lease. Raises `WireError`."""
+        single = (found.unpacker or self._unpacker(found)).single
+        if single is None or found.dynamic:
+            return _ndarray((found.nbytes,), _BYTE, found.ring.buffer, found.offset)
+        return _ndarray(single[0], single[1], found.ring.buffer, found.offset, single[2])
+
+    def _value(self, found: Found, array: np.ndarray[Any, Any], readonly: bool) -> tuple[Any, Any]:
+        """(value, meta) over the array of a leased message. Raises `WireError`."""
+        single = found.unpacker.single
+        if single is None or found.dynamic:
+            return found.unpacker(array, found.dynamic, readonly=readonly)  # type: ignore[no-any-return]
+        if not single[4]:
+            if readonly:
+                array.flags.writeable = False
+            return array, None
+        tensor = (self._from_numpy or self._import_torch())(array)
+        return (tensor if single[3] is None else tensor.view(single[3])), None
+
+    def _import_torch(self) -> Callable[[Any], Any]:
+        import torch
+
+        self._from_numpy = torch.from_numpy
+        return self._from_numpy
+
+    # --- sleeping
+
+    def _wait(self, timeout: float | None) -> Message:
+        """Stay awake for `spin` seconds, then sleep: docs/protocols.md, section 3."""
+        check_timeout(timeout)
+        now = time.monotonic
+        start = now()
+        deadline = None if timeout is None else start + timeout
+        awake_until = start + self._spin if timeout is None else start + min(self._spin, timeout)
+        look_until = awake_until
+        while True:
+            while now() < look_until:
+                message = self._poll()
+                if message is not None:
+                    return message
+            if self._stop:
+                self._refuse()
+            if self._is_over():
+                raise EndOfStream(f'channel "{self.name}": every sender has left, and everything they sent is received')
+            remaining = TICK if deadline is None else min(TICK, deadline - now())
+            if remaining <= 0:
+                message = self._poll()
+                if message is not None:
+                    return message
+                raise TimedOut(
+                    f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)'
+                )
+            rung = self._sleep(remaining)
+            message = self._poll()
+            if message is None and not rung:
+                self._tick()
+                message = self._poll()
+                self._late += message is not None
+            if message is not None:
+                return message
+
+    def _sleep(self, seconds: float) -> bool:
+        """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
+        for bell in self._inbox.drain():  # late doorbells of earlier sleeps
+            self._hear(bell)
+        words = self._control_words
+        self._nap += 1
+        store(words, self._asleep, self._nap)
+        # crash: sleep.asleep
+        try:
+            barrier()  # from here on every sender sees that we sleep, or we see what it published
+            if words[ctl.W_EPOCH] != self._epoch or any(feed.behind > 0 for feed in self._feeds):
+                return True
+            self._sleeps += 1
+            data = self._inbox.wait(seconds)
+        finally:
+            self._nap += 1
+            store(words, self._asleep, self._nap)
+        # crash: sleep.awake
+        if data is None:
+            self._ticks += 1
+            return False
+        self._hear(data)
+        return True
+
+    def _hear(self, data: bytes) -> None:
+        """A doorbell: look at its sender first. Anything else that lands in the inbox is counted."""
+        try:
+            bell = parse_bell(data)
+        except WireError as error:
+            self._bad_doorbells += 1
+            log.error("channel %s: bad doorbell: %s", self.name, error)
+            return
+        for index, feed in enumerate(self._feeds):
+            if feed.uid == bell.uid:
+                self._turn = index
+                return
+
+    def _tick(self) -> None:
+        """Look around without having been rung: who died, and what did they leave?"""
+        self._refresh()
+        control = self._member.control
+        for feed in self._feeds:
+            if not feed.gone and not control.is_alive(feed.index):
+                feed.gone = True
+                # the entry may be a newcomer's by now; then the table has told already
+        self._retire_drained()
+
+    # --- senders
+
+    def _refresh(self) -> None:
+        """Read the table: attach new senders, notice those that left."""
+        control = self._member.control
+        epoch = control.epoch
+        settle()
+        present = {entry.uid: entry for entry in control.members() if entry.role == ctl.SENDER}
+        for feed in self._feeds:
+            if feed.uid not in present or feed.ledger.closed:
+                feed.gone = True
+            present.pop(feed.uid, None)
+        for feed in list(self._retired):
+            if feed.uid in present:
+                del present[feed.uid]
+            else:
+                feed.close()
+                self._retired.remove(feed)
+        for entry in present.values():
+            feed_or_none = self._attach(entry)
+            if feed_or_none is not None:
+                self._feeds.append(feed_or_none)
+        # crash: attach.done
+        self._epoch = epoch
+        self._retire_drained()
+
+    def _attach(self, entry: Entry) -> _F | None:
+        control = self._member.control
+        name = ledger_name(control.channel, entry.uid)
+        try:
+            ledger = Ledger.attach(name, entry.uid, control.capacity)
+        except (FileNotFoundError, WireError, ResourceError) as error:
+            if not isinstance(error, FileNotFoundError):
+                self._bad_records += 1
+                log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, error)
+            return None
+        try:
+            sleeper = Sleeper(name, create=False)
+        except (FileNotFoundError, ResourceError):
+            sleeper = None
+
+        def attach_ring(index: int) -> Ring:
+            return Ring.attach(
+                ring_name(control.channel, entry.uid, index), entry.uid, index,
+                kind=self._kind, capacity=control.capacity, writable=self._kind != FAN_OUT,
+            )  # fmt: skip
+
+        feed = self._make_feed(
+            ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), sleeper,
+            attach_ring,
+            self._lease_emptied,
+        )  # fmt: skip
+        feed.gone = ledger.closed
+        return feed
+
+    def _make_feed(self, *args: Any) -> _F:
+        raise NotImplementedError
+
+    def _retire_drained(self) -> None:
+        """Let go of senders that are gone and read to the end; the last receiver to do so removes what they left."""
+        drained = [feed for feed in self._feeds if feed.gone and self._is_drained(feed)]
+        if not drained:
+            return
+        for feed in drained:
+            self._feeds.remove(feed)
+            self._retired.append(feed)
+            feed.ledger.finish(self._member.index, self._member.uid)
+            # crash: drain.finished
+        self._member.reap()  # moves the epoch; the next refresh forgets them
+
+    def _is_drained(self, feed: _F) -> bool:
+        """Whether nothing more can come from a sender that is gone."""
+        raise NotImplementedError
+
+    def _is_over(self) -> bool:
+        """Whether every sender that was there since this receiver joined is gone and drained."""
+        self._retire_drained()
+        if self._feeds or self._member.control.senders <= self._senders_before:
+            return False
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        return not self._feeds
+
+    def _wake_senders(self) -> None:
+        """A sender may be waiting for subscribers."""
+        words = self._control_words
+        for entry in self._member.peers():
+            if entry.role == ctl.SENDER and words[ctl.asleep_word(entry.index)] & 1:
+                with contextlib.suppress(FileNotFoundError, ResourceError):
+                    sleeper = Sleeper(ledger_name(self.name, entry.uid), create=False)
+                    sleeper.post()
+                    sleeper.close()
+
+    # --- giving back
+
+    def _acknowledge(self, lease: Any) -> None:
+        """`release()` of a message."""
+
+    def _reject(self, lease: Any) -> None:
+        """A `with` block over a message was left by an exception."""
+
+    def _leases(self) -> int:
+        return sum(len(feed.leases) for feed in (*self._feeds, *self._retired))
+
+    def _lease_emptied(self) -> None:
+        """The last lease of a feed ended after close."""
+        if self._state == LEAVING and not self._leases():
+            self._state = CLOSED
+            self._member.leave()
+
+    # --- leaving
+
+    def close(self) -> None:
+        """Leave the channel. Views that are alive stay valid, and this member holds their leases until they die."""
+        self._leave(acknowledge=True)
+
+    def _leave(self, *, acknowledge: bool) -> None:
+        self._stop = True
+        with self._mutex:
+            if self._state:
+                return
+            # crash: close.said
+            self._settle_current(acknowledge)
+            self._inbox.close()
+            self._state = LEAVING
+            for feed in (*self._feeds, *self._retired):
+                feed.close()
+            if self._leases():
+                # crash: close.leaving
+                self._member.set_leaving()
+                self._member.reap()
+                if not self._leases():
+                    self._lease_emptied()
+            else:
+                self._state = CLOSED
+                self._member.leave()
+            self._wake_senders()
+        # crash: close.done
+
+    def _settle_current(self, acknowledge: bool) -> None:
+        """Closing: what becomes of the message that was taken last."""
+
+    def _at_exit(self) -> None:
+        if self._state == OPEN:
+            self._leave(acknowledge=False)
+        if self._state == LEAVING and not self._member.control.anybody_alive():
+            self._state = CLOSED
+            self._member.leave()  # the last one out, and its views die with the process
+
+    def statistics(self) -> ReceiverStatistics:
+        """Counters since this receiver was made."""
+        return ReceiverStatistics(
+            received=self._received, received_bytes=self._received_bytes, missed=self._missed,
+            redelivered=self._redelivered, abandoned=self._abandoned, bad_records=self._bad_records,
+            bad_doorbells=self._bad_doorbells, sleeps=self._sleeps, ticks=self._ticks, late=self._late,
+            senders=len(self._feeds), behind=sum(max(0, feed.behind) for feed in self._feeds), leases=self._leases(),
+        )  # fmt: skip
+
+    def _about(self) -> str:
+        return f" received={self._received} senders={len(self._feeds)} leases={self._leases()}"

@@ -1,0 +1,272 @@
+"""Work queue: every message goes to exactly one consumer; a dead consumer's messages go to another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..channel import control as ctl
+from ..channel.inbox import Doorbells
+from ..errors import WireError
+from ..ring.competing import CompetingFeed, acknowledge, state_word
+from ..ring.feed import Found
+from ..ring.layout import DONE, RELEASED, WORK_QUEUE
+from ..ring.lease import Claim
+from ..ring.ring import Busy, Ring
+from ..views import pack
+from ..wire.record import pack_bell
+from .base import FORKED, TICK, check_choice, check_count
+from .message import Message
+from .receiver import Receiver, log
+from .sender import Peer, Sender
+
+
+class Producer(Sender):
+    """Sends each message to exactly one consumer of the channel, now or later: without consumers, messages wait in
+    the ring.
+
+    Args:
+        channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
+        slots, slot_bytes, full, max_bytes: as for `Publisher`.
+
+    >>> import shmtensor, torch
+    >>> tx, rx = shmtensor.Producer("doc"), shmtensor.Consumer("doc")
+    >>> tx.send(torch.ones(2))
+    1
+    >>> with rx.recv(timeout=5) as msg:
+    ...     msg.value.sum().item()
+    2.0
+    >>> tx.close(); rx.close()
+    """
+
+    _kind = WORK_QUEUE
+
+    def __init__(
+        self,
+        channel: str,
+        *,
+        slots: int = 16,
+        slot_bytes: int | str | None = None,
+        full: str = "block",
+        max_bytes: int | str | None = None,
+    ) -> None:
+        self._next_listener = 0
+        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
+
+    def wait_for_consumers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until at least `count` living consumers are there; `TimedOut` after `timeout` seconds."""
+        self._wait_for_receivers(count, timeout, "consumers")
+
+    def _wake(self, ring: Ring, slot: int) -> None:
+        """One sleeper per message; it rings another if it finds more."""
+        listeners, words = self._listeners, self._control_words
+        count = len(listeners)
+        for step in range(count):
+            turn = self._next_listener + step
+            peer = listeners[turn % count]
+            asleep = words[peer.asleep]
+            if asleep & 1 and asleep != peer.rung:
+                self._next_listener = turn + 1
+                self._ring_bell(peer, asleep, ring, slot)
+                return
+
+    def _is_free(self, ring: Ring, entry: Busy) -> bool:
+        seq, slot, _, _, _, guard = entry
+        if guard is not None and guard() is not None:
+            return False
+        if not seq:
+            return True
+        released: int = ring.words[ring.state + 8 * slot + RELEASED]
+        return bool(released == seq)
+
+    def _drop_dead(self) -> bool:
+        """A consumer may have died after `done` and before `released`: then nobody holds the message's lock."""
+        freed = False
+        for ring, entry in self._pool.messages():
+            seq, slot, _, _, _, guard = entry
+            held = self._ledger.locks.held_by_other(seq) or (guard is not None and guard() is not None)
+            if ring.words[state_word(ring, slot) + DONE] == seq and not held:
+                ring.forget(entry)
+                freed = True
+        return super()._drop_dead() or freed
+
+    def _is_settled(self) -> bool:
+        return all(ring.words[state_word(ring, slot) + DONE] == seq for ring, (seq, slot, *_) in self._pool.messages())
+
+
+class Consumer(Receiver[CompetingFeed]):
+    """Takes messages off a work queue, each one that no other consumer has.
+
+    A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
+    this consumer for
+    the next one (`recv` or iteration), or by `close()`. A message that is not done when its consumer dies, or whose
+    `with` block
+    raises, is delivered again, with `attempt` raised.
+
+    Args:
+        channel: the channel's name.
+        acknowledge: `"next"`, as above; `"release"`, asking for the next message says nothing about the one before:
+        for
+            consumers that work on several messages at once.
+        max_attempts: a message that was delivered so often and never done is dropped and logged, so that one that
+        kills its
+            consumer cannot kill them all.
+        spin: seconds that `recv` stays awake before it sleeps.
+
+    Its values are writable: their consumer is the only one that maps them.
+    """
+
+    _kind = WORK_QUEUE
+
+    def __init__(self, channel: str, *, acknowledge: str = "next", max_attempts: int = 5, spin: float = 100e-6) -> None:
+        check_choice("acknowledge", acknowledge, ("next", "release"))
+        check_count("max_attempts", max_attempts, 1, 250)
+        self._by_next = acknowledge == "next"
+        self._max_attempts = max_attempts
+        self._current: tuple[Claim, Any] | None = None
+        self._scan_due, self._scan_wanted = 0.0, True
+        self._siblings: dict[int, Peer] = {}
+        super().__init__(channel, spin=spin)
+        self._bells = Doorbells(self._member.directory)
+
+    def _make_feed(self, *args: Any) -> CompetingFeed:
+        return CompetingFeed(*args)
+
+    def _before_next(self) -> None:
+        if self._current is not None:
+            lease, _ = self._current
+            self._current = None
+            self._acknowledge(lease)
+        now = time.monotonic()
+        if now >= self._scan_due:
+            self._scan_due, self._scan_wanted = now + TICK, True
+
+    def _poll(self) -> Message | None:
+        if self._scan_wanted:
+            message = self._scan()
+            if message is not None:
+                return message
+            self._scan_wanted = False
+        return super()._poll()
+
+    def _tick(self) -> None:
+        super()._tick()
+        self._scan_wanted = True
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        peers = {entry.uid: entry for entry in self._member.peers() if entry.role == ctl.RECEIVER and not entry.leaving}
+        for uid in [uid for uid in self._siblings if uid not in peers]:
+            del self._siblings[uid]
+            self._bells.forget(uid)
+        for uid, entry in peers.items():
+            if uid not in self._siblings:
+                self._siblings[uid] = Peer(entry)
+
+    def _take(self, feed: CompetingFeed) -> Message | None:
+        while seq := feed.next():
+            feed.position = seq
+            try:
+                found = feed.locate(seq)
+            except (WireError, FileNotFoundError) as error:
+                self._blame(feed, seq, error)
+                continue
+            if found is None or not feed.is_open(found, seq, walking=True) or not feed.claim(found, seq):
+                continue
+            message = self._deliver(feed, found, seq)
+            if message is not None:
+                if feed.behind > 0:
+                    self._pass_on(feed, found)
+                return message
+        return None
+
+    def _scan(self) -> Message | None:
+        """A look through all records, for messages that somebody claimed and did not finish."""
+        for feed in self._feeds:
+            for ring, slot, seq in feed.unfinished():
+                if seq > feed.position:
+                    break  # the walk gets there
+                try:
+                    found = feed.read(ring, slot, seq)
+                except WireError as error:
+                    self._blame(feed, seq, error)
+                    continue
+                if found is not None and feed.is_open(found, seq, walking=False) and feed.claim(found, seq):
+                    message = self._deliver(feed, found, seq)
+                    if message is not None:
+                        return message
+        return None
+
+    def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
+        """Make a message of a claimed record, or finish it: it is damaged, or was never finished too often."""
+        attempt = feed.attempt
+        if attempt > self._max_attempts:
+            self._abandoned += 1
+            log.error(
+                "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it",
+                self.name, seq, feed.uid, attempt - 1,
+            )  # fmt: skip
+            feed.drop(found, seq)
+            return None
+        try:
+            array = self._array(found)
+            claim = feed.take(array, found, seq)
+        except WireError as error:
+            self._blame(feed, seq, error)
+            feed.drop(found, seq)
+            return None
+        except BaseException:
+            feed.ledger.locks.unlock(seq)
+            raise
+        try:
+            value, meta = self._value(found, array, False)
+        except WireError as error:
+            self._blame(feed, seq, error)
+            acknowledge(claim)
+            return None
+        self._redelivered += attempt > 1
+        if self._by_next:
+            self._current = claim, array
+        return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
+
+    def _pass_on(self, feed: CompetingFeed, found: Found) -> None:
+        """There is more: ring another sleeper, as the sender of this message would have."""
+        words = self._control_words
+        for peer in self._siblings.values():
+            asleep = words[peer.asleep]
+            if asleep & 1 and asleep != peer.rung:
+                peer.rung = asleep
+                self._bells.ring(peer.uid, pack_bell(feed.uid, feed.record(found)))
+                return
+
+    def _make_private(self, message: Message) -> None:
+        message._value = pack.copy_value(message._value)
+
+    def _acknowledge(self, lease: Any) -> None:
+        if self._state == FORKED:
+            return
+        if self._current is not None and self._current[0] is lease:
+            self._current = None
+        acknowledge(lease)
+
+    def _reject(self, lease: Any) -> None:
+        if self._current is not None and self._current[0] is lease:
+            self._current = None
+
+    def _settle_current(self, acknowledge: bool) -> None:
+        self._bells.close()
+        if self._current is not None and acknowledge:
+            self._acknowledge(self._current[0])
+        self._current = None
+
+    def _is_drained(self, feed: CompetingFeed) -> bool:
+        """Nothing is left to claim; and nobody else holds what could come back, unless we hold something ourselves."""
+        if feed.next():
+            return False
+        mine = self._claims()
+        return bool(mine) or not any(seq not in mine for _, _, seq in feed.unfinished())
+
+    def _claims(self) -> set[int]:
+        """Sequence numbers of what this consumer holds and has not acknowledged."""
+        claims = (lease for feed in self._feeds for lease in feed.leases.values())
+        return {claim.seq for claim in claims if isinstance(claim, Claim) and not claim.acknowledged}

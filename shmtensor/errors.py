@@ -1,0 +1,66 @@
+"""Every error that the library raises, by who must act.
+
+| class | who must act |
+|---|---|
+| `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, forked away or released |
+| `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
+| `TimedOut`, `RingFull` | nobody yet: it would have blocked, or took longer than `timeout=` |
+| `EndOfStream` | nobody: every sender has closed and everything is received |
+| `PeerDied` | whoever runs the peer |
+| `WireError` | whoever wrote the bytes: they are not a valid message or segment |
+| `ResourceError`, `PlatformError` | whoever runs the machine: memory, permissions, limits, kernel |
+"""
+
+from __future__ import annotations
+
+
+class ShmTensorError(Exception):
+    """Base of every error of this library."""
+
+
+class ClosedError(ShmTensorError, ValueError):
+    """The endpoint was closed by its own process."""
+
+
+class ForkedError(ClosedError):
+    """The endpoint belongs to the parent process of a fork; create a new one in the child."""
+
+
+class ReleasedError(ClosedError):
+    """The message's own reference was released; keep the value, or copy it, before releasing."""
+
+
+class ArgumentError(ShmTensorError, ValueError):
+    """An argument has a wrong value."""
+
+
+class ArgumentTypeError(ShmTensorError, TypeError):
+    """An argument, or a leaf of a value to send, has a wrong type."""
+
+
+class TimedOut(ShmTensorError, TimeoutError):
+    """The call took longer than its `timeout=`."""
+
+
+class RingFull(TimedOut):
+    """No slot was free: at once with `full="error"`, or after `timeout=` with `full="block"`."""
+
+
+class EndOfStream(ShmTensorError, EOFError):
+    """Every sender has closed or died, and everything they sent is received."""
+
+
+class PeerDied(ShmTensorError, ConnectionError):
+    """A peer died and what was asked of it cannot be had from another."""
+
+
+class WireError(ShmTensorError, ValueError):
+    """Bytes written by a peer are not a valid descriptor, record or segment."""
+
+
+class ResourceError(ShmTensorError, OSError):
+    """A resource of the machine is missing: memory, space, permission, a limit."""
+
+
+class PlatformError(ResourceError):
+    """This operating system, kernel or interpreter lacks something the library needs."""

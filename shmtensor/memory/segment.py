@@ -1,0 +1,166 @@
+"""POSIX shared-memory segments: create, attach and unlink are three functions, and attaching never deletes anything."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from typing import Any, Final
+
+import numpy as np
+import posix_ipc
+
+from ..errors import ResourceError, WireError
+from ..units import format_bytes
+from .locks import LockFile
+
+PAGE: Final = mmap.PAGESIZE
+SHM_DIR: Final = "/dev/shm"
+_MODE = 0o600
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
+
+
+class Mapping:
+    """A mapped part of a segment. The memory stays mapped as long as anything refers to `buffer`, `words` or this
+    object.
+
+    `words` and `view` reach the mapping for loads and stores; `buffer` claims to be writable whatever the protection
+    is (torch
+    warns about read-only arrays), so that writing through it into a read-only mapping is a segmentation fault, not a
+    silent
+    change of somebody else's tensor.
+    """
+
+    __slots__ = ("address", "buffer", "map", "nbytes", "view", "words")
+
+    def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+        # A forked child must not reach (and corrupt) its parent's endpoints, nor read slots that it holds no lease
+        # on.
+        with contextlib.suppress(OSError):
+            self.map.madvise(mmap.MADV_DONTFORK)
+        self.nbytes = nbytes
+        self.view = memoryview(self.map)
+        self.words = self.view.cast("Q")
+        self.address = int(np.frombuffer(self.map, np.uint8).__array_interface__["data"][0])
+        kind: Any = type("Slots", (ctypes.c_char * nbytes,), {})
+        whole = kind.from_address(self.address)
+        whole.mapping = self.map
+        self.buffer = memoryview(whole).cast("B")
+
+    def populate(self, *, write: bool) -> None:
+        """Enter every page into this process's page table now instead of at first touch. Best effort."""
+        with contextlib.suppress(OSError, ValueError):
+            self.map.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
+
+
+class Segment:
+    """An open segment: a descriptor to map from. Mappings outlive it."""
+
+    __slots__ = ("fd", "name", "nbytes")
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name, self.fd = name, fd
+        self.nbytes = os.fstat(fd).st_size
+
+    def map(self, offset: int = 0, nbytes: int | None = None, *, writable: bool) -> Mapping:
+        """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size."""
+        return Mapping(self.fd, offset, self.nbytes - offset if nbytes is None else nbytes, writable=writable)
+
+    def reserve(self, nbytes: int, remedy: str) -> None:
+        """Grow to `nbytes` with every page reserved, so that a small `/dev/shm` is an error here and never a SIGBUS."""
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+                raise ResourceError(
+                    error.errno,
+                    f"segment {self.name} needs {format_bytes(nbytes)}, {SHM_DIR} has {format_bytes(free_bytes())} "
+                    f"free: {remedy}, or give {SHM_DIR} more room (containers: --shm-size)",
+                ) from None
+            raise
+        self.nbytes = nbytes
+
+    def is_still(self, name: str) -> bool:
+        """Whether `name` still leads to this very segment (nobody unlinked or replaced it)."""
+        try:
+            return os.path.samestat(os.stat(SHM_DIR + name), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
+
+    def locks(self) -> LockFile:
+        """A second open file description of the same segment, for locks alone."""
+        return LockFile(os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay valid. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def create(name: str, nbytes: int, remedy: str) -> Segment:
+    """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind."""
+    segment = _open(name, posix_ipc.O_CREX)
+    try:
+        segment.reserve(nbytes, remedy)
+    except BaseException:
+        segment.close()
+        unlink(name)
+        raise
+    return segment
+
+
+def open_or_create(name: str) -> Segment:
+    """Open a segment, or create it with size 0. Which of the two it was, the caller decides under a lock."""
+    return _open(name, posix_ipc.O_CREAT)
+
+
+def attach(name: str) -> Segment:
+    """Open an existing segment. `FileNotFoundError` if there is none."""
+    return _open(name, 0)
+
+
+def unlink(name: str) -> None:
+    """Remove a segment's name. Existing mappings stay valid. No error if it is gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(SHM_DIR + name)
+
+
+def free_bytes() -> int:
+    """Free bytes of `/dev/shm`."""
+    space = os.statvfs(SHM_DIR)
+    return space.f_bavail * space.f_frsize
+
+
+def _open(name: str, flags: int) -> Segment:
+    try:
+        fd = int(posix_ipc.SharedMemory(name, flags, mode=_MODE).fd)
+    except posix_ipc.ExistentialError as error:
+        if flags:
+            raise ResourceError(errno.EEXIST, f"segment {name}: {error}") from None
+        raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
+    except posix_ipc.PermissionsError:
+        raise ResourceError(errno.EACCES, _denied(name)) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
+    return Segment(name, fd)
+
+
+def _denied(name: str) -> str:
+    try:
+        owner = os.stat(SHM_DIR + name).st_uid
+    except OSError:
+        return f"no permission to open segment {name} in {SHM_DIR}"
+    return f"segment {name} belongs to user {owner}, you are user {os.geteuid()}: use another channel name"

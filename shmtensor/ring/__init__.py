@@ -1,0 +1,1 @@
+"""Slots: their layout, their life cycle, and both ends of a ring."""

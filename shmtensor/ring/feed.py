@@ -1,0 +1,155 @@
+"""A receiver's end of one producer: its ledger, its rings, how far it has read, and the leases it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import WireError
+from ..memory import forks
+from ..memory.semaphores import Sleeper
+from ..memory.words import settle
+from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
+from .layout import L_PUBLISHED, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from .lease import Lease
+from .ledger import Ledger
+from .ring import Ring
+
+
+class Found:
+    """A validated record, kept per slot: one that stands there again unchanged needs no second look."""
+
+    __slots__ = ("dynamic", "nbytes", "offset", "raw", "ring", "slot", "static", "unpacker")
+
+    def __init__(self, ring: Ring, slot: int, raw: bytes, static: bytes, dynamic: bytes, nbytes: int) -> None:
+        self.ring, self.slot, self.raw = ring, slot, raw
+        self.static, self.dynamic, self.nbytes = static, dynamic, nbytes
+        self.offset = slot * ring.slot_bytes
+        self.unpacker: Any = None  # the endpoint's, made from `static`
+
+
+class Feed:
+    """One attached producer. Subclasses say how a message is taken and given back."""
+
+    __slots__ = (
+        "__weakref__", "_asleep", "_control", "_posted", "_sleeper", "attach_ring", "closing", "emptied", "gone",
+        "index", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
+    )  # fmt: skip
+
+    def __init__(
+        self, ledger: Ledger, index: int, member: int, control: memoryview, asleep: int, sleeper: Sleeper | None,
+        attach_ring: Callable[[int], Ring], emptied: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.ledger, self.uid, self.index, self.member = ledger, ledger.uid, index, member
+        self.words, self.mask, self.order = ledger.words, ledger.mask, ledger.shape.order
+        self._control, self._asleep, self._sleeper, self._posted = control, asleep, sleeper, 0
+        self.attach_ring, self.emptied = attach_ring, emptied
+        self.rings: list[Ring] = []
+        self.position = 0
+        self.leases: dict[int, Lease] = {}  # by sequence number
+        self.gone = False  # the producer is closed or dead: nothing follows what is published
+        self.closing = False  # this receiver reads no more; `emptied` is told when the last lease ends
+        forks.track(self)
+
+    def drop_in_child(self) -> None:
+        """A forked child holds no lease: forgetting the references keeps their ends from being told."""
+        self.leases.clear()
+
+    @property
+    def behind(self) -> int:
+        """Messages published and not yet looked at."""
+        return self.words[L_PUBLISHED] - self.position
+
+    def ring(self, index: int) -> Ring:
+        """Ring `index` of the producer, attached at first use."""
+        while index >= len(self.rings):
+            if index >= min(self.ledger.rings, MAX_RINGS):
+                raise WireError(
+                    f"producer {self.uid:016x} has {self.ledger.rings} rings, its order table names ring {index}"
+                )
+            self.rings.append(self.attach_ring(len(self.rings)))
+        return self.rings[index]
+
+    def locate(self, seq: int) -> Found | None:
+        """The record of message `seq`; None if its slot holds another message by now."""
+        place = self.words[self.order + (seq & self.mask)]
+        index = place >> 32
+        ring = self.rings[index] if index < len(self.rings) else self.ring(index)
+        return self.read(ring, place & 0xFFFFFFFF, seq)
+
+    def read(self, ring: Ring, slot: int, seq: int) -> Found | None:
+        """The validated record in a slot; None if it is not message `seq`'s."""
+        if slot >= ring.slots:
+            raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
+        at = ring.records + slot * SIZE
+        settle()
+        if ring.words[at >> 3] != seq:
+            return None
+        raw = ring.map[at + CONSTANT_OFFSET : at + SIZE]
+        found: Found | None = ring.found[slot]
+        if found is not None and found.raw == raw:
+            return found
+        try:
+            found = self._parse(ring, slot, raw)
+        except WireError:
+            if self.holds(ring, slot, seq):
+                raise
+            return None  # read while the producer was reusing the slot
+        ring.found[slot] = found if found.raw else None
+        return found
+
+    def _parse(self, ring: Ring, slot: int, raw: bytes) -> Found:
+        head = unpack_constant(raw)
+        check_head(head, ring.index, slot, ring.slots, ring.slot_bytes)
+        _, flags, _, _, _, static_len, dynamic_len, nbytes = head
+        if flags & SPILLED:
+            at = slot * ring.slot_bytes + padded(nbytes)
+            text = bytes(ring.buffer[at : at + static_len + dynamic_len])
+            return Found(ring, slot, b"", text[:static_len], text[static_len:], nbytes)
+        at = INLINE_OFFSET - CONSTANT_OFFSET
+        static, dynamic = raw[at : at + static_len], raw[at + static_len : at + static_len + dynamic_len]
+        return Found(ring, slot, raw, static, dynamic, nbytes)
+
+    def holds(self, ring: Ring, slot: int, seq: int) -> bool:
+        """Whether a slot still holds message `seq`."""
+        return ring.words[R_RECORDS + slot * RECORD_WORDS] == seq
+
+    def is_current(self, seq: int) -> bool:
+        """Whether message `seq` still stands where the order table says, so far as that can be told."""
+        place = self.words[self.order + (seq & self.mask)]
+        index, slot = place >> 32, place & 0xFFFFFFFF
+        known = index < len(self.rings) and slot < self.rings[index].slots
+        return not known or self.holds(self.rings[index], slot, seq)
+
+    def record(self, found: Found) -> bytes:
+        """The 256 bytes of a record, for a doorbell."""
+        at = found.ring.records + found.slot * SIZE
+        return bytes(found.ring.view[at : at + SIZE])
+
+    def wake_sender(self) -> None:
+        """After giving back: post the producer's semaphore if it sleeps, once per sleep."""
+        asleep = self._control[self._asleep]
+        if asleep & 1 and asleep != self._posted and self._sleeper is not None:
+            self._posted = asleep
+            self._sleeper.post()
+
+    def _ended(self, lease: Any) -> None:
+        """The storage died: give the slot back. Runs wherever the last reference was dropped; takes no lock."""
+        self.leases.pop(lease.seq, None)
+        self.give_back(lease)
+        self.wake_sender()
+        if self.closing and not self.leases:
+            self.close()
+            self.emptied()
+
+    def give_back(self, lease: Lease) -> None:
+        """Store what says that this receiver no longer needs the slot."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Read no more. Leases live on, and the locks with them, until the last one ends."""
+        self.closing = True
+        if not self.leases:
+            self.ledger.close()
+            if self._sleeper is not None:
+                self._sleeper.close()

@@ -1,0 +1,124 @@
+"""Where each byte of a producer's segments lies. All offsets in bytes, all words 64-bit.
+
+The ledger, one per producer (`/shmtensor.<channel>,<uid>`):
+
+    0        magic  version  uid  capacity  order_size  history          written once, magic last
+    128      published                                                    producer; pairs with the readers' check
+    192      closed   rings                                               producer
+    4096     members: capacity x (start, start_uid)                       producer
+             finished: capacity x uid                                     word r: the receiver at member index r
+             order: order_size x (ring << 32 | slot)                      producer
+
+A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
+
+    0        magic  version  uid  kind  index  slots  slot_bytes  capacity     written once, magic last
+    4096     records: slots x 256                                         producer
+             state, fan-out: capacity rows x slots words                  row r: the receiver at member index r
+             state, work queue: slots x (claimed, done, released, attempt)     whoever holds lock(seq)
+             data: slots x slot_bytes, page aligned                       producer; receivers of a fan-out map it
+             read-only
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import WireError
+from ..memory.segment import PAGE
+from ..wire.record import SIZE as RECORD
+
+HEADER: Final = 4096
+LEDGER_MAGIC: Final = int.from_bytes(b"SHMTLEDG", "little")
+RING_MAGIC: Final = int.from_bytes(b"SHMTRING", "little")
+VERSION: Final = 1
+
+FAN_OUT: Final = 1
+WORK_QUEUE: Final = 2
+KINDS: Final = {FAN_OUT: "fan-out (Publisher, Subscriber)", WORK_QUEUE: "work queue (Producer, Consumer)"}
+
+# word indices in a ledger
+L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY = range(6)
+L_PUBLISHED: Final = 16
+L_CLOSED: Final = 24
+L_RINGS: Final = 25
+L_MEMBERS: Final = HEADER // 8
+
+# word indices in a ring
+R_MAGIC, R_VERSION, R_UID, R_KIND, R_INDEX, R_SLOTS, R_SLOT_BYTES, R_CAPACITY = range(8)
+R_RECORDS: Final = HEADER // 8
+RECORD_WORDS: Final = RECORD // 8
+CLAIMED, DONE, RELEASED, ATTEMPT = range(4)
+
+MAX_RINGS: Final = 255
+MAX_SLOTS: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class LedgerShape:
+    """Word offsets of a ledger, from its capacity (members) and order size (a power of two)."""
+
+    capacity: int
+    order_size: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.capacity <= 4096 and 1 <= self.order_size <= 1 << 24):
+            raise WireError(f"ledger for {self.capacity} members with {self.order_size} order entries")
+        if self.order_size & (self.order_size - 1):
+            raise WireError(f"ledger order size {self.order_size} is not a power of two")
+
+    @property
+    def finished(self) -> int:
+        return L_MEMBERS + 2 * self.capacity
+
+    @property
+    def order(self) -> int:
+        return self.finished + self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * (self.order + self.order_size)
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """Offsets of a ring, from its kind, slots, bytes per slot and member capacity."""
+
+    kind: int
+    slots: int
+    slot_bytes: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise WireError(f"ring of unknown kind {self.kind}")
+        if not (1 <= self.slots <= MAX_SLOTS and 64 <= self.slot_bytes <= 1 << 44 and 1 <= self.capacity <= 4096):
+            raise WireError(f"ring of {self.slots} slots of {self.slot_bytes} bytes for {self.capacity} members")
+        if self.slot_bytes % 64:
+            raise WireError(f"ring with slots of {self.slot_bytes} bytes, not a multiple of 64")
+
+    @property
+    def row(self) -> int:
+        """Words of one receiver's row; rows do not share cache lines."""
+        return (self.slots + 7) & -8
+
+    @property
+    def state(self) -> int:
+        """Word index of the state area."""
+        return R_RECORDS + self.slots * RECORD_WORDS
+
+    @property
+    def data(self) -> int:
+        """Byte offset of slot 0."""
+        words = self.capacity * self.row if self.kind == FAN_OUT else 8 * self.slots
+        return (8 * (self.state + words) + PAGE - 1) & -PAGE
+
+    @property
+    def nbytes(self) -> int:
+        return self.data + self.slots * self.slot_bytes
+
+
+def round_slot(nbytes: int) -> int:
+    """Bytes of a slot for messages of `nbytes`: whole pages for large ones, whole cache lines for small ones."""
+    step = 64 if nbytes <= PAGE // 2 else PAGE
+    return max(64, (nbytes + step - 1) // step * step)

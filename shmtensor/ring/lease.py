@@ -1,0 +1,47 @@
+"""Leases: a slot is given back when the storage of the view that maps it dies.
+
+A lease watches the one array that every view of a message is made from. NumPy arrays refer to it as their base, a
+tensor's
+storage holds it until the storage is freed, so its death is the death of the last view; `weakref` tells of it at
+once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    _Ref = weakref.ref[np.ndarray]
+else:
+    _Ref = weakref.ref
+
+
+class Lease(_Ref):
+    """A weak reference to a message's array: `seq` is the message, `word` where its end is told in `words`."""
+
+    __slots__ = ("seq", "word", "words")
+
+    words: memoryview
+    word: int
+    seq: int
+    locked = False
+    """Fan-out: whether it is held by a shared lock on byte `seq` instead of the lease word."""
+
+
+class LockedLease(Lease):
+    """A fan-out lease that is a shared lock: a latest-only reader's, or one on a message older than its reader."""
+
+    __slots__ = ()
+    locked = True
+
+
+class Claim(Lease):
+    """A work-queue lease: the exclusive lock on byte `seq`."""
+
+    __slots__ = ("acknowledged",)
+
+    acknowledged: bool
+    """Whether `done` is stored."""

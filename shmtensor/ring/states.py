@@ -1,0 +1,61 @@
+"""The life cycle of a slot, as data: `docs/slots.md` draws it from this table, and a test walks it.
+
+Each transition names who makes it and the store (or lock) that makes it visible.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, NamedTuple
+
+
+class State(Enum):
+    """What a slot is, as far as shared memory tells."""
+
+    FREE = "free"
+    WRITING = "writing"
+    PUBLISHED = "published"
+    LEASED = "leased"
+    DONE = "done"
+    RELEASED = "released"
+
+
+class Transition(NamedTuple):
+    """One legal change of a slot's state."""
+
+    source: State
+    target: State
+    who: str
+    by: str
+    when: str
+
+
+FAN_OUT: Final = (
+    Transition(State.FREE, State.WRITING, "publisher", "record.seq := 0", "send or loan takes the slot"),
+    Transition(
+        State.WRITING, State.FREE, "publisher", "nothing was published", "an exception, a discarded loan, or death"
+    ),
+    Transition(State.WRITING, State.PUBLISHED, "publisher", "published := seq", "send returns"),
+    Transition(State.PUBLISHED, State.LEASED, "receiver r", "lease[r] := 2*seq", "recv takes it"),
+    Transition(State.LEASED, State.RELEASED, "receiver r", "lease[r] := 2*seq+1", "the last view of it dies"),
+    Transition(State.PUBLISHED, State.RELEASED, "kernel", "life lock of r dropped", "r left or died before taking it"),
+    Transition(State.LEASED, State.RELEASED, "kernel", "life lock of r dropped", "r died holding it"),
+    Transition(State.RELEASED, State.FREE, "publisher", "reads every recipient's word", "all recipients have released"),
+)
+"""Per recipient; a slot with a message that nobody receives is RELEASED at once."""
+
+WORK_QUEUE: Final = (
+    Transition(State.FREE, State.WRITING, "producer", "record.seq := 0", "send or loan takes the slot"),
+    Transition(
+        State.WRITING, State.FREE, "producer", "nothing was published", "an exception, a discarded loan, or death"
+    ),
+    Transition(State.WRITING, State.PUBLISHED, "producer", "published := seq", "send returns"),
+    Transition(State.PUBLISHED, State.LEASED, "consumer", "lock(seq), claimed := seq", "recv takes it"),
+    Transition(State.LEASED, State.PUBLISHED, "kernel", "lock(seq) dropped", "its consumer died: others may take it"),
+    Transition(State.LEASED, State.DONE, "consumer", "done := seq", "the message is released; views may live on"),
+    Transition(State.DONE, State.RELEASED, "consumer", "released := seq", "the last view of it dies"),
+    Transition(State.DONE, State.RELEASED, "kernel", "lock(seq) dropped", "its consumer died after it was done"),
+    Transition(
+        State.RELEASED, State.FREE, "producer", "reads released, or done and no lock", "the next send that needs it"
+    ),
+)

@@ -1,0 +1,65 @@
+"""What `statistics()` returns: frozen snapshots, one field per line of documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SenderStatistics:
+    """A sender's counters since it was made."""
+
+    sent: int
+    """Messages that `send` or a loan published."""
+    sent_bytes: int
+    """Payload bytes of these."""
+    dropped: int
+    """Messages that `full="drop"` threw away because no slot was free."""
+    waits: int
+    """How often a send had to sleep until a slot was given back."""
+    doorbells: int
+    """How many sleeping receivers were rung."""
+    rings: int
+    """Rings the sender has made."""
+    slots: int
+    """Slots of all rings together."""
+    slots_busy: int
+    """Slots that hold a message not yet known to be given back."""
+    ring_bytes: int
+    """Shared memory of all rings, bytes."""
+    receivers: int
+    """Members that get what is sent now."""
+    dead_receivers: int
+    """Receivers that were found dead while they held this sender up."""
+
+
+@dataclass(frozen=True)
+class ReceiverStatistics:
+    """A receiver's counters since it was made."""
+
+    received: int
+    """Messages that `recv` returned."""
+    received_bytes: int
+    """Payload bytes of these."""
+    missed: int
+    """With `delivery="latest"`: messages passed over because a newer one was there."""
+    redelivered: int
+    """Work queue: messages received with `attempt` above 1."""
+    abandoned: int
+    """Work queue: messages dropped here because they had used up `max_attempts`."""
+    bad_records: int
+    """Slot records or order entries that failed validation and were passed over."""
+    bad_doorbells: int
+    """Inbox messages that were no valid doorbell."""
+    sleeps: int
+    """How often `recv` went to sleep."""
+    ticks: int
+    """How often such a sleep ended by the clock instead of a doorbell."""
+    late: int
+    """Ticks that found work: a lost wake-up, or a peer that died before ringing."""
+    senders: int
+    """Senders attached now."""
+    behind: int
+    """Messages published and not yet looked at."""
+    leases: int
+    """Messages whose slots are still held by living views."""

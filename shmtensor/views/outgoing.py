@@ -1,0 +1,114 @@
+"""What is about to be sent: its description, how much room it takes, and how it gets into a slot.
+
+One plain contiguous tensor or array is the common message; its description is made once per (class, dtype, shape)
+and its
+bytes go by one `memmove`. Everything else goes through `views/pack.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
+from . import pack
+
+_PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
+_MEMMOVE_MOST: Final = 256 << 10  # larger tensors go through `copy_`, which uses torch's threads
+_PLANS_MOST: Final = 4096
+
+_memmove = ctypes.memmove
+
+EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
+"""The record of no message, for a doorbell that only says: look around."""
+
+
+class Outgoing:
+    """The description of a value and the room it takes. Shared by all sends of an equal-looking plain value."""
+
+    __slots__ = ("dynamic", "kind", "nbytes", "source", "spilled", "static", "total")
+
+    def __init__(self, kind: int, static: bytes, dynamic: bytes, nbytes: int, source: Any = None) -> None:
+        self.kind, self.static, self.dynamic, self.nbytes, self.source = kind, static, dynamic, nbytes, source
+        description = len(static) + len(dynamic)
+        self.spilled = description > INLINE
+        self.total = padded(nbytes) + description if self.spilled else nbytes
+
+
+_plans: dict[tuple[Any, Any, Any], Outgoing] = {}
+
+
+def describe(value: Any, meta: Any) -> Outgoing:
+    """Describe a value; raises `ArgumentTypeError` for what cannot be sent."""
+    if meta is None:
+        try:
+            plan = _plans.get((value.__class__, value.dtype, value.shape))
+        except (AttributeError, TypeError, RuntimeError):
+            plan = None
+        if plan is not None and _is_plain(value, plan.kind):
+            return plan
+    packed = pack.pack(value, meta)
+    if meta is None and not packed.dynamic:
+        _remember(value, packed)
+    return Outgoing(_PACKED, packed.static, packed.dynamic, packed.nbytes, packed)
+
+
+def describe_empty(shape: tuple[int, ...], dtype: Any, meta: Any) -> Outgoing:
+    """Describe a tensor or array that is yet to be computed into a slot."""
+    static = pack.single_spec(dtype, shape)
+    dynamic = b"" if meta is None else pack.pack(np.empty(0, np.uint8), meta).dynamic
+    return Outgoing(_EMPTY, static, dynamic, pack.Unpacker(static).nbytes)
+
+
+def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: int) -> None:
+    """The one copy: put a described value at `offset` of a ring's data (mapped at `address`)."""
+    kind = out.kind
+    if kind == _TENSOR:
+        if out.nbytes <= _MEMMOVE_MOST:
+            _memmove(address + offset, value.data_ptr(), out.nbytes)
+            return
+        target = sys.modules["torch"].from_numpy(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
+        source = value.detach()
+        target.view(source.dtype).view(source.shape).copy_(source)
+        return
+    if kind == _ARRAY:
+        np.ndarray(value.shape, value.dtype, buffer, offset)[...] = value
+        return
+    if kind == _PACKED:
+        out.source.copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
+    if out.spilled:
+        start = offset + padded(out.nbytes)
+        end = start + len(out.static)
+        buffer[start:end] = out.static
+        buffer[end : end + len(out.dynamic)] = out.dynamic
+
+
+def _is_plain(value: Any, kind: int) -> bool:
+    if kind == _TENSOR:
+        return bool(value.is_cpu and value.is_contiguous() and not value.is_neg())
+    return bool(value.flags.c_contiguous)
+
+
+def _remember(value: Any, packed: pack.Packed) -> None:
+    """Make a plan if the next value of this class, dtype and shape may be copied as it stands."""
+    if len(packed.static) > INLINE:
+        return
+    torch = sys.modules.get("torch")
+    if type(value) is np.ndarray and not value.dtype.hasobject and value.flags.c_contiguous:
+        kind = _ARRAY
+    elif torch is not None and type(value) is torch.Tensor:
+        if value.layout != torch.strided or value.is_quantized or value.is_complex() or value.is_nested:
+            return
+        if not (value.is_cpu and value.is_contiguous() and not value.is_neg()):
+            return
+        kind = _TENSOR
+    else:
+        return
+    if packed.static != pack.single_spec(value.dtype, tuple(value.shape)):
+        return
+    if len(_plans) >= _PLANS_MOST:
+        _plans.clear()
+    _plans[value.__class__, value.dtype, value.shape] = Outgoing(kind, packed.static, b"", packed.nbytes)

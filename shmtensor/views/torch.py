@@ -1,0 +1,182 @@
+"""torch tensors as leaves, and back. Imported only once a torch tensor is sent or arrives."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from ..errors import ArgumentError, ArgumentTypeError, WireError
+from ..wire.dtypes import TABLE, DType
+from ..wire.spec import MAX_NDIM
+from .leaf import Leaf, Refused
+from .numpy import CARRIER, Array
+from .numpy import MAX_NDIM as NUMPY_MAX_NDIM
+from .quiet import silence
+
+ROW: dict[torch.dtype, DType] = {
+    dtype: row for row in TABLE if row.torch and isinstance(dtype := getattr(torch, row.name, None), torch.dtype)
+}
+DTYPE: dict[int, torch.dtype] = {row.code: dtype for dtype, row in ROW.items()}
+_CARRIER_NAME = {"|u1": torch.uint8, "<i2": torch.int16, "<i4": torch.int32}
+
+# Types whose contiguous tensors on the CPU are plain memory; True: after a look at the neg bit.
+PLAIN: dict[torch.dtype, bool] = {
+    dtype: dtype.is_floating_point for dtype, row in ROW.items() if not dtype.is_complex and not row.quantized
+}
+
+# Called with map: a method descriptor costs half of an attribute and a call.
+is_cpu = attrgetter("is_cpu")
+is_contiguous = torch.Tensor.is_contiguous
+is_neg = torch.Tensor.is_neg
+data_ptr = torch.Tensor.data_ptr
+
+CPU = torch.device("cpu")
+
+
+def tensor_types() -> frozenset[type]:
+    """The types of tensors that are sent as tensors, without the jagged one."""
+    return frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def is_jagged(value: object) -> bool:
+    """Whether the value is a nested tensor of jagged layout, the one subclass that is sent."""
+    layout = getattr(torch, "jagged", None)
+    return (
+        isinstance(value, torch.Tensor)
+        and layout is not None
+        and type(value).__module__ == "torch.nested._internal.nested_tensor"
+        and value.layout == layout
+    )
+
+
+def refuse(value: torch.Tensor) -> Refused:
+    """Why a tensor subclass is not sent."""
+    kind = type(value)
+    remedy = (
+        "DTensor: send tensor.to_local() or tensor.full_tensor()"
+        if kind.__name__ == "DTensor"
+        else ("send tensor.as_subclass(torch.Tensor), or its parts")
+    )
+    return Refused(ArgumentTypeError, f"tensor subclass {kind.__module__}.{kind.__qualname__} is not sent: {remedy}")
+
+
+def tensor_leaf(tensor: torch.Tensor) -> Leaf:
+    """The leaf of a strided tensor, not quantized and not nested."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        if tensor.dtype == getattr(torch, "complex32", None):
+            silence("complex32")
+        tensor = tensor.resolve_conj().resolve_neg()
+    row = ROW.get(tensor.dtype)
+    if row is None:
+        raise Refused(ArgumentTypeError, f"dtype {tensor.dtype} is not known here")
+    if tensor.device.type == "meta":
+        raise Refused(ArgumentTypeError, "meta tensors hold no data: send their shape and dtype instead")
+    if tensor.ndim > MAX_NDIM:
+        raise Refused(
+            ArgumentError,
+            f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed: send tensor.flatten()",
+        )
+    size = row.itemsize
+    strides = None if tensor.is_contiguous() else tuple([stride * size for stride in tensor.stride()])
+    return Leaf(
+        tensor,
+        row,
+        size,
+        tuple(tensor.shape),
+        strides,
+        tensor.data_ptr(),
+        copy_strided,
+        torch=True,
+        device=str(tensor.device),
+    )
+
+
+def copy_strided(leaf: Leaf, payload: Array, offset: int) -> None:
+    assert leaf.dtype is not None
+    source: torch.Tensor = leaf.source
+    # as carriers: torch does not copy all of the small types
+    target = carrier_view(payload, offset, leaf.dtype, leaf.shape, leaf.strides)
+    if leaf.dtype.name == "bool":  # a bool may be any byte: copied as bool it would become 1
+        target = target.view(torch.uint8)
+    target.copy_(source if source.dtype == target.dtype else source.view(target.dtype))
+
+
+def copy_run(payload: Array, offset: int, address: int, nbytes: int) -> None:
+    """Copy bytes of host memory with torch's threads."""
+    source = np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
+    torch.from_numpy(payload[offset : offset + nbytes]).copy_(torch.from_numpy(source))
+
+
+def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], None] | None:
+    """A copy of raw device memory at `start`, through the storage of the leaf; None if that is not all of
+    it.
+    """
+    storage = leaf.source.untyped_storage()
+    at = start - storage.data_ptr()
+    if at < 0 or at + extent > storage.nbytes():
+        return None
+    source = torch.empty(0, dtype=torch.uint8, device=leaf.source.device).set_(storage, at, (extent,), (1,))
+
+    def copy(payload: Array, offset: int) -> None:
+        torch.from_numpy(payload[offset : offset + extent]).copy_(source)
+
+    return copy
+
+
+def storage_view(
+    storage: torch.UntypedStorage,
+    offset: int,
+    row: DType,
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+) -> torch.Tensor:
+    """A tensor of the row's carrier over a storage; offset and strides in bytes."""
+    size = row.itemsize
+    if strides is None:
+        steps = []
+        step = 1
+        for length in reversed(shape):
+            steps.append(step)
+            step *= length
+        steps.reverse()
+    else:
+        steps = [stride // size for stride in strides]
+    view = torch.empty(0, dtype=carrier(row), device=CPU)
+    return view.set_(storage, offset // size, tuple(shape), tuple(steps))
+
+
+def carrier(row: DType) -> torch.dtype:
+    """The torch dtype in which memory of this row is read and copied."""
+    return DTYPE[row.code] if row.numpy else _CARRIER_NAME[row.carrier]
+
+
+def carrier_view(
+    payload: Array, offset: int, row: DType, shape: Sequence[int], strides: Sequence[int] | None
+) -> torch.Tensor:
+    """A tensor of the row's carrier over the payload; strides in bytes."""
+    if len(shape) > NUMPY_MAX_NDIM:
+        storage = torch.from_numpy(payload[offset:]).untyped_storage()
+        return storage_view(storage, 0, row, shape, strides)
+    return torch.from_numpy(np.ndarray(shape, CARRIER[row.code], payload, offset, strides))
+
+
+def view_dtype(row: DType) -> torch.dtype | None:
+    """The dtype to view a carrier as, None if the carrier is the dtype itself. `WireError` if torch lacks
+    it.
+    """
+    dtype = DTYPE.get(row.code)
+    if dtype is None:
+        raise WireError(f"tensor of dtype {row.name}, which torch {torch.__version__} lacks")
+    return None if row.numpy else dtype
+
+
+def empty(row: DType, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor without elements."""
+    tensor = torch.empty(tuple(shape), dtype=carrier(row), device=CPU)
+    dtype = view_dtype(row)
+    return tensor if dtype is None else tensor.view(dtype)

@@ -1,0 +1,50 @@
+"""Whole values: copy them, map their leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .walk import is_tensor
+
+
+def copy_value(value: object) -> object:
+    """A deep, private, writable copy of a value, on the CPU; leaves that share memory share it in the copy
+    as well.
+
+    The leaves of a tree are views of one new block of memory, which lives as long as any of them.
+    """
+    from .pack import pack
+    from .unpack import Unpacker
+
+    packed = pack(value)
+    block = np.empty(packed.nbytes + 64, np.uint8)
+    skip = -block.__array_interface__["data"][0] % 64
+    payload = block[skip : skip + packed.nbytes]
+    packed.copy_into(payload)
+    return Unpacker(packed.static)(payload, packed.dynamic, readonly=False)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], value: object) -> object:
+    """The value with `function` applied to each tensor and array; equal objects are mapped once.
+
+    Dicts, lists and tuples are made anew, everything else stays as it is.
+    """
+    done: dict[int, Any] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: walk(child) for key, child in node.items()}
+        if isinstance(node, list):
+            return [walk(child) for child in node]
+        if isinstance(node, tuple):
+            return tuple([walk(child) for child in node])
+        if isinstance(node, np.ndarray) or is_tensor(node):
+            if id(node) not in done:
+                done[id(node)] = function(node)
+            return done[id(node)]
+        return node
+
+    return walk(value)

@@ -1,0 +1,69 @@
+"""Every test checks that it leaves nothing behind: shared memory, semaphores, sockets, descriptors, child processes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import tempfile
+
+import pytest
+
+_count = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def socket_directory():
+    """A socket directory of this test run's own, so that two runs at once stay apart."""
+    with tempfile.TemporaryDirectory(prefix="shmt-", dir="/tmp") as path:
+        before = os.environ.get("SHMTENSOR_DIR")
+        os.environ["SHMTENSOR_DIR"] = path
+        yield path
+        if before is None:
+            del os.environ["SHMTENSOR_DIR"]
+        else:
+            os.environ["SHMTENSOR_DIR"] = before
+
+
+@pytest.fixture
+def channel() -> str:
+    """A channel name that no other test or run uses."""
+    return f"test-{os.getpid()}-{next(_count)}"
+
+
+def shared_files() -> set[str]:
+    """This run's files in /dev/shm."""
+    return {name for name in os.listdir("/dev/shm") if f"shmtensor.test-{os.getpid()}-" in name}
+
+
+def descriptors() -> set[str]:
+    """What this process's descriptors lead to, of the kinds that the library opens."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if "shmtensor." in target:
+            found.add(f"{fd} -> {target}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(socket_directory):
+    yield
+    gc.collect()
+    for child in multiprocessing.active_children():
+        child.join(10)
+    left = {
+        "shared memory": shared_files(),
+        "sockets": set(os.listdir(socket_directory)),
+        "descriptors": descriptors(),
+        "processes": {child.name for child in multiprocessing.active_children()},
+    }
+    for name in left["shared memory"]:
+        os.unlink(f"/dev/shm/{name}")
+    for name in left["sockets"]:
+        os.unlink(f"{socket_directory}/{name}")
+    assert not any(left.values()), {what: names for what, names in left.items() if names}

@@ -1,0 +1,112 @@
+"""The processes of a fault scenario. This module is preloaded by the fork server: it installs the crash points first."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from . import points
+
+points.install()
+
+import numpy as np  # noqa: E402
+
+import shmtensor  # noqa: E402
+
+PATIENCE = 20.0
+WORDS = 50
+
+
+def payload(number: int) -> np.ndarray:
+    return np.full(WORDS, number, np.int64)
+
+
+def number_of(value: np.ndarray) -> int:
+    assert value.shape == (WORDS,), value.shape
+    assert (value == value[0]).all(), "torn payload"
+    return int(value[0])
+
+
+def _arm(plan) -> None:
+    if plan is not None:
+        points.arm(*plan)
+
+
+def _surviving_a_crash(body, pipe) -> None:
+    """Run a victim's body; with the action "raise" it goes on with its life and ends normally."""
+    try:
+        body()
+    except points.Crash as crash:
+        pipe.send(("raised", str(crash)))
+    pipe.send(("end", dict(points.hits)))
+
+
+def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, options: dict) -> None:
+    """Send `count` numbered messages, telling the test each one whose `send` returned."""
+    _arm(plan)
+    first = options.pop("first", 1)
+    make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
+
+    def body() -> None:
+        tx = make(channel, **{"slots": 4, **options})
+        try:
+            pipe.send(("joined", None))
+            if receivers:
+                wait = tx.wait_for_subscribers if pattern == "fan-out" else tx.wait_for_consumers
+                wait(receivers, timeout=PATIENCE)
+            pipe.recv()
+            for number in range(first, first + count):
+                try:
+                    if number % 3 == 0:
+                        with tx.loan((WORDS,), np.int64, timeout=PATIENCE) as loan:
+                            loan.array[...] = number
+                    else:
+                        tx.send(payload(number), timeout=PATIENCE)
+                except points.Crash as crash:
+                    pipe.send(("raised", str(crash)))
+                    continue
+                pipe.send(("sent", number))
+        finally:
+            tx.close(linger=PATIENCE if options.get("full") != "grow" else 0)
+
+    _surviving_a_crash(body, pipe)
+
+
+def receiver(pipe, pattern: str, channel: str, plan, stop_after: int | None, keep: int = 0, held: bool = False) -> None:
+    """Receive until the end of the stream (or `stop_after` messages), telling the test each message."""
+    _arm(plan)
+    make = shmtensor.Subscriber if pattern == "fan-out" else shmtensor.Consumer
+    kept = []
+
+    def body() -> None:
+        rx = make(channel)
+        try:
+            pipe.send(("joined", None))
+            if held:
+                pipe.recv()
+            received = 0
+            deadline = time.monotonic() + PATIENCE
+            while stop_after is None or received < stop_after:
+                try:
+                    msg = rx.recv(timeout=max(0.0, deadline - time.monotonic()))
+                except shmtensor.EndOfStream:
+                    break
+                except points.Crash as crash:
+                    pipe.send(("raised", str(crash)))
+                    continue
+                received += 1
+                pipe.send(("got", (number_of(msg.value), msg.attempt)))
+                if len(kept) < keep:
+                    kept.append((msg.value, number_of(msg.value)))
+                with contextlib.suppress(points.Crash):
+                    msg.release()
+                del msg
+            for value, number in kept:
+                assert number_of(value) == number
+        finally:
+            rx.close()
+            for value, number in kept:
+                assert number_of(value) == number
+            kept.clear()
+
+    _surviving_a_crash(body, pipe)

@@ -1,0 +1,82 @@
+"""Named crash points: comments in the package (`# crash: name`), turned into calls only in the processes of the fault tests.
+
+They cost nothing in the package itself. Importing this module before `shmtensor` installs an import hook that compiles the package
+with every marker line replaced by a call of `hit`; line numbers stay the same.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "shmtensor"
+_MARKER = re.compile(r"^(\s*)# crash: ([a-z.]+)$", re.MULTILINE)
+
+armed: dict[str, tuple[str, int]] = {}
+hits: dict[str, int] = {}
+
+
+class Crash(Exception):
+    """What the action "raise" raises."""
+
+
+def names() -> list[str]:
+    """Every point in the package's source."""
+    return sorted(name for path in PACKAGE.rglob("*.py") for _, name in _MARKER.findall(path.read_text()))
+
+
+def arm(point: str, action: str, nth: int = 1) -> None:
+    """From now on, the nth time that this process comes by `point`: "kill", "exit" or "raise"."""
+    armed[point] = (action, nth)
+    hits[point] = 0
+
+
+def hit(point: str) -> None:
+    if point not in armed:
+        return
+    action, nth = armed[point]
+    hits[point] += 1
+    if hits[point] != nth:
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "exit":
+        os._exit(3)
+    else:
+        raise Crash(point)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str):
+        path = self.get_filename(fullname)
+        source = _MARKER.sub(r'\1_crash_hit("\2")', Path(path).read_text())
+        return compile(source, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module) -> None:
+        module.__dict__["_crash_hit"] = hit
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "shmtensor" and not fullname.startswith("shmtensor."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, [str(PACKAGE.parent)] if path is None else path)
+        if spec is None or not spec.origin:
+            return None
+        return importlib.util.spec_from_file_location(
+            fullname, spec.origin, loader=_Loader(fullname, spec.origin),
+            submodule_search_locations=spec.submodule_search_locations,
+        )  # fmt: skip
+
+
+def install() -> None:
+    """Compile the package with its crash points from now on. The package must not have been imported yet."""
+    assert not any(name.split(".")[0] == "shmtensor" for name in sys.modules), "shmtensor is imported already"
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,206 @@
+"""The fault matrix: point of death x way of dying x pattern -> what survivors see, and what is left (nothing).
+
+Each scenario has one victim, which dies (or raises) at a named point, and survivors in processes of their own. The fork server is
+preloaded with the package compiled with its crash points (`tests/faults/points.py`); the package itself has none.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import wait
+
+import pytest
+
+import shmtensor
+
+from .conftest import shared_files
+from .faults import points
+
+PATIENCE = 30.0
+SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
+COUNT = 12
+
+# point -> the roles that come by it; a scenario in which its victim does not reach its point is a failure
+SENDER_POINTS = [
+    "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered", "join.done",
+    "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired", "send.copied",
+    "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep", "close.said",
+    "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+]  # fmt: skip
+RECEIVER_POINTS = [
+    "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done", "attach.done",
+    "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said", "close.done",
+    "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+]  # fmt: skip
+FAN_OUT_ONLY = ["take.found", "take.leased"]
+WORK_QUEUE_ONLY = ["claim.found", "claim.locked", "claim.stored", "done.before", "done.stored"]
+ELSEWHERE = {"take.shared", "takeback.cleared", "sweep.unlinked", "sweep.channel", "drain.finished"}
+
+ACTIONS = ["kill", "exit", "raise"]
+
+
+def test_every_point_is_in_the_matrix():
+    covered = {*SENDER_POINTS, *RECEIVER_POINTS, *FAN_OUT_ONLY, *WORK_QUEUE_ONLY} | ELSEWHERE
+    assert covered == set(points.names())
+
+
+@pytest.fixture(scope="module")
+def server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.cast"])
+    yield context
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()
+
+
+class Process:
+    """A member of the cast, and what it has told so far."""
+
+    def __init__(self, context, role, *args):
+        from .faults import roles
+
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=roles.play, args=(role, theirs, *args))
+        self.process.start()
+        theirs.close()
+        self.told = []
+        self.over = False
+
+    def listen(self, until: str | None = None) -> None:
+        """Collect what the process tells, until it says `until` or ends."""
+        while not self.over:
+            if not wait([self.pipe], PATIENCE):
+                raise AssertionError(f"{self.process.name} is silent after {self.told[-3:]}")
+            try:
+                message = self.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.over = True
+                break
+            self.told.append(message)
+            if message[0] == until:
+                return
+        self.process.join(PATIENCE)
+
+    def all(self, what: str) -> list:
+        return [message[1] for message in self.told if message[0] == what]
+
+    @property
+    def died(self) -> bool:
+        return not self.all("end")
+
+    def go(self) -> None:
+        try:
+            self.pipe.send("go")
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def finish(self) -> None:
+        self.listen()
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, "hangs"
+        self.process.close()
+        self.pipe.close()
+
+
+def check_nothing_left(pattern: str, channel: str) -> None:
+    """The next user of the channel starts, and then nothing of the dead is left."""
+    make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
+    make(channel).close()
+    assert not shared_files(), shared_files()
+
+
+def cases(points_of_role):
+    return [
+        pytest.param(point, action, nth, id=f"{point}-{action}-{nth}")
+        for point in points_of_role
+        for action in ACTIONS
+        for nth in ([1, 2, 4] if SOAK else [1])
+    ]
+
+
+def options_for(point: str) -> dict:
+    if point.startswith("grow"):
+        return {"full": "grow", "slots": 2}
+    if point == "wait.asleep":
+        return {"slots": 1}
+    return {}
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+@pytest.mark.parametrize(("point", "action", "nth"), cases(SENDER_POINTS))
+def test_sender_dies(server, channel, pattern, point, action, nth):
+    """What `send` returned for is received, by every subscriber or by one consumer, and then the stream ends."""
+    first = point in ("join.initialised",)
+    survivors = [] if first else [Process(server, "receiver", pattern, channel, None, None) for _ in range(2)]
+    for survivor in survivors:
+        survivor.listen("joined")
+    other = None
+    if not first:  # a second sender, so that the stream of the survivors has an end whatever becomes of the victim
+        other = Process(server, "sender", pattern, channel, None, 2, 2, {"first": 1001})
+        other.listen("joined")
+    victim = Process(server, "sender", pattern, channel, (point, action, nth), COUNT, len(survivors), options_for(point))
+    victim.listen("joined")
+    victim.go()
+    victim.finish()
+    if other:
+        other.go()
+        other.finish()
+    for survivor in survivors:
+        survivor.finish()
+        assert not survivor.died, survivor.told
+    if nth == 1 and not (point == "wait.asleep" and pattern):
+        assert victim.died or victim.all("raised") or action != "raise", victim.told[-3:]
+        if action != "raise":
+            assert victim.died, f"never came by {point}"
+    sent = victim.all("sent")
+    mine = [[number for number, _ in survivor.all("got")] for survivor in survivors]
+    if pattern == "fan-out":
+        for got in mine:
+            assert [number for number in got if number > 1000] == [1001, 1002]
+            ours = [number for number in got if number <= 1000]
+            assert is_subsequence(sent, ours), (sent, ours)
+            assert len(ours) <= len(sent) + 1
+    elif survivors:
+        assert set(sent) <= {number for got in mine for number in got}
+    check_nothing_left(pattern, channel)
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+@pytest.mark.parametrize(("point", "action", "nth"), cases(RECEIVER_POINTS + FAN_OUT_ONLY + WORK_QUEUE_ONLY))
+def test_receiver_dies(server, channel, pattern, point, action, nth):
+    """The sender and the other receiver go on; on a work queue the victim's messages are delivered again."""
+    if (point in FAN_OUT_ONLY) != (pattern == "fan-out") and point in FAN_OUT_ONLY + WORK_QUEUE_ONLY:
+        pytest.skip("this pattern does not come by")
+    tx = Process(server, "sender", pattern, channel, None, 4 * COUNT, 1, {})
+    tx.listen("joined")
+    survivor = Process(server, "receiver", pattern, channel, None, None, 0, True)
+    survivor.listen("joined")
+    victim = Process(server, "receiver", pattern, channel, (point, action, nth), COUNT, 2)
+    victim.listen("joined")
+    tx.go()
+    if pattern == "work-queue":
+        victim.listen("got")  # or its death: the survivor takes nothing before
+    survivor.go()
+    for process in (victim, tx, survivor):
+        process.finish()
+    assert not tx.died
+    assert not survivor.died, survivor.told[-3:]
+    assert tx.all("sent") == list(range(1, 4 * COUNT + 1))
+    got = survivor.all("got")
+    if pattern == "fan-out":
+        assert [number for number, _ in got] == tx.all("sent")
+    else:
+        theirs = {number for number, _ in victim.all("got")}
+        assert {number for number, _ in got} | theirs >= set(tx.all("sent"))
+        numbers = [number for number, attempt in got if attempt == 1]
+        assert len(numbers) == len(set(numbers)), "delivered twice without being marked"
+    if nth == 1 and action != "raise":
+        assert victim.died, f"never came by {point}"
+    check_nothing_left(pattern, channel)
+
+
+def is_subsequence(wanted: list, within: list) -> bool:
+    rest = iter(within)
+    return all(item in rest for item in wanted)
