@@ -41,14 +41,13 @@ class Member:
         """Every other member, alive or dead."""
         return (entry for entry in self.control.members() if entry.uid != self.uid)
 
-    def reap(self) -> list[Entry]:
+    def reap(self) -> None:
         """Remove the dead, if the control lock is free right now; the next tick tries again."""
-        if not self.control.locks.try_exclusive(ctl.LOCK):
-            return []
-        try:
-            return sweep.reap(self.control, self.directory, self.index)
-        finally:
-            self.control.locks.unlock(ctl.LOCK)
+        if self.control.locks.try_exclusive(ctl.LOCK):
+            try:
+                sweep.reap(self.control, self.directory, self.index)
+            finally:
+                self.control.locks.unlock(ctl.LOCK)
 
     def set_leaving(self) -> None:
         """Closed with views alive: a recipient of nothing more, but still alive and holding leases."""

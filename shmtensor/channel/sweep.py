@@ -50,31 +50,29 @@ def unlink_channel(control: Control, directory: str) -> None:
     shm.unlink(control.name)
 
 
-def reap(control: Control, directory: str, me: int | None) -> list[Entry]:
-    """Under the lock: remove every dead member but those whose messages somebody still needs. Returns who was removed.
+def reap(control: Control, directory: str, me: int | None) -> None:
+    """Under the lock: remove every dead member but those whose messages somebody still needs.
 
     `me` is the caller's own index: one cannot ask the kernel about oneself.
     """
-    members = {entry.index: entry for entry in control.members()}
-    alive = [entry for entry in members.values() if entry.index == me or control.is_alive(entry.index)]
-    removed = []
-    changed = False
-    for index in range(control.capacity):
-        owner = control.owner(index)
-        if not owner or index == me or control.is_alive(index):
-            continue
-        entry = members.get(index)
-        if entry is not None and entry.role == ctl.SENDER and _is_needed(control, entry, alive):
-            continue
-        unlink_member(control.channel, owner, directory)
+    dead = list(_expendable(control, me))
+    for index in dead:
+        unlink_member(control.channel, control.owner(index), directory)
         # crash: sweep.unlinked
         control.clear(index)
-        changed = True
-        if entry is not None:
-            removed.append(entry)
-    if changed:
+    if dead:
         control.advance()
-    return removed
+
+
+def _expendable(control: Control, me: int | None) -> Iterator[int]:
+    """Indices of the dead whose messages nobody needs."""
+    members = {entry.index: entry for entry in control.members()}
+    alive = [entry for entry in members.values() if entry.index == me or control.is_alive(entry.index)]
+    for index in range(control.capacity):
+        if control.owner(index) and index != me and not control.is_alive(index):
+            entry = members.get(index)
+            if entry is None or entry.role != ctl.SENDER or not _is_needed(control, entry, alive):
+                yield index
 
 
 def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
@@ -121,10 +119,13 @@ def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool)
         control.clear(index)
     control.advance()
     # crash: leave.cleared
+    control.locks.unlock(
+        ctl.LIFE + index
+    )  # before asking for the others: of two that leave together, the second must see it
     if not control.anybody_alive():
         unlink_channel(control, directory)
     else:
-        reap(control, directory, index)
+        reap(control, directory, None if not keep else index)
 
 
 class Leftover(NamedTuple):
@@ -190,17 +191,14 @@ def _sweep_locked(channel: str, control: Control | None, directory: str, dry_run
         except WireError:
             return []  # another version's: not ours to judge
         if control.anybody_alive():
-            owners = {control.owner(index): index for index in range(control.capacity) if control.owner(index)}
+            expendable = {control.owner(index) for index in _expendable(control, None)}
+            owners = {control.owner(index) for index in range(control.capacity)} - expendable
+            gone = [found for found in files if (uid := _owner_of(found.path)) is not None and uid not in owners]
+            inboxes = (socket_path(directory, uid) for uid in expendable)
+            gone += [Leftover(channel, path, 0) for path in inboxes if os.path.exists(path)]
             if not dry_run:
                 reap(control, directory, None)
-                owners = {uid: index for uid, index in owners.items() if control.owner(index) == uid}
-            stray = [
-                leftover
-                for leftover in files
-                if (uid := _owner_of(leftover.path)) is not None
-                and (uid not in owners or (dry_run and not control.is_alive(owners[uid])))
-            ]
-            return _remove(stray, dry_run=dry_run)
+            return _remove(gone, dry_run=dry_run)
     main = shm.SHM_DIR + control_name(channel)
     if not dry_run and control is not None and control.is_ready:
         for index in range(control.capacity):

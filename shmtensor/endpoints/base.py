@@ -27,6 +27,8 @@ TICK: Final = 0.25 if words.HAS_BARRIER else 0.01
 
 _Self = TypeVar("_Self", bound="Endpoint")
 _living: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+lingering: set[Endpoint] = set()
+"""Closed endpoints whose views are alive: nobody else may refer to them, but their leases must end properly."""
 
 
 class Endpoint:

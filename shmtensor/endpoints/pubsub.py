@@ -14,7 +14,7 @@ from ..views import pack
 from .base import check_choice, check_count
 from .message import Message
 from .receiver import Receiver
-from .sender import Sender
+from .sender import Peer, Sender
 
 
 class Publisher(Sender):
@@ -63,6 +63,16 @@ class Publisher(Sender):
     def _choose_recipients(self) -> None:
         self._recipients = tuple(peer for peer in self._listeners if not peer.entry.flags & ctl.LATEST)
         self._locked = self._history > 0 or len(self._recipients) < len(self._listeners)
+
+    def _welcome(self, peer: Peer) -> None:
+        """With `history`, the newcomer becomes a recipient of the messages that are kept for it, too."""
+        start = max(1, self._published + 1 - self._history)
+        if self._history and not peer.entry.flags & ctl.LATEST:
+            for ring, entry in self._pool.messages():
+                seq, slot, span, recipients, locked, guard = entry
+                if seq >= start:
+                    ring.busy[slot : slot + span] = [(seq, slot, span, (*recipients, peer), locked, guard)] * span
+        self._ledger.set_start(peer.index, peer.uid, start)
 
     def _is_free(self, ring: Ring, entry: Busy) -> bool:
         seq, slot, _, recipients, locked, guard = entry

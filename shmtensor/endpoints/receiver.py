@@ -29,7 +29,7 @@ from ..ring.ring import Ring
 from ..statistics import ReceiverStatistics
 from ..views.pack import Unpacker
 from ..wire.record import parse_bell
-from .base import CLOSED, LEAVING, OPEN, TICK, Endpoint, check_timeout
+from .base import CLOSED, LEAVING, OPEN, TICK, Endpoint, check_timeout, lingering
 from .message import Message
 
 log = logging.getLogger("shmtensor")
@@ -231,6 +231,7 @@ class Receiver(Endpoint, Generic[_F]):
         finally:
             self._nap += 1
             store(words, self._asleep, self._nap)
+            barrier()  # what was published by somebody who still saw us asleep is visible now
         # crash: sleep.awake
         if data is None:
             self._ticks += 1
@@ -260,6 +261,8 @@ class Receiver(Endpoint, Generic[_F]):
                 feed.gone = True
                 # the entry may be a newcomer's by now; then the table has told already
         self._retire_drained()
+        if self._retired:  # somebody may have died before finishing with them
+            self._member.reap()
 
     # --- senders
 
@@ -369,6 +372,7 @@ class Receiver(Endpoint, Generic[_F]):
         """The last lease of a feed ended after close."""
         if self._state == LEAVING and not self._leases():
             self._state = CLOSED
+            lingering.discard(self)
             self._member.leave()
 
     # --- leaving
@@ -389,6 +393,7 @@ class Receiver(Endpoint, Generic[_F]):
             for feed in (*self._feeds, *self._retired):
                 feed.close()
             if self._leases():
+                lingering.add(self)
                 # crash: close.leaving
                 self._member.set_leaving()
                 self._member.reap()

@@ -306,7 +306,7 @@ class Sender(Endpoint):
 
     def _full_text(self, nbytes: int) -> str:
         slots = self._pool.slots
-        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._recipients) or "nobody"
+        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "nobody"
         return (
             f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {slots} slots wait for their receivers '
             f'({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
@@ -329,12 +329,16 @@ class Sender(Endpoint):
             if peer is None:
                 peer = self._peers[uid] = Peer(entry)
                 if not entry.leaving:
-                    self._ledger.set_start(entry.index, uid, self._published + 1)
+                    self._welcome(peer)
             peer.leaving = entry.leaving
         # crash: refresh.started
         self._listeners = tuple(peer for peer in self._peers.values() if not peer.leaving)
         self._choose_recipients()
         self._epoch = epoch
+
+    def _welcome(self, peer: Peer) -> None:
+        """Say from which message on a newcomer is a recipient."""
+        self._ledger.set_start(peer.index, peer.uid, self._published + 1)
 
     def _choose_recipients(self) -> None:
         """From `_listeners`: who must give a slot back, and whether locks may hold one."""

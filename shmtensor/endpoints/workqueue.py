@@ -13,7 +13,7 @@ from ..ring.feed import Found
 from ..ring.layout import DONE, RELEASED, WORK_QUEUE
 from ..ring.lease import Claim
 from ..ring.ring import Busy, Ring
-from ..views import pack
+from ..views import outgoing, pack
 from ..wire.record import pack_bell
 from .base import FORKED, TICK, check_choice, check_count
 from .message import Message
@@ -84,8 +84,10 @@ class Producer(Sender):
         freed = False
         for ring, entry in self._pool.messages():
             seq, slot, _, _, _, guard = entry
-            held = self._ledger.locks.held_by_other(seq) or (guard is not None and guard() is not None)
-            if ring.words[state_word(ring, slot) + DONE] == seq and not held:
+            if guard is not None and guard() is not None:
+                continue
+            # `done` before the lock: the other way round, it could be claimed, and done with views alive, in between
+            if ring.words[state_word(ring, slot) + DONE] == seq and not self._ledger.locks.held_by_other(seq):
                 ring.forget(entry)
                 freed = True
         return super()._drop_dead() or freed
@@ -175,8 +177,8 @@ class Consumer(Receiver[CompetingFeed]):
                 continue
             message = self._deliver(feed, found, seq)
             if message is not None:
-                if feed.behind > 0:
-                    self._pass_on(feed, found)
+                if any(other.behind > 0 for other in self._feeds):
+                    self._ring_sibling(feed.uid, feed.record(found))
                 return message
         return None
 
@@ -229,14 +231,14 @@ class Consumer(Receiver[CompetingFeed]):
             self._current = claim, array
         return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
 
-    def _pass_on(self, feed: CompetingFeed, found: Found) -> None:
-        """There is more: ring another sleeper, as the sender of this message would have."""
+    def _ring_sibling(self, sender: int, record: bytes) -> None:
+        """There is more to do: ring another sleeper, as the sender would have."""
         words = self._control_words
         for peer in self._siblings.values():
             asleep = words[peer.asleep]
             if asleep & 1 and asleep != peer.rung:
                 peer.rung = asleep
-                self._bells.ring(peer.uid, pack_bell(feed.uid, feed.record(found)))
+                self._bells.ring(peer.uid, pack_bell(sender, record))
                 return
 
     def _make_private(self, message: Message) -> None:
@@ -254,6 +256,8 @@ class Consumer(Receiver[CompetingFeed]):
             self._current = None
 
     def _settle_current(self, acknowledge: bool) -> None:
+        if any(feed.behind > 0 for feed in self._feeds):  # perhaps we were rung for it
+            self._ring_sibling(self._member.uid, outgoing.EMPTY_RECORD)
         self._bells.close()
         if self._current is not None and acknowledge:
             self._acknowledge(self._current[0])

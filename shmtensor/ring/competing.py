@@ -66,7 +66,8 @@ class CompetingFeed(Feed):
         if not locks.try_exclusive(seq):
             return False
         # crash: claim.locked
-        if words[R_RECORDS + found.slot * RECORD_WORDS] != seq or words[at + DONE] == seq:
+        # `done` before `seq`: the other way round, the slot could be reused, and done for its next message, in between
+        if words[at + DONE] >= seq or words[R_RECORDS + found.slot * RECORD_WORDS] != seq:
             locks.unlock(seq)
             return False
         before = words[at + ATTEMPT]

@@ -135,7 +135,8 @@ class Feed:
 
     def _ended(self, lease: Any) -> None:
         """The storage died: give the slot back. Runs wherever the last reference was dropped; takes no lock."""
-        self.leases.pop(lease.seq, None)
+        if self.leases.pop(lease.seq, None) is None:
+            return  # a forked child's copy of its parent's lease
         self.give_back(lease)
         self.wake_sender()
         if self.closing and not self.leases:

@@ -1,0 +1,196 @@
+"""Names, the socket directory, membership, and sweeping what the dead leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor.channel import control as ctl
+from shmtensor.channel import sweep
+from shmtensor.channel.names import parse_file, socket_dir
+from shmtensor.memory import segment as shm
+from shmtensor.memory.words import store
+
+from .conftest import shared_files
+
+ENDPOINTS = [shmtensor.Publisher, shmtensor.Subscriber, shmtensor.Producer, shmtensor.Consumer]
+
+
+def killed(channel: str, body: str) -> None:
+    """Run a program that leaves everything behind."""
+    source = f"import os, sys, numpy as np, shmtensor\nchannel = sys.argv[1]\n{body}\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", source, channel], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("make", ENDPOINTS)
+def test_the_last_to_leave_removes_everything(channel, make, socket_directory):
+    endpoint = make(channel)
+    assert shared_files()
+    endpoint.close()
+    assert not shared_files()
+    assert not os.listdir(socket_directory)
+
+
+@pytest.mark.parametrize("make", ["Publisher", "Subscriber", "Producer", "Consumer"])
+def test_the_next_user_sweeps_what_the_dead_left(channel, make):
+    killed(channel, f"x = shmtensor.{make}(channel)\nif hasattr(x, 'send'): x.send(np.zeros(100))")
+    assert shared_files()
+    getattr(shmtensor, make)(channel).close()
+    assert not shared_files()
+
+
+def test_any_create_sweeps_other_dead_channels(channel):
+    killed(channel + "-a", "x = shmtensor.Publisher(channel); x.send(np.zeros(100)); s = shmtensor.Subscriber(channel)")
+    assert shared_files()
+    with shmtensor.Publisher(channel + "-b"):
+        assert not [name for name in shared_files() if "-a" in name]
+
+
+def test_a_sweep_leaves_the_living_alone(channel):
+    """What a dead publisher sent to a living subscriber is still needed; what nobody needs goes."""
+    with shmtensor.Publisher(channel) as pub:
+        killed(channel, "x = shmtensor.Publisher(channel); x.send(np.zeros(100)); s = shmtensor.Subscriber(channel)")
+        before = shared_files()
+        doomed = sweep.sweep_all(socket_dir(), dry_run=True, patience=2)
+        assert shared_files() == before
+        with shmtensor.Subscriber(channel) as sub:
+            killed(channel, "x = shmtensor.Publisher(channel); x.send(np.zeros(7))")
+            assert sweep.sweep_all(socket_dir(), patience=2) == []
+            pub.send(np.zeros(8))
+            assert sorted(sub.recv(timeout=5).value.size for _ in range(2)) == [7, 8]
+        assert doomed
+        assert not any(os.path.exists(leftover.path) for leftover in doomed)
+        assert pub.send(np.zeros(8)) == 2
+
+
+def test_control_segments_of_dead_kinds_are_taken_over(channel):
+    killed(channel, "x = shmtensor.Publisher(channel)")
+    with shmtensor.Producer(channel) as tx:
+        assert tx.send(np.array(1)) == 1
+
+
+def test_strays_without_a_control_segment_are_swept(channel):
+    with shm.create(f"/shmtensor.{channel},{5:016x},0", 4096, "x"):
+        pass
+    shmtensor.Publisher(channel + "-other").close()
+    assert not shared_files()
+
+
+def test_an_interrupted_creation_is_taken_over(channel):
+    open(f"/dev/shm/shmtensor.{channel}", "w").close()
+    with shmtensor.Publisher(channel) as pub:
+        assert pub.send(np.array(1)) == 1
+
+
+def test_another_version_is_a_clear_error_and_left_alone(channel):
+    with shmtensor.Publisher(channel) as pub:
+        words = pub._member.control.words
+        store(words, ctl.W_VERSION, 99)
+        with pytest.raises(shmtensor.WireError, match="version 99"):
+            shmtensor.Subscriber(channel)
+        sweep.sweep_all(socket_dir())
+        assert shared_files()
+        store(words, ctl.W_VERSION, ctl.VERSION)
+
+
+@pytest.mark.parametrize("content", [b"x" * 100, b"\xff" * (4096 + 256 * 256)])
+def test_a_foreign_file_under_the_name_is_a_clear_error(channel, content):
+    path = f"/dev/shm/shmtensor.{channel}"
+    with open(path, "wb") as file:
+        file.write(content)
+    with pytest.raises(shmtensor.WireError, match="another"):
+        shmtensor.Publisher(channel)
+    os.unlink(path)
+
+
+def test_too_many_members_is_a_clear_error(channel, monkeypatch):
+    with shmtensor.Publisher(channel) as pub:
+        control = pub._member.control
+        for index in range(1, ctl.CAPACITY):
+            store(control.words, ctl.base(index) + ctl.M_OWNER, index)
+        monkeypatch.setattr(sweep, "reap", lambda *_: [])
+        with pytest.raises(shmtensor.ResourceError, match="256 members"):
+            shmtensor.Subscriber(channel)
+        for index in range(1, ctl.CAPACITY):
+            store(control.words, ctl.base(index) + ctl.M_OWNER, 0)
+
+
+def test_the_socket_directory_must_be_ours(channel, tmp_path, monkeypatch):
+    path = tmp_path / "sockets"
+    path.mkdir(mode=0o755)
+    monkeypatch.setenv("SHMTENSOR_DIR", str(path))
+    with pytest.raises(shmtensor.ResourceError, match="chmod 700"):
+        shmtensor.Publisher(channel)
+    path.chmod(0o700)
+    shmtensor.Publisher(channel).close()
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        with pytest.raises(shmtensor.ResourceError, match="belongs to user 12345"):
+            shmtensor.Publisher(channel)
+    monkeypatch.setenv("SHMTENSOR_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(shmtensor.ResourceError, match="SHMTENSOR_DIR"):
+        shmtensor.Publisher(channel)
+    monkeypatch.setenv("SHMTENSOR_DIR", str(tmp_path / ("long" * 30)))
+    with pytest.raises(shmtensor.ResourceError, match="too long"):
+        shmtensor.Publisher(channel)
+
+
+def test_members_with_another_socket_directory_are_refused(channel, tmp_path, monkeypatch):
+    with shmtensor.Publisher(channel):
+        path = tmp_path / "sockets"
+        path.mkdir(mode=0o700)
+        monkeypatch.setenv("SHMTENSOR_DIR", str(path))
+        with pytest.raises(shmtensor.ResourceError, match="another directory"):
+            shmtensor.Subscriber(channel)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_is_told_whose_channel_it_is(channel, tmp_path):
+    with shmtensor.Publisher(channel):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                os.environ["SHMTENSOR_DIR"] = f"/tmp/shmt-other-{os.getpid()}"
+                try:
+                    shmtensor.Subscriber(channel)
+                except shmtensor.ResourceError as error:
+                    code = 0 if "belongs to user 0" in str(error) else 2
+                with shmtensor.Publisher(channel + "-nobody") as pub:
+                    pub.send(np.array(1))
+                os.rmdir(os.environ["SHMTENSOR_DIR"])
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_full_dev_shm_is_a_clear_error_and_leaves_nothing(channel):
+    with shmtensor.Publisher(channel) as pub:
+        with pytest.raises(shmtensor.ResourceError, match=r"needs .*free: pass fewer slots"):
+            pub._pool.add(shm.free_bytes())
+        assert pub.send(np.array(1)) == 1
+        assert pub.statistics().rings == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("shmtensor.a", ("a", None)),
+        ("shmtensor.a.b-c,00000000000000ff,3", ("a.b-c", 255)),
+        ("sem.shmtensor.a,00000000000000ff", ("a", 255)),
+        ("shmtensor.a,xyz", None),
+        ("other", None),
+    ],
+)
+def test_file_names(name, parsed):
+    assert parse_file(name) == parsed

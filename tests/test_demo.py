@@ -1,0 +1,166 @@
+"""`shmtensor demo`: real frames, every byte checked; a damaged byte or a dead process never goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from shmtensor.cli.demo import frames
+from shmtensor.cli.demo.model import as_image, checksum
+from shmtensor.cli.demo.plan import CORRUPT
+
+COMMAND = [sys.executable, "-m", "shmtensor.cli.main", "demo", "--json"]
+PATIENCE = 120.0
+
+
+def start(*args: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, code: int) -> tuple[str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, (process.returncode, out, err)
+    assert not [name for name in os.listdir("/dev/shm") if f"shmtensor.demo-{process.pid}-" in name]
+    return out, err
+
+
+def demo(*args: str, code: int = 0, **environment: str) -> dict:
+    out, _ = finish(start("--seconds", "0.6", *args, **environment), code)
+    report = json.loads(out)
+    assert report["ok"] is (code == 0)
+    return report
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    generator = np.random.default_rng(3)
+    np.save(tmp_path / "a.npy", generator.normal(size=(50, 60)))
+    np.save(tmp_path / "video.npy", generator.integers(0, 255, (3, 40, 50, 3), np.uint8))
+    torch.save({"w": torch.randn(3, 5).bfloat16(), "deep": [torch.arange(7), torch.tensor(2.5)]}, tmp_path / "b.pt")
+    save_file({"x": torch.randn(4, 4), "half": torch.randn(9).half()}, tmp_path / "c.safetensors")
+    Image.fromarray(generator.integers(0, 255, (32, 48, 3), np.uint8)).save(tmp_path / "d.png")
+    (tmp_path / "readme.txt").write_text("not a frame")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_sample_images():
+    report = demo("--workers", "2", "--subscribers", "2")
+    names = [it["name"] for it in report["transports"]]
+    assert names == ["shmtensor", "multiprocessing.Queue", "torch.multiprocessing.Queue"]
+    assert "astronaut.png" in report["frames"]
+    for it in report["transports"]:
+        assert it["lost"] == it["damaged"] == 0
+        assert it["frames"] >= 5
+        paths = it["paths"]
+        assert paths["work queue"]["messages"] == paths["results"]["messages"] == it["frames"]
+        assert paths["fan-out"]["messages"] == 2 * it["frames"]
+        assert paths["fan-out"]["bytes"] == 2 * paths["work queue"]["bytes"] > 0
+        assert it["verified_bytes"] == it["bytes"]
+        assert all(0 < path["p50_ms"] <= path["p90_ms"] <= path["p99_ms"] for path in paths.values())
+    assert set(report["ratios"]) == set(names[1:])
+
+
+@pytest.mark.slow
+def test_own_files(inputs):
+    report = demo("--input", str(inputs), "--workers", "1", "--subscribers", "1")
+    assert len(report["frames"]) == 1 + 3 + 3 + 2 + 1
+    for it in report["transports"]:
+        assert it["lost"] == it["damaged"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["worker", "subscriber", "main"])
+def test_a_wrong_byte_is_an_error(inputs, role):
+    report = demo("--input", str(inputs), "--workers", "1", "--subscribers", "1", code=1, **{CORRUPT: role})
+    assert sum(it["damaged"] for it in report["transports"]) == 3
+    assert "wrong bytes" in report["errors"][0]
+
+
+def children(process: subprocess.Popen, count: int) -> list[psutil.Process]:
+    """The running children, once the work has begun."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if any(f"shmtensor.demo-{process.pid}-" in name for name in os.listdir("/dev/shm")):
+            family = psutil.Process(process.pid).children()
+            found = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
+            if len(found) == count:
+                return found
+        time.sleep(0.05)
+    raise AssertionError("the demo did not begin to work")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_dead_process_is_an_error(inputs, victim):
+    process = start("--seconds", "60", "--input", str(inputs), "--workers", "1", "--subscribers", "1")
+    family = children(process, 3)
+    family[victim].kill()
+    _, err = finish(process, 1)
+    assert "killed by signal 9" in err
+    assert not any(child.is_running() for child in family)
+
+
+@pytest.mark.slow
+def test_interrupt(inputs):
+    process = start("--seconds", "60", "--input", str(inputs), "--workers", "1", "--subscribers", "1")
+    family = children(process, 3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody gets it
+    _, err = finish(process, 130)
+    assert "Traceback" not in err
+    assert not any(child.is_running() for child in family)
+
+
+@pytest.mark.slow
+def test_children_follow_a_killed_parent(inputs):
+    process = start("--seconds", "60", "--input", str(inputs), "--workers", "1", "--subscribers", "1")
+    family = children(process, 3)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_nothing_to_stream(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        _, err = finish(start("--input", str(path)), 2)
+        assert "--input" in err
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    _, err = finish(start("--input", str(tmp_path)), 2)
+    assert "broken.png" in err
+
+
+def test_without_scikit_image(monkeypatch):
+    monkeypatch.setattr(frames.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(frames.InputError, match=r"shmtensor\[demo\]"):
+        frames.paths(None)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(True), torch.randn(5), torch.randn(2, 3, 4, 5), torch.randn(7, 7, dtype=torch.complex64),
+        torch.full((300, 200, 4), 9, dtype=torch.uint8), torch.full((3, 3), float("nan")),
+        torch.ones(4).to(torch.float8_e5m2),
+    ],
+)  # fmt: skip
+def test_any_tensor_is_an_image(tensor):
+    image = as_image(tensor)
+    assert image.shape == (1, 3, 96, 96)
+    assert torch.isfinite(image).all()
+    assert isinstance(checksum(tensor), int)

@@ -1,0 +1,510 @@
+"""Publisher and Subscriber: what each option promises, in one process and across processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor import Publisher, Subscriber
+
+from .conftest import shared_files
+
+
+def numbers(count: int, start: int = 0) -> list[np.ndarray]:
+    return [np.full(4, start + number) for number in range(count)]
+
+
+def test_every_subscriber_gets_every_message_in_order(channel):
+    with Publisher(channel) as pub, Subscriber(channel) as one, Subscriber(channel) as two:
+        sent = [pub.send(value) for value in numbers(10)]
+        assert sent == list(range(1, 11))
+        for sub in (one, two):
+            got = [sub.recv(timeout=5) for _ in range(10)]
+            assert [int(msg.value[0]) for msg in got] == list(range(10))
+            assert [msg.seq for msg in got] == sent
+
+
+def test_a_subscriber_that_exists_before_send_gets_the_message(channel):
+    with Publisher(channel) as pub:
+        for number in range(20):
+            with Subscriber(channel) as sub:
+                pub.send(np.array(number))
+                assert int(sub.recv(timeout=5).value) == number
+
+
+def test_a_subscriber_gets_nothing_from_before_it(channel):
+    with Publisher(channel) as pub:
+        pub.send(np.array(1))
+        with Subscriber(channel) as sub:
+            pub.send(np.array(2))
+            assert int(sub.recv(timeout=5).value) == 2
+            with pytest.raises(shmtensor.TimedOut):
+                sub.recv(timeout=0)
+
+
+def test_subscribers_may_come_first(channel):
+    with Subscriber(channel) as sub, Publisher(channel) as pub:
+        pub.send(np.array(1))
+        assert int(sub.recv(timeout=5).value) == 1
+
+
+def test_many_publishers_keep_their_own_order(channel):
+    with Subscriber(channel) as sub, Publisher(channel) as one, Publisher(channel) as two:
+        for value in numbers(5):
+            one.send({"from": "one", "n": value})
+            two.send({"from": "two", "n": value})
+        got = [sub.recv(timeout=5).value for _ in range(10)]
+        for name in ("one", "two"):
+            assert [int(value["n"][0]) for value in got if value["from"] == name] == list(range(5))
+
+
+def test_iteration_ends_when_every_publisher_has_closed_and_all_is_read(channel):
+    with Subscriber(channel) as sub:
+        with Publisher(channel) as one, Publisher(channel) as two:
+            one.send(np.array(1))
+            two.send(np.array(2))
+        assert sorted(int(msg.value) for msg in sub) == [1, 2]
+        with pytest.raises(shmtensor.EndOfStream):
+            sub.recv()
+
+
+def test_meta_and_trees(channel):
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        pub.send({"image": np.zeros((2, 3)), "boxes": [np.ones(2), (np.zeros(1), 7)]}, meta={"ts": 1.5})
+        msg = sub.recv(timeout=5)
+        assert msg.meta == {"ts": 1.5}
+        assert msg.value["boxes"][1][1] == 7
+        assert isinstance(msg.value["boxes"][1], tuple)
+
+
+def test_a_description_larger_than_the_record_travels_in_the_slot(channel):
+    value = {f"key-{number}": np.full(3, number) for number in range(300)}
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        for _ in range(40):
+            pub.send(value, meta={"long": "x" * 500})
+            msg = sub.recv(timeout=5)
+            assert list(msg.value) == list(value)
+            assert all((msg.value[key] == value[key]).all() for key in value)
+            assert msg.meta == {"long": "x" * 500}
+
+
+def test_values_are_read_only_and_copies_are_not(channel):
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        pub.send(np.zeros(3))
+        pub.send(np.zeros(3))
+        msg = sub.recv(timeout=5)
+        with pytest.raises(ValueError, match="read-only"):
+            msg.value[0] = 1
+        copy = msg.copy()
+        copy[0] = 1
+        assert msg.value[0] == 0
+        private = sub.recv(timeout=5, copy=True)
+        private.value[0] = 5
+        assert sub.statistics().leases == 1
+
+
+def test_release_drops_only_the_message_s_own_reference(channel):
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        pub.send(np.arange(4))
+        msg = sub.recv(timeout=5)
+        part = msg.value[1:]
+        msg.release()
+        msg.release()
+        with pytest.raises(shmtensor.ReleasedError):
+            _ = msg.value
+        assert sub.statistics().leases == 1
+        assert part.tolist() == [1, 2, 3]
+        del part
+        assert sub.statistics().leases == 0
+
+
+def test_full_block_times_out_and_goes_on_when_a_slot_comes_back(channel):
+    with Publisher(channel, slots=2) as pub, Subscriber(channel) as sub:
+        pub.send(np.array(0))
+        pub.send(np.array(1))
+        with pytest.raises(shmtensor.RingFull, match="2 slots") as caught:
+            pub.send(np.array(2), timeout=0.01)
+        assert isinstance(caught.value, TimeoutError)
+        with pytest.raises(shmtensor.RingFull):
+            pub.send(np.array(2), timeout=0)
+        held = sub.recv(timeout=5)
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: (pub.send(np.array(2), timeout=30), done.set()))
+        thread.start()
+        assert not done.is_set()
+        del held
+        thread.join(30)
+        assert done.is_set()
+        assert [int(sub.recv(timeout=5).value) for _ in range(2)] == [1, 2]
+
+
+def test_full_error_drop_and_grow(channel):
+    with Publisher(channel, slots=2, full="error") as pub, Subscriber(channel):
+        pub.send(np.array(0))
+        pub.send(np.array(1))
+        with pytest.raises(shmtensor.RingFull):
+            pub.send(np.array(2))
+    with Publisher(channel, slots=2, full="drop") as pub, Subscriber(channel) as sub:
+        assert [pub.send(np.array(number)) for number in range(4)] == [1, 2, 0, 0]
+        assert pub.statistics().dropped == 2
+        assert [int(sub.recv(timeout=5).value) for _ in range(2)] == [0, 1]
+    with Publisher(channel, slots=2, full="grow") as pub, Subscriber(channel) as sub:
+        for number in range(11):
+            pub.send(np.array(number))
+        assert pub.statistics().rings == 6
+        assert [int(sub.recv(timeout=5).value) for _ in range(11)] == list(range(11))
+    with Publisher(channel, slots=2, full="grow", max_bytes="64KiB") as pub, Subscriber(channel):
+        pub.send(np.array(0))
+        with pytest.raises(shmtensor.RingFull):
+            for _ in range(10):
+                pub.send(np.array(0), timeout=0.01)
+
+
+def test_a_message_takes_as_many_slots_as_it_needs(channel):
+    with Publisher(channel, slots=8, slot_bytes=1024) as pub, Subscriber(channel) as sub:
+        for size in (10, 1024, 1025, 5000, 3, 8 * 1024, 100):
+            pub.send(np.full(size, size % 251, np.uint8))
+            msg = sub.recv(timeout=5)
+            assert msg.value.shape == (size,)
+            assert (msg.value == size % 251).all()
+            del msg
+        assert pub.statistics().rings == 1
+        pub.send(np.ones(9 * 1024, np.uint8))
+        assert pub.statistics().rings == 2
+        assert sub.recv(timeout=5).value.sum() == 9 * 1024
+
+
+def test_a_message_larger_than_max_bytes_is_a_clear_error(channel):
+    with Publisher(channel, slots=2, max_bytes="1MiB") as pub:
+        with pytest.raises(shmtensor.ResourceError, match=r"max_bytes=1.0 MiB") as caught:
+            pub.send(np.zeros(1 << 20, np.uint8))
+        assert isinstance(caught.value, OSError)
+        assert pub.send(np.zeros(8)) == 1
+
+
+def test_history_is_what_a_late_subscriber_gets_first(channel):
+    with Publisher(channel, slots=8, history=3) as pub:
+        for number in range(10):
+            pub.send(np.array(number))
+        with Subscriber(channel) as sub:
+            assert [int(sub.recv(timeout=5).value) for _ in range(3)] == [7, 8, 9]
+            pub.send(np.array(10))
+            assert int(sub.recv(timeout=5).value) == 10
+            for number in range(11, 40):
+                pub.send(np.array(number))
+                assert int(sub.recv(timeout=5).value) == number
+
+
+def test_latest_never_holds_a_publisher_back_and_counts_what_it_missed(channel):
+    with Publisher(channel, slots=4, full="error") as pub, Subscriber(channel, delivery="latest") as sub:
+        held = None
+        for number in range(100):
+            pub.send(np.array(number))
+            if number == 10:
+                held = sub.recv(timeout=5)
+                assert int(held.value) == 10
+                assert held.missed == 10
+        msg = sub.recv(timeout=5)
+        assert int(msg.value) == 99
+        assert msg.missed == 88
+        assert int(held.value) == 10
+        assert sub.statistics().missed == 98
+
+
+def test_lossless_and_latest_mix(channel):
+    with Publisher(channel, slots=4) as pub, Subscriber(channel) as every, Subscriber(channel, delivery="latest") as last:
+        for number in range(50):
+            pub.send(np.array(number))
+            assert int(every.recv(timeout=5).value) == number
+        assert int(last.recv(timeout=5).value) == 49
+
+
+def test_loan_is_sent_on_leaving_and_discarded_on_an_exception(channel):
+    with Publisher(channel, slots=2) as pub, Subscriber(channel) as sub:
+        with pub.loan((2, 3), np.float32) as loan:
+            loan.array[...] = 4
+        assert loan.seq == 1
+        assert (sub.recv(timeout=5).value == 4).all()
+        for _ in range(5):
+            with pytest.raises(KeyError), pub.loan((2,), np.int8):
+                raise KeyError
+        with pytest.raises(shmtensor.ReleasedError):
+            _ = loan.array
+        with pub.loan((2,), np.int8, meta={"a": 1}) as loan:
+            loan.array[...] = 7
+        msg = sub.recv(timeout=5)
+        assert msg.meta == {"a": 1}
+        assert msg.value.tolist() == [7, 7]
+
+
+def test_a_kept_loan_view_keeps_its_slot_out_of_use(channel):
+    with Publisher(channel, slots=2) as pub, Subscriber(channel) as sub:
+        with pub.loan((4,), np.int64) as loan:
+            kept = loan.array
+            kept[...] = 1
+        first = sub.recv(timeout=5)
+        del first
+        for number in range(10):
+            pub.send(np.full(4, number))
+            msg = sub.recv(timeout=5)
+            kept[...] = -1  # the owner of a stale view can hurt nobody
+            assert (msg.value == number).all()
+            del msg
+
+
+def test_close_with_linger_waits_for_receivers(channel):
+    pub, sub = Publisher(channel), Subscriber(channel)
+    pub.send(np.array(1))
+    thread = threading.Thread(target=pub.close, kwargs={"linger": 30})
+    thread.start()
+    assert int(sub.recv(timeout=5).value) == 1
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(shmtensor.EndOfStream):
+        sub.recv(timeout=5)
+    sub.close()
+
+
+def test_close_leaves_what_was_sent_to_those_who_are_there(channel):
+    sub = Subscriber(channel)
+    pub = Publisher(channel)
+    for value in numbers(5):
+        pub.send(value)
+    pub.close()
+    assert [int(msg.value[0]) for msg in sub] == list(range(5))
+    sub.close()
+
+
+def test_views_outlive_close_and_the_last_one_cleans_up(channel):
+    pub, sub = Publisher(channel, slots=2), Subscriber(channel)
+    pub.send(np.arange(4))
+    kept = sub.recv(timeout=5).value
+    sub.close()
+    assert "views alive" in repr(sub)
+    for value in numbers(50, 100):
+        pub.send(value)
+    pub.close()
+    assert kept.tolist() == [0, 1, 2, 3]
+    assert shared_files()
+    del kept
+    gc.collect()
+    assert "views alive" not in repr(sub)
+    assert not shared_files()
+
+
+def test_use_after_close(channel):
+    pub, sub = Publisher(channel), Subscriber(channel)
+    pub.close()
+    pub.close()
+    sub.close()
+    sub.close()
+    with pytest.raises(shmtensor.ClosedError):
+        pub.send(np.array(1))
+    with pytest.raises(shmtensor.ClosedError):
+        sub.recv()
+    with pytest.raises(shmtensor.ClosedError), pub:
+        pass
+    assert "closed" in repr(pub)
+
+
+def test_close_from_another_thread_ends_a_blocked_call(channel):
+    pub, sub = Publisher(channel, slots=1), Subscriber(channel)
+    pub.send(np.array(1))
+    raised = []
+
+    def blocked(call):
+        try:
+            call()
+        except shmtensor.ClosedError:
+            raised.append(True)
+
+    other = Subscriber(channel)
+    threads = [
+        threading.Thread(target=blocked, args=(lambda: pub.send(np.array(2)),)),
+        threading.Thread(target=blocked, args=(other.recv,)),
+    ]
+    for thread in threads:
+        thread.start()
+    while not pub.statistics().waits or not other.statistics().sleeps:
+        pass
+    pub.close()
+    other.close()
+    for thread in threads:
+        thread.join(30)
+    assert raised == [True, True]
+    sub.close()
+
+
+def test_wait_for_subscribers(channel):
+    with Publisher(channel) as pub:
+        pub.wait_for_subscribers(0)
+        with pytest.raises(shmtensor.TimedOut, match="0 subscribers"):
+            pub.wait_for_subscribers(1, timeout=0.01)
+        made = []
+        thread = threading.Thread(target=lambda: made.append(Subscriber(channel)))
+        thread.start()
+        pub.wait_for_subscribers(1, timeout=30)
+        thread.join()
+        made[0].close()
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Publisher("a/b"), ValueError),
+        (lambda: Publisher(""), ValueError),
+        (lambda: Publisher("x" * 65), ValueError),
+        (lambda: Publisher(7), TypeError),
+        (lambda: Publisher("x", slots=0), ValueError),
+        (lambda: Publisher("x", slots="3"), TypeError),
+        (lambda: Publisher("x", slot_bytes="3 parsecs"), ValueError),
+        (lambda: Publisher("x", full="perhaps"), ValueError),
+        (lambda: Publisher("x", history=16), ValueError),
+        (lambda: Subscriber("x", delivery="some"), ValueError),
+        (lambda: Subscriber("x", spin=-1), ValueError),
+        (lambda: Subscriber("x", spin="fast"), TypeError),
+    ],
+)
+def test_wrong_arguments(make, error):
+    with pytest.raises(error) as caught:
+        make()
+    assert isinstance(caught.value, shmtensor.ShmTensorError)
+
+
+def test_wrong_values_and_timeouts(channel):
+    with Publisher(channel, slots=2) as pub, Subscriber(channel) as sub:
+        with pytest.raises(TypeError, match=r"value\['?\"?a"):
+            pub.send({"a": object()})
+        with pytest.raises(ValueError, match="timeout"):
+            sub.recv(timeout=-1)
+        with pytest.raises(TypeError, match="timeout"):
+            sub.recv(timeout="1")
+        assert pub.send(np.array(1)) == 1
+        assert int(sub.recv(timeout=5).value) == 1
+
+
+def test_a_name_of_another_kind_is_a_clear_error(channel):
+    with Publisher(channel), pytest.raises(ValueError, match="fan-out"):
+        shmtensor.Producer(channel)
+
+
+CHILD = """
+import sys, numpy as np, shmtensor
+assert "torch" not in sys.modules
+sub = shmtensor.Subscriber(sys.argv[1])
+print("ready", flush=True)
+total = sum(int(msg.value.sum()) for msg in sub)
+sub.close()
+print(total, flush=True)
+"""
+
+
+def test_unrelated_programs_share_only_the_name(channel):
+    with Publisher(channel) as pub:
+        children = [
+            subprocess.Popen([sys.executable, "-c", CHILD, channel], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        ]
+        pub.wait_for_subscribers(2, timeout=60)
+        for number in range(100):
+            pub.send(np.full(1000, number))
+    for child in children:
+        out, _ = child.communicate(timeout=60)
+        assert out.split() == ["ready", str(sum(range(100)) * 1000)]
+        assert child.returncode == 0
+
+
+def _child_of(pipe, channel):
+    with Subscriber(channel) as sub:
+        pipe.send("ready")
+        pipe.send([int(msg.value[0]) for msg in sub])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_start_methods(channel, method):
+    context = multiprocessing.get_context(method)
+    with Publisher(channel) as pub:
+        pipe, theirs = context.Pipe()
+        child = context.Process(target=_child_of, args=(theirs, channel))
+        child.start()
+        assert pipe.recv() == "ready"
+        for value in numbers(50):
+            pub.send(value, timeout=30)
+    assert pipe.recv() == list(range(50))
+    child.join(30)
+    assert child.exitcode == 0
+    pipe.close()
+    theirs.close()
+    child.close()
+    if method == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver._forkserver._stop()
+
+
+def test_an_endpoint_used_in_a_forked_child_raises(channel):
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        pub.send(np.array(1))
+        msg = sub.recv(timeout=5)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                pub.send(np.array(2))
+            except shmtensor.ForkedError:
+                try:
+                    sub.recv()
+                except shmtensor.ForkedError:
+                    msg.release()
+                    pub.close()
+                    sub.close()
+                    code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert int(msg.value) == 1
+        assert pub.send(np.array(3)) == 2
+        assert sub.statistics().leases == 1
+
+
+def test_a_forked_child_does_not_keep_a_dead_parent_alive(channel):
+    """The parent dies with its endpoint open; its forked child lives on; the survivor must notice the death."""
+    ready, release = os.pipe()
+    sub = Subscriber(channel)
+    parent = os.fork()
+    if parent == 0:
+        pub = Publisher(channel)
+        if os.fork() == 0:
+            os.close(release)
+            os.read(ready, 1)  # lives until the test lets go
+            os._exit(0)
+        pub.send(np.array(5))
+        os.kill(os.getpid(), 9)
+    os.waitpid(parent, 0)
+    os.close(ready)
+    assert int(sub.recv(timeout=10).value) == 5
+    with pytest.raises(shmtensor.EndOfStream):
+        sub.recv(timeout=10)
+    os.close(release)
+    sub.close()
+
+
+def test_statistics_and_repr(channel):
+    with Publisher(channel, slots=4) as pub, Subscriber(channel) as sub:
+        pub.send(np.zeros(16))
+        msg = sub.recv(timeout=5)
+        sent, got = pub.statistics(), sub.statistics()
+        assert (sent.sent, sent.sent_bytes, sent.rings, sent.slots, sent.slots_busy) == (1, 128, 1, 4, 1)
+        assert (got.received, got.received_bytes, got.leases, got.senders) == (1, 128, 1, 1)
+        with pytest.raises(AttributeError):
+            sent.sent = 2  # frozen
+        assert channel in repr(pub)
+        assert "leases=1" in repr(sub)
+        assert "128 bytes" in repr(msg)

@@ -1,0 +1,315 @@
+"""Producer and Consumer: exactly one consumer per message, acknowledgement, redelivery, poison."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor import Consumer, Producer
+
+PROLOGUE = "import sys, os, numpy as np, shmtensor\nrx = shmtensor.Consumer(sys.argv[1])\n"
+
+
+def child(channel: str, body: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROLOGUE + body, channel], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    return process
+
+
+def end(process: subprocess.Popen[str], code: int = 0) -> None:
+    process.communicate(timeout=30)
+    assert process.returncode == code
+
+
+def test_each_message_goes_to_exactly_one_consumer(channel):
+    with Producer(channel, slots=64) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        for number in range(50):
+            tx.send(np.array(number))
+        got = []
+        for rx in (one, two) * 25:
+            got.append(int(rx.recv(timeout=5).value))
+        assert sorted(got) == list(range(50))
+        for rx in (one, two):
+            with pytest.raises(shmtensor.TimedOut):
+                rx.recv(timeout=0)
+
+
+def test_messages_wait_for_a_consumer(channel):
+    with Producer(channel) as tx:
+        for number in range(10):
+            tx.send(np.array(number))
+        with Consumer(channel) as rx:
+            assert [int(rx.recv(timeout=5).value) for _ in range(10)] == list(range(10))
+
+
+def test_values_are_writable(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.zeros(3))
+        msg = rx.recv(timeout=5)
+        msg.value[1] = 5
+        assert msg.value.tolist() == [0, 5, 0]
+
+
+def test_order_of_one_consumer_and_many_producers(channel):
+    with Consumer(channel) as rx, Producer(channel) as one, Producer(channel) as two:
+        for number in range(8):
+            one.send(np.array(number))
+            two.send(np.array(100 + number))
+        got = [int(rx.recv(timeout=5).value) for _ in range(16)]
+        assert [n for n in got if n < 100] == list(range(8))
+        assert [n for n in got if n >= 100] == list(range(100, 108))
+
+
+def test_slots_come_back_and_views_keep_theirs(channel):
+    with Producer(channel, slots=3) as tx, Consumer(channel) as rx:
+        kept = []
+        for number in range(40):
+            tx.send(np.full(4, number), timeout=5)
+            msg = rx.recv(timeout=5)
+            if number in (5, 17):
+                kept.append(msg.value)
+            msg.release()
+        assert [int(value[0]) for value in kept] == [5, 17]
+
+
+def test_asking_for_the_next_acknowledges_the_one_before(channel):
+    """A consumer that dies gives back only what it had not asked past."""
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        process = child(channel, "rx.recv(); rx.recv(); m = rx.recv(); print('got', flush=True); sys.stdin.read()")
+        tx.wait_for_consumers(2, timeout=30)
+        rx.close()
+        for number in range(4):
+            tx.send(np.array(number))
+        assert process.stdout.readline() == "got\n"
+        process.kill()
+        end(process, -9)
+        with Consumer(channel) as rx:
+            got = [(int(msg.value), msg.attempt) for msg in (rx.recv(timeout=10) for _ in range(2))]
+        assert sorted(got) == [(2, 2), (3, 1)]
+
+
+def test_release_acknowledges_and_with_rejects_on_an_exception(channel):
+    with Producer(channel) as tx, Consumer(channel, acknowledge="release") as rx:
+        for number in range(3):
+            tx.send(np.array(number))
+        rx.recv(timeout=5).release()
+        with pytest.raises(KeyError), rx.recv(timeout=5) as msg:
+            assert int(msg.value) == 1
+            raise KeyError
+        del msg
+        assert int(rx.recv(timeout=5).value) == 2  # dropped unacknowledged: comes again as well
+        again = [rx.recv(timeout=10) for _ in range(2)]
+        assert sorted((int(msg.value), msg.attempt) for msg in again) == [(1, 2), (2, 2)]
+        for msg in again:
+            msg.release()
+        assert rx.statistics().redelivered == 2
+
+
+def test_a_rejected_message_is_not_delivered_again_while_a_view_of_it_lives(channel):
+    with Producer(channel) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        tx.send(np.array([7]))
+        with pytest.raises(KeyError), one.recv(timeout=5) as msg:
+            view = msg.value
+            raise KeyError
+        with pytest.raises(shmtensor.TimedOut):
+            two.recv(timeout=0.6)
+        del view
+        again = two.recv(timeout=10)
+        assert (again.value.tolist(), again.attempt) == ([7], 2)
+
+
+def test_poison_is_dropped_after_max_attempts(channel, caplog):
+    with Producer(channel) as tx, Consumer(channel, max_attempts=2, acknowledge="release") as rx:
+        tx.send(np.array(666))
+        tx.send(np.array(1))
+        got = []
+        for _ in range(3):
+            msg = rx.recv(timeout=10)
+            got.append((int(msg.value), msg.attempt))
+            if msg.value == 1:
+                msg.release()
+            del msg
+        assert sorted(got) == [(1, 1), (666, 1), (666, 2)]
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)
+        assert rx.statistics().abandoned == 1
+        assert "dropped after 2 attempts" in caplog.text
+
+
+def test_a_view_of_a_done_message_keeps_its_bytes(channel):
+    with Producer(channel, slots=3) as tx, Consumer(channel) as rx:
+        tx.send(np.arange(4))
+        kept = rx.recv(timeout=5).value
+        for number in range(20):
+            tx.send(np.full(4, -number), timeout=5)
+            rx.recv(timeout=5)
+        assert kept.tolist() == [0, 1, 2, 3]
+
+
+def test_copy_keeps_the_claim(channel):
+    with Producer(channel) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        tx.send(np.arange(3))
+        value = one.recv(timeout=5, copy=True).value
+        with pytest.raises(shmtensor.TimedOut):
+            two.recv(timeout=0.6)
+        value[0] = 9
+        assert value.tolist() == [9, 1, 2]
+
+
+def test_iteration_ends_when_all_is_done(channel):
+    with Consumer(channel) as rx:
+        with Producer(channel) as tx:
+            for number in range(5):
+                tx.send(np.array(number))
+        assert [int(msg.value) for msg in rx] == list(range(5))
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv()
+
+
+def test_the_end_waits_for_what_others_have_not_finished(channel):
+    """B has nothing left to claim, but A holds the last message: when A dies, B gets it."""
+    tx = Producer(channel)
+    process = child(channel, "m = rx.recv(); print('got', flush=True); sys.stdin.read()")
+    tx.wait_for_consumers(1, timeout=30)
+    tx.send(np.array(1))
+    assert process.stdout.readline() == "got\n"
+    with Consumer(channel) as rx:
+        tx.close()
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.3)
+        process.kill()
+        end(process, -9)
+        msg = rx.recv(timeout=10)
+        assert (int(msg.value), msg.attempt) == (1, 2)
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=10)
+
+
+def test_a_stopped_consumer_is_not_dead(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        process = child(channel, "m = rx.recv(); print('got', flush=True); sys.stdin.readline(); print(m.attempt, flush=True)")
+        tx.wait_for_consumers(2, timeout=30)
+        tx.send(np.array(1))
+        rung = None
+        try:
+            rung = rx.recv(timeout=1)  # one of the two has it
+            rung.release()
+            tx.send(np.array(1))
+        except shmtensor.TimedOut:
+            pass
+        while True:
+            try:
+                rx.recv(timeout=0.6).release()
+                tx.send(np.array(1))
+            except shmtensor.TimedOut:
+                break
+        assert process.stdout.readline() == "got\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        for number in range(30):
+            tx.send(np.array(number))
+            assert int(rx.recv(timeout=5).value) == number
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)
+        os.kill(process.pid, signal.SIGCONT)
+        out, _ = process.communicate("\n", timeout=30)
+        assert out == "1\n"
+
+
+def test_a_producer_is_woken_by_the_death_of_the_consumer_that_holds_it_up(channel):
+    with Producer(channel, slots=1) as tx:
+        process = child(channel, "m = rx.recv(); v = m.value; m.release(); print('got', flush=True); sys.stdin.read()")
+        tx.wait_for_consumers(1, timeout=30)
+        tx.send(np.array(1))
+        assert process.stdout.readline() == "got\n"
+        thread = threading.Thread(target=tx.send, args=(np.array(2),), kwargs={"timeout": 30})
+        thread.start()
+        while not tx.statistics().waits:
+            pass
+        process.kill()
+        end(process, -9)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert tx.statistics().sent == 2
+        assert tx.statistics().dead_receivers == 1
+
+
+def test_linger_waits_until_everything_is_done(channel):
+    tx, rx = Producer(channel), Consumer(channel)
+    tx.send(np.array(1))
+    msg = rx.recv(timeout=5)
+    thread = threading.Thread(target=tx.close, kwargs={"linger": 30})
+    thread.start()
+    assert thread.is_alive()
+    msg.release()
+    thread.join(30)
+    assert not thread.is_alive()
+    rx.close()
+
+
+def test_leaving_a_consumer_by_an_exception_acknowledges_nothing(channel):
+    with Producer(channel) as tx:
+        tx.send(np.array(3))
+        with pytest.raises(KeyError), Consumer(channel) as rx:
+            rx.recv(timeout=5)
+            raise KeyError
+        with Consumer(channel) as rx:
+            msg = rx.recv(timeout=5)
+            assert (int(msg.value), msg.attempt) == (3, 2)
+
+
+def test_an_unhandled_exception_gives_the_message_to_another(channel):
+    with Producer(channel) as tx:
+        process = child(channel, "import logging\ndef f():\n for m in rx: os.close(2); raise KeyError\nf()")
+        tx.wait_for_consumers(1, timeout=30)
+        tx.send(np.array(3))
+        end(process, 1)
+        with Consumer(channel) as rx:
+            msg = rx.recv(timeout=10)
+            assert (int(msg.value), msg.attempt) == (3, 2)
+
+
+@pytest.mark.slow
+def test_many_to_many_with_kills(channel):
+    """Every message is received at least once, whatever consumers are killed; the unmarked ones exactly once."""
+    count = 600
+    body = (
+        "for m in rx:\n"
+        "    sys.stdout.write(f'{int(m.value[0])} {m.attempt}\\n'); sys.stdout.flush()\n"
+        "    assert (m.value == m.value[0]).all()\n"
+    )
+    consumers = [child(channel, body) for _ in range(3)]
+    senders = [Producer(channel, slots=8) for _ in range(2)]
+    senders[0].wait_for_consumers(3, timeout=60)
+
+    def produce(tx, start):
+        for number in range(start, start + count):
+            tx.send(np.full(100, number), timeout=60)
+        tx.close()
+
+    threads = [threading.Thread(target=produce, args=(tx, index * count)) for index, tx in enumerate(senders)]
+    for thread in threads:
+        thread.start()
+    killed = []
+    for _ in range(3):
+        victim = consumers.pop(0)
+        for _ in range(20):
+            killed.append(victim.stdout.readline())
+        victim.kill()
+        killed += victim.stdout.read().splitlines()
+        end(victim, -9)
+        consumers.append(child(channel, body))
+    lines = [line for process in consumers for line in process.communicate(timeout=60)[0].splitlines()]
+    for thread in threads:
+        thread.join(60)
+    got = [tuple(map(int, line.split())) for line in (*killed, *lines) if len(line.split()) == 2]
+    assert {number for number, _ in got} == set(range(2 * count))
+    first = [number for number, attempt in got if attempt == 1]
+    assert len(first) == len(set(first))
