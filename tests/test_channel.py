@@ -194,3 +194,14 @@ def test_full_dev_shm_is_a_clear_error_and_leaves_nothing(channel):
 )
 def test_file_names(name, parsed):
     assert parse_file(name) == parsed
+
+
+def test_a_sweep_removes_the_sockets_of_a_channel_that_keeps_them_elsewhere(channel, tmp_path, monkeypatch):
+    path = tmp_path / "sockets"
+    path.mkdir(mode=0o700)
+    with monkeypatch.context() as patch:
+        patch.setenv("SHMTENSOR_DIR", str(path))
+        killed(channel, "s = shmtensor.Subscriber(channel)")
+    assert os.listdir(path)
+    shmtensor.Publisher(channel + "-other").close()
+    assert not os.listdir(path)

@@ -1,6 +1,7 @@
 """The control segment of a channel: who is there.
 
     0      magic  version  kind  capacity  epoch  senders  dir_device  dir_inode       magic last
+    128    path of the socket directory, zero padded to 128 bytes
     4096   members: capacity x 256 bytes
            +0    uid      stored last on joining, zeroed first on leaving            lock byte 0's holder
            +8    owner    the uid whose names exist; set before they are made          "
@@ -9,8 +10,7 @@
            +64   asleep   odd: asleep in recv, or waiting for a slot                 the member
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
-as long as it
-lives. `epoch` moves, under byte 0, with everything that changes who must get or may hold what.
+as long as it lives. `epoch` moves, under byte 0, with everything that changes who must get or may hold what.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING = range(7)
 M_ASLEEP: Final = 8
 
 _HEADER: Final = 4096
+_PATH: Final = 128
+_PATH_MAX: Final = 128
 _ENTRY: Final = 256
 LOCK: Final = 0
 LIFE: Final = 1
@@ -70,11 +72,12 @@ def asleep_word(index: int) -> int:
 class Control:
     """A channel's control segment, mapped, with a description of its own for locks."""
 
-    __slots__ = ("capacity", "channel", "locks", "name", "words")
+    __slots__ = ("_view", "capacity", "channel", "locks", "name", "words")
 
     def __init__(self, channel: str, segment: shm.Segment, locks: LockFile) -> None:
         self.channel, self.name, self.locks = channel, control_name(channel), locks
-        self.words = segment.map(writable=True).words
+        mapping = segment.map(writable=True)
+        self.words, self._view = mapping.words, mapping.view
         self.capacity = CAPACITY
 
     @staticmethod
@@ -114,6 +117,8 @@ class Control:
     def initialise(self, kind: int, directory: str) -> None:
         """Under the lock: make every word that of an empty channel."""
         words, info = self.words, os.stat(directory)
+        path = os.fsencode(directory)
+        self._view[_PATH : _PATH + _PATH_MAX] = path.ljust(_PATH_MAX, b"\0")
         store(words, W_MAGIC, 0)
         for index in range(CAPACITY):
             for word in range(base(index), base(index) + M_ASLEEP + 1):
@@ -129,6 +134,12 @@ class Control:
         """Whether the channel's sockets lie in this directory (whatever path leads to it)."""
         info = os.stat(directory)
         return (self.words[W_DEVICE], self.words[W_INODE]) == (info.st_dev, info.st_ino)
+
+    def directory(self, mine: str) -> str:
+        """Where this channel's sockets lie: `mine`, if that is it by whatever path, else what its first member wrote."""
+        if self.shares_directory(mine):
+            return mine
+        return os.fsdecode(bytes(self._view[_PATH : _PATH + _PATH_MAX]).rstrip(b"\0"))
 
     def advance(self) -> None:
         """Under the lock: tell everybody that the members changed."""

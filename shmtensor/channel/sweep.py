@@ -190,6 +190,7 @@ def _sweep_locked(channel: str, control: Control | None, directory: str, dry_run
             control.check()
         except WireError:
             return []  # another version's: not ours to judge
+        directory = control.directory(directory)
         if control.anybody_alive():
             expendable = {control.owner(index) for index in _expendable(control, None)}
             owners = {control.owner(index) for index in range(control.capacity)} - expendable

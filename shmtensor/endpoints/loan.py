@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentTypeError, ReleasedError
-from ..views import pack
 
 if TYPE_CHECKING:
     from ..ring.ring import Ring
@@ -66,7 +65,7 @@ class Loan:
         if self._array is None:
             raise ReleasedError("this loan was sent or discarded: its memory is not yours any more")
         if self._view is None:
-            self._view = pack.empty_view(self._array, self._dtype, self._shape)
+            self._view = self._out.source(self._array, b"", readonly=False)[0]
         return self._view
 
     def __enter__(self) -> Loan:

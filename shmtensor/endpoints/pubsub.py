@@ -132,19 +132,19 @@ class Subscriber(Receiver[BroadcastFeed]):
     def _take(self, feed: BroadcastFeed) -> Message | None:
         while seq := feed.next():
             missed = seq - feed.position - 1
-            array = lease = None
+            found = array = lease = None
             try:
                 found = feed.locate(seq)
                 if found is not None:
                     array = self._array(found)
                     lease = feed.take(array, found, seq)
             except (WireError, FileNotFoundError) as error:
-                if not feed.is_current(seq):
-                    continue  # read while the publisher was reusing the slot
-                self._blame(feed, seq, error)
-                feed.position = seq
-                feed.skip(seq)
-                continue
+                if feed.is_current(seq):
+                    self._blame(feed, seq, error)
+                    feed.position = seq
+                    feed.skip(seq)
+                    continue
+                lease = None  # read while the publisher was reusing the slot
             if found is None or array is None or lease is None:  # not ours: the publisher took it back
                 if not self._latest:
                     feed.position = seq

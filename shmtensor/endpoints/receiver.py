@@ -139,7 +139,7 @@ class Receiver(Endpoint, Generic[_F]):
 
     def _blame(self, feed: _F, seq: int, error: Exception) -> None:
         self._bad_records += 1
-        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, error)
+        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, str(error))
 
     def _unpacker(self, found: Found) -> Unpacker:
         """The compiled description of a message; raises `WireError`."""
@@ -231,7 +231,6 @@ class Receiver(Endpoint, Generic[_F]):
         finally:
             self._nap += 1
             store(words, self._asleep, self._nap)
-            barrier()  # what was published by somebody who still saw us asleep is visible now
         # crash: sleep.awake
         if data is None:
             self._ticks += 1
@@ -245,7 +244,7 @@ class Receiver(Endpoint, Generic[_F]):
             bell = parse_bell(data)
         except WireError as error:
             self._bad_doorbells += 1
-            log.error("channel %s: bad doorbell: %s", self.name, error)
+            log.error("channel %s: bad doorbell: %s", self.name, str(error))
             return
         for index, feed in enumerate(self._feeds):
             if feed.uid == bell.uid:
@@ -298,7 +297,7 @@ class Receiver(Endpoint, Generic[_F]):
         except (FileNotFoundError, WireError, ResourceError) as error:
             if not isinstance(error, FileNotFoundError):
                 self._bad_records += 1
-                log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, error)
+                log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, str(error))
             return None
         try:
             sleeper = Sleeper(name, create=False)

@@ -8,6 +8,7 @@ from typing import Any
 from ..channel import control as ctl
 from ..channel.inbox import Doorbells
 from ..errors import WireError
+from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, acknowledge, state_word
 from ..ring.feed import Found
 from ..ring.layout import DONE, RELEASED, WORK_QUEUE
@@ -165,6 +166,11 @@ class Consumer(Receiver[CompetingFeed]):
             if uid not in self._siblings:
                 self._siblings[uid] = Peer(entry)
 
+    def _sleep(self, seconds: float) -> bool:
+        rung = super()._sleep(seconds)
+        barrier()  # what somebody published who still saw us asleep is visible now, for `_take` to ring another sleeper
+        return rung
+
     def _take(self, feed: CompetingFeed) -> Message | None:
         while seq := feed.next():
             feed.position = seq
@@ -172,8 +178,11 @@ class Consumer(Receiver[CompetingFeed]):
                 found = feed.locate(seq)
             except (WireError, FileNotFoundError) as error:
                 self._blame(feed, seq, error)
+                feed.skip(seq)
                 continue
-            if found is None or not feed.is_open(found, seq, walking=True) or not feed.claim(found, seq):
+            if found is None or not feed.is_open(found.ring, found.slot, seq, walking=True):
+                continue
+            if not feed.claim(found.ring, found.slot, seq):
                 continue
             message = self._deliver(feed, found, seq)
             if message is not None:
@@ -188,15 +197,19 @@ class Consumer(Receiver[CompetingFeed]):
             for ring, slot, seq in feed.unfinished():
                 if seq > feed.position:
                     break  # the walk gets there
+                if not feed.is_open(ring, slot, seq, walking=False) or not feed.claim(ring, slot, seq):
+                    continue
                 try:
                     found = feed.read(ring, slot, seq)
                 except WireError as error:
                     self._blame(feed, seq, error)
+                    found = None
+                if found is None:
+                    feed.drop(ring, slot, seq)
                     continue
-                if found is not None and feed.is_open(found, seq, walking=False) and feed.claim(found, seq):
-                    message = self._deliver(feed, found, seq)
-                    if message is not None:
-                        return message
+                message = self._deliver(feed, found, seq)
+                if message is not None:
+                    return message
         return None
 
     def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
@@ -208,14 +221,14 @@ class Consumer(Receiver[CompetingFeed]):
                 "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it",
                 self.name, seq, feed.uid, attempt - 1,
             )  # fmt: skip
-            feed.drop(found, seq)
+            feed.drop(found.ring, found.slot, seq)
             return None
         try:
             array = self._array(found)
             claim = feed.take(array, found, seq)
         except WireError as error:
             self._blame(feed, seq, error)
-            feed.drop(found, seq)
+            feed.drop(found.ring, found.slot, seq)
             return None
         except BaseException:
             feed.ledger.locks.unlock(seq)

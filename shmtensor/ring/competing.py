@@ -51,14 +51,14 @@ class CompetingFeed(Feed):
             self.position = published - self.mask
         return self.position + 1
 
-    def is_open(self, found: Found, seq: int, *, walking: bool) -> bool:
+    def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
         """Whether a message may be worth locking: not done, and on the walk not claimed by another either."""
-        at, words = state_word(found.ring, found.slot), found.ring.words
+        at, words = state_word(ring, slot), ring.words
         return words[at + DONE] != seq and not (walking and words[at + CLAIMED] == seq)
 
-    def claim(self, found: Found, seq: int) -> bool:
+    def claim(self, ring: Ring, slot: int, seq: int) -> bool:
         """Lock the message and count the attempt (`self.attempt`); False if another has it or it is done."""
-        words, at = found.ring.words, state_word(found.ring, found.slot)
+        words, at = ring.words, state_word(ring, slot)
         locks = self.ledger.locks
         if seq in self.leases:  # a lock of our own would be granted again
             return False
@@ -67,7 +67,7 @@ class CompetingFeed(Feed):
             return False
         # crash: claim.locked
         # `done` before `seq`: the other way round, the slot could be reused, and done for its next message, in between
-        if words[at + DONE] >= seq or words[R_RECORDS + found.slot * RECORD_WORDS] != seq:
+        if words[at + DONE] >= seq or words[R_RECORDS + slot * RECORD_WORDS] != seq:
             locks.unlock(seq)
             return False
         before = words[at + ATTEMPT]
@@ -85,11 +85,19 @@ class CompetingFeed(Feed):
         self.leases[seq] = claim
         return claim
 
-    def drop(self, found: Found, seq: int) -> None:
+    def skip(self, seq: int) -> None:
+        """Finish a message whose record is damaged, so that its slot is not lost."""
+        place = self.words[self.order + (seq & self.mask)]
+        if place >> 32 < len(self.rings):
+            ring, slot = self.rings[place >> 32], place & 0xFFFFFFFF
+            if slot < ring.slots and self.is_open(ring, slot, seq, walking=False) and self.claim(ring, slot, seq):
+                self.drop(ring, slot, seq)
+
+    def drop(self, ring: Ring, slot: int, seq: int) -> None:
         """Finish a claimed message without delivering it."""
-        at = state_word(found.ring, found.slot)
-        store(found.ring.words, at + DONE, seq)
-        store(found.ring.words, at + RELEASED, seq)
+        at = state_word(ring, slot)
+        store(ring.words, at + DONE, seq)
+        store(ring.words, at + RELEASED, seq)
         self.ledger.locks.unlock(seq)
         self.wake_sender()
 

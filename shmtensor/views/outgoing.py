@@ -8,11 +8,13 @@ bytes go by one `memmove`. Everything else goes through `views/pack.py`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from typing import Any, Final
 
 import numpy as np
 
+from ..errors import ArgumentTypeError
 from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import pack
 
@@ -58,9 +60,20 @@ def describe(value: Any, meta: Any) -> Outgoing:
 
 def describe_empty(shape: tuple[int, ...], dtype: Any, meta: Any) -> Outgoing:
     """Describe a tensor or array that is yet to be computed into a slot."""
-    static = pack.single_spec(dtype, shape)
+    if not type(dtype).__module__.startswith("torch"):
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise ArgumentTypeError(f"dtype={dtype!r} is neither a torch dtype nor a NumPy dtype: {error}") from None
+    static, unpacker = _empty_spec(dtype, (shape,) if isinstance(shape, int) else tuple(shape))
     dynamic = b"" if meta is None else pack.pack(np.empty(0, np.uint8), meta).dynamic
-    return Outgoing(_EMPTY, static, dynamic, pack.Unpacker(static).nbytes)
+    return Outgoing(_EMPTY, static, dynamic, unpacker.nbytes, unpacker)
+
+
+@functools.lru_cache(maxsize=1024)
+def _empty_spec(dtype: Any, shape: tuple[int, ...]) -> tuple[bytes, pack.Unpacker]:
+    static = pack.single_spec(dtype, shape)
+    return static, pack.Unpacker(static)
 
 
 def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: int) -> None:

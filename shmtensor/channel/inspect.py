@@ -1,0 +1,377 @@
+"""A look at channels from outside: who is there, what lies in their rings, who holds it. Never joins, never writes.
+
+Segments are read with `pread`, not mapped: one that vanishes or is cut while it is read costs a note, not a SIGBUS.
+Nothing is locked either, so that the picture may be a few microseconds crooked; every number was true at some moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import WireError
+from ..memory import segment as shm
+from ..memory.locks import LockFile
+from ..ring import layout as lay
+from ..wire.record import SIZE, unpack_head
+from . import control as ctl
+from .control import Control
+from .names import control_name, ledger_name, parse_file, ring_name
+
+_CHUNK = 4096
+_KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue"}
+
+
+@dataclass(frozen=True)
+class RingView:
+    """One ring of a sender."""
+
+    index: int
+    slots: int
+    slot_bytes: int
+    nbytes: int
+    """Shared memory of the whole ring, bytes."""
+    slots_used: int
+    """Slots whose message somebody still needs."""
+    bytes_used: int
+    """Payload bytes of these."""
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """One entry of the membership table."""
+
+    index: int
+    uid: int
+    role: str
+    """`"sender"` or `"receiver"`."""
+    delivery: str
+    """`"all"` or `"latest"` of a subscriber, `"one"` of a consumer, `""` of a sender."""
+    pid: int
+    """As its own pid namespace numbers it."""
+    alive: bool
+    """Whether somebody holds its life lock."""
+    leaving: bool
+    """A receiver that is closed and has living views; a sender that is closed and not yet drained."""
+    asleep: bool
+    joined: float
+    """Unix time, seconds."""
+    published: int
+    """A sender's newest sequence number."""
+    rings: tuple[RingView, ...]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who still needs a message. `uid` is 0 and `pid` perhaps too where only a lock says that somebody does."""
+
+    uid: int
+    pid: int
+    how: str
+    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it did."""
+    alive: bool
+
+
+@dataclass(frozen=True)
+class HeldMessage:
+    """A message whose slots are not free."""
+
+    sender: int
+    ring: int
+    slot: int
+    span: int
+    seq: int
+    nbytes: int
+    age: float
+    """Seconds since it was sent."""
+    state: str
+    """Fan-out: `"leased"`, `"unread"`, `"history"`; work queue: `"waiting"`, `"claimed"`, `"done"`, `"abandoned"`."""
+    attempt: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True)
+class ChannelView:
+    """What one channel looked like."""
+
+    name: str
+    kind: str
+    owner: int
+    """User id of its files; -1 if they are gone."""
+    nbytes: int
+    """All its files together."""
+    files: tuple[str, ...]
+    locked: bool
+    """Whether somebody held the channel's lock just then: normal for microseconds."""
+    members: tuple[MemberView, ...]
+    held: tuple[HeldMessage, ...]
+    notes: tuple[str, ...]
+    """What could not be read, and why."""
+
+    @property
+    def living(self) -> int:
+        """How many members live."""
+        return sum(member.alive for member in self.members)
+
+
+class _Words:
+    """A segment's words, read when asked for. Raises `WireError` where there are none."""
+
+    def __init__(self, segment: shm.Segment) -> None:
+        self.segment = segment
+
+    def read(self, start: int, count: int) -> memoryview:
+        data = os.pread(self.segment.fd, 8 * count, 8 * start)
+        if len(data) != 8 * count:
+            raise WireError(
+                f"segment {self.segment.name} ends at byte {8 * start + len(data)}: it was cut or is damaged"
+            )
+        return memoryview(data).cast("Q")
+
+
+@dataclass
+class _Look:
+    """What one look has gathered so far."""
+
+    channel: str
+    kind: int = 0
+    locked: bool = False
+    members: list[MemberView] = field(default_factory=list)
+    held: list[HeldMessage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def look(channel: str) -> ChannelView:
+    """One channel as it is now. Whatever cannot be read becomes a note."""
+    seen = _Look(channel)
+    try:
+        with shm.attach(control_name(channel)) as segment:
+            _read_control(seen, segment)
+    except FileNotFoundError:
+        seen.notes.append("no control segment: these are leftovers, or the channel has just ended")
+    except (OSError, WireError) as error:
+        seen.notes.append(str(error))
+    files, nbytes, owner = [], 0, -1
+    for name in sorted(os.listdir(shm.SHM_DIR)):
+        found = parse_file(name)
+        if found and found[0] == channel:
+            with contextlib.suppress(OSError):
+                info = os.stat(f"{shm.SHM_DIR}/{name}")
+                files.append(f"{shm.SHM_DIR}/{name}")
+                nbytes, owner = nbytes + info.st_size, info.st_uid
+    return ChannelView(
+        channel, _KIND.get(seen.kind, "unknown"), owner, nbytes, tuple(files), seen.locked, tuple(seen.members),
+        tuple(seen.held), tuple(seen.notes),
+    )  # fmt: skip
+
+
+def _read_control(seen: _Look, segment: shm.Segment) -> None:
+    if segment.nbytes != Control.nbytes():
+        raise WireError(
+            f"segment {segment.name} has {segment.nbytes} bytes: another version's, damaged, or just being made"
+        )
+    first = _Words(segment).read(0, Control.nbytes() // 8)
+    words = _Words(segment).read(0, Control.nbytes() // 8)
+    if words[ctl.W_MAGIC] != ctl.MAGIC:
+        raise WireError(f"segment {segment.name} is no control segment: damaged, or just being made")
+    if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
+        raise WireError(f"channel was made by layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}")
+    seen.kind = words[ctl.W_KIND]
+    locks = segment.locks()
+    try:
+        seen.locked = locks.held_by_other(ctl.LOCK)
+        for index in range(ctl.CAPACITY):
+            at = ctl.base(index)
+            if words[at] and words[at] == first[at]:  # not just joining or leaving
+                seen.members.append(_member(seen, index, words, at, locks))
+    finally:
+        locks.close()
+    for number, member in enumerate(seen.members):
+        if member.role == "sender":
+            seen.members[number] = _read_sender(seen, member)
+
+
+def _member(seen: _Look, index: int, words: memoryview, at: int, locks: LockFile) -> MemberView:
+    role = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver"}.get(words[at + ctl.M_ROLE], "unknown")
+    delivery = ""
+    if role == "receiver":
+        latest = bool(words[at + ctl.M_FLAGS] & ctl.LATEST)
+        delivery = "one" if seen.kind == lay.WORK_QUEUE else "latest" if latest else "all"
+    return MemberView(
+        index, words[at], role, delivery, words[at + ctl.M_PID], locks.held_by_other(ctl.LIFE + index),
+        words[at + ctl.M_LEAVING] != 0, words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """A sender's ledger as it was read."""
+
+    member: MemberView
+    published: int
+    history: int
+    starts: dict[int, int]
+    """Member index -> first message that counts it as a recipient."""
+    locks: LockFile
+    info: os.stat_result
+
+
+def _read_sender(seen: _Look, member: MemberView) -> MemberView:
+    """The sender's view with its rings; what they hold goes to `seen.held`."""
+    who = f"sender {member.uid:016x} (pid {member.pid})"
+    try:
+        with shm.attach(ledger_name(seen.channel, member.uid)) as segment:
+            source = _Words(segment)
+            head = source.read(0, lay.L_MEMBERS)
+            if head[lay.L_MAGIC] != lay.LEDGER_MAGIC or head[lay.L_UID] != member.uid:
+                raise WireError(f"segment {segment.name} is not its ledger")
+            rows = source.read(lay.L_MEMBERS, 2 * ctl.CAPACITY)
+            starts = {
+                peer.index: rows[2 * peer.index]
+                for peer in seen.members
+                if peer.role == "receiver" and rows[2 * peer.index + 1] == peer.uid
+            }
+            locks = segment.locks()
+            try:
+                sender = _Sender(
+                    member, head[lay.L_PUBLISHED], head[lay.L_HISTORY], starts, locks, os.fstat(segment.fd)
+                )
+                rings = []
+                for index in range(min(head[lay.L_RINGS], lay.MAX_RINGS)):
+                    try:
+                        rings.append(_read_ring(seen, sender, index))
+                    except (OSError, WireError) as error:
+                        seen.notes.append(f"ring {index} of {who}: {error}")
+            finally:
+                locks.close()
+    except (OSError, WireError) as error:
+        seen.notes.append(f"{who}: {error}")
+        return member
+    return MemberView(
+        member.index, member.uid, member.role, "", member.pid, member.alive, head[lay.L_CLOSED] != 0, member.asleep,
+        member.joined, head[lay.L_PUBLISHED], tuple(rings),
+    )  # fmt: skip
+
+
+def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
+    with shm.attach(ring_name(seen.channel, sender.member.uid, index)) as segment:
+        source = _Words(segment)
+        head = source.read(0, 8)
+        if head[lay.R_MAGIC] != lay.RING_MAGIC or head[lay.R_UID] != sender.member.uid or head[lay.R_KIND] != seen.kind:
+            raise WireError(f"segment {segment.name} is not ring {index} of its sender")
+        shape = lay.RingShape(seen.kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY])
+        if shape.nbytes != segment.nbytes:
+            raise WireError(f"segment {segment.name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
+        slots = used = 0
+        for message in _held(seen, sender, index, shape, source):
+            seen.held.append(message)
+            slots, used = slots + message.span, used + message.nbytes
+    return RingView(index, shape.slots, shape.slot_bytes, shape.nbytes, slots, used)
+
+
+def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source: _Words) -> Iterator[HeldMessage]:
+    """Every message in a ring that somebody needs, newest first."""
+    now = time.monotonic_ns()
+    found = []
+    for start in range(0, shape.slots, _CHUNK):
+        count = min(_CHUNK, shape.slots - start)
+        records = source.read(lay.R_RECORDS + start * lay.RECORD_WORDS, count * lay.RECORD_WORDS)
+        for slot in range(count):
+            if records[slot * lay.RECORD_WORDS]:
+                seq, sent_ns, _, _, _, _, span, _, _, nbytes = unpack_head(records.cast("B"), slot * SIZE)
+                found.append((seq, start + slot, span, sent_ns, nbytes))
+    judge = (
+        _FanOut(seen, sender, shape, source) if seen.kind == lay.FAN_OUT else _WorkQueue(seen, sender, shape, source)
+    )
+    covered = bytearray(shape.slots)  # by a newer message: a record inside its span is history
+    for seq, slot, span, sent_ns, nbytes in sorted(found, reverse=True):
+        if covered[slot] or seq > sender.published:
+            continue
+        span = max(1, min(span, shape.slots - slot))
+        covered[slot : slot + span] = b"\1" * span
+        verdict = judge(seq, slot)
+        if verdict is not None:
+            state, attempt, holders = verdict
+            age = max(0.0, (now - sent_ns) / 1e9)
+            yield HeldMessage(sender.member.uid, index, slot, span, seq, nbytes, age, state, attempt, holders)
+
+
+class _FanOut:
+    """Who needs message `seq` in `slot` of a fan-out ring."""
+
+    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: _Words) -> None:
+        self.sender = sender
+        self.rows = [
+            (peer, sender.starts[peer.index], source.read(shape.state + peer.index * shape.row, shape.slots))
+            for peer in seen.members
+            if peer.delivery == "all" and peer.index in sender.starts
+        ]
+        self.lockers = [
+            peer for peer in seen.members if peer.delivery == "latest" or (sender.history and peer.delivery)
+        ]
+
+    def __call__(self, seq: int, slot: int) -> tuple[str, int, tuple[Holder, ...]] | None:
+        holders = []
+        for peer, start, row in self.rows:
+            word = row[slot]
+            if word == 2 * seq:
+                holders.append(Holder(peer.uid, peer.pid, "leased", peer.alive))
+            elif word < 2 * seq and start <= seq and not peer.leaving:
+                holders.append(Holder(peer.uid, peer.pid, "unread", peer.alive))
+        if self.lockers and self.sender.locks.held_by_other(seq):
+            holders += _lock_holders(self.sender.info, self.lockers, seq, "leased")
+        if holders:
+            state = "leased" if any(holder.how == "leased" for holder in holders) else "unread"
+            return state, 1, tuple(holders)
+        if seq > self.sender.published - self.sender.history:
+            return "history", 1, ()
+        return None
+
+
+class _WorkQueue:
+    """Who has message `seq` in `slot` of a work queue's ring."""
+
+    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: _Words) -> None:
+        self.sender = sender
+        self.states = source.read(shape.state, 8 * shape.slots)
+        self.consumers = [peer for peer in seen.members if peer.role == "receiver"]
+
+    def __call__(self, seq: int, slot: int) -> tuple[str, int, tuple[Holder, ...]] | None:
+        words = self.states[8 * slot : 8 * slot + 4]
+        attempts = words[lay.ATTEMPT]
+        attempt = attempts & 0xFF if attempts >> 8 == seq else 0
+        if words[lay.RELEASED] == seq:
+            return None
+        done, locked = words[lay.DONE] == seq, self.sender.locks.held_by_other(seq)
+        if locked:
+            how = "done" if done else "claimed"
+            return how, attempt, tuple(_lock_holders(self.sender.info, self.consumers, seq, how))
+        if done:
+            return None  # its consumer died after finishing it: the producer takes the slot back when it needs it
+        return ("abandoned" if words[lay.CLAIMED] == seq else "waiting"), attempt, ()
+
+
+def _lock_holders(ledger: os.stat_result, peers: list[MemberView], byte: int, how: str) -> list[Holder]:
+    """Which peers' processes hold a lock on a byte of a ledger, where the kernel lets us read `/proc/<pid>/fdinfo`."""
+    found = []
+    for pid in sorted({peer.pid for peer in peers if peer.alive}):
+        if byte in _locked_bytes(ledger, pid):
+            uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
+            found.append(Holder(uids[0] if len(uids) == 1 else 0, pid, how, True))
+    return found or [Holder(0, 0, how, True)]
+
+
+def _locked_bytes(ledger: os.stat_result, pid: int) -> set[int]:
+    locked: set[int] = set()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), ledger):
+                    with open(f"/proc/{pid}/fdinfo/{fd}") as lines:
+                        for parts in (line.split() for line in lines if line.startswith("lock:")):
+                            if parts[2] == "OFDLCK":
+                                locked.update(range(int(parts[-2]), min(int(parts[-1]), int(parts[-2]) + _CHUNK) + 1))
+    return locked

@@ -1,0 +1,1 @@
+"""The `shmtensor` command."""

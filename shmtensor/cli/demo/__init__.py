@@ -1,0 +1,1 @@
+"""`shmtensor demo`: inference workers and a checked fan-out over real images, next to the usual queues."""

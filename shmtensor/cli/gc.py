@@ -1,0 +1,74 @@
+"""`shmtensor gc`: remove what the dead left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..channel import sweep
+from ..channel.inspect import ChannelView, look
+from ..channel.names import socket_dir
+from ..channel.sweep import Leftover
+from ..units import format_bytes
+from .ls import user_name
+from .output import console, guarded, print_json
+
+PATIENCE = 2.0
+"""Seconds to wait for a channel's lock."""
+
+
+@guarded
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched."""
+    gone = sweep.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
+    stuck = [leftover for leftover in gone if not dry_run and os.path.lexists(leftover.path)]
+    removed = [leftover for leftover in gone if leftover not in stuck]
+    left = _left({leftover.path for leftover in gone})
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "removed": [{"channel": it.channel or None, "path": it.path, "bytes": it.nbytes} for it in removed],
+                "bytes": sum(it.nbytes for it in removed),
+                "failed": [it.path for it in stuck],
+                "left": [{"channel": view.name, "bytes": view.nbytes, "why": why(view)} for view in left],
+            }
+        )
+        return
+    _show(removed, stuck, left, dry_run)
+
+
+def _left(gone: set[str]) -> list[ChannelView]:
+    views = [look(name) for name in sweep.channels()]
+    return [view for view in views if set(view.files) - gone]
+
+
+def why(view: ChannelView) -> str:
+    """Why a channel was not removed."""
+    if view.owner not in (os.geteuid(), -1) and view.notes:
+        return f"belongs to user {user_name(view.owner)}"
+    if view.living:
+        pids = ", ".join(str(pid) for pid in sorted({member.pid for member in view.members if member.alive}))
+        return f"in use by {view.living} living members (pid {pids})"
+    if view.locked:
+        return f"its lock was held for over {PATIENCE:g} s: a process is stopped in the middle of a change"
+    return view.notes[0] if view.notes else "it changed meanwhile: run gc again"
+
+
+def _show(removed: list[Leftover], stuck: list[Leftover], left: list[ChannelView], dry_run: bool) -> None:
+    out = console()
+    verb = "would remove" if dry_run else "removed"
+    for leftover in removed:
+        out.print(f"{verb} {escape(leftover.path)}  {format_bytes(leftover.nbytes)}", soft_wrap=True)
+    for leftover in stuck:
+        out.print(f"[yellow]could not remove[/] {escape(leftover.path)}: another user's?", soft_wrap=True)
+    for view in left:
+        out.print(f"left {view.name}  {format_bytes(view.nbytes)}: {escape(why(view))}", soft_wrap=True)
+    count = "nothing" if not removed else f"{len(removed)} files, {format_bytes(sum(it.nbytes for it in removed))}"
+    out.print(f"{verb} {count}")

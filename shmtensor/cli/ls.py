@@ -1,0 +1,214 @@
+"""`shmtensor ls`: who is on which channel, and who holds what."""
+
+from __future__ import annotations
+
+import pwd
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..channel import sweep
+from ..channel.inspect import ChannelView, HeldMessage, MemberView, look
+from ..channel.names import check_channel
+from ..errors import ShmTensorError
+from ..units import format_bytes
+from .output import console, fail, guarded, print_json, seconds
+
+
+@guarded
+def ls(
+    channel: Annotated[str | None, typer.Argument(help="Only this channel.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List channels: members, rings, slots in use, who holds what and for how long.
+
+    Only looks: it joins no channel and changes nothing. Exit code 1 if CHANNEL is named and does not exist.
+    """
+    if channel is not None:
+        try:
+            check_channel(channel)
+        except ShmTensorError as error:
+            raise fail(str(error), 2) from None
+    views = [look(name) for name in sweep.channels() if channel in (None, name)]
+    views = [view for view in views if view.files]
+    if as_json:
+        print_json({"channels": [as_dict(view) for view in views]})
+    else:
+        out = console()
+        for view in views:
+            _show(out, view)
+        if not views and channel is None:
+            out.print("no channels")
+    if channel is not None and not views:
+        raise fail(f'there is no channel "{channel}": see `shmtensor ls`')
+
+
+def as_dict(view: ChannelView) -> dict[str, Any]:
+    """The JSON form of a channel; ages and times in seconds, sizes in bytes, uids as 16 hex digits."""
+    return {
+        "name": view.name,
+        "kind": view.kind,
+        "user": user_name(view.owner),
+        "bytes": view.nbytes,
+        "files": list(view.files),
+        "living": view.living,
+        "members": [_member_dict(member) for member in view.members],
+        "messages": [_message_dict(message) for message in view.held],
+        "notes": list(view.notes),
+    }
+
+
+def _member_dict(member: MemberView) -> dict[str, Any]:
+    return {
+        "uid": f"{member.uid:016x}",
+        "index": member.index,
+        "role": member.role,
+        "delivery": member.delivery or None,
+        "pid": member.pid,
+        "alive": member.alive,
+        "leaving": member.leaving,
+        "asleep": member.asleep,
+        "joined": member.joined,
+        "published": member.published,
+        "rings": [
+            {
+                "index": ring.index, "slots": ring.slots, "slot_bytes": ring.slot_bytes, "bytes": ring.nbytes,
+                "slots_used": ring.slots_used, "bytes_used": ring.bytes_used,
+            }
+            for ring in member.rings
+        ],
+    }  # fmt: skip
+
+
+def _message_dict(message: HeldMessage) -> dict[str, Any]:
+    return {
+        "sender": f"{message.sender:016x}",
+        "ring": message.ring,
+        "slot": message.slot,
+        "span": message.span,
+        "seq": message.seq,
+        "bytes": message.nbytes,
+        "age": message.age,
+        "state": message.state,
+        "attempt": message.attempt,
+        "holders": [
+            {
+                "uid": f"{holder.uid:016x}" if holder.uid else None, "pid": holder.pid or None, "how": holder.how,
+                "alive": holder.alive,
+            }
+            for holder in message.holders
+        ],
+    }  # fmt: skip
+
+
+def user_name(uid: int) -> str:
+    """The name of a user id, or its number."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def _show(out: Console, view: ChannelView) -> None:
+    dead = len(view.members) - view.living
+    life = f"{view.living} alive" + (f", [red]{dead} gone[/]" if dead else "")
+    out.print(f"[bold]{view.name}[/]  {view.kind}, user {user_name(view.owner)}, {life}, {format_bytes(view.nbytes)}")
+    if view.members:
+        out.print(_members_table(view))
+    if any(member.rings for member in view.members):
+        out.print(_rings_table(view))
+    if view.held:
+        out.print(_holders_table(view))
+    for note in view.notes:
+        out.print(f"  [yellow]note:[/] {escape(note)}")
+    out.print()
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    for heading in headings:
+        numeric = heading in (
+            "pid",
+            "ring",
+            "slots",
+            "used",
+            "messages",
+            "published",
+            "bytes",
+            "slot",
+            "total",
+            "payload",
+            "oldest",
+        )
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
+    return table
+
+
+def _members_table(view: ChannelView) -> Table:
+    table = _table("member", "delivery", "pid", "life", "published", "joined")
+    for member in view.members:
+        life = ["alive" if member.alive else "closed" if member.role == "sender" and member.leaving else "[red]dead[/]"]
+        if member.leaving:
+            life.append("being drained" if member.role == "sender" else "leaving, views alive")
+        if member.asleep and member.alive:
+            life.append("asleep")
+        table.add_row(
+            member.role, member.delivery, str(member.pid), ", ".join(life),
+            str(member.published) if member.role == "sender" else "",
+            f"{seconds(max(0.0, time.time() - member.joined))} ago",
+        )  # fmt: skip
+    return table
+
+
+def _rings_table(view: ChannelView) -> Table:
+    table = _table("ring", "of pid", "slots", "slot", "total", "used", "payload")
+    for member in view.members:
+        for ring in member.rings:
+            table.add_row(
+                str(ring.index), str(member.pid), str(ring.slots), format_bytes(ring.slot_bytes),
+                format_bytes(ring.nbytes),
+                str(ring.slots_used), format_bytes(ring.bytes_used),
+            )  # fmt: skip
+    return table
+
+
+@dataclass
+class _Sum:
+    """What one holder holds in one way."""
+
+    messages: int = 0
+    nbytes: int = 0
+    oldest: float = 0.0
+
+    def add(self, message: HeldMessage) -> None:
+        self.messages += 1
+        self.nbytes += message.nbytes
+        self.oldest = max(self.oldest, message.age)
+
+
+_NOBODY = {
+    "waiting": "nobody yet",
+    "abandoned": "its consumer died or gave it back: waits for another",
+    "history": "the publisher, for late subscribers",
+}
+
+
+def _holders_table(view: ChannelView) -> Table:
+    sums: dict[tuple[str, str], _Sum] = {}
+    for message in view.held:
+        if not message.holders:
+            sums.setdefault((_NOBODY.get(message.state, ""), message.state), _Sum()).add(message)
+        for holder in message.holders:
+            who = f"pid {holder.pid}" if holder.pid else "a process out of sight"
+            if not holder.alive:
+                who += " [red](dead: freed when the sender needs it)[/]"
+            sums.setdefault((who, holder.how), _Sum()).add(message)
+    table = _table("held by", "how", "messages", "bytes", "oldest")
+    for (who, how), total in sorted(sums.items()):
+        table.add_row(who, how, str(total.messages), format_bytes(total.nbytes), seconds(total.oldest))
+    return table

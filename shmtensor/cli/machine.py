@@ -1,0 +1,303 @@
+"""What the machine offers: shared memory, limits, kernel features, the socket directory. Checks try, not trust."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ..channel import sweep
+from ..channel.names import PREFIX, socket_dir
+from ..errors import ResourceError, ShmTensorError
+from ..memory import segment as shm
+from ..memory import words
+from ..memory.locks import LockFile
+from ..memory.semaphores import Sleeper, unlink_semaphore
+from ..units import format_bytes
+from .finding import FAIL, OK, WARN, Finding
+
+_MIB = 1 << 20
+_ROOMY = 256 * _MIB
+_FEW_FILES = 1024
+_NO_LIMIT = 1 << 60
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Size, options, and one real segment."""
+    try:
+        space = os.statvfs(shm.SHM_DIR)
+    except OSError as error:
+        yield Finding(
+            shm.SHM_DIR,
+            FAIL,
+            error.strerror or "missing",
+            f"mount a tmpfs at {shm.SHM_DIR}: every ring lies there",
+        )
+        return
+    size, free = space.f_blocks * space.f_frsize, shm.free_bytes()
+    value = f"{format_bytes(size)}, {format_bytes(free)} free"
+    if free < _ROOMY:
+        yield Finding(
+            shm.SHM_DIR, WARN, value,
+            "rings need slots x slot_bytes here: remount with size=, or start the container with --shm-size=1g; "
+            "shmtensor gc frees what dead processes left",
+        )  # fmt: skip
+    else:
+        yield Finding(shm.SHM_DIR, OK, value, "rings live here; creation reserves every page")
+    kind, options = _mount(shm.SHM_DIR)
+    if kind == "tmpfs":
+        yield Finding(f"{shm.SHM_DIR} mount", OK, f"{kind} {options}", "memory, not a disk")
+    else:
+        yield Finding(
+            f"{shm.SHM_DIR} mount",
+            WARN,
+            f"{kind} {options}",
+            "expected tmpfs: elsewhere slots may be written to a disk",
+        )
+    name = f"{PREFIX}doctor-{os.getpid()}"
+    try:
+        with shm.create(name, shm.PAGE, "free some") as segment:
+            segment.map(writable=True)
+            segment.locks().close()
+        yield Finding(
+            "shared-memory segment", OK, "created, mapped, removed", "POSIX shared memory works for this user"
+        )
+    except (OSError, ShmTensorError) as error:
+        yield Finding(
+            "shared-memory segment",
+            FAIL,
+            str(error),
+            f"this user must be able to create files in {shm.SHM_DIR}",
+        )
+    finally:
+        shm.unlink(name)
+
+
+def _mount(path: str) -> tuple[str, str]:
+    """(file system, options) of the last mount at a path."""
+    found = ("part of its parent", "")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[4] == path:
+            kind, _, options = after.split(" ", 2)
+            found = kind, f"{before.split()[5]},{options}"
+    return found
+
+
+def limits() -> Iterator[Finding]:
+    """Open files, locked memory, and the memory that this process's control group may use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _FEW_FILES:
+        yield Finding(
+            "open files",
+            WARN,
+            f"{soft} (hard {hard})",
+            "an endpoint needs about 4, and 2 per peer: raise with ulimit -n",
+        )
+    else:
+        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and 2 per peer")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+    yield Finding(
+        "locked memory",
+        OK,
+        value,
+        "the library locks no memory itself; pinning rings for CUDA is the driver's affair",
+    )
+    limit, used = _cgroup_memory()
+    if limit is None:
+        yield Finding("memory control group", OK, "no limit", "rings count as memory of whoever touches a page first")
+    else:
+        room = limit - used
+        yield Finding(
+            "memory control group", WARN if room < _ROOMY else OK,
+            f"{format_bytes(limit)}, {format_bytes(max(0, room))} left",
+            "rings count against it: a ring beyond it ends in the out-of-memory killer, not in an error: raise it",
+        )  # fmt: skip
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """(smallest limit on the way to the root, bytes used there); versions 2 and 1."""
+    best: tuple[int | None, int] = (None, 0)
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_file, used_file = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit_file, used_file = (
+                Path("/sys/fs/cgroup/memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
+            except (OSError, ValueError):
+                continue
+            if (
+                limit.isdigit()
+                and int(limit) < _NO_LIMIT
+                and (best[0] is None or int(limit) - used < best[0] - best[1])
+            ):
+                best = int(limit), used
+    return best
+
+
+def huge_pages() -> Iterator[Finding]:
+    """Whether rings may lie in huge pages: the mount's `huge=` decides, the kernel's switch overrules it."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        chosen = re.search(r"\[(\w+)\]", text)
+        switch = chosen[1] if chosen else text.strip()
+    except OSError:
+        switch = "not offered"
+    mount = re.search(r"huge=(\w+)", _mount(shm.SHM_DIR)[1])
+    option = mount[1] if mount else "never"
+    works = switch == "force" or (switch != "deny" and option in ("always", "within_size", "advise"))
+    meaning = "rings may use huge pages" if works else (
+        f"optional: large rings fault faster after mount -o remount,huge=within_size {shm.SHM_DIR}"
+    )  # fmt: skip
+    yield Finding("huge pages", OK, f"shmem_enabled={switch}, {shm.SHM_DIR} huge={option}", meaning)
+
+
+def kernel() -> Iterator[Finding]:
+    """The three things that the protocol asks of the kernel."""
+    if words.HAS_BARRIER:
+        yield Finding("membarrier", OK, "works", "sleepers are woken without a polling tick")
+    elif words.WEAKLY_ORDERED:
+        yield Finding(
+            "membarrier",
+            FAIL,
+            "not offered",
+            "this processor needs it: allow membarrier(2) in the seccomp profile",
+        )
+    else:
+        yield Finding(
+            "membarrier",
+            WARN,
+            "not offered",
+            "a lost wake-up costs up to 10 ms: allow membarrier(2) in the seccomp profile",
+        )
+    yield _ofd_locks()
+    name = f"{PREFIX}doctor-{os.getpid()}"
+    try:
+        sleeper = Sleeper(name, create=True)
+        sleeper.post()
+        works = sleeper.wait(1.0)
+        sleeper.close()
+        status = OK if works else FAIL
+        yield Finding(
+            "POSIX semaphores",
+            status,
+            "works" if works else "a post did not arrive",
+            "full rings wait on one",
+        )
+    except (OSError, ShmTensorError) as error:
+        yield Finding("POSIX semaphores", FAIL, str(error), f"sem_open needs a writable {shm.SHM_DIR}")
+    finally:
+        unlink_semaphore(name)
+
+
+def _ofd_locks() -> Finding:
+    with tempfile.TemporaryFile(dir=shm.SHM_DIR) as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        first, second = (LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for _ in range(2))
+        try:
+            works = first.try_exclusive(1) and second.held_by_other(1) and not second.try_exclusive(1)
+            first.close()
+            works = works and second.try_exclusive(1)
+        except OSError as error:
+            return Finding("OFD locks", FAIL, str(error), "needs Linux 3.15 or newer; some sandboxes lack F_OFD_SETLK")
+        finally:
+            first.close()
+            second.close()
+    return Finding(
+        "OFD locks",
+        OK if works else FAIL,
+        "works" if works else "locks do not exclude",
+        "the proof that a peer is alive",
+    )
+
+
+def socket_directory() -> Iterator[Finding]:
+    """Where doorbells are rung."""
+    try:
+        path = socket_dir()
+    except ResourceError as error:
+        yield Finding("socket directory", FAIL, str(error), "sockets that wake sleeping receivers lie here")
+        return
+    info = os.stat(path)
+    value = f"{path}, mode {stat.S_IMODE(info.st_mode):o}, user {info.st_uid}"
+    yield Finding(
+        "socket directory",
+        OK,
+        value,
+        "yours alone; the processes of a channel must share it (SHMTENSOR_DIR moves it)",
+    )
+
+
+def remove_ipc() -> Iterator[Finding]:
+    """systemd-logind may delete a user's shared memory at the end of the last session."""
+    folders = [Path(root) / "systemd" for root in ("/usr/lib", "/run", "/etc")]
+    files = [folder / "logind.conf" for folder in folders] + sorted(
+        (file for folder in folders for file in folder.glob("logind.conf.d/*.conf")),
+        key=lambda file: file.name,
+    )
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text())
+        except OSError:
+            continue
+    if not texts:
+        return
+    chosen = "yes (systemd's default)"
+    for text in texts:
+        for value in re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", text, re.MULTILINE):
+            chosen = value
+    removes = chosen.split()[0].lower() in ("yes", "true", "1", "on")
+    if removes and os.geteuid() >= 1000 and os.path.isdir("/run/systemd/system"):
+        yield Finding(
+            "systemd RemoveIPC", WARN, chosen,
+            "at your last logout systemd deletes your segments under running jobs: set RemoveIPC=no in logind.conf, or "
+            "run loginctl enable-linger",
+        )  # fmt: skip
+    else:
+        reason = (
+            "nothing is removed at logout"
+            if not removes
+            else "does not touch system users, nor anybody where logind is not running"
+        )
+        yield Finding("systemd RemoveIPC", OK, chosen, reason)
+
+
+def leftovers() -> Iterator[Finding]:
+    """What `shmtensor gc` would remove."""
+    try:
+        found = sweep.sweep_all(socket_dir(), dry_run=True)
+    except ResourceError as error:
+        yield Finding("leftovers", WARN, "not counted", str(error))
+        return
+    if found:
+        value = f"{len(found)} files, {format_bytes(sum(it.nbytes for it in found))}"
+        yield Finding(
+            "leftovers",
+            WARN,
+            value,
+            "of dead processes: shmtensor gc removes them, as does the next endpoint that is made",
+        )
+    else:
+        yield Finding("leftovers", OK, "none", "nothing of dead processes lies around")
+
+
+CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
+    shared_memory, limits, huge_pages, kernel, socket_directory, remove_ipc, leftovers,
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .demo.command import demo
+from .doctor import doctor
+from .gc import gc
+from .ls import ls
+
+app = typer.Typer(
+    name="shmtensor",
+    help="Move tensors between processes through shared memory: look at channels, clean up, check this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shmtensor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(ls)
+app.command()(gc)
+app.command()(doctor)
+app.command()(demo)
+
+if __name__ == "__main__":
+    app(prog_name="shmtensor")

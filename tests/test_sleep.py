@@ -1,0 +1,151 @@
+"""Awake and asleep: wake-ups, idle processes, and no wake-up lost for longer than a tick."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import shmtensor
+from shmtensor.endpoints.base import TICK
+
+PAIRS = [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_sleeper_is_woken_by_the_descriptor(channel, pair):
+    """The sleeper wakes by its inbox: it sleeps, and no tick finds work."""
+    with pair[0](channel) as tx, pair[1](channel, spin=0) as rx:
+        got = []
+        thread = threading.Thread(target=lambda: got.extend(int(rx.recv(timeout=30).value) for _ in range(50)))
+        thread.start()
+        for number in range(50):
+            while rx.statistics().sleeps <= number and thread.is_alive() and not tx._control_words[rx._asleep] & 1:
+                pass
+            tx.send(np.array(number))
+            while len(got) <= number and rx.statistics().received <= number:
+                pass
+        thread.join(30)
+        assert got == list(range(50))
+        assert tx.statistics().doorbells >= 1
+        assert rx.statistics().late == 0
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_an_awake_receiver_is_not_rung(channel, pair):
+    with pair[0](channel) as tx, pair[1](channel) as rx:
+        for number in range(100):
+            tx.send(np.array(number))
+            assert int(rx.recv(timeout=5).value) == number
+        assert tx.statistics().doorbells == 0
+        assert rx.statistics().sleeps == 0
+
+
+def test_a_burst_rings_a_sleeper_once(channel):
+    with shmtensor.Publisher(channel, slots=64) as tx, shmtensor.Subscriber(channel, spin=0) as rx:
+        words = tx._control_words
+        tx.send(np.array(-1))
+        rx.recv(timeout=5).release()
+        words_asleep = rx._asleep
+        from shmtensor.memory.words import store
+
+        store(words, words_asleep, 2 * 10 + 1)  # as if it slept
+        for number in range(50):
+            tx.send(np.array(number))
+        assert tx.statistics().doorbells == 1
+        store(words, words_asleep, 22)
+        assert [int(rx.recv(timeout=5).value) for _ in range(50)] == list(range(50))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_timeouts_are_kept(channel, pair):
+    with pair[0](channel), pair[1](channel) as rx:
+        start = time.monotonic()
+        with pytest.raises(shmtensor.TimedOut, match=r"0\.05 s"):
+            rx.recv(timeout=0.05)
+        assert time.monotonic() - start >= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_random_pauses_lose_no_wake_up(channel, pair):
+    """Sender and sleeper race for thousands of sleeps; a wake-up that only a tick finds would be counted as late."""
+    count = 3000
+    tx = pair[0](channel, slots=8)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pair[1](channel, spin=0) as rx:
+                got = [int(msg.value) for msg in rx]
+                sleeps, late = rx.statistics().sleeps, rx.statistics().late
+            code = 0 if got == list(range(count)) and sleeps > 100 and late <= 1 else 2
+        finally:
+            os._exit(code)
+    wait = tx.wait_for_subscribers if hasattr(tx, "wait_for_subscribers") else tx.wait_for_consumers
+    # the endpoint was made before the fork and is used in the parent only
+    wait(1, timeout=30)
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        tx.send(np.array(number), timeout=30)
+        for _ in range(int(rng.integers(0, 300))):
+            pass
+    tx.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
+def test_idle_receivers_use_no_cpu(channel):
+    """Four idle subscribers: what they use is bounded by their ticks (CPU time, not wall time, is measured)."""
+    children = []
+    with shmtensor.Publisher(channel) as pub:
+        for _ in range(4):
+            child = os.fork()
+            if child == 0:
+                try:
+                    with shmtensor.Subscriber(channel) as sub:
+                        for _ in sub:
+                            pass
+                finally:
+                    os._exit(0)
+            children.append(child)
+        pub.wait_for_subscribers(4, timeout=30)
+        processes = [psutil.Process(child) for child in children]
+        before = sum(sum(process.cpu_times()[:2]) for process in processes)
+        start = time.monotonic()
+        while time.monotonic() - start < 3 * TICK + 1.5:
+            time.sleep(0.1)
+        used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+        wall = time.monotonic() - start
+    for child in children:
+        os.waitpid(child, 0)
+    assert used < 0.05 * wall
+
+
+def test_ctrl_c_ends_a_sleeping_recv_at_once(channel):
+    import signal
+    import subprocess
+    import sys
+
+    source = (
+        "import sys, shmtensor\nsub = shmtensor.Subscriber(sys.argv[1])\nprint('ready', flush=True)\n"
+        "try:\n    sub.recv()\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", source, channel], stdout=subprocess.PIPE, text=True)
+    with shmtensor.Publisher(channel) as pub:
+        assert child.stdout.readline() == "ready\n"
+        pub.wait_for_subscribers(1, timeout=30)
+        words = pub._control_words
+        from shmtensor.channel import control as ctl
+
+        asleep = next(ctl.asleep_word(entry.index) for entry in pub._member.peers())
+        while not words[asleep] & 1:
+            pass
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=30)
+        assert out == "interrupted\n"
+        assert child.returncode == 0
