@@ -220,7 +220,11 @@ def test_latest_never_holds_a_publisher_back_and_counts_what_it_missed(channel):
 
 
 def test_lossless_and_latest_mix(channel):
-    with Publisher(channel, slots=4) as pub, Subscriber(channel) as every, Subscriber(channel, delivery="latest") as last:
+    with (
+        Publisher(channel, slots=4) as pub,
+        Subscriber(channel) as every,
+        Subscriber(channel, delivery="latest") as last,
+    ):
         for number in range(50):
             pub.send(np.array(number))
             assert int(every.recv(timeout=5).value) == number
@@ -410,7 +414,8 @@ print(total, flush=True)
 def test_unrelated_programs_share_only_the_name(channel):
     with Publisher(channel) as pub:
         children = [
-            subprocess.Popen([sys.executable, "-c", CHILD, channel], stdout=subprocess.PIPE, text=True) for _ in range(2)
+            subprocess.Popen([sys.executable, "-c", CHILD, channel], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
         ]
         pub.wait_for_subscribers(2, timeout=60)
         for number in range(100):

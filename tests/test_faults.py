@@ -1,7 +1,8 @@
 """The fault matrix: point of death x way of dying x pattern -> what survivors see, and what is left (nothing).
 
-Each scenario has one victim, which dies (or raises) at a named point, and survivors in processes of their own. The fork server is
-preloaded with the package compiled with its crash points (`tests/faults/points.py`); the package itself has none.
+Each scenario has one victim, which dies (or raises) at a named point, and survivors in processes of their own. The
+fork server is preloaded with the package compiled with its crash points (`tests/faults/points.py`); the
+package itself has none.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ COUNT = 12
 
 # point -> the roles that come by it; a scenario in which its victim does not reach its point is a failure
 SENDER_POINTS = [
-    "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered", "join.done",
-    "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired", "send.copied",
+    "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered",
+    "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described",
+    "send.acquired", "send.copied",
     "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep", "close.said",
     "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 RECEIVER_POINTS = [
-    "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done", "attach.done",
+    "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done",
+    "attach.done",
     "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said", "close.done",
     "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
@@ -140,7 +143,9 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
     if not first:  # a second sender, so that the stream of the survivors has an end whatever becomes of the victim
         other = Process(server, "sender", pattern, channel, None, 2, 2, {"first": 1001})
         other.listen("joined")
-    victim = Process(server, "sender", pattern, channel, (point, action, nth), COUNT, len(survivors), options_for(point))
+    victim = Process(
+        server, "sender", pattern, channel, (point, action, nth), COUNT, len(survivors), options_for(point)
+    )
     victim.listen("joined")
     victim.go()
     victim.finish()

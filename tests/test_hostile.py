@@ -1,4 +1,4 @@
-"""Damaged and hostile bytes: each becomes a counted, logged error, none crashes the process or reads outside the segment."""
+"""Damaged and hostile bytes: each is a counted, logged error; none crashes or reads outside the segment."""
 
 from __future__ import annotations
 
@@ -98,7 +98,12 @@ def test_garbage_in_the_inbox(channel, make):
         sent = 0
         for _ in range(200):
             data = rng.choice(
-                [rng.randbytes(rng.randrange(0, 400)), good[: rng.randrange(len(good))], rng.randbytes(16) + good[16:], b""]
+                [
+                    rng.randbytes(rng.randrange(0, 400)),
+                    good[: rng.randrange(len(good))],
+                    rng.randbytes(16) + good[16:],
+                    b"",
+                ]
             )
             socket.send(data)
             sent += 1

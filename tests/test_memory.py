@@ -197,7 +197,9 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize(("text", "error"), [("x", ValueError), ("-1", ValueError), (0, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("text", "error"), [("x", ValueError), ("-1", ValueError), (0, ValueError), (1.5, TypeError), (True, TypeError)]
+)
 def test_wrong_sizes(text, error):
     from shmtensor.units import parse_bytes
 

@@ -96,7 +96,9 @@ EXAMPLE = itertools.count()
 @given(data=st.data())
 def test_any_history_of_sends_keeps_and_drops(channel, data):
     """A random program of sends, receives, keeps, drops, closes; everything kept shows what it showed at first."""
-    pattern = data.draw(st.sampled_from([(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]))
+    pattern = data.draw(
+        st.sampled_from([(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)])
+    )
     slots = data.draw(st.integers(1, 4))
     kept: list[tuple[object, object]] = []
     channel = f"{channel}-{next(EXAMPLE)}"

@@ -195,7 +195,9 @@ def test_the_end_waits_for_what_others_have_not_finished(channel):
 
 def test_a_stopped_consumer_is_not_dead(channel):
     with Producer(channel) as tx, Consumer(channel) as rx:
-        process = child(channel, "m = rx.recv(); print('got', flush=True); sys.stdin.readline(); print(m.attempt, flush=True)")
+        process = child(
+            channel, "m = rx.recv(); print('got', flush=True); sys.stdin.readline(); print(m.attempt, flush=True)"
+        )
         tx.wait_for_consumers(2, timeout=30)
         tx.send(np.array(1))
         rung = None

@@ -136,7 +136,7 @@ class Control:
         return (self.words[W_DEVICE], self.words[W_INODE]) == (info.st_dev, info.st_ino)
 
     def directory(self, mine: str) -> str:
-        """Where this channel's sockets lie: `mine`, if that is it by whatever path, else what its first member wrote."""
+        """Where this channel's sockets lie: `mine`, if that is it by any path, else what its first member wrote."""
         if self.shares_directory(mine):
             return mine
         return os.fsdecode(bytes(self._view[_PATH : _PATH + _PATH_MAX]).rstrip(b"\0"))

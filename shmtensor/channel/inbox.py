@@ -7,7 +7,6 @@ in shared memory, and a lost doorbell costs one tick.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Final
 
@@ -69,9 +68,8 @@ class Inbox:
     def drain(self) -> list[bytes]:
         """Take whatever has arrived, without waiting."""
         taken = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                taken.append(self._socket.recv(zmq.NOBLOCK))
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than a receive that raises
+            taken.append(self._socket.recv(zmq.NOBLOCK))
         return taken
 
     def close(self) -> None:
@@ -95,8 +93,10 @@ class Doorbells:
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
             socket.connect(f"ipc://{socket_path(self._directory, uid)}")
-        with contextlib.suppress(zmq.Again):
+        try:
             socket.send(bell, zmq.NOBLOCK)
+        except zmq.Again:
+            pass
 
     def forget(self, uid: int) -> None:
         """Close the socket to a member that is gone."""

@@ -56,10 +56,8 @@ class Loan:
         return self.seq
 
     def discard(self) -> None:
-        """Give the slot back unsent. Idempotent."""
-        if self._array is not None:
-            self._array = self._view = None
-            self._sender._discard(self._ring, self._slot)
+        """Give the slot back unsent, once no view of it lives. Idempotent."""
+        self._array = self._view = None
 
     def _open(self) -> Any:
         if self._array is None:

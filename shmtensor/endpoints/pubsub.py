@@ -11,10 +11,11 @@ from ..ring.broadcast import BroadcastFeed, LatestFeed
 from ..ring.layout import FAN_OUT, R_RECORDS, RECORD_WORDS
 from ..ring.ring import Busy, Ring
 from ..views import pack
+from .audience import Peer
 from .base import check_choice, check_count
 from .message import Message
 from .receiver import Receiver
-from .sender import Peer, Sender
+from .sender import Sender
 
 
 class Publisher(Sender):

@@ -5,43 +5,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..channel import control as ctl
 from ..channel import membership
-from ..channel.control import Entry
 from ..channel.inbox import Inbox
 from ..channel.membership import Member
-from ..channel.names import ledger_name, ring_name
-from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, ResourceError, TimedOut, WireError
-from ..memory.semaphores import Sleeper
-from ..memory.words import barrier, settle, store
-from ..ring.feed import Feed, Found
-from ..ring.layout import FAN_OUT
-from ..ring.ledger import Ledger
-from ..ring.ring import Ring
+from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, TimedOut, WireError
+from ..memory.words import barrier, store
+from ..ring.feed import ARRAY, TENSOR, Found
 from ..statistics import ReceiverStatistics
 from ..views.pack import Unpacker
 from ..wire.record import parse_bell
-from .base import CLOSED, LEAVING, OPEN, TICK, Endpoint, check_timeout, lingering
+from .base import CLOSED, LEAVING, OPEN, TICK, check_timeout, lingering
 from .message import Message
-
-log = logging.getLogger("shmtensor")
+from .sources import _F, Sources, log
 
 _UNPACKERS_MOST = 1024
 _BYTE = np.dtype(np.uint8)
 _ndarray = np.ndarray
-_F = TypeVar("_F", bound=Feed)
 _R = TypeVar("_R", bound="Receiver[Any]")
 
 
-class Receiver(Endpoint, Generic[_F]):
+class Receiver(Sources[_F]):
     """Base of `Subscriber` and `Consumer`."""
 
     _kind: int
@@ -53,15 +43,12 @@ class Receiver(Endpoint, Generic[_F]):
         if not 0 <= spin <= 3600:
             raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
         self._spin = spin
-        self._feeds: list[_F] = []
-        self._retired: list[_F] = []
         self._turn = self._nap = 0
-        self._epoch = -1
         self._stop = False
         self._unpackers: dict[bytes, Unpacker] = {}
         self._from_numpy: Callable[[Any], Any] | None = None
         self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
-        self._bad_records = self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
+        self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.RECEIVER, self._flags, self._prepare)
         control = self._member.control
@@ -141,36 +128,40 @@ class Receiver(Endpoint, Generic[_F]):
         self._bad_records += 1
         log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, str(error))
 
-    def _unpacker(self, found: Found) -> Unpacker:
-        """The compiled description of a message; raises `WireError`."""
-        unpacker: Unpacker | None = found.unpacker or self._unpackers.get(found.static)
+    def _compile(self, found: Found) -> None:
+        """Make out how the array of a record is built; raises `WireError`."""
+        unpacker = self._unpackers.get(found.static)
         if unpacker is None:
             if len(self._unpackers) >= _UNPACKERS_MOST:
                 self._unpackers.clear()
             unpacker = self._unpackers[found.static] = Unpacker(found.static)
         if unpacker.nbytes > found.nbytes:
             raise WireError(f"payload of {found.nbytes} bytes, its description needs {unpacker.nbytes}")
+        if unpacker.single is None or found.dynamic:
+            found.arguments = (found.nbytes,), _BYTE, found.ring.buffer, found.offset
+        else:
+            shape, dtype, strides, found.view_dtype, is_torch = unpacker.single
+            found.kind = TENSOR if is_torch else ARRAY
+            found.arguments = shape, dtype, found.ring.buffer, found.offset, strides
         found.unpacker = unpacker
-        return unpacker
 
     def _array(self, found: Found) -> np.ndarray[Any, Any]:
         """The one array over a message's bytes: its death is the end of the lease. Raises `WireError`."""
-        single = (found.unpacker or self._unpacker(found)).single
-        if single is None or found.dynamic:
-            return _ndarray((found.nbytes,), _BYTE, found.ring.buffer, found.offset)
-        return _ndarray(single[0], single[1], found.ring.buffer, found.offset, single[2])
+        if found.unpacker is None:
+            self._compile(found)
+        return _ndarray(*found.arguments)
 
     def _value(self, found: Found, array: np.ndarray[Any, Any], readonly: bool) -> tuple[Any, Any]:
         """(value, meta) over the array of a leased message. Raises `WireError`."""
-        single = found.unpacker.single
-        if single is None or found.dynamic:
-            return found.unpacker(array, found.dynamic, readonly=readonly)  # type: ignore[no-any-return]
-        if not single[4]:
+        kind = found.kind
+        if kind == TENSOR:
+            tensor = (self._from_numpy or self._import_torch())(array)
+            return (tensor if found.view_dtype is None else tensor.view(found.view_dtype)), None
+        if kind == ARRAY:
             if readonly:
                 array.flags.writeable = False
             return array, None
-        tensor = (self._from_numpy or self._import_torch())(array)
-        return (tensor if single[3] is None else tensor.view(single[3])), None
+        return found.unpacker(array, found.dynamic, readonly=readonly)  # type: ignore[no-any-return]
 
     def _import_torch(self) -> Callable[[Any], Any]:
         import torch
@@ -262,99 +253,6 @@ class Receiver(Endpoint, Generic[_F]):
         self._retire_drained()
         if self._retired:  # somebody may have died before finishing with them
             self._member.reap()
-
-    # --- senders
-
-    def _refresh(self) -> None:
-        """Read the table: attach new senders, notice those that left."""
-        control = self._member.control
-        epoch = control.epoch
-        settle()
-        present = {entry.uid: entry for entry in control.members() if entry.role == ctl.SENDER}
-        for feed in self._feeds:
-            if feed.uid not in present or feed.ledger.closed:
-                feed.gone = True
-            present.pop(feed.uid, None)
-        for feed in list(self._retired):
-            if feed.uid in present:
-                del present[feed.uid]
-            else:
-                feed.close()
-                self._retired.remove(feed)
-        for entry in present.values():
-            feed_or_none = self._attach(entry)
-            if feed_or_none is not None:
-                self._feeds.append(feed_or_none)
-        # crash: attach.done
-        self._epoch = epoch
-        self._retire_drained()
-
-    def _attach(self, entry: Entry) -> _F | None:
-        control = self._member.control
-        name = ledger_name(control.channel, entry.uid)
-        try:
-            ledger = Ledger.attach(name, entry.uid, control.capacity)
-        except (FileNotFoundError, WireError, ResourceError) as error:
-            if not isinstance(error, FileNotFoundError):
-                self._bad_records += 1
-                log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, str(error))
-            return None
-        try:
-            sleeper = Sleeper(name, create=False)
-        except (FileNotFoundError, ResourceError):
-            sleeper = None
-
-        def attach_ring(index: int) -> Ring:
-            return Ring.attach(
-                ring_name(control.channel, entry.uid, index), entry.uid, index,
-                kind=self._kind, capacity=control.capacity, writable=self._kind != FAN_OUT,
-            )  # fmt: skip
-
-        feed = self._make_feed(
-            ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), sleeper,
-            attach_ring,
-            self._lease_emptied,
-        )  # fmt: skip
-        feed.gone = ledger.closed
-        return feed
-
-    def _make_feed(self, *args: Any) -> _F:
-        raise NotImplementedError
-
-    def _retire_drained(self) -> None:
-        """Let go of senders that are gone and read to the end; the last receiver to do so removes what they left."""
-        drained = [feed for feed in self._feeds if feed.gone and self._is_drained(feed)]
-        if not drained:
-            return
-        for feed in drained:
-            self._feeds.remove(feed)
-            self._retired.append(feed)
-            feed.ledger.finish(self._member.index, self._member.uid)
-            # crash: drain.finished
-        self._member.reap()  # moves the epoch; the next refresh forgets them
-
-    def _is_drained(self, feed: _F) -> bool:
-        """Whether nothing more can come from a sender that is gone."""
-        raise NotImplementedError
-
-    def _is_over(self) -> bool:
-        """Whether every sender that was there since this receiver joined is gone and drained."""
-        self._retire_drained()
-        if self._feeds or self._member.control.senders <= self._senders_before:
-            return False
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
-        return not self._feeds
-
-    def _wake_senders(self) -> None:
-        """A sender may be waiting for subscribers."""
-        words = self._control_words
-        for entry in self._member.peers():
-            if entry.role == ctl.SENDER and words[ctl.asleep_word(entry.index)] & 1:
-                with contextlib.suppress(FileNotFoundError, ResourceError):
-                    sleeper = Sleeper(ledger_name(self.name, entry.uid), create=False)
-                    sleeper.post()
-                    sleeper.close()
 
     # --- giving back
 

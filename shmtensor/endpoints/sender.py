@@ -10,13 +10,12 @@ import numpy as np
 
 from ..channel import control as ctl
 from ..channel import membership
-from ..channel.control import Entry
 from ..channel.inbox import Doorbells
 from ..channel.membership import Member
 from ..channel.names import ledger_name, ring_name
-from ..errors import RingFull, TimedOut
+from ..errors import RingFull
 from ..memory.semaphores import Sleeper
-from ..memory.words import barrier, settle, store
+from ..memory.words import store
 from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
 from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
@@ -25,27 +24,14 @@ from ..statistics import SenderStatistics
 from ..units import format_bytes, parse_bytes
 from ..views import outgoing
 from ..views.outgoing import Outgoing
-from ..wire.record import SIZE, pack_bell
-from .base import CLOSED, TICK, Endpoint, check_choice, check_count, check_timeout
+from .audience import Audience, Peer
+from .base import CLOSED, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
 
 
-class Peer:
-    """A receiver as a sender sees it."""
-
-    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "rung", "uid")
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry, self.index, self.uid = entry, entry.index, entry.uid
-        self.asleep = ctl.asleep_word(entry.index)
-        self.rung = 0
-        self.gone = False
-        self.leaving = entry.leaving
-
-
-class Sender(Endpoint):
+class Sender(Audience):
     """Base of `Publisher` and `Producer`."""
 
     _kind: int
@@ -66,12 +52,7 @@ class Sender(Endpoint):
         self._slot_bytes = None if slot_bytes is None else round_slot(parse_bytes(slot_bytes, "slot_bytes"))
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._history = history
-        self._published = self._sent_bytes = self._dropped = self._waits = self._rung = self._deaths = 0
-        self._nap = 0
-        self._stop = False  # another thread wants to close: whoever waits gives up
-        self._epoch = -1
-        self._peers: dict[int, Peer] = {}
-        self._listeners: tuple[Peer, ...] = ()
+        self._published = self._sent_bytes = self._dropped = self._waits = 0
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
         super().__init__()
@@ -193,12 +174,6 @@ class Sender(Endpoint):
             outgoing.write(out, None, ring.buffer, ring.address, slot * ring.slot_bytes)
             return self._publish(ring, slot, out, guard)
 
-    def _discard(self, ring: Ring, slot: int) -> None:
-        with self._mutex:
-            entry = ring.busy[slot]
-            if entry is not None:
-                ring.forget(entry)
-
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: weakref.ref[Any] | None) -> int:
         """Record, order, `published`: a death before the last store leaves nothing visible."""
         seq = self._published + 1
@@ -224,20 +199,6 @@ class Sender(Endpoint):
         self._wake(ring, slot)
         # crash: publish.rung
         return seq
-
-    def _wake(self, ring: Ring, slot: int) -> None:
-        """Ring receivers that sleep. A publisher rings all of them; a producer overrides this to ring one."""
-        words = self._control_words
-        for peer in self._listeners:
-            asleep = words[peer.asleep]
-            if asleep & 1 and asleep != peer.rung:
-                self._ring_bell(peer, asleep, ring, slot)
-
-    def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
-        peer.rung = asleep
-        self._rung += 1
-        record = ring.records + slot * SIZE
-        self._bells.ring(peer.uid, pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE])))
 
     # --- slots
 
@@ -287,23 +248,6 @@ class Sender(Endpoint):
             if place is not None:
                 return place
 
-    def _sleep(self, seconds: float, look: Any) -> Any:
-        """One sleep: what `look()` found at the second look, else whether somebody posted."""
-        words, member = self._control_words, self._asleep
-        self._sleeper.drain()
-        self._nap += 1
-        store(words, member, self._nap)
-        # crash: wait.asleep
-        try:
-            barrier()
-            found = look()
-            if found:
-                return found
-            return self._sleeper.wait(seconds)
-        finally:
-            self._nap += 1
-            store(words, member, self._nap)
-
     def _full_text(self, nbytes: int) -> str:
         slots = self._pool.slots
         holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "nobody"
@@ -311,73 +255,6 @@ class Sender(Endpoint):
             f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {slots} slots wait for their receivers '
             f'({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
         )
-
-    # --- members
-
-    def _refresh(self) -> None:
-        """Read the table: who gets what is sent from now on."""
-        control = self._member.control
-        epoch = self._control_words[ctl.W_EPOCH]
-        settle()
-        present = {entry.uid: entry for entry in control.members() if entry.role == ctl.RECEIVER}
-        for uid in list(self._peers):
-            if uid not in present:
-                self._peers.pop(uid).gone = True
-                self._bells.forget(uid)
-        for uid, entry in present.items():
-            peer = self._peers.get(uid)
-            if peer is None:
-                peer = self._peers[uid] = Peer(entry)
-                if not entry.leaving:
-                    self._welcome(peer)
-            peer.leaving = entry.leaving
-        # crash: refresh.started
-        self._listeners = tuple(peer for peer in self._peers.values() if not peer.leaving)
-        self._choose_recipients()
-        self._epoch = epoch
-
-    def _welcome(self, peer: Peer) -> None:
-        """Say from which message on a newcomer is a recipient."""
-        self._ledger.set_start(peer.index, peer.uid, self._published + 1)
-
-    def _choose_recipients(self) -> None:
-        """From `_listeners`: who must give a slot back, and whether locks may hold one."""
-
-    def _drop_dead(self) -> bool:
-        """Ask the kernel about the receivers; remove those that died. True if there were any."""
-        control = self._member.control
-        dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
-        if not dead:
-            return False
-        self._member.reap()
-        for peer in dead:
-            if self._peers.pop(peer.uid, None) is not None:
-                peer.gone = True
-                self._deaths += 1
-                self._bells.forget(peer.uid)
-        self._listeners = tuple(peer for peer in self._listeners if not peer.gone)
-        self._choose_recipients()
-        return True
-
-    def _wait_for_receivers(self, count: int, timeout: float | None, what: str) -> None:
-        check_count("count", count, 0, ctl.CAPACITY)
-        check_timeout(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._mutex:
-            while True:
-                if self._state or self._stop:
-                    self._refuse()
-                self._refresh()
-                self._drop_dead()
-                here = len(self._listeners)
-                if here >= count:
-                    return
-                remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
-                if remaining <= 0:
-                    raise TimedOut(
-                        f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected'
-                    )
-                self._sleep(remaining, lambda: self._control_words[ctl.W_EPOCH] != self._epoch)
 
     # --- leaving
 
@@ -428,14 +305,6 @@ class Sender(Endpoint):
                 return
             self._sleep(remaining, self._is_settled)
             self._refresh()
-
-    def _rouse(self) -> None:
-        """Wake every sleeping receiver so that it looks around: there may be nothing more to wait for."""
-        words = self._control_words
-        bell = pack_bell(self._member.uid, outgoing.EMPTY_RECORD)
-        for peer in self._listeners:
-            if words[peer.asleep] & 1:
-                self._bells.ring(peer.uid, bell)
 
     def _at_exit(self) -> None:
         self._leave(0)

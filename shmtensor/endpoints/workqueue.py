@@ -16,10 +16,12 @@ from ..ring.lease import Claim
 from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
 from ..wire.record import pack_bell
+from .audience import Peer
 from .base import FORKED, TICK, check_choice, check_count
 from .message import Message
-from .receiver import Receiver, log
-from .sender import Peer, Sender
+from .receiver import Receiver
+from .sender import Sender
+from .sources import log
 
 
 class Producer(Sender):

@@ -8,24 +8,34 @@ from typing import Any
 from ..errors import WireError
 from ..memory import forks
 from ..memory.semaphores import Sleeper
-from ..memory.words import settle
+from ..memory.words import WEAKLY_ORDERED, settle
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .layout import L_PUBLISHED, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from .lease import Lease
 from .ledger import Ledger
 from .ring import Ring
 
+TREE, ARRAY, TENSOR = range(3)
+
 
 class Found:
     """A validated record, kept per slot: one that stands there again unchanged needs no second look."""
 
-    __slots__ = ("dynamic", "nbytes", "offset", "raw", "ring", "slot", "static", "unpacker")
+    __slots__ = (
+        "arguments", "dynamic", "end", "kind", "nbytes", "offset", "raw", "ring", "slot", "static", "unpacker",
+        "view_dtype",
+    )  # fmt: skip
 
     def __init__(self, ring: Ring, slot: int, raw: bytes, static: bytes, dynamic: bytes, nbytes: int) -> None:
         self.ring, self.slot, self.raw = ring, slot, raw
         self.static, self.dynamic, self.nbytes = static, dynamic, nbytes
         self.offset = slot * ring.slot_bytes
-        self.unpacker: Any = None  # the endpoint's, made from `static`
+        self.end = CONSTANT_OFFSET + len(raw)
+        # made from `static` by the endpoint: how to build the array, and what of it the value is
+        self.unpacker: Any = None
+        self.arguments: tuple[Any, ...] = ()
+        self.kind = TREE
+        self.view_dtype: Any = None
 
 
 class Feed:
@@ -82,15 +92,15 @@ class Feed:
         if slot >= ring.slots:
             raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
         at = ring.records + slot * SIZE
-        settle()
+        if WEAKLY_ORDERED:
+            settle()
         if ring.words[at >> 3] != seq:
             return None
-        raw = ring.map[at + CONSTANT_OFFSET : at + SIZE]
         found: Found | None = ring.found[slot]
-        if found is not None and found.raw == raw:
+        if found is not None and found.raw == ring.map[at + CONSTANT_OFFSET : at + found.end]:
             return found
         try:
-            found = self._parse(ring, slot, raw)
+            found = self._parse(ring, slot, ring.map[at + CONSTANT_OFFSET : at + SIZE])
         except WireError:
             if self.holds(ring, slot, seq):
                 raise
@@ -108,7 +118,7 @@ class Feed:
             return Found(ring, slot, b"", text[:static_len], text[static_len:], nbytes)
         at = INLINE_OFFSET - CONSTANT_OFFSET
         static, dynamic = raw[at : at + static_len], raw[at + static_len : at + static_len + dynamic_len]
-        return Found(ring, slot, raw, static, dynamic, nbytes)
+        return Found(ring, slot, raw[: at + static_len + dynamic_len], static, dynamic, nbytes)
 
     def holds(self, ring: Ring, slot: int, seq: int) -> bool:
         """Whether a slot still holds message `seq`."""

@@ -51,8 +51,8 @@ def describe(dtype: AnyDType, depth: int = 0) -> Any:
         base, shape = dtype.subdtype
         return {"base": describe(base, depth + 1), "shape": list(shape)}
     if dtype.names is not None:
-        assert dtype.fields is not None
-        fields = [dtype.fields[name] for name in dtype.names]
+        table: Any = dtype.fields
+        fields = [table[name] for name in dtype.names]
         description: dict[str, Any] = {
             "names": list(dtype.names),
             "formats": [describe(field[0], depth + 1) for field in fields],

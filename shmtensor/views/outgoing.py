@@ -19,10 +19,7 @@ from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import pack
 
 _PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
-_MEMMOVE_MOST: Final = 256 << 10  # larger tensors go through `copy_`, which uses torch's threads
 _PLANS_MOST: Final = 4096
-
-_memmove = ctypes.memmove
 
 EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
 """The record of no message, for a doorbell that only says: look around."""
@@ -50,8 +47,12 @@ def describe(value: Any, meta: Any) -> Outgoing:
             plan = _plans.get((value.__class__, value.dtype, value.shape))
         except (AttributeError, TypeError, RuntimeError):
             plan = None
-        if plan is not None and _is_plain(value, plan.kind):
-            return plan
+        if plan is not None:
+            if plan.kind == _TENSOR:
+                if value.is_contiguous() and value.is_cpu and not value.is_neg():
+                    return plan
+            elif value.flags.c_contiguous:
+                return plan
     packed = pack.pack(value, meta)
     if meta is None and not packed.dynamic:
         _remember(value, packed)
@@ -80,8 +81,11 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
     """The one copy: put a described value at `offset` of a ring's data (mapped at `address`)."""
     kind = out.kind
     if kind == _TENSOR:
-        if out.nbytes <= _MEMMOVE_MOST:
-            _memmove(address + offset, value.data_ptr(), out.nbytes)
+        if out.nbytes <= pack.SMALL:
+            pack.move_small(address + offset, value.data_ptr(), out.nbytes)
+            return
+        if out.nbytes < pack.LARGE:
+            ctypes.memmove(address + offset, value.data_ptr(), out.nbytes)
             return
         target = sys.modules["torch"].from_numpy(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
         source = value.detach()
@@ -97,12 +101,6 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
         end = start + len(out.static)
         buffer[start:end] = out.static
         buffer[end : end + len(out.dynamic)] = out.dynamic
-
-
-def _is_plain(value: Any, kind: int) -> bool:
-    if kind == _TENSOR:
-        return bool(value.is_cpu and value.is_contiguous() and not value.is_neg())
-    return bool(value.flags.c_contiguous)
 
 
 def _remember(value: Any, packed: pack.Packed) -> None:

@@ -28,9 +28,10 @@ __all__ = ["Packed", "Unpacker", "copy_value", "empty_view", "map_leaves", "pack
 SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
 LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
 
-_move_small = ctypes.PyDLL(None).memmove  # holds the lock, unlike ctypes.memmove
-_move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_small.restype = None
+# holds the interpreter lock, unlike ctypes.memmove
+move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 class Packed:
@@ -80,7 +81,7 @@ class Packed:
         for address, offset, size in zip(self._addresses, self._offsets, self._sizes, strict=True):
             if size <= SMALL:
                 if address:
-                    _move_small(base + offset, address, size)
+                    move_small(base + offset, address, size)
             elif address:
                 _move_large(payload, base, offset, address, size)
         for job in self._jobs:

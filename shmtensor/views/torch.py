@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,11 +98,11 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
 
 
 def copy_strided(leaf: Leaf, payload: Array, offset: int) -> None:
-    assert leaf.dtype is not None
+    dtype: Any = leaf.dtype
     source: torch.Tensor = leaf.source
     # as carriers: torch does not copy all of the small types
-    target = carrier_view(payload, offset, leaf.dtype, leaf.shape, leaf.strides)
-    if leaf.dtype.name == "bool":  # a bool may be any byte: copied as bool it would become 1
+    target = carrier_view(payload, offset, dtype, leaf.shape, leaf.strides)
+    if dtype.name == "bool":  # a bool may be any byte: copied as bool it would become 1
         target = target.view(torch.uint8)
     target.copy_(source if source.dtype == target.dtype else source.view(target.dtype))
 

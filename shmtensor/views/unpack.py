@@ -120,8 +120,8 @@ class Unpacker:
             raise WireError("the message has torch tensors, but torch is not installed: pip install torch") from None
         import torch
 
-        row, shape, offset, strides = leaf.dtype, leaf.shape, leaf.offset, leaf.strides
-        assert row is not None
+        row: Any = leaf.dtype
+        shape, offset, strides = leaf.shape, leaf.offset, leaf.strides
         dtype = views.view_dtype(row)
         carrier = CARRIER[row.code]
         from_numpy, ndarray = torch.from_numpy, np.ndarray

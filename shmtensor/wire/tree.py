@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ..errors import ArgumentError, ArgumentTypeError, WireError
 from .spec import read_json
@@ -186,8 +186,7 @@ def scalar(value: object) -> object:
         return int(value) if value.bit_length() <= _MAX_PLAIN_BITS else [hex(value)]
     if isinstance(value, float):
         return float(value)
-    assert isinstance(value, str)
-    return str.__str__(value)
+    return str.__str__(cast(str, value))
 
 
 def _scalar(value: object) -> object:

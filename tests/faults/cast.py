@@ -1,4 +1,4 @@
-"""The processes of a fault scenario. This module is preloaded by the fork server: it installs the crash points first."""
+"""The processes of a fault scenario. Preloaded by the fork server; it installs the crash points first."""
 
 from __future__ import annotations
 

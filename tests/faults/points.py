@@ -1,7 +1,7 @@
-"""Named crash points: comments in the package (`# crash: name`), turned into calls only in the processes of the fault tests.
+"""Named crash points: comments in the package (`# crash: name`), turned into calls in the fault tests' processes only.
 
-They cost nothing in the package itself. Importing this module before `shmtensor` installs an import hook that compiles the package
-with every marker line replaced by a call of `hit`; line numbers stay the same.
+They cost nothing in the package itself. `install()`, before `shmtensor` is imported, adds an import hook that compiles
+the package with every marker line replaced by a call of `hit`; line numbers stay the same.
 """
 
 from __future__ import annotations

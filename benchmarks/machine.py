@@ -1,0 +1,41 @@
+"""Where and with what a run was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from .transports import TRANSPORTS
+
+
+def describe_machine() -> dict[str, object]:
+    """CPU, cores, kernel, and how busy it is before the run."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_allowed": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Python and every transport's package; None: not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for transport in TRANSPORTS:
+        if transport.package is not None:
+            versions[transport.package] = None if transport.skip_reason() else transport.version()
+    return versions
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

@@ -1,0 +1,38 @@
+"""Executable models of docs/protocols.md, explored completely by tests/test_models.py."""
+
+from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
+from .claims import (
+    Claims,
+    ClaimsConsumerDeath,
+    ClaimsNoTick,
+    ClaimsPoison,
+    ClaimsProducerDeath,
+    ClaimsTwoSlots,
+)
+from .explorer import Model
+from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
+from .history import History
+from .joining import Joining, JoiningDeath
+from .latest import Latest, LatestDeath, LatestTwoSlots
+from .orphans import Orphans
+from .queue_wake import QueueWake
+from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeTick
+from .slot_wait import SlotWait, SlotWaitDeath
+
+MODELS: tuple[type[Model], ...] = (
+    *(Fanout, FanoutStoreBuffers, FanoutLeave, FanoutDeath),  # section 1
+    *(Joining, JoiningDeath),  # 2
+    *(SleepWake, SleepWakeDeath, SleepWakeTick),  # 3
+    *(SlotWait, SlotWaitDeath),  # 4
+    *(
+        Claims,
+        ClaimsTwoSlots,
+        ClaimsNoTick,
+        ClaimsConsumerDeath,
+        ClaimsProducerDeath,
+        ClaimsPoison,
+        QueueWake,
+    ),  # 5
+    *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
+    *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
+)

@@ -1,0 +1,284 @@
+"""The documentation is true: its code runs, its tables are the code's, its examples pack, its commands exist."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+import shmtensor
+from shmtensor import units
+from shmtensor.endpoints.base import Endpoint
+from shmtensor.ring import states
+from shmtensor.views import pack as views
+from shmtensor.wire import record, spec, tree
+
+from .faults import points
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+_ENDPOINT = re.compile(r'\b(Publisher|Subscriber|Producer|Consumer)\("([^"]+)"')
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def rows(text: str) -> list[tuple[str, ...]]:
+    """Cells of every table row, headings included."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not re.match(r"\|[-|: ]+\|$", line)]
+    return [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in lines]
+
+
+def own_channels(source: str, channel: str) -> str:
+    """The source with every channel name made this test's own."""
+    return _ENDPOINT.sub(lambda match: f'{match[1]}("{channel}-{match[2]}"', source)
+
+
+# --- code in documents
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if blocks(page.read_text(), "python")], ids=lambda p: p.stem)
+def test_python_blocks_run(path, channel, tmp_path, monkeypatch, capsys):
+    """The blocks of a page run one after another in one namespace, and print what their comments say."""
+    monkeypatch.chdir(tmp_path)
+    source = "\n".join(blocks(path.read_text(), "python"))
+    namespace: dict = {"__name__": path.stem}
+    try:
+        exec(compile(own_channels(source, channel), f"{path.name} (python blocks)", "exec"), namespace)
+        printed = capsys.readouterr().out.splitlines()
+    finally:
+        for value in list(namespace.values()):
+            if isinstance(value, Endpoint):
+                value.close()
+        namespace.clear()
+    expected = re.findall(r"print\(.*\)  # (.*)$", source, re.MULTILINE)
+    wanted = iter(printed)
+    missing = [line for line in expected if not line.startswith("a view") and line not in wanted]
+    assert missing == [], printed
+
+
+PUBLIC = [getattr(shmtensor, name) for name in shmtensor.__all__ if inspect.isclass(getattr(shmtensor, name))]
+
+
+def examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for item in (*PUBLIC, shmtensor, units) for test in finder.find(item) if test.examples]
+    return list({test.name: test for test in found}.values())
+
+
+@pytest.mark.parametrize("test", examples(), ids=lambda test: test.name)
+def test_docstring_examples(test, channel):
+    for example in test.examples:
+        example.source = own_channels(example.source, channel)
+    test.globs = dict(vars(inspect.getmodule(units)), shmtensor=shmtensor) if "units" in test.name else {}
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append, clear_globs=True)
+    assert result.attempted
+    assert not result.failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", ["Publisher", "Producer", "Message"])
+def test_public_classes_have_an_example(name):
+    assert ">>> " in getattr(shmtensor, name).__doc__
+
+
+def test_public_things_are_documented():
+    bare = []
+    for kind in PUBLIC:
+        members = [kind, *(value for name, value in vars(kind).items() if not name.startswith("_"))]
+        for member in members:
+            if (inspect.isroutine(member) or isinstance(member, (type, property))) and not inspect.getdoc(member):
+                bare.append(f"{kind.__name__}.{getattr(member, '__name__', member)}")
+    assert bare == []
+
+
+def test_readme_example_is_short():
+    assert len(blocks(text_of("README.md"), "python")[0].splitlines()) <= 10
+
+
+# --- set-up
+
+
+def test_readme_has_exactly_two_commands():
+    commands = [
+        line for block in blocks(text_of("README.md"), "(?:sh|bash|shell|console)") for line in block.splitlines()
+    ]
+    assert len(commands) == 2
+    run, test = commands
+    for command in commands:
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt ")
+    assert run.endswith("&& .venv/bin/shmtensor demo")
+    assert test.endswith("&& .venv/bin/python -m pytest")
+    assert test in text_of(".ci/run")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# --- the command line
+
+
+def commands() -> dict:
+    from shmtensor.cli.main import app
+
+    return typer.main.get_command(app).commands
+
+
+def test_readme_names_every_command_and_option():
+    said = {
+        row[0].strip("`").removeprefix("shmtensor "): row[1]
+        for row in rows(text_of("README.md"))
+        if "`shmtensor " in row[0]
+    }
+    assert set(said) == set(commands())
+    for name, command in commands().items():
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")} - {
+            "--help"
+        }
+        assert options == set(re.findall(r"--[a-z][a-z-]*", said[name])), name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_named_commands_exist(path):
+    named = {
+        (name, tuple(options.split()))
+        for name, options in re.findall(r"`shmtensor ([a-z]+)((?: --[a-z-]+)*)", path.read_text())
+    }
+    for name, options in named:
+        assert name in commands()
+        known = {option for parameter in commands()[name].params for option in parameter.opts}
+        assert set(options) <= known
+
+
+# --- links
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        if not re.match(r"[a-z]+://", target):
+            assert (path.parent / target).exists(), target
+
+
+# --- slots.md
+
+
+@pytest.mark.parametrize(("heading", "table"), [("Fan-out", states.FAN_OUT), ("Work queue", states.WORK_QUEUE)])
+def test_slot_tables_are_the_code(heading, table):
+    section = text_of("docs/slots.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    assert rows(section)[1:] == [(t.source.value, t.target.value, t.who, t.by, t.when) for t in table]
+    drawing = section.split("```")[1]
+    assert set(re.findall(r"\b[A-Z]{4,}\b", drawing)) == {state.name for t in table for state in (t.source, t.target)}
+
+
+@pytest.mark.parametrize("table", [states.FAN_OUT, states.WORK_QUEUE])
+def test_every_slot_state_is_reached_and_left(table):
+    assert {t.source for t in table} == {t.target for t in table}
+    reached = {states.State.FREE}
+    for _ in table:
+        reached |= {t.target for t in table if t.source in reached}
+    assert reached == {t.source for t in table}
+
+
+# --- wire-format.md
+
+
+def hex_blocks() -> list[bytes]:
+    dumps = []
+    for block in blocks(text_of("docs/wire-format.md"), "hex"):
+        data = bytearray()
+        for line in block.splitlines():
+            at, digits = re.match(r"([0-9a-f]{4})  ((?:[0-9a-f]{2} ?)+?)(?:  .*)?$", line).groups()
+            assert int(at, 16) == len(data)
+            data += bytes.fromhex(digits)
+        dumps.append(bytes(data))
+    return dumps
+
+
+VALUE, META = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), {"ts": 1.5}
+
+
+def test_worked_example_packs():
+    shown, payload, envelope = hex_blocks()
+    packed = views.pack(VALUE, META)
+    body = record.BODY.pack(10**9, record.VERSION, 0, 0, 2, 1, len(packed.static), len(packed.dynamic), packed.nbytes)
+    whole = (struct.pack("<Q", 7) + body + packed.static + packed.dynamic).ljust(record.SIZE, b"\0")
+    assert whole == shown.ljust(record.SIZE, b"\0")
+    block = np.empty(packed.nbytes, np.uint8)
+    packed.copy_into(block)
+    assert block.tobytes() == payload
+    bell = record.pack_bell(0x0123456789ABCDEF, whole)
+    assert bell == envelope + whole
+    assert len(bell) == record.BELL_SIZE
+    assert record.parse_bell(bell) == (0x0123456789ABCDEF, 7, 0, 2)
+
+
+def test_worked_example_unpacks():
+    shown, payload, _ = hex_blocks()
+    head = record.unpack_constant(shown, record.CONSTANT_OFFSET)
+    record.check_head(head, ring=0, slot=2, slots=4, slot_bytes=64)
+    middle = record.INLINE_OFFSET + head[5]
+    unpacker = views.Unpacker(shown[record.INLINE_OFFSET : middle])
+    value, meta = unpacker(np.frombuffer(payload, np.uint8).copy(), shown[middle : middle + head[6]], readonly=False)
+    assert torch.equal(value, VALUE)
+    assert meta == META
+
+
+def test_worked_example_is_what_a_sender_writes(channel):
+    shown, payload, _ = hex_blocks()
+    with shmtensor.Publisher(channel, slots=8) as pub:
+        for _ in range(7):
+            pub.send(VALUE, META)
+        ring = pub._rings[0]
+        slot = 6
+        at = ring.records + slot * record.SIZE
+        seen = bytearray(ring.view[at : at + record.SIZE])
+        seen[8:16] = shown[8:16]  # the clock
+        seen[24:28] = shown[24:28]  # the slot
+        assert seen == shown.ljust(record.SIZE, b"\0")
+        assert bytes(ring.buffer[slot * ring.slot_bytes :][: len(payload)]) == payload
+
+
+@pytest.mark.parametrize("module", [record, spec, tree], ids=lambda module: module.__name__)
+def test_byte_tables_are_the_code(module):
+    table = "\n".join(line for line in module.__doc__.splitlines() if line.startswith("|"))
+    assert table in text_of("docs/wire-format.md")
+
+
+def test_record_table_adds_up():
+    table = [row for row in rows(record.__doc__) if row[0].isdigit()]
+    sizes = {"u16": 2, "u32": 4, "u64": 8, "208 bytes": 208}
+    at = 0
+    for offset, kind, *_ in table:
+        assert int(offset) == at
+        at += sizes[kind]
+    assert at == record.SIZE
+
+
+def test_limits_are_the_code():
+    text = text_of("docs/wire-format.md")
+    assert f"{spec.MAX_NDIM} dimensions, {tree.MAX_DEPTH} levels of containers, {spec.MAX_LEAVES:,} leaves" in text
+    assert spec.MAX_STATIC == tree.MAX_DYNAMIC == 16 << 20
+    assert tree.MAX_META == 64 << 10
+
+
+# --- contributing.md
+
+
+def test_crash_points_are_as_documented():
+    assert points.names()
+    assert all(re.fullmatch(r"[a-z]+\.[a-z]+", name) for name in points.names())
+    for name in re.findall(r"# crash: ([a-z.]+)$", text_of("docs/contributing.md"), re.MULTILINE):
+        assert name in points.names()
