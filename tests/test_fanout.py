@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -513,3 +514,47 @@ def test_statistics_and_repr(channel):
         assert channel in repr(pub)
         assert "leases=1" in repr(sub)
         assert "128 bytes" in repr(msg)
+
+
+STOPPED = """
+import sys, numpy as np, shmtensor
+sub = shmtensor.Subscriber(sys.argv[1], delivery=sys.argv[2])
+print("ready", flush=True)
+held = sub.recv()
+first = held.value.copy()
+print("holds", flush=True)
+sys.stdin.readline()
+assert (held.value == first).all()
+count = sum(1 for msg in sub if (msg.value == msg.value[0]).all())
+assert (held.value == first).all()
+sub.close()
+print(count, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("delivery", "full"), [("latest", "block"), ("all", "drop")])
+def test_a_stopped_subscriber_holds_up_only_itself_and_is_not_dead(channel, delivery, full):
+    """SIGSTOP while it holds a view: others get everything, its bytes stay, and it goes on afterwards."""
+    with Publisher(channel, slots=4, full=full) as pub, Subscriber(channel) as other:
+        child = subprocess.Popen(
+            [sys.executable, "-c", STOPPED, channel, delivery], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "ready\n"
+        pub.send(np.full(8, -1))
+        other.recv(timeout=5)
+        assert child.stdout.readline() == "holds\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        sent = 0
+        for number in range(300):
+            if pub.send(np.full(8, number), timeout=10):
+                sent += 1
+                assert int(other.recv(timeout=5).value[0]) == number
+        assert sent == 300 if delivery == "latest" else sent == 3
+        assert pub.statistics().dead_receivers == 0
+        assert pub.statistics().receivers == 2
+        os.kill(child.pid, signal.SIGCONT)
+        child.stdin.write("\n")
+        child.stdin.flush()
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert int(out) == (1 if delivery == "latest" else 3)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import shmtensor
+from shmtensor.channel import control as ctl
 from shmtensor.endpoints.base import TICK
 
 PAIRS = [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
@@ -90,7 +91,10 @@ def test_random_pauses_lose_no_wake_up(channel, pair):
     # the endpoint was made before the fork and is used in the parent only
     wait(1, timeout=30)
     rng = np.random.default_rng(0)
+    asleep = next(ctl.asleep_word(entry.index) for entry in tx._member.peers())
     for number in range(count):
+        while number % 10 == 0 and not tx._control_words[asleep] & 1:
+            os.sched_yield()
         tx.send(np.array(number), timeout=30)
         for _ in range(int(rng.integers(0, 300))):
             pass
@@ -140,8 +144,6 @@ def test_ctrl_c_ends_a_sleeping_recv_at_once(channel):
         assert child.stdout.readline() == "ready\n"
         pub.wait_for_subscribers(1, timeout=30)
         words = pub._control_words
-        from shmtensor.channel import control as ctl
-
         asleep = next(ctl.asleep_word(entry.index) for entry in pub._member.peers())
         while not words[asleep] & 1:
             pass

@@ -42,7 +42,6 @@ _HEADER: Final = 4096
 _PATH: Final = 128
 _PATH_MAX: Final = 128
 _ENTRY: Final = 256
-LOCK: Final = 0
 LIFE: Final = 1
 
 

@@ -19,6 +19,7 @@ from ..ring import layout as lay
 from ..wire.record import SIZE, unpack_head
 from . import control as ctl
 from .control import Control
+from .exclusive import LOCK
 from .names import control_name, ledger_name, parse_file, ring_name
 
 _CHUNK = 4096
@@ -182,7 +183,7 @@ def _read_control(seen: _Look, segment: shm.Segment) -> None:
     seen.kind = words[ctl.W_KIND]
     locks = segment.locks()
     try:
-        seen.locked = locks.held_by_other(ctl.LOCK)
+        seen.locked = locks.held_by_other(LOCK)
         for index in range(ctl.CAPACITY):
             at = ctl.base(index)
             if words[at] and words[at] == first[at]:  # not just joining or leaving

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Final
 
-from ..errors import ArgumentError, PlatformError, ResourceError, WireError
+from ..errors import ArgumentError, PlatformError, ResourceError, TimedOut, WireError
 from ..memory import segment as shm
 from ..memory import words
+from ..memory.locks import LockFile
 from ..ring.layout import KINDS
 from . import control as ctl
 from . import sweep
 from .control import Control, Entry
+from .exclusive import defer, exclusive
 from .names import check_channel, control_name, socket_dir
 
 LOCK_TIMEOUT: Final = 10.0
-_holders: list[Control] = []  # control locks that this process holds right now
-_deferred: list[Callable[[], None]] = []  # departures that a garbage collection asked for meanwhile
 
 
 class Member:
@@ -43,15 +44,12 @@ class Member:
 
     def reap(self) -> None:
         """Remove the dead, if the control lock is free right now; the next tick tries again."""
-        if self.control.locks.try_exclusive(ctl.LOCK):
-            try:
-                sweep.reap(self.control, self.directory, self.index)
-            finally:
-                self.control.locks.unlock(ctl.LOCK)
+        with contextlib.suppress(TimedOut), exclusive(self.control.locks, 0, "the control lock"):
+            sweep.reap(self.control, self.directory, self.index)
 
     def set_leaving(self) -> None:
         """Closed with views alive: a recipient of nothing more, but still alive and holding leases."""
-        with locked(self.control):
+        with self._locked():
             words.store(self.control.words, ctl.base(self.index) + ctl.M_LEAVING, 1)
             self.control.advance()
 
@@ -60,40 +58,17 @@ class Member:
 
         `keep`: leave the entry and the segments to the receivers that still need them.
         """
-        if self.control.locks.fd < 0:
-            return
-        if _holders:  # perhaps this very thread, interrupted by a garbage collection: waiting could be for ever
-            _deferred.append(lambda: self.leave(keep=keep))
-            _run_deferred()
+        if self.control.locks.fd < 0 or defer(lambda: self.leave(keep=keep)):
             return
         try:
-            with locked(self.control):
+            with self._locked():
                 # crash: leave.locked
                 sweep.leave(self.control, self.directory, self.index, self.uid, keep=keep)
         finally:
             self.control.locks.close()
 
-    def abandon(self) -> None:
-        """Die on purpose: drop the life lock and leave the clean-up to whoever comes next."""
-        self.control.locks.close()
-
-
-def _run_deferred() -> None:
-    while not _holders and _deferred:
-        _deferred.pop()()
-
-
-@contextmanager
-def locked(control: Control) -> Iterator[None]:
-    """Hold the channel's control lock."""
-    control.locks.wait_exclusive(ctl.LOCK, LOCK_TIMEOUT, f'channel "{control.channel}"')
-    _holders.append(control)
-    try:
-        yield
-    finally:
-        _holders.remove(control)
-        control.locks.unlock(ctl.LOCK)
-        _run_deferred()
+    def _locked(self) -> AbstractContextManager[None]:
+        return exclusive(self.control.locks, LOCK_TIMEOUT, f'channel "{self.channel}"')
 
 
 def check_platform() -> None:
@@ -117,52 +92,47 @@ def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Memb
     directory = socket_dir()
     words.register()
     sweep.sweep_all(directory, skip=channel)
-    while True:
-        control = _open(channel)
-        if control is None:
-            continue
-        _holders.append(control)
-        try:
-            # crash: join.locked
-            _make_ready(control, kind, directory)
-            member = _enter(control, directory, role, flags, prepare)
-            control.locks.unlock(ctl.LOCK)
-        except BaseException:
-            control.locks.close()
-            raise
-        finally:
-            _holders.remove(control)
-            _run_deferred()
-        # crash: join.done
-        return member
+    while (member := _join(channel, kind, role, flags, directory, prepare)) is None:
+        pass  # swept between opening and locking
+    # crash: join.done
+    return member
 
 
-def _open(channel: str) -> Control | None:
-    """The channel's control segment, locked; None if it was swept in between."""
+def _join(
+    channel: str, kind: int, role: int, flags: int, directory: str, prepare: Callable[[Member], None]
+) -> Member | None:
     name = control_name(channel)
     with shm.open_or_create(name) as segment:
         locks = segment.locks()
         try:
             # crash: join.opened
-            locks.wait_exclusive(ctl.LOCK, LOCK_TIMEOUT, f'channel "{channel}"')
-            if not segment.is_still(name):
-                locks.close()
-                return None
-            segment.nbytes = os.fstat(segment.fd).st_size
-            if segment.nbytes not in (0, Control.nbytes()):
-                raise WireError(
-                    f"segment {name} has {segment.nbytes} bytes, a control segment of this version has "
-                    f"{Control.nbytes()}: another program or version owns that name; use another channel name"
-                )
-            try:
-                segment.reserve(Control.nbytes(), "free some")
-            except BaseException:
-                shm.unlink(name)
-                raise
-            return Control(channel, segment, locks)
+            with exclusive(locks, LOCK_TIMEOUT, f'channel "{channel}"'):
+                if not segment.is_still(name):
+                    locks.close()
+                    return None
+                # crash: join.locked
+                control = _map(segment, locks, channel)
+                _make_ready(control, kind, directory)
+                return _enter(control, directory, role, flags, prepare)
         except BaseException:
             locks.close()
             raise
+
+
+def _map(segment: shm.Segment, locks: LockFile, channel: str) -> Control:
+    """Under the lock: the control segment at its full size, made if it is new."""
+    segment.nbytes = os.fstat(segment.fd).st_size
+    if segment.nbytes not in (0, Control.nbytes()):
+        raise WireError(
+            f"segment {segment.name} has {segment.nbytes} bytes, a control segment of this version has "
+            f"{Control.nbytes()}: another program or version owns that name; use another channel name"
+        )
+    try:
+        segment.reserve(Control.nbytes(), "free some")
+    except BaseException:
+        shm.unlink(segment.name)
+        raise
+    return Control(channel, segment, locks)
 
 
 def _make_ready(control: Control, kind: int, directory: str) -> None:

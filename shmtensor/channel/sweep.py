@@ -22,6 +22,7 @@ from ..ring.ledger import Ledger
 from ..ring.ring import Ring
 from . import control as ctl
 from .control import Control, Entry
+from .exclusive import exclusive
 from .names import control_name, ledger_name, parse_file, ring_name, socket_path
 
 _FRESH_NS = 5_000_000_000
@@ -125,7 +126,7 @@ def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool)
     if not control.anybody_alive():
         unlink_channel(control, directory)
     else:
-        reap(control, directory, None if not keep else index)
+        reap(control, directory, None)
 
 
 class Leftover(NamedTuple):
@@ -157,26 +158,23 @@ def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patien
     alone.
     """
     name = control_name(channel)
-    before = [_leftover(channel, path) for path in _files(channel)]  # before looking for the control segment
+    before = [found for found in _leftovers(channel) if _owner_of(found.path) is not None]
     try:
         segment = shm.attach(name)
     except FileNotFoundError:
-        # A control segment is made first and unlinked last, so what was there before we found none is nobody's.
+        # A control segment is made first and unlinked last: what lay there before we found none is nobody's.
         return _remove(before, dry_run=dry_run)
     except (ResourceError, WireError):
         return []  # another user's, or not a segment
     with segment:
         locks = segment.locks()
         try:
-            locks.wait_exclusive(ctl.LOCK, patience, f'channel "{channel}"')
-            if not segment.is_still(name):
-                return []
-            return _sweep_locked(
-                channel,
-                Control(channel, segment, locks) if segment.nbytes == Control.nbytes() else None,
-                directory,
-                dry_run,
-            )
+            with exclusive(locks, patience, f'channel "{channel}"'):
+                if not segment.is_still(name):
+                    return []
+                segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it between our look and the lock
+                control = Control(channel, segment, locks) if segment.nbytes == Control.nbytes() else None
+                return _sweep_locked(channel, control, directory, dry_run)
         except TimedOut:
             return []
         finally:
@@ -184,7 +182,7 @@ def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patien
 
 
 def _sweep_locked(channel: str, control: Control | None, directory: str, dry_run: bool) -> list[Leftover]:
-    files = [_leftover(channel, path) for path in _files(channel)]
+    files = _leftovers(channel)
     if control is not None and control.is_ready:
         try:
             control.check()
@@ -259,6 +257,10 @@ def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
         if uid not in owners and not fresh:
             gone.append(Leftover("", path.path, 0))
     return _remove(gone, dry_run=dry_run)
+
+
+def _leftovers(channel: str) -> list[Leftover]:
+    return [_leftover(channel, path) for path in _files(channel)]
 
 
 def _leftover(channel: str, path: str) -> Leftover:

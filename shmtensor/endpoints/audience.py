@@ -39,7 +39,10 @@ class Audience(Endpoint):
     _sleeper: Sleeper
     _asleep: int
     _control_words: memoryview
-    _published: int
+
+    @property
+    def _published(self) -> int:
+        raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,15 +143,15 @@ class Audience(Endpoint):
         """One sleep: what `look()` found at the second look, else whether somebody posted."""
         words, member = self._control_words, self._asleep
         self._sleeper.drain()
-        self._nap += 1
-        store(words, member, self._nap)
-        # crash: wait.asleep
+        self._nap = (self._nap + 1) | 1
         try:
+            store(words, member, self._nap)
+            # crash: wait.asleep
             barrier()
             found = look()
             if found:
                 return found
             return self._sleeper.wait(seconds)
         finally:
-            self._nap += 1
+            self._nap = (self._nap | 1) + 1
             store(words, member, self._nap)

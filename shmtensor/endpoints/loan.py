@@ -48,11 +48,10 @@ class Loan:
     def send(self) -> int:
         """Publish now. Returns the sequence number."""
         self._open()
-        guard = weakref.ref(self._array)
         self._view = None
-        ring, slot, out = self._ring, self._slot, self._out
+        # the array lives until it is published: its death would free the slot
+        self.seq = self._sender._commit(self._ring, self._slot, self._out, weakref.ref(self._array))
         self._array = None
-        self.seq = self._sender._commit(ring, slot, out, guard)
         return self.seq
 
     def discard(self) -> None:

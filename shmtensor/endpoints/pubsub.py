@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..channel import control as ctl
-from ..errors import WireError
+from ..channel.membership import Member
+from ..channel.names import ledger_name, ring_name
+from ..errors import ResourceError, WireError
 from ..memory.words import store
 from ..ring.broadcast import BroadcastFeed, LatestFeed
-from ..ring.layout import FAN_OUT, R_RECORDS, RECORD_WORDS
+from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
 from ..views import pack
 from .audience import Peer
@@ -127,6 +132,14 @@ class Subscriber(Receiver[BroadcastFeed]):
         self._flags = ctl.LATEST if self._latest else 0
         super().__init__(channel, spin=spin)
 
+    def _prepare(self, member: Member) -> None:
+        super()._prepare(member)
+        for ring in _retaining_rings(member):
+            # the words of a former member at this index must not count for the messages that are kept for us
+            row = ring.state + member.index * ring.row
+            for word in range(row, row + ring.slots):
+                store(ring.words, word, 0)
+
     def _make_feed(self, *args: Any) -> BroadcastFeed:
         return (LatestFeed if self._latest else BroadcastFeed)(*args, member_uid=self._member.uid)
 
@@ -169,3 +182,22 @@ class Subscriber(Receiver[BroadcastFeed]):
 
     def _is_drained(self, feed: BroadcastFeed) -> bool:
         return not feed.next()
+
+
+def _retaining_rings(member: Member) -> Iterator[Ring]:
+    """The rings of every publisher with `history=`, as far as they can be attached."""
+    control = member.control
+    for entry in control.members():
+        if entry.role != ctl.SENDER:
+            continue
+        try:
+            ledger = Ledger.attach(ledger_name(control.channel, entry.uid), entry.uid, control.capacity)
+        except (FileNotFoundError, WireError, ResourceError):
+            continue
+        ledger.close()
+        for index in range(min(ledger.rings, MAX_RINGS) if ledger.history else 0):
+            with contextlib.suppress(FileNotFoundError, WireError, ResourceError):
+                yield Ring.attach(
+                    ring_name(control.channel, entry.uid, index), entry.uid, index,
+                    kind=FAN_OUT, capacity=control.capacity, writable=False,
+                )  # fmt: skip

@@ -21,7 +21,7 @@ from ..ring.feed import ARRAY, TENSOR, Found
 from ..statistics import ReceiverStatistics
 from ..views.pack import Unpacker
 from ..wire.record import parse_bell
-from .base import CLOSED, LEAVING, OPEN, TICK, check_timeout, lingering
+from .base import CLOSED, FORKED, LEAVING, OPEN, TICK, check_timeout, lingering
 from .message import Message
 from .sources import _F, Sources, log
 
@@ -45,6 +45,7 @@ class Receiver(Sources[_F]):
         self._spin = spin
         self._turn = self._nap = 0
         self._stop = False
+        self._look_around_due = 0.0
         self._unpackers: dict[bytes, Unpacker] = {}
         self._from_numpy: Callable[[Any], Any] | None = None
         self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
@@ -180,22 +181,17 @@ class Receiver(Sources[_F]):
         awake_until = start + self._spin if timeout is None else start + min(self._spin, timeout)
         look_until = awake_until
         while True:
-            while now() < look_until:
+            while now() < look_until and not self._stop:
                 message = self._poll()
                 if message is not None:
                     return message
             if self._stop:
                 self._refuse()
             if self._is_over():
-                raise EndOfStream(f'channel "{self.name}": every sender has left, and everything they sent is received')
+                raise EndOfStream(self._over_text())
             remaining = TICK if deadline is None else min(TICK, deadline - now())
             if remaining <= 0:
-                message = self._poll()
-                if message is not None:
-                    return message
-                raise TimedOut(
-                    f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)'
-                )
+                return self._last_look(timeout)
             rung = self._sleep(remaining)
             message = self._poll()
             if message is None and not rung:
@@ -205,22 +201,36 @@ class Receiver(Sources[_F]):
             if message is not None:
                 return message
 
+    def _last_look(self, timeout: float | None) -> Message:
+        """The time is up. Who polls without ever sleeping must notice the dead all the same."""
+        if time.monotonic() >= self._look_around_due:
+            self._tick()
+        message = self._poll()
+        if message is not None:
+            return message
+        if self._is_over():
+            raise EndOfStream(self._over_text())
+        raise TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)')
+
+    def _over_text(self) -> str:
+        return f'channel "{self.name}": every sender has left, and everything they sent is received'
+
     def _sleep(self, seconds: float) -> bool:
         """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
         for bell in self._inbox.drain():  # late doorbells of earlier sleeps
             self._hear(bell)
         words = self._control_words
-        self._nap += 1
-        store(words, self._asleep, self._nap)
-        # crash: sleep.asleep
+        self._nap = (self._nap + 1) | 1
         try:
+            store(words, self._asleep, self._nap)
+            # crash: sleep.asleep
             barrier()  # from here on every sender sees that we sleep, or we see what it published
             if words[ctl.W_EPOCH] != self._epoch or any(feed.behind > 0 for feed in self._feeds):
                 return True
             self._sleeps += 1
             data = self._inbox.wait(seconds)
         finally:
-            self._nap += 1
+            self._nap = (self._nap | 1) + 1
             store(words, self._asleep, self._nap)
         # crash: sleep.awake
         if data is None:
@@ -244,6 +254,7 @@ class Receiver(Sources[_F]):
 
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""
+        self._look_around_due = time.monotonic() + TICK
         self._refresh()
         control = self._member.control
         for feed in self._feeds:
@@ -286,19 +297,17 @@ class Receiver(Sources[_F]):
             # crash: close.said
             self._settle_current(acknowledge)
             self._inbox.close()
-            self._state = LEAVING
             for feed in (*self._feeds, *self._retired):
                 feed.close()
-            if self._leases():
-                lingering.add(self)
-                # crash: close.leaving
-                self._member.set_leaving()
-                self._member.reap()
-                if not self._leases():
-                    self._lease_emptied()
-            else:
-                self._state = CLOSED
-                self._member.leave()
+            try:
+                if self._leases():
+                    lingering.add(self)
+                    # crash: close.leaving
+                    self._member.set_leaving()
+                    self._member.reap()
+            finally:
+                self._state = LEAVING
+                self._lease_emptied()
             self._wake_senders()
         # crash: close.done
 
@@ -314,6 +323,8 @@ class Receiver(Sources[_F]):
 
     def statistics(self) -> ReceiverStatistics:
         """Counters since this receiver was made."""
+        if self._state == FORKED:
+            self._refuse()
         return ReceiverStatistics(
             received=self._received, received_bytes=self._received_bytes, missed=self._missed,
             redelivered=self._redelivered, abandoned=self._abandoned, bad_records=self._bad_records,

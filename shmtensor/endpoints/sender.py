@@ -25,7 +25,7 @@ from ..units import format_bytes, parse_bytes
 from ..views import outgoing
 from ..views.outgoing import Outgoing
 from .audience import Audience, Peer
-from .base import CLOSED, TICK, check_choice, check_count, check_timeout
+from .base import CLOSED, FORKED, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
@@ -52,7 +52,7 @@ class Sender(Audience):
         self._slot_bytes = None if slot_bytes is None else round_slot(parse_bytes(slot_bytes, "slot_bytes"))
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._history = history
-        self._published = self._sent_bytes = self._dropped = self._waits = 0
+        self._sent_bytes = self._dropped = self._waits = 0
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
         super().__init__()
@@ -81,6 +81,10 @@ class Sender(Audience):
         # crash: join.ledger
         self._sleeper = Sleeper(name, create=True)
         self._asleep = ctl.asleep_word(member.index)
+
+    @property
+    def _published(self) -> int:
+        return self._words[L_PUBLISHED]
 
     # --- sending
 
@@ -176,24 +180,30 @@ class Sender(Audience):
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: weakref.ref[Any] | None) -> int:
         """Record, order, `published`: a death before the last store leaves nothing visible."""
-        seq = self._published + 1
-        record = R_RECORDS + slot * RECORD_WORDS
-        if ring.described[slot] is out:
-            store(ring.words, record + 1, time.monotonic_ns())
-        else:
-            self._pool.write_record(ring, slot, out)
-        # crash: publish.record
-        store(ring.words, record, seq)
-        store(self._words, self._order + (seq & self._mask), ring.index << 32 | slot)
-        # crash: publish.ordered
+        words, record = self._words, R_RECORDS + slot * RECORD_WORDS
+        seq = words[L_PUBLISHED] + 1
         span = 1 if out.total <= ring.slot_bytes else ring.span(out.total)
         entry = (seq, slot, span, self._recipients, self._locked, guard)
-        if span == 1:
-            ring.busy[slot] = entry
-        else:
-            ring.busy[slot : slot + span] = [entry] * span
-        store(self._words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' feeds
-        self._published = seq
+        try:
+            if ring.described[slot] is out:
+                store(ring.words, record + 1, time.monotonic_ns())
+            else:
+                ring.described[slot] = None
+                self._pool.write_record(ring, slot, out)
+            # crash: publish.record
+            store(ring.words, record, seq)
+            store(words, self._order + (seq & self._mask), ring.index << 32 | slot)
+            # crash: publish.ordered
+            if span == 1:
+                ring.busy[slot] = entry
+            else:
+                ring.busy[slot : slot + span] = [entry] * span
+            store(words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' feeds
+        except BaseException:
+            if words[L_PUBLISHED] < seq:  # nobody may find the record: its sequence number goes to another message
+                store(ring.words, record, 0)
+                ring.forget(entry)
+            raise
         self._sent_bytes += out.nbytes
         # crash: publish.published
         self._wake(ring, slot)
@@ -220,11 +230,11 @@ class Sender(Audience):
         if self._full == "drop":
             self._dropped += 1
             return None
-        if self._full == "error" or timeout == 0:
-            raise RingFull(self._full_text(nbytes))
         if self._full == "grow" and pool.may_grow(nbytes):
             pool.add(nbytes)
             return pool.find(nbytes, self._is_free)
+        if self._full == "error" or timeout == 0:
+            raise RingFull(self._full_text(nbytes))
         return self._wait_for_slot(nbytes, timeout)
 
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> Place:
@@ -311,6 +321,8 @@ class Sender(Audience):
 
     def statistics(self) -> SenderStatistics:
         """Counters since this sender was made."""
+        if self._state == FORKED:
+            self._refuse()
         return SenderStatistics(
             sent=self._published, sent_bytes=self._sent_bytes, dropped=self._dropped, waits=self._waits,
             doorbells=self._rung,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..channel import control as ctl
 from ..channel.inbox import Doorbells
+from ..channel.membership import Member
 from ..errors import WireError
 from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, acknowledge, state_word
@@ -132,16 +133,26 @@ class Consumer(Receiver[CompetingFeed]):
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
         super().__init__(channel, spin=spin)
-        self._bells = Doorbells(self._member.directory)
+
+    def _prepare(self, member: Member) -> None:
+        self._bells = Doorbells(member.directory)
+        super()._prepare(member)
 
     def _make_feed(self, *args: Any) -> CompetingFeed:
         return CompetingFeed(*args)
 
+    def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        message = super().recv(timeout=timeout, copy=copy)
+        if self._by_next:  # only now: a message that the caller never got is not acknowledged
+            self._current = message._lease, message._hold
+        return message
+
+    recv.__doc__ = Receiver.recv.__doc__
+
     def _before_next(self) -> None:
-        if self._current is not None:
-            lease, _ = self._current
-            self._current = None
-            self._acknowledge(lease)
+        current, self._current = self._current, None
+        if current is not None:
+            acknowledge(current[0])
         now = time.monotonic()
         if now >= self._scan_due:
             self._scan_due, self._scan_wanted = now + TICK, True
@@ -242,8 +253,6 @@ class Consumer(Receiver[CompetingFeed]):
             acknowledge(claim)
             return None
         self._redelivered += attempt > 1
-        if self._by_next:
-            self._current = claim, array
         return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
 
     def _ring_sibling(self, sender: int, record: bytes) -> None:
@@ -262,12 +271,15 @@ class Consumer(Receiver[CompetingFeed]):
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:
             return
-        if self._current is not None and self._current[0] is lease:
-            self._current = None
+        self._forget_current(lease)
         acknowledge(lease)
 
     def _reject(self, lease: Any) -> None:
-        if self._current is not None and self._current[0] is lease:
+        self._forget_current(lease)
+
+    def _forget_current(self, lease: Any) -> None:
+        current = self._current
+        if current is not None and current[0] is lease:
             self._current = None
 
     def _settle_current(self, acknowledge: bool) -> None:
@@ -279,13 +291,16 @@ class Consumer(Receiver[CompetingFeed]):
         self._current = None
 
     def _is_drained(self, feed: CompetingFeed) -> bool:
-        """Nothing is left to claim; and nobody else holds what could come back, unless we hold something ourselves."""
-        if feed.next():
-            return False
-        mine = self._claims()
-        return bool(mine) or not any(seq not in mine for _, _, seq in feed.unfinished())
+        """Nothing is left to claim, and nobody holds what could come back."""
+        return not feed.next() and next(feed.unfinished(), None) is None
 
-    def _claims(self) -> set[int]:
-        """Sequence numbers of what this consumer holds and has not acknowledged."""
-        claims = (lease for feed in self._feeds for lease in feed.leases.values())
-        return {claim.seq for claim in claims if isinstance(claim, Claim) and not claim.acknowledged}
+    def _is_over(self) -> bool:
+        """Also over, for now, when this consumer holds messages itself and only others' unfinished ones are left:
+        to wait for each other's would be for ever."""
+        return super()._is_over() or (
+            bool(self._feeds) and all(feed.gone and not feed.next() for feed in self._feeds) and self._holds_claims()
+        )
+
+    def _holds_claims(self) -> bool:
+        claims = (claim for feed in self._feeds for claim in list(feed.leases.values()))
+        return any(isinstance(claim, Claim) and not claim.acknowledged for claim in claims)

@@ -82,6 +82,8 @@ class LockFile:
         if fd >= 0:
             os.close(fd)
 
+    __del__ = close
+
     def _set(self, kind: int, byte: int) -> bool:
         if self.fd < 0:
             raise ClosedError("this lock file is closed")

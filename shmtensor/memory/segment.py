@@ -15,11 +15,17 @@ import posix_ipc
 
 from ..errors import ResourceError, WireError
 from ..units import format_bytes
+from . import forks
 from .locks import LockFile
 
 PAGE: Final = mmap.PAGESIZE
 SHM_DIR: Final = "/dev/shm"
 _MODE = 0o600
+_PROT_NONE = 0
+_REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+_mmap = ctypes.CDLL(None).mmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
 
 
@@ -34,15 +40,11 @@ class Mapping:
     change of somebody else's tensor.
     """
 
-    __slots__ = ("address", "buffer", "map", "nbytes", "view", "words")
+    __slots__ = ("__weakref__", "address", "buffer", "map", "nbytes", "view", "words")
 
     def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
-        # A forked child must not reach (and corrupt) its parent's endpoints, nor read slots that it holds no lease
-        # on.
-        with contextlib.suppress(OSError):
-            self.map.madvise(mmap.MADV_DONTFORK)
         self.nbytes = nbytes
         self.view = memoryview(self.map)
         self.words = self.view.cast("Q")
@@ -51,6 +53,14 @@ class Mapping:
         whole = kind.from_address(self.address)
         whole.mapping = self.map
         self.buffer = memoryview(whole).cast("B")
+        forks.track(self)
+
+    def drop_in_child(self) -> None:
+        """A forked child must not reach its parent's words, nor slots it has no lease on: touching them fails.
+
+        The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
+        """
+        _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
     def populate(self, *, write: bool) -> None:
         """Enter every page into this process's page table now instead of at first touch. Best effort."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import ResourceError
+from ..memory.segment import unlink
 from ..memory.words import store
 from ..units import format_bytes
 from ..wire.record import BODY, BODY_OFFSET, INLINE_OFFSET, SIZE, SPILLED, VERSION
@@ -31,7 +32,18 @@ Place = tuple[Ring, int]
 class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
-    __slots__ = ("_capacity", "_channel", "_kind", "_ledger", "_max_bytes", "_name", "_slot_bytes", "_slots", "rings")
+    __slots__ = (
+        "_capacity",
+        "_channel",
+        "_kind",
+        "_ledger",
+        "_max_bytes",
+        "_name",
+        "_single",
+        "_slot_bytes",
+        "_slots",
+        "rings",
+    )
 
     def __init__(
         self,
@@ -47,6 +59,7 @@ class Pool:
         self._ledger, self._channel, self._name, self._kind = ledger, channel, name, kind
         self._slots, self._slot_bytes, self._max_bytes = slots, slot_bytes, max_bytes
         self._capacity = ledger.shape.capacity
+        self._single = ledger.history > 0  # each message in one slot, so that what is retained leaves a slot free
         self.rings: list[Ring] = []
 
     @property
@@ -75,7 +88,7 @@ class Pool:
 
     def make_room(self, nbytes: int) -> None:
         """Add a ring if a message of `nbytes` fits none, however empty."""
-        if not any(nbytes <= ring.slots * ring.slot_bytes for ring in self.rings):
+        if not any(nbytes <= ring.slot_bytes * (1 if self._single else ring.slots) for ring in self.rings):
             self.add(nbytes)
 
     def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
@@ -85,7 +98,7 @@ class Pool:
             rings = sorted(rings, key=lambda ring: (ring.slot_bytes < nbytes, abs(ring.slot_bytes - nbytes)))
         for ring in rings:
             span = ring.span(nbytes)
-            if span <= ring.slots:
+            if span == 1 or (span <= ring.slots and not self._single):
                 slot = ring.find(span, is_free)
                 if slot >= 0:
                     store(
@@ -118,6 +131,7 @@ class Pool:
             )
         # crash: grow.before
         remedy = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
+        unlink(self._name(index))  # left by an attempt that was interrupted
         ring = Ring.create(self._name(index), self._ledger.uid, index, shape, remedy)
         # crash: grow.created
         self.rings.append(ring)
