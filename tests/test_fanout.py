@@ -558,3 +558,104 @@ def test_a_stopped_subscriber_holds_up_only_itself_and_is_not_dead(channel, deli
     out, _ = child.communicate(timeout=30)
     assert child.returncode == 0
     assert int(out) == (1 if delivery == "latest" else 3)
+
+
+def test_a_forked_child_may_drop_its_parents_endpoints_and_make_its_own(channel):
+    """The child's new ring must not end up where the parent's was mapped, and be unmapped with it."""
+    pub, sub = Publisher(channel, slots=4, slot_bytes=1 << 20), Subscriber(channel)
+    pub.send(np.arange(5))
+    msg = sub.recv(timeout=5)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(shmtensor.ForkedError):
+                sub.statistics()
+            own = Publisher(channel, slots=4, slot_bytes=1 << 20)
+            pub = sub = msg = None
+            gc.collect()
+            with Subscriber(channel) as mine:
+                own.send(np.full(1000, 7))
+                assert mine.recv(timeout=5).value.sum() == 7000
+            own.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert msg.value.tolist() == list(range(5))
+    pub.close()
+    sub.close()
+
+
+def test_history_for_a_newcomer_at_the_index_of_a_former_member(channel):
+    with Publisher(channel, slots=8, history=2) as pub:
+        with Subscriber(channel) as first:
+            for number in (1, 2):
+                pub.send(np.array(number))
+                assert int(first.recv(timeout=5).value) == number
+        with Subscriber(channel) as second:
+            for number in (3, 4, 5):
+                pub.send(np.array(number))
+            assert [int(second.recv(timeout=5).value) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_history_never_blocks_a_publisher_without_receivers(channel):
+    with Publisher(channel, slots=4, slot_bytes=64, history=3) as pub:
+        for _ in range(10):
+            pub.send(np.zeros(24), timeout=5)  # three times the slot
+
+
+def test_a_loan_sent_while_another_thread_waits_for_a_slot(channel):
+    with Publisher(channel, slots=2) as pub, Subscriber(channel) as sub:
+        pub.send(np.full(4, 1))
+        loan = pub.loan((4,), np.int64)
+        loan.array[...] = 2
+        thread = threading.Thread(target=pub.send, args=(np.full(4, 3),), kwargs={"timeout": 30})
+        thread.start()
+        while not pub.statistics().waits:
+            pass
+        sender = threading.Thread(target=loan.send)
+        sender.start()
+        assert int(sub.recv(timeout=5).value[0]) == 1
+        for waiting in (thread, sender):
+            waiting.join(30)
+        assert sorted(int(sub.recv(timeout=5).value[0]) for _ in range(2)) == [2, 3]
+
+
+def test_polling_without_sleeping_notices_a_dead_publisher(channel):
+    source = (
+        "import sys, os, numpy as np, shmtensor\npub = shmtensor.Publisher(sys.argv[1])\npub.wait_for_subscribers(1)\n"
+        "pub.send(np.array(1))\nos.kill(os.getpid(), 9)"
+    )
+    with Subscriber(channel) as sub:
+        subprocess.run([sys.executable, "-c", source, channel], timeout=60, check=False)
+        got = []
+        with pytest.raises(shmtensor.EndOfStream):
+            while True:
+                try:
+                    got.append(int(sub.recv(timeout=0).value))
+                except shmtensor.TimedOut:
+                    os.sched_yield()
+        assert got == [1]
+
+
+def test_a_failed_publication_is_never_seen(channel, monkeypatch):
+    """An exception before `published`: the next message takes the sequence number, and only that is found."""
+    for sender, receiver in ((Publisher, Subscriber), (shmtensor.Producer, shmtensor.Consumer)):
+        with sender(channel) as tx, receiver(channel) as rx:
+            tx.send(np.array(1))
+            assert int(rx.recv(timeout=5).value) == 1
+            pool = type(tx._pool)
+            with monkeypatch.context() as patch:
+
+                def fail(*args):
+                    raise MemoryError
+
+                patch.setattr(pool, "write_record", fail)
+                with pytest.raises(MemoryError):
+                    tx.send({"a": np.array(2)})
+            assert tx.send(np.array(3)) == 2
+            assert int(rx.recv(timeout=5).value) == 3
+            with pytest.raises(shmtensor.TimedOut):
+                rx.recv(timeout=0.6)
+            assert tx.statistics().slots_busy <= 2

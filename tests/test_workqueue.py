@@ -315,3 +315,39 @@ def test_many_to_many_with_kills(channel):
     assert {number for number, _ in got} == set(range(2 * count))
     first = [number for number, attempt in got if attempt == 1]
     assert len(first) == len(set(first))
+
+
+def test_a_message_that_the_caller_never_got_is_not_acknowledged(channel, monkeypatch):
+    from shmtensor.views import pack
+
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.array(1))
+
+        def fail(value):
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pack, "copy_value", fail)
+            with pytest.raises(MemoryError):
+                rx.recv(timeout=5, copy=True)
+        again = rx.recv(timeout=10)
+        assert (int(again.value), again.attempt) == (1, 2)
+
+
+def test_the_end_of_the_stream_is_not_final_while_something_may_come_back(channel):
+    """The last message is rejected while a view lives: an end for now; once the view is gone it comes again."""
+    with Consumer(channel) as rx:
+        with Producer(channel) as tx:
+            tx.send(np.array([5]))
+        with pytest.raises(KeyError), rx.recv(timeout=5) as msg:
+            view = msg.value
+            raise KeyError
+        del msg
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=10)
+        del view
+        again = rx.recv(timeout=10)
+        assert (again.value.tolist(), again.attempt) == ([5], 2)
+        again.release()
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=10)
