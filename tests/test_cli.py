@@ -134,15 +134,19 @@ def test_ls_work_queue(channel):
         assert [m["seq"] for m in seen(channel)["messages"]] == [3]
 
 
-def test_ls_long_messages_and_history(channel):
+def test_ls_history(channel):
     with shmtensor.Publisher(channel, slots=4, slot_bytes=4096, history=1) as pub:
-        pub.send(np.zeros(1500))
+        pub.send(np.zeros(10))
         pub.send(np.zeros(10))
         (message,) = seen(channel)["messages"]
         assert (message["seq"], message["state"], message["span"]) == (2, "history", 1)
+
+
+def test_ls_long_messages(channel):
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=4096) as pub, shmtensor.Subscriber(channel):
         pub.send(np.zeros(1500))
         (message,) = seen(channel)["messages"]
-        assert (message["seq"], message["span"], message["bytes"]) == (3, 3, 12000)
+        assert (message["seq"], message["state"], message["span"], message["bytes"]) == (1, "unread", 3, 12000)
 
 
 @pytest.mark.slow
