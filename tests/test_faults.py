@@ -184,6 +184,8 @@ def test_receiver_dies(server, channel, pattern, point, action, nth):
     survivor.listen("joined")
     victim = Process(server, "receiver", pattern, channel, (point, action, nth), COUNT, 2)
     victim.listen("joined")
+    if point.startswith("sleep."):
+        victim.listen("raised")  # or its death: with nothing to receive it is sure to sleep
     tx.go()
     if pattern == "work-queue":
         victim.listen("got")  # or its death: the survivor takes nothing before
