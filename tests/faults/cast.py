@@ -72,14 +72,16 @@ def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, o
     _surviving_a_crash(body, pipe)
 
 
-def receiver(pipe, pattern: str, channel: str, plan, stop_after: int | None, keep: int = 0, held: bool = False) -> None:
+def receiver(
+    pipe, pattern: str, channel: str, plan, stop_after: int | None, keep: int = 0, held: bool = False, **options
+) -> None:
     """Receive until the end of the stream (or `stop_after` messages), telling the test each message."""
     _arm(plan)
     make = shmtensor.Subscriber if pattern == "fan-out" else shmtensor.Consumer
     kept = []
 
     def body() -> None:
-        rx = make(channel)
+        rx = make(channel, **options)
         try:
             pipe.send(("joined", None))
             if held:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def play(role: str, pipe, *args) -> None:
+def play(role: str, pipe, options: dict, *args) -> None:
     """Run in a child of the fork server, where `cast` is loaded already."""
     from . import cast
 
     pattern, *rest = args
-    {"sender": cast.sender, "receiver": cast.receiver}[role](pipe, pattern, *rest)
+    {"sender": cast.sender, "receiver": cast.receiver}[role](pipe, pattern, *rest, **options)
