@@ -294,7 +294,6 @@ def test_many_to_many_with_kills(channel):
     def produce(tx, start):
         for number in range(start, start + count):
             tx.send(np.full(100, number), timeout=60)
-        tx.close()
 
     threads = [threading.Thread(target=produce, args=(tx, index * count)) for index, tx in enumerate(senders)]
     for thread in threads:
@@ -308,6 +307,11 @@ def test_many_to_many_with_kills(channel):
         killed += victim.stdout.read().splitlines()
         end(victim, -9)
         consumers.append(child(channel, body))
+    for thread in threads:
+        thread.join(60)
+    senders[0].wait_for_consumers(3, timeout=60)  # one that joins after the last sender has left would wait for another
+    for tx in senders:
+        tx.close()
     lines = [line for process in consumers for line in process.communicate(timeout=60)[0].splitlines()]
     for thread in threads:
         thread.join(60)
