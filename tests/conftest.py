@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -51,7 +52,16 @@ def descriptors() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing(socket_directory):
+def company(request):
+    """Runs at once sweep each other's dead, as any two users do: a test of what the dead leave asks to be alone."""
+    fd = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(fd, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+    yield
+    os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(socket_directory, company):
     yield
     gc.collect()
     for child in multiprocessing.active_children():

@@ -150,6 +150,7 @@ def test_ls_long_messages(channel):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_dead(channel, victim):
     process, pipe = victim
     with shmtensor.Publisher(channel, slots=4) as pub:
@@ -173,6 +174,7 @@ def test_the_dead(channel, victim):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_gc_after_a_death(channel, tmp_path):
     script = (
         "import os, signal, sys, numpy, shmtensor\n"

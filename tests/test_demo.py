@@ -133,6 +133,10 @@ def test_children_follow_a_killed_parent(inputs):
     process.communicate(timeout=PATIENCE)
     _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert not alive
+    # a child that ends while the kernel closes its parent's descriptors sees a living member: the next user sweeps
+    gc = [sys.executable, "-m", "shmtensor.cli.main", "gc"]
+    subprocess.run(gc, check=True, capture_output=True, timeout=PATIENCE)
+    assert not [name for name in os.listdir("/dev/shm") if f"shmtensor.demo-{process.pid}-" in name]
 
 
 @pytest.mark.slow

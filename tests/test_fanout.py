@@ -340,10 +340,10 @@ def test_close_from_another_thread_ends_a_blocked_call(channel):
         thread.start()
     while not pub.statistics().waits or not other.statistics().sleeps:
         pass
+    other.close()  # first: without a publisher, its `recv` would rightly say that the stream has ended
     pub.close()
-    other.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert raised == [True, True]
     sub.close()
 

@@ -118,11 +118,14 @@ def check_nothing_left(pattern: str, channel: str) -> None:
 
 def cases(points_of_role):
     return [
-        pytest.param(point, action, nth, id=f"{point}-{action}-{nth}")
+        pytest.param(
+            point, action, nth, id=f"{point}-{action}-{nth}",
+            marks=[pytest.mark.alone] if point.startswith("sweep.") else [],
+        )
         for point in points_of_role
         for action in ACTIONS
         for nth in ([1, 2, 4] if SOAK else [1])
-    ]
+    ]  # fmt: skip
 
 
 def options_for(point: str) -> dict:
@@ -202,7 +205,7 @@ def test_receiver_dies(server, channel, pattern, point, action, nth):
     if point.startswith("sleep."):
         victim.listen("raised")  # or its death: with nothing to receive it is sure to sleep
     tx.go()
-    if pattern == "work-queue":
+    if pattern == "work-queue" or point == "take.shared":
         victim.listen("got")  # or its death: the survivor takes nothing before
     survivor.go()
     for process in (victim, tx, survivor):
