@@ -56,15 +56,8 @@ class Message:
         lease: Any,
         receiver: Receiver[Any],
     ) -> None:
-        self._value, self.meta, self.seq, self.nbytes, self.attempt, self.missed = (
-            value,
-            meta,
-            seq,
-            nbytes,
-            attempt,
-            missed,
-        )
-        self._hold, self._lease, self._receiver = hold, lease, receiver
+        self._value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
+        self.attempt, self.missed, self._hold, self._lease, self._receiver = attempt, missed, hold, lease, receiver
 
     @property
     def value(self) -> Any:

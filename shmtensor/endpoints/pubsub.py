@@ -91,7 +91,7 @@ class Publisher(Sender):
             word = words[at + peer.index * row]
             if word != 2 * seq + 1 and not peer.gone and (word == 2 * seq or not peer.leaving):
                 return False
-        if seq > self._published - self._history:
+        if self._history and seq > self._published - self._history:
             return False
         if locked:
             locks = self._ledger.locks

@@ -12,7 +12,7 @@ from ..errors import WireError
 from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, acknowledge, state_word
 from ..ring.feed import Found
-from ..ring.layout import DONE, RELEASED, WORK_QUEUE
+from ..ring.layout import DONE, L_PUBLISHED, RELEASED, WORK_QUEUE
 from ..ring.lease import Claim
 from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
@@ -199,8 +199,8 @@ class Consumer(Receiver[CompetingFeed]):
                 continue
             message = self._deliver(feed, found, seq)
             if message is not None:
-                if any(other.behind > 0 for other in self._feeds):
-                    self._ring_sibling(feed.uid, feed.record(found))
+                if self._siblings and self._has_more():
+                    self._ring_sibling(feed.uid, found)
                 return message
         return None
 
@@ -255,13 +255,18 @@ class Consumer(Receiver[CompetingFeed]):
         self._redelivered += attempt > 1
         return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
 
-    def _ring_sibling(self, sender: int, record: bytes) -> None:
+    def _has_more(self) -> bool:
+        """Whether something is published that this consumer has not looked at."""
+        return any(feed.words[L_PUBLISHED] > feed.position for feed in self._feeds)
+
+    def _ring_sibling(self, sender: int, found: Found | None) -> None:
         """There is more to do: ring another sleeper, as the sender would have."""
         words = self._control_words
         for peer in self._siblings.values():
             asleep = words[peer.asleep]
             if asleep & 1 and asleep != peer.rung:
                 peer.rung = asleep
+                record = outgoing.EMPTY_RECORD if found is None else found.record()
                 self._bells.ring(peer.uid, pack_bell(sender, record))
                 return
 
@@ -283,8 +288,8 @@ class Consumer(Receiver[CompetingFeed]):
             self._current = None
 
     def _settle_current(self, acknowledge: bool) -> None:
-        if any(feed.behind > 0 for feed in self._feeds):  # perhaps we were rung for it
-            self._ring_sibling(self._member.uid, outgoing.EMPTY_RECORD)
+        if self._has_more():  # perhaps we were rung for it
+            self._ring_sibling(self._member.uid, None)
         self._bells.close()
         if self._current is not None and acknowledge:
             self._acknowledge(self._current[0])

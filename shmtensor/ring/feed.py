@@ -37,6 +37,11 @@ class Found:
         self.kind = TREE
         self.view_dtype: Any = None
 
+    def record(self) -> bytes:
+        """The 256 bytes as they stand in the slot now, for a doorbell."""
+        at = self.ring.records + self.slot * SIZE
+        return bytes(self.ring.view[at : at + SIZE])
+
 
 class Feed:
     """One attached producer. Subclasses say how a message is taken and given back."""
@@ -131,11 +136,6 @@ class Feed:
         known = index < len(self.rings) and slot < self.rings[index].slots
         return not known or self.holds(self.rings[index], slot, seq)
 
-    def record(self, found: Found) -> bytes:
-        """The 256 bytes of a record, for a doorbell."""
-        at = found.ring.records + found.slot * SIZE
-        return bytes(found.ring.view[at : at + SIZE])
-
     def wake_sender(self) -> None:
         """After giving back: post the producer's semaphore if it sleeps, once per sleep."""
         asleep = self._control[self._asleep]
@@ -148,7 +148,8 @@ class Feed:
         if self.leases.pop(lease.seq, None) is None:
             return  # a forked child's copy of its parent's lease
         self.give_back(lease)
-        self.wake_sender()
+        if self._control[self._asleep] & 1:
+            self.wake_sender()
         if self.closing and not self.leases:
             self.close()
             self.emptied()
