@@ -225,6 +225,7 @@ def test_a_stopped_consumer_is_not_dead(channel):
         assert out == "1\n"
 
 
+@pytest.mark.alone
 def test_a_producer_is_woken_by_the_death_of_the_consumer_that_holds_it_up(channel):
     with Producer(channel, slots=1) as tx:
         process = child(channel, "m = rx.recv(); v = m.value; m.release(); print('got', flush=True); sys.stdin.read()")
