@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 
 from .transports import TRANSPORTS
+
+FURTHER = ("numpy", "msgpack", "pyarrow", "safetensors", "spdl_io")
+"""What else is measured, beside the transports' own packages."""
 
 
 def describe_machine() -> dict[str, object]:
@@ -22,11 +26,17 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Python and every transport's package; None: not installed."""
+    """Python and every package that is measured; None: not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for transport in TRANSPORTS:
         if transport.package is not None:
-            versions[transport.package] = None if transport.skip_reason() else transport.version()
+            name = transport.distribution or transport.package
+            versions[name] = None if transport.skip_reason() else transport.version()
+    for name in FURTHER:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
     return versions
 
 

@@ -1,4 +1,4 @@
-"""From samples to rows: medians, spread, ratios, targets. Pure functions."""
+"""From samples to rows: medians, spread, ratios. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 Samples = dict[str, list[float]]
 """What one run of a case measured: metric -> values, in seconds or in the metric's own unit."""
 
+PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
+
 
 @dataclass(frozen=True)
 class Summary:
-    """A list of samples in five numbers."""
+    """A list of samples in few numbers."""
 
     count: int
     median: float
@@ -21,20 +23,8 @@ class Summary:
     p90: float
     least: float
     most: float
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a row should reach: its ratio if it is compared with another row, else its median."""
-
-    relation: str
-    limit: float
-
-    def met(self, value: float) -> bool:
-        return value <= self.limit if self.relation == "<=" else value >= self.limit
-
-    def __str__(self) -> str:
-        return f"{'≤' if self.relation == '<=' else '≥'} {self.limit:g}"
+    percentiles: tuple[float, ...]
+    """One for each of `PERCENTILES`."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,23 @@ class RowSpec:
     """From the samples' unit to `unit`."""
     against: str | None = None
     """Name of the row that this one is divided by, round by round."""
-    target: Target | None = None
+    group: str | None = None
+    """The matrix that this row is a cell of: its title. None: a line of the table."""
+    line: str | None = None
+    """Of the matrix."""
+    column: str | None = None
+    """Of the matrix."""
+    x: float | None = None
+    """What the column stands for (bytes, subscribers), for plots."""
+    published: float | None = None
+    """The figure that others published for the same, in `unit`."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Further columns: heading -> text."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: `median`, `p10`, `p90` over all samples, `rounds` the medians of the rounds."""
+    """One line or cell of a table: `median`, `p10`, `p90` over all samples, `rounds` the medians of the rounds."""
 
     workload: str
     name: str
@@ -70,8 +71,12 @@ class Row:
     """Median over the rounds of this row's median divided by the other row's."""
     ratio_rounds: list[float] = field(default_factory=list)
     against: str | None = None
-    target: str | None = None
-    met: bool | None = None
+    group: str | None = None
+    line: str | None = None
+    column: str | None = None
+    x: float | None = None
+    published: float | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
     skipped: str | None = None
 
 
@@ -82,12 +87,20 @@ class Outcome:
     rounds: list[Samples] = field(default_factory=list)
     skipped: str | None = None
     failed: str | None = None
+    seconds: float = 0.0
+    """How long all its rounds took, start-up included."""
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """The five numbers of a list that is not empty."""
-    least, p10, median, p90, most = (float(value) for value in np.percentile(values, [0, 10, 50, 90, 100]))
-    return Summary(len(values), median, p10, p90, least, most)
+    """The numbers of a list that is not empty."""
+    percentiles = tuple(float(value) for value in np.percentile(values, PERCENTILES))
+    named = dict(zip(PERCENTILES, percentiles, strict=True))
+    return Summary(len(values), named[50], named[10], named[90], named[0], named[100], percentiles)
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Round by round; rounds that only one of them has do not count."""
+    return [a / b for a, b in zip(above, below, strict=False) if b]
 
 
 def make_rows(workload: str, specs: Sequence[RowSpec], outcomes: Mapping[str, Outcome]) -> list[Row]:
@@ -96,26 +109,29 @@ def make_rows(workload: str, specs: Sequence[RowSpec], outcomes: Mapping[str, Ou
     return [_make_row(workload, spec, outcomes.get(spec.case), medians) for spec in specs]
 
 
-def _round_medians(spec: RowSpec, outcome: Outcome | None) -> list[float]:
+def _rounds_with(spec: RowSpec, outcome: Outcome | None) -> list[list[float]]:
     if outcome is None or outcome.failed or outcome.skipped:
         return []
-    return [summarize(samples[spec.metric]).median * spec.factor for samples in outcome.rounds]
+    return [samples[spec.metric] for samples in outcome.rounds if samples.get(spec.metric)]
+
+
+def _round_medians(spec: RowSpec, outcome: Outcome | None) -> list[float]:
+    return [summarize(values).median * spec.factor for values in _rounds_with(spec, outcome)]
 
 
 def _make_row(workload: str, spec: RowSpec, outcome: Outcome | None, medians: Mapping[str, list[float]]) -> Row:
-    target = None if spec.target is None else str(spec.target)
     mine = medians[spec.name]
+    place = {
+        "against": spec.against, "group": spec.group, "line": spec.line, "column": spec.column, "x": spec.x,
+        "published": spec.published, "notes": dict(spec.notes),
+    }  # fmt: skip
     if outcome is None or not mine:
         why = "not run" if outcome is None else outcome.skipped or (outcome.failed and "failed") or "not run"
-        return Row(workload, spec.name, spec.transport, spec.unit, against=spec.against, target=target, skipped=why)
-    total = summarize([value * spec.factor for samples in outcome.rounds for value in samples[spec.metric]])
-    ratio, ratios = None, []
-    if spec.against is not None:
-        ratios = [a / b for a, b in zip(mine, medians[spec.against], strict=False) if b]
-        ratio = summarize(ratios).median if ratios else None
-    judged = ratio if spec.against is not None else total.median
-    met = None if spec.target is None or judged is None else spec.target.met(judged)
+        return Row(workload, spec.name, spec.transport, spec.unit, skipped=why, **place)
+    total = summarize([value * spec.factor for values in _rounds_with(spec, outcome) for value in values])
+    against = [] if spec.against is None else ratios(mine, medians[spec.against])
+    ratio = summarize(against).median if against else None
     return Row(
         workload, spec.name, spec.transport, spec.unit, total.median, total.p10, total.p90, mine, total.count,
-        ratio, ratios, spec.against, target, met,
+        ratio, against, **place,
     )  # fmt: skip

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+from . import processes
 from .measure import Outcome, Row, make_rows
 from .processes import RoleFailed
-from .workloads import ROUNDS, Workload
+from .workloads import SCALES, Workload
+
+
+def rounds_of(workload: Workload, scale: str, rounds: int | None = None) -> int:
+    """How many rounds a run makes."""
+    return rounds or workload.rounds.get(scale, SCALES[scale].rounds)
 
 
 def run_workload(
@@ -17,7 +24,7 @@ def run_workload(
     transports: frozenset[str] | None = None,
     step: Callable[[str], object] = lambda text: None,
 ) -> tuple[list[Row], dict[str, Outcome]]:
-    """Measure. A case whose rival is absent is skipped by name, one that fails is not tried again.
+    """Measure. A case whose rival is absent is skipped by name, one that fails or hangs is not tried again.
 
     Args:
         workload: what to run.
@@ -26,17 +33,24 @@ def run_workload(
         transports: names of those to run; None: all.
         step: called before each case with what comes next.
     """
-    outcomes = {case.name: Outcome(skipped=case.transport.skip_reason()) for case in workload.cases}
-    for turn in range(rounds or ROUNDS[scale]):
-        for case in workload.cases:
-            outcome = outcomes[case.name]
-            if transports is not None and case.transport.name not in transports:
-                outcome.skipped = "not asked for"
-            step(f"{workload.name}: {case.name}, round {turn + 1}")
-            if outcome.skipped or outcome.failed:
-                continue
-            try:
-                outcome.rounds.append(case.measure(workload.counts[scale]))
-            except (RoleFailed, OSError) as error:
-                outcome.failed = str(error)
+    outcomes = {case.name: Outcome(skipped=case.transport.skip_reason() or case.needs()) for case in workload.cases}
+    for case in workload.cases:
+        if transports is not None and case.transport.name not in transports:
+            outcomes[case.name].skipped = "not asked for"
+        elif scale != "full" and not case.quick:
+            outcomes[case.name].skipped = outcomes[case.name].skipped or "full run only"
+    effort = SCALES[scale].effort
+    with processes.patience(SCALES[scale].patience):
+        for turn in range(rounds_of(workload, scale, rounds)):
+            for case in workload.cases:
+                outcome = outcomes[case.name]
+                if outcome.skipped or outcome.failed or (case.rounds is not None and turn >= case.rounds):
+                    continue
+                step(f"{workload.name}: {case.name}, round {turn + 1}")
+                start = time.monotonic()
+                try:
+                    outcome.rounds.append(case.measure(effort))
+                except (RoleFailed, OSError, RuntimeError, ValueError) as error:
+                    outcome.failed = f"{type(error).__name__}: {error}"
+                outcome.seconds += time.monotonic() - start
     return make_rows(workload.name, workload.rows, outcomes), outcomes

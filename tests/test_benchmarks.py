@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from benchmarks import machine, payloads, processes, report
-from benchmarks.measure import Outcome, RowSpec, Target, make_rows, summarize
+from benchmarks import crossover, document, instructions, machine, payloads, plots, processes, report, targets
+from benchmarks.measure import PERCENTILES, Outcome, Row, RowSpec, make_rows, summarize
 from benchmarks.processes import NO_TORCH, Role, RoleFailed, run_roles
 from benchmarks.run import app
 from benchmarks.runner import run_workload
+from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
+from benchmarks.targets import Target
 from benchmarks.transports import SHMTENSOR, TRANSPORTS
-from benchmarks.workloads import ROUNDS, WORKLOADS, Case, Workload, round_trip
+from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, mixed_dict, round_trip, throughput
+from shmtensor.cli import main as cli
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 OURS = frozenset({SHMTENSOR.name})
+TINY = SCALES["tiny"].effort
+PATIENCE = 120.0
 
 
 # --- declarations
@@ -31,13 +43,28 @@ def test_rows_refer_to_cases_and_rows_that_exist(workload):
     assert len(set(rows)) == len(rows)
     assert {row.case for row in workload.rows} == set(cases)
     assert {row.against for row in workload.rows} - {None} <= set(rows)
-    assert set(workload.counts) == set(ROUNDS)
+    assert set(workload.rounds) <= set(SCALES)
     assert workload.what.endswith(".")
+    assert any(case.quick for case in workload.cases)
+    for row in workload.rows:
+        assert (row.group is None) == (row.line is None) == (row.column is None)
 
 
 def test_names_are_unique():
     assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
     assert len({transport.name for transport in TRANSPORTS}) == len(TRANSPORTS)
+
+
+def test_targets_name_rows_that_exist():
+    rows = {(workload.name, row.name) for workload in WORKLOADS for row in workload.rows}
+    for target in targets.TARGETS:
+        assert target.row in rows
+        assert target.against is None or target.against in rows
+
+
+def test_the_page_asks_for_every_workload_once():
+    asked = re.findall(r"^<!-- workload (\S+) -->$", document.TEMPLATE.read_text(), re.MULTILINE)
+    assert sorted(asked) == sorted(workload.name for workload in WORKLOADS)
 
 
 def test_the_machine_and_versions_are_json():
@@ -49,9 +76,9 @@ def test_the_machine_and_versions_are_json():
 
 
 SPECS = (
-    RowSpec("a", "shmtensor", "A", "trip", "µs", 1e6, "b", Target("<=", 0.75)),
-    RowSpec("b", "rival", "B", "trip", "µs", 1e6, "a", Target(">=", 5)),
-    RowSpec("share", "shmtensor", "A", "share", "%", 1, None, Target("<=", 1)),
+    RowSpec("a", "shmtensor", "A", "trip", "µs", 1e6, "b"),
+    RowSpec("b", "rival", "B", "trip", "µs", 1e6, "a"),
+    RowSpec("share", "shmtensor", "A", "share", "%"),
 )
 
 
@@ -62,11 +89,23 @@ def test_ratios_are_taken_round_by_round():
     assert a.rounds == pytest.approx([2, 20])
     assert (a.samples, a.median) == (4, pytest.approx(2.5))
     assert a.ratio_rounds == pytest.approx([0.5, 0.5])
-    assert (a.against, a.target, a.met) == ("b", "≤ 0.75", True)
     assert b.ratio == pytest.approx(2)
-    assert b.met is False
     assert share.ratio is None
-    assert share.met is True
+    verdicts = targets.judge(
+        (a, b, share),
+        (
+            Target("less", ("w", "a"), "<=", 0.75, ("w", "b")),
+            Target("more", ("w", "b"), ">=", 5, ("w", "a")),
+            Target("share", ("w", "share"), "<=", 0.5),
+            Target("report", ("w", "share"), None, None),
+            Target("not run", ("other", "x"), "<=", 1),
+        ),
+    )
+    assert [(verdict.what, verdict.met) for verdict in verdicts] == [
+        ("less", True), ("more", False), ("share", False), ("report", None),
+    ]  # fmt: skip
+    assert verdicts[0].value == pytest.approx(0.5)
+    assert [verdict.target for verdict in verdicts] == ["≤ 0.75 ×", "≥ 5 ×", "≤ 0.5", "report it"]
 
 
 @pytest.mark.parametrize(
@@ -79,20 +118,48 @@ def test_ratios_are_taken_round_by_round():
 def test_a_rival_without_samples_is_named_and_nothing_is_judged_against_it(outcome, why):
     a, b, _ = make_rows("w", SPECS, {"A": Outcome([{"trip": [1e-6], "share": [2]}]), "B": outcome})
     assert b.skipped == why
-    assert (b.median, b.met) == (None, None)
-    assert (a.ratio, a.met, a.skipped) == (None, None, None)
+    assert b.median is None
+    assert (a.ratio, a.skipped) == (None, None)
+    (verdict,) = targets.judge((a, b), (Target("less", ("w", "a"), "<=", 0.75, ("w", "b")),))
+    assert verdict.met is None
+    assert verdict.open == f"b: {why}"
 
 
 def test_summaries():
     summary = summarize([3.0, 1.0, 2.0])
     assert (summary.count, summary.least, summary.median, summary.most) == (3, 1, 2, 3)
-    assert [report.number(value) for value in (None, 1234.5, 12.34, 1.234, 0.0123)] == [
-        "",
-        "1,234",
-        "12.3",
-        "1.23",
-        "0.012",
-    ]
+    assert len(summary.percentiles) == len(PERCENTILES)
+    assert [report.number(value) for value in (None, 1234.5, 12.34, 1.234, 0.0123, 0)] == [
+        "", "1,234", "12.3", "1.23", "0.012", "0.000",
+    ]  # fmt: skip
+
+
+def test_sizes():
+    assert [label(size) for size in (64, KIB, 4 * MIB)] == ["64 B", "1 KiB", "4 MiB"]
+    assert in_flight(KIB, 64) == 64
+    assert in_flight(SIZES[-1], 64) == 2
+    assert HUGE in SIZES
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [
+        ((2, 3), "shmtensor is faster at every size measured"),
+        ((0.5, 3), "the rival is faster up to 64 B"),
+        ((2, 0.5), "the rival is faster at 1 KiB"),
+        ((0.2, 0.5), "the rival is faster at every size measured"),
+    ],
+)
+def test_crossovers(rates, verdict):
+    sizes = {"64 B": 64, "1 KiB": KIB}
+    for more in (False, True):
+        values = [1 / rate if more else rate for rate in rates]
+        rows = [
+            Row("w", "x", "rival", "µs", ratio=value, group="g", line="rival", column=column, x=sizes[column])
+            for value, column in zip(values, sizes, strict=True)
+        ]
+        (found,) = crossover.find(rows, "g", more=more)
+        assert found.verdict == verdict
 
 
 # --- payloads and processes
@@ -100,12 +167,30 @@ def test_summaries():
 
 @pytest.mark.parametrize("form", ["torch", "numpy", "bytes"])
 def test_the_payload_check_sees_a_difference(form):
-    sent = payloads.make(form, 1024)
-    payloads.check(form, payloads.make(form, 1024), sent)
-    with pytest.raises(AssertionError, match="other bytes"):
-        payloads.check(form, payloads.make(form, 1024, 1), sent)
+    for nbytes in (1024, 3 * payloads.BLOCK):
+        sent = payloads.make(form, nbytes)
+        payloads.check(form, payloads.make(form, nbytes), sent)
+        with pytest.raises(AssertionError, match="other bytes"):
+            payloads.check(form, payloads.make(form, nbytes, 1), sent)
+        assert payloads.read(form, sent) != payloads.read(form, payloads.make(form, nbytes, 1))
     with pytest.raises(AssertionError, match="received list"):
         payloads.check(form, [], sent)
+
+
+def test_blocks_of_a_large_payload_differ():
+    whole = payloads.make("bytes", 2 * payloads.BLOCK)
+    assert whole[: payloads.BLOCK] != whole[payloads.BLOCK :]
+
+
+def test_the_dict_check_sees_a_difference():
+    sent = mixed_dict.make_dict(30)
+    mixed_dict.check(mixed_dict.make_dict(30), sent)
+    with pytest.raises(AssertionError, match="other keys"):
+        mixed_dict.check(mixed_dict.make_dict(29), sent)
+    with pytest.raises(AssertionError, match="other values"):
+        mixed_dict.check(mixed_dict.make_dict(30, 1), sent)
+    with pytest.raises(AssertionError, match="another type"):
+        mixed_dict.check({key: tensor.to(torch.float64) for key, tensor in sent.items()}, sent)
 
 
 def _meet_and_return(meet, value):
@@ -117,26 +202,61 @@ def _fail(meet):
     raise ValueError("on purpose")
 
 
+def _hang(meet, pipe):
+    """Starts a process of its own and waits for ever."""
+    child = os.fork()
+    if child:
+        pipe.send(child)
+    signal.pause()
+
+
 def test_roles_run_in_processes_of_their_own():
-    (a, a_pid), (b, b_pid) = run_roles([Role(_meet_and_return, (value,), NO_TORCH) for value in "ab"])
+    roles = [Role(_meet_and_return, ("a",), NO_TORCH), Role(_meet_and_return, ("b",))]
+    (a, a_pid), (b, b_pid) = run_roles(roles)
     assert (a, b) == ("a", "b")
     assert len({a_pid, b_pid, multiprocessing.current_process().pid}) == 3
 
 
 def test_a_role_that_raises_ends_the_run():
     with pytest.raises(RoleFailed, match="on purpose"):
-        run_roles([Role(_meet_and_return, (1,), NO_TORCH), Role(_fail, (), NO_TORCH)])
+        run_roles([Role(_meet_and_return, (1,)), Role(_fail)])
     assert not multiprocessing.active_children()
 
 
+def test_a_role_that_hangs_is_killed_with_all_that_it_started():
+    run_roles([Role(_meet_and_return, (1,))])  # the server that the next ones are forked from is up
+    ours, theirs = processes.CONTEXT.Pipe(duplex=False)
+    for patience in (2, 10, 50):  # on a busy machine it may not even have started in time
+        with pytest.raises(RoleFailed, match="not finished in time: _hang"), processes.patience(patience):
+            run_roles([Role(_hang, (theirs,))])
+        if ours.poll(0):
+            break
+    pid = ours.recv()
+    for pipe in (ours, theirs):
+        pipe.close()
+    deadline = time.monotonic() + PATIENCE
+    while _is_running(pid):  # its parent is dead, so that somebody else has to collect it
+        assert time.monotonic() < deadline
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_failing_case_is_reported_and_the_others_go_on():
-    good = Case("good", SHMTENSOR, lambda count: {"x": [1.0] * count})
-    bad = Case("bad", SHMTENSOR, lambda count: run_roles([Role(_fail, (), NO_TORCH)])[0])
-    rows = tuple(RowSpec(case, "shmtensor", case, "x", "s") for case in ("good", "bad"))
-    workload = Workload("w", "W", "What.", {"tiny": 3}, (bad, good), rows)
-    (of_good, of_bad), outcomes = run_workload(workload, "tiny", rounds=2)
+    good = Case("good", SHMTENSOR, lambda effort: {"x": [1.0] * effort.least})
+    bad = Case("bad", SHMTENSOR, lambda effort: run_roles([Role(_fail)])[0])
+    absent = Case("absent", SHMTENSOR, lambda effort: {"x": [1.0]}, needs=lambda: "no such module")
+    rows = tuple(RowSpec(case, "shmtensor", case, "x", "s") for case in ("good", "bad", "absent"))
+    workload = Workload("w", "W", "What.", (bad, good, absent), rows)
+    (of_good, of_bad, of_absent), outcomes = run_workload(workload, "tiny", rounds=2)
     assert (of_good.samples, of_good.rounds) == (6, [1.0, 1.0])
     assert of_bad.skipped == "failed"
+    assert of_absent.skipped == "no such module"
     assert "on purpose" in outcomes["bad"].failed
 
 
@@ -148,48 +268,96 @@ def own_names(monkeypatch):
     """Channel names that the leak check knows as this run's own."""
     name = processes.fresh_name
     prefix = f"test-{multiprocessing.current_process().pid}-"
-    for module in ("round_trip", "large", "fan_out", "idle", "throughput"):
-        monkeypatch.setattr(f"benchmarks.workloads.{module}.fresh_name", lambda: prefix + name())
+    for workload in WORKLOADS:
+        module = sys.modules[f"benchmarks.workloads.{_module_of(workload)}"]
+        if hasattr(module, "fresh_name"):
+            monkeypatch.setattr(module, "fresh_name", lambda: prefix + name())
+
+
+def _module_of(workload):
+    renamed = {"dict": "mixed_dict"}
+    return renamed.get(workload.name, workload.name.replace("-", "_"))
 
 
 @pytest.mark.slow
 @by_name
 def test_every_workload_runs_with_shmtensor_alone(workload, own_names):
-    rows, outcomes = run_workload(workload, "tiny", transports=OURS)
+    rows, outcomes = run_workload(workload, "tiny", rounds=1, transports=OURS)
     assert not [outcome.failed for outcome in outcomes.values() if outcome.failed]
     assert [row.name for row in rows] == [spec.name for spec in workload.rows]
-    ours = [row for row, spec in zip(rows, workload.rows, strict=True) if spec.transport == "shmtensor"]
-    assert ours
+    ours = [row for row in rows if row.skipped is None]
+    if not ours:
+        reasons = {row.skipped for row in rows} - {"not asked for", "full run only"}
+        pytest.skip(", ".join(sorted(reasons)))
     for row in ours:
-        assert row.skipped is None
         assert row.samples > 0
         assert math.isfinite(row.median)
         assert row.p10 <= row.median <= row.p90
-        assert row.unit is not None
     for entry in report.summarize_samples(workload.name, outcomes):
         assert entry["count"] > 0
 
 
+LINKED = [transport for transport in TRANSPORTS if not transport.own_processes]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.name)
-def test_every_transport_carries_a_payload_there_and_back(transport, own_names):
+@pytest.mark.parametrize("transport", LINKED, ids=lambda transport: transport.name)
+def test_every_transport_carries_payloads_and_the_payloads_arrive(transport, own_names):
     if reason := transport.skip_reason():
         pytest.skip(reason)
-    samples = round_trip.measure(transport, 3)
-    assert len(samples["round trip"]) == 3
+    with processes.patience(PATIENCE):
+        samples = round_trip.measure(transport, TINY, nbytes=1024)
+        assert len(samples["round trip"]) == TINY.least
+        assert throughput.measure(transport, TINY, nbytes=1024)["rate"]
+
+
+def write_run(path, *arguments):
+    result = CliRunner().invoke(app, ["--quick", "--rounds", "1", *arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text(encoding="utf-8")), result.output
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_whole_run(tmp_path):
-    path = tmp_path / "run.json"
-    arguments = ["--quick", "--rounds", "1", "--only", "fan-out", "--json", str(path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "4 subscribers" in result.output
-    run = json.loads(path.read_text(encoding="utf-8"))
-    assert {"schema", "date", "scale", "machine", "versions", "rows", "samples", "failures"} <= set(run)
-    assert {row["workload"] for row in run["rows"]} == {"fan-out"}
-    assert {entry["metric"] for entry in run["samples"]} == {"wall", "cpu", "I/O thread"}
+def test_the_command_writes_the_whole_run_and_the_page_is_made_of_it(tmp_path, own_names):
+    run, output = write_run(
+        tmp_path / "run.json", "--only", "round-trip", "--only", "loan", "--transport", "shmtensor",
+        "--transport", "multiprocessing.Pipe",
+    )  # fmt: skip
+    assert "Targets" in output
+    assert {"schema", "date", "command", "machine", "versions", "rows", "samples", "targets", "failures"} <= set(run)
+    assert {row["workload"] for row in run["rows"]} == {"round-trip", "loan"}
+    (ours,) = (row for row in run["rows"] if row["name"] == "shmtensor, 1 KiB")
+    page = document.render(document.TEMPLATE.read_text(), run, {"latency": "Latency"}, "benchmarks")
+    assert run["machine"]["cpu"] in page
+    assert report.number(ours["median"]) in page
+    assert "![Latency](benchmarks/latency.png)" in page
+    assert "Not part of this run." in page
+    assert "<!--" not in page
+    hand_written = document.TEMPLATE.read_text()
+    assert "## What falls short, and why" in page
+    assert set(re.findall(r"^## .*$", page, re.MULTILINE)) == set(re.findall(r"^## .*$", hand_written, re.MULTILINE))
+
+
+def test_the_page_refuses_a_part_that_does_not_exist():
+    with pytest.raises(ValueError, match="not known"):
+        document.render("<!-- nonsense -->", {"rows": []}, {}, "")
+
+
+def test_plots_are_drawn_of_what_is_there(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"workload": "round-trip", "group": "median round trip", "line": line, "x": x, "median": x / 64}
+        for line in ("shmtensor", "rival")
+        for x in (64, 1024)
+    ]
+    samples = [
+        {"workload": "round-trip", "metric": "round trip", "case": "shmtensor, 1 KiB",
+         "percentiles": [1e-6] * len(PERCENTILES)},
+    ]  # fmt: skip
+    drawn = plots.draw({"rows": rows, "samples": samples, "percentiles": PERCENTILES}, tmp_path)
+    assert set(drawn) == {"latency", "percentiles"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in drawn for kind in plots.FORMATS}
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("option", ["--only", "--transport"])
@@ -197,3 +365,64 @@ def test_the_command_names_what_there_is(option):
     result = CliRunner().invoke(app, [option, "nonsense"])
     assert result.exit_code == 2
     assert "there is" in result.output
+
+
+# --- the regression guard
+
+
+def test_counts_see_what_a_call_does():
+    def work():
+        return sorted([3, 1, 2])
+
+    once = instructions.count(work)
+    assert once["Python calls"] == 1
+    assert once["C calls"] == 1
+    assert instructions.count(lambda: [work(), work()])["instructions"] > 2 * once["instructions"]
+    assert sys.gettrace() is None or "coverage" in sys.modules
+
+
+def test_growth_is_told():
+    stored = {"send": {"instructions": 100, "Python calls": 10, "C calls": 10}}
+    assert instructions.exceeding({"send": {"instructions": 110, "Python calls": 11, "C calls": 10}}, stored) == []
+    (text,) = instructions.exceeding({"send": {"instructions": 111, "Python calls": 1, "C calls": 1}}, stored)
+    assert text == "send: 111 instructions, +11% on the stored 100"
+
+
+def test_the_hot_path_has_not_grown(channel):
+    stored = instructions.load().get(instructions.version())
+    if stored is None:
+        pytest.skip(f"no counts are stored for {instructions.version()}")
+    grown = instructions.exceeding(instructions.measure(channel), stored)
+    assert grown == [], "if it is meant: python -m benchmarks.instructions --write"
+
+
+@pytest.mark.slow
+def test_the_python_code_has_not_grown_either():
+    command = [sys.executable, "-m", "benchmarks.instructions"]
+    environment = {**os.environ, "SHMTENSOR_PURE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- shmtensor bench
+
+
+@pytest.mark.slow
+def test_bench_measures_all_three(monkeypatch):
+    result = CliRunner().invoke(cli.app, ["bench", "--size", "64KiB", "--seconds", "0.05", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["tensor_bytes"] == 64 << 10
+    assert [each["name"] for each in found["transports"]] == ["shmtensor", "multiprocessing.Queue", "torch Queue"]
+    for each in found["transports"]:
+        assert each["round_trip_us"]["count"] > 0
+        assert 0 < each["round_trip_us"]["p10"] <= each["round_trip_us"]["median"] <= each["round_trip_us"]["p90"]
+        assert each["one_way"]["messages_per_second"] > 0
+    assert set(found["times_faster"]) == {"multiprocessing.Queue", "torch Queue"}
+
+
+@pytest.mark.parametrize("size", ["nonsense", "0"])
+def test_bench_refuses_a_size(size):
+    result = CliRunner().invoke(cli.app, ["bench", "--size", size])
+    assert result.exit_code == 2
+    assert "--size" in result.stderr

@@ -6,8 +6,17 @@ import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+PAIR = "pair"
+"""One sender, one receiver."""
+FAN_OUT = "fan-out"
+"""One sender, every receiver gets every message."""
+FAN_IN = "fan-in"
+"""Several senders, one receiver."""
+WORK_QUEUE = "work queue"
+"""One sender, each message goes to one of several receivers."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,9 @@ class LinkSettings:
     """Messages that may be sent and not yet received; the sender then waits."""
     awake: bool = True
     """Whether a receiver that can choose polls (True) or sleeps (False) while it waits."""
+    pattern: str = PAIR
+    peers: int = 1
+    """Receivers of a fan-out or work queue, senders of a fan-in."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Sender:
     """The sending end, in the process that sends."""
 
     send: Callable[[Any], object]
-    """Send one payload: afterwards the caller may change it."""
+    """Send one payload."""
     close: Callable[[], object]
 
 
@@ -38,28 +50,54 @@ class Receiver:
     """The receiving end, in the process that receives."""
 
     recv: Callable[[], Any]
-    """Wait for one payload and return it, usable, in the transport's form."""
+    """Wait for one payload and return it, usable, in the transport's form, until the next one is asked for."""
     close: Callable[[], object]
     sleeps: Callable[[], int] | None = None
     """How often `recv` went to sleep, where the transport counts that."""
 
 
 class Link(ABC):
-    """A one-way connection. Made in the parent process, pickled into the two that use it."""
+    """A connection. Made in the parent process, pickled into those that use it."""
 
     def __init__(self, settings: LinkSettings) -> None:
         self.settings = settings
 
     @abstractmethod
-    def sender(self) -> Sender:
-        """Open the sending end here. The receiving end is open by then."""
+    def sender(self, index: int = 0) -> Sender:
+        """Open a sending end here; `index` counts those of a fan-in. The receiving ends are open by then."""
 
     @abstractmethod
-    def receiver(self) -> Receiver:
-        """Open the receiving end here."""
+    def receiver(self, index: int = 0) -> Receiver:
+        """Open a receiving end here; `index` counts those of a fan-out or work queue."""
 
     def close(self) -> None:  # noqa: B027
-        """In the parent, when both processes are gone."""
+        """In the parent, when all other processes are gone."""
+
+
+class Copies(Link):
+    """A fan-out for what has none: a link to each receiver, and the message is sent down all of them."""
+
+    def __init__(self, settings: LinkSettings, make: Callable[[LinkSettings], Link]) -> None:
+        super().__init__(settings)
+        one = replace(settings, pattern=PAIR, peers=1)
+        self.links = [make(replace(one, name=f"{settings.name}-{index}")) for index in range(settings.peers)]
+
+    def sender(self, index: int = 0) -> Sender:
+        senders = [link.sender() for link in self.links]
+        sends = [sender.send for sender in senders]
+
+        def send(payload: Any) -> None:
+            for one in sends:
+                one(payload)
+
+        return Sender(send, lambda: [sender.close() for sender in senders])
+
+    def receiver(self, index: int = 0) -> Receiver:
+        return self.links[index].receiver()
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
 
 
 class Transport(ABC):
@@ -68,11 +106,19 @@ class Transport(ABC):
     name: ClassVar[str]
     """As tables show it."""
     package: ClassVar[str | None] = None
-    """Distribution and module that must be installed; None: the standard library."""
+    """Module that must be importable; None: the standard library."""
+    distribution: ClassVar[str | None] = None
+    """Whose version counts, if it is not named like the module."""
     form: ClassVar[str] = "torch"
     """What `send` takes and `recv` gives: `"torch"`, `"numpy"` or `"bytes"`."""
     work: ClassVar[str]
     """What one send and one receive do, in a few words."""
+    patterns: ClassVar[frozenset[str]] = frozenset({PAIR})
+    """What `link` can make."""
+    sleeps: ClassVar[bool] = True
+    """Whether a receiver can sleep until a message comes; else it polls."""
+    own_processes: ClassVar[bool] = False
+    """Whether it starts the other process itself, and is driven through `peer` instead of `link`."""
 
     @abstractmethod
     def link(self, settings: LinkSettings) -> Link:
@@ -80,10 +126,10 @@ class Transport(ABC):
 
     def version(self) -> str | None:
         """Installed version; None for the standard library."""
-        return None if self.package is None else importlib.metadata.version(self.package)
+        return None if self.package is None else importlib.metadata.version(self.distribution or self.package)
 
     def skip_reason(self) -> str | None:
         """Why it cannot be measured here, or None."""
         if self.package is not None and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
+            return f"{self.distribution or self.package} is not installed"
         return None

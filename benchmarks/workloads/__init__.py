@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from . import asleep, fan_out, idle, large, round_trip, throughput
-from .base import ROUNDS, Case, Workload
-
-WORKLOADS: tuple[Workload, ...] = (
-    round_trip.WORKLOAD,
-    asleep.WORKLOAD,
-    large.WORKLOAD,
-    fan_out.WORKLOAD,
-    idle.WORKLOAD,
-    throughput.WORKLOAD,
+from . import (
+    asleep,
+    cold,
+    fan_in,
+    fan_out,
+    idle,
+    large,
+    loan,
+    memory,
+    mixed_dict,
+    pipeline,
+    reading,
+    round_trip,
+    serialize_array,
+    serialize_tensor,
+    throughput,
+    work_queue,
 )
+from .base import SCALES, Case, Effort, Scale, Workload
 
-__all__ = ["ROUNDS", "WORKLOADS", "Case", "Workload"]
+WORKLOADS: tuple[Workload, ...] = tuple(
+    module.WORKLOAD
+    for module in (
+        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
+        memory, serialize_tensor, serialize_array, pipeline,
+    )
+)  # fmt: skip
+
+__all__ = ["SCALES", "WORKLOADS", "Case", "Effort", "Scale", "Workload"]

@@ -1,91 +1,193 @@
-"""One way, as fast as it goes."""
+"""One way, as fast as it goes: messages, bytes, and the CPU time that they cost."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 from .. import payloads
 from ..measure import RowSpec, Samples
-from ..processes import NO_TORCH, Role, fresh_name, run_roles
-from ..transports import ICEORYX2, PICKLE, SHMTENSOR, ZMQ, Link, LinkSettings, Transport
-from .base import Case, Workload
+from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..sizes import HUGE, KIB, MIB, SIZES, in_flight, label
+from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, Link, LinkSettings, Transport, that_can
+from .base import Case, Effort, Workload
 
-NBYTES = 1024
 IN_FLIGHT = 64
 CHUNKS = 20
+CALIBRATE = 64
+MORE = 20
+"""So many times `Effort.most` messages are sent at most: each is cheaper than a round trip."""
 
 
-def measure(transport: Transport, count: int) -> Samples:
-    """Messages per second at the receiver, for each of up to 20 stretches of a run of `count` messages."""
-    link = transport.link(LinkSettings(fresh_name(), NBYTES, in_flight=IN_FLIGHT))
-    threads = 1 if transport.form == "torch" else NO_TORCH
-    chunk = max(1, count // CHUNKS)
-    chunks = count // chunk
-    args = (transport.form, link, chunk, chunks)
+def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1) -> Samples:
+    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message."""
+    settings = LinkSettings(
+        fresh_name(), nbytes, in_flight(nbytes, IN_FLIGHT), pattern=PAIR if senders == 1 else FAN_IN, peers=senders
+    )
+    link = transport.link(settings)
+    pipes = [CONTEXT.Pipe() for _ in range(senders)]
     try:
-        return run_roles([Role(_receive, args, threads), Role(_send, args, threads)])[0]
+        return run_roles(
+            [
+                Role(_receive, (transport.form, link, effort, [ours for ours, _ in pipes])),
+                *(
+                    Role(_send, (transport.form, link, index, senders, theirs))
+                    for index, (_, theirs) in enumerate(pipes)
+                ),
+            ]
+        )[0]
     finally:
+        for pair in pipes:
+            for pipe in pair:
+                pipe.close()
         link.close()
 
 
-def _send(meet: Callable[[], object], form: str, link: Link, chunk: int, chunks: int) -> None:
+def _send(meet: Callable[[], object], form: str, link: Link, index: int, senders: int, control: Connection) -> None:
     meet()
-    sender = link.sender()
-    meet()
-    payload, last = payloads.make(form, NBYTES), payloads.make(form, NBYTES, 1)
-    send = sender.send
-    for _ in range(chunk * (chunks + 1)):
-        send(payload)
-    send(last)
+    for turn in range(senders):  # one after the other: some transports cannot be opened by two at once
+        if turn == index:
+            sender = link.sender(index)
+        meet()
+    nbytes = link.settings.nbytes
+    payload, last = payloads.make(form, nbytes), payloads.make(form, nbytes, 1)
+    send, cpu = sender.send, time.process_time
+    while count := control.recv():
+        start = cpu()
+        for _ in range(count):
+            send(payload)
+        control.send(cpu() - start)
+    if index == 0:
+        send(last)
     meet()
     sender.close()
 
 
-def _receive(meet: Callable[[], object], form: str, link: Link, chunk: int, chunks: int) -> Samples:
+def _receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, controls: list[Connection]) -> Samples:
     receiver = link.receiver()
     meet()
-    meet()
-    expected, last = payloads.make(form, NBYTES), payloads.make(form, NBYTES, 1)
-    recv, rates = receiver.recv, []
-    for _ in range(chunk):  # warm up
-        value = recv()
+    for _ in controls:
+        meet()
+    nbytes = link.settings.nbytes
+    expected, last = payloads.make(form, nbytes), payloads.make(form, nbytes, 1)
+    recv, clock, cpu = receiver.recv, time.perf_counter, time.process_time
+
+    def stretch(chunk: int, chunks: int) -> tuple[list[float], float, Any]:
+        """Messages per second of each chunk, CPU seconds of a message, the last value."""
+        each = chunk * chunks // len(controls)
+        rates: list[float] = []
+        for control in controls:
+            control.send(each)
+        spent, start = cpu(), clock()
+        for _ in range(chunks):
+            for _ in range(chunk):
+                value = recv()
+            end = clock()
+            rates.append(chunk / (end - start))
+            start = end
+        spent = cpu() - spent + sum(control.recv() for control in controls)
+        return rates, spent / (chunk * chunks), value
+
+    peers = len(controls)
+    first = max(peers, min(CALIBRATE, link.settings.in_flight * 2) // peers * peers)
+    rates, _, value = stretch(first, 1)
     payloads.check(form, value, expected)
-    start = time.perf_counter()
-    for _ in range(chunks):
-        for _ in range(chunk):
-            value = recv()
-        end = time.perf_counter()
-        rates.append(chunk / (end - start))
-        start = end
+    del value
+    count = min(effort.most * MORE, int(effort.seconds * rates[0] * 1.5), 1 << 20)
+    # a stretch is longer than what may be in flight: a shorter one could find all of its messages waiting
+    chunk = max(2 * link.settings.in_flight, count // CHUNKS, peers) // peers * peers
+    rates, spent, value = stretch(chunk, max(1, count // chunk))
     payloads.check(form, value, expected)
+    for control in controls:
+        control.send(0)
     value = recv()
     payloads.check(form, value, last)  # nothing was lost and nothing came twice
     del value
     meet()
     receiver.close()
-    return {"rate": rates}
+    return {"rate": rates, "cpu": [spent]}
 
 
-_RIVALS = (SHMTENSOR, ICEORYX2, PICKLE, ZMQ)
+def measure_ray(effort: Effort, sizes: tuple[int, ...] = SIZES) -> Samples:
+    """All sizes through one actor: a cluster takes too long to start for one each."""
+    return run_roles([Role(_ray, (effort, sizes))])[0]
+
+
+def _ray(meet: Callable[[], object], effort: Effort, sizes: tuple[int, ...]) -> Samples:
+    peer, samples = RAY.peer(), Samples()
+    try:
+        for nbytes in sizes:
+            payload, flying = payloads.make(RAY.form, nbytes), in_flight(nbytes, IN_FLIGHT)
+            start = time.perf_counter()
+            peer.push(payload, flying, flying)
+            count = effort.count((time.perf_counter() - start) / flying)
+            start = time.perf_counter()
+            peer.push(payload, count, flying)
+            samples[f"rate {label(nbytes)}"] = [count / (time.perf_counter() - start)]
+            payloads.check(RAY.form, peer.trip(payload), payload)
+    finally:
+        peer.close()
+    return samples
+
+
+RIVALS = that_can(PAIR)
+MEASURED = tuple(size for size in SIZES if size <= HUGE)
+QUICK_LARGE = ("shmtensor", "iceoryx2", "shared_memory + Pipe", "pyzmq ipc")
+"""Transports whose 4 MiB are part of a quick run."""
+MESSAGES, BYTES = "thousand messages/s", "GB/s"
+CPU_MESSAGES, CPU_BYTES = "CPU seconds per million messages, both sides", "CPU seconds per GB, both sides"
+
+
+def _case(transport: Transport, nbytes: int) -> str:
+    return f"{transport.name}, {label(nbytes)}"
+
+
+def _rows(group: str, metric: str, factor_of: Callable[[int], float], unit: str) -> tuple[RowSpec, ...]:
+    return tuple(
+        RowSpec(
+            f"{group}: {_case(transport, nbytes)}", transport.name,
+            RAY.name if transport is RAY else _case(transport, nbytes),
+            f"{metric} {label(nbytes)}" if transport is RAY else metric, unit, factor_of(nbytes),
+            None if transport is SHMTENSOR else f"{group}: {_case(SHMTENSOR, nbytes)}",
+            group, transport.name, label(nbytes), nbytes,
+        )
+        for transport in (*RIVALS, *((RAY,) if metric == "rate" else ()))
+        for nbytes in MEASURED
+    )  # fmt: skip
+
 
 WORKLOAD = Workload(
     name="throughput",
-    title="One way, 1 KiB messages per second",
+    title="One way, as fast as it goes",
     what=(
-        "Two processes, 64 messages in flight at most (pyzmq: 64 at each end and what its socket holds). "
-        "Counted at the receiver, after a warm-up; each value is received, usable, and dropped; no bytes "
-        "are read. The sender copies 1 KiB each time. shmtensor spins for up to 1 s, iceoryx2 polls, the "
-        "others block."
+        "Two processes, 64 messages in flight at most, and 64 MiB (pyzmq: as many at each end and what its "
+        "socket holds; Pipe: what the pipe holds). Counted at the receiver, after a warm-up; each value is "
+        "received, usable, and dropped; no byte is read. The sender copies the payload each time (pyzmq "
+        "copy=False: the kernel does). shmtensor spins for up to 1 s, iceoryx2 and vLLM poll, the others "
+        "block; CPU seconds are user and system time of both processes, polling included. Ray: calls of an "
+        "actor that return a number."
     ),
-    counts={"full": 200000, "quick": 40000, "tiny": 20},
-    cases=tuple(Case(transport.name, transport, partial(measure, transport)) for transport in _RIVALS),
-    rows=tuple(
-        RowSpec(
-            transport.name, transport.name, transport.name, "rate", "k msg/s", 1e-3,
-            None if transport is SHMTENSOR else SHMTENSOR.name,
-        )
-        for transport in _RIVALS
+    cases=(
+        *(
+            Case(
+                _case(transport, nbytes), transport, partial(measure, transport, nbytes=nbytes),
+                quick=nbytes == KIB or (nbytes == 4 * MIB and transport.name in QUICK_LARGE),
+                rounds=None if nbytes == KIB else 1,
+            )
+            for nbytes in MEASURED
+            for transport in RIVALS
+        ),
+        Case(RAY.name, RAY, partial(measure_ray, sizes=MEASURED), quick=False, rounds=1),
     ),
+    rows=(
+        *_rows(MESSAGES, "rate", lambda nbytes: 1e-3, "k msg/s"),
+        *_rows(BYTES, "rate", lambda nbytes: nbytes * 1e-9, "GB/s"),
+        *_rows(CPU_MESSAGES, "cpu", lambda nbytes: 1e6, "s"),
+        *_rows(CPU_BYTES, "cpu", lambda nbytes: 1e9 / nbytes, "s"),
+    ),
+    rounds={"quick": 1},
+    heading="payload",
 )  # fmt: skip

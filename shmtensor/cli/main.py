@@ -1,4 +1,4 @@
-"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`."""
+"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench
 from .demo.command import demo
 from .doctor import doctor
 from .gc import gc
@@ -40,6 +41,7 @@ app.command()(ls)
 app.command()(gc)
 app.command()(doctor)
 app.command()(demo)
+app.command()(bench)
 
 if __name__ == "__main__":
     app(prog_name="shmtensor")

@@ -1,0 +1,118 @@
+"""What the library is to reach, judged by the rows of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .measure import Row, ratios, summarize
+
+Key = tuple[str, str]
+"""Workload and row."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row, or its ratio to another one, and the limit."""
+
+    what: str
+    row: Key
+    relation: str | None
+    """`"<="`, `">="`; None: it is only reported."""
+    limit: float | None
+    against: Key | None = None
+
+    def met(self, value: float) -> bool | None:
+        if self.relation is None or self.limit is None:
+            return None
+        return value <= self.limit if self.relation == "<=" else value >= self.limit
+
+    @property
+    def text(self) -> str:
+        if self.relation is None:
+            return "report it"
+        unit = "" if self.against is None else " ×"
+        return f"{'≤' if self.relation == '<=' else '≥'} {self.limit:g}{unit}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a target."""
+
+    what: str
+    target: str
+    measured: float | None
+    beside: float | None
+    """The median of the row that it is compared with."""
+    against: str | None
+    unit: str
+    value: float | None
+    """What is judged: the median of the rounds' ratios, or `measured`."""
+    rounds: list[float] = field(default_factory=list)
+    """The ratio, or the median, of each round."""
+    met: bool | None = None
+    open: str | None = None
+    """Why it could not be judged."""
+
+
+_TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "throughput", "large", "dict", "fan-out"
+_TRIP_1K = (_TRIP, "shmtensor, 1 KiB")
+_RATE = "thousand messages/s: "
+_START = "open + first send + first recv: ring of 256 MiB, "
+
+TARGETS: tuple[Target, ...] = (
+    Target("1 KiB round trip, awake", _TRIP_1K, "<=", 0.6, (_TRIP, "iceoryx2, 1 KiB")),
+    Target("1 KiB round trip, awake", _TRIP_1K, "<=", 0.2, (_TRIP, "vLLM MessageQueue, 1 KiB")),
+    Target("1 KiB round trip, awake", _TRIP_1K, "<=", 0.05, (_TRIP, "torch Queue, file_descriptor, 1 KiB")),
+    Target("1 KiB round trip, awake", _TRIP_1K, "<=", 0.05, (_TRIP, "torch Queue, file_system, 1 KiB")),
+    Target("1 KiB one way, sustained", (_ONE_WAY, f"{_RATE}shmtensor, 1 KiB"), ">=", 400),
+    Target(
+        "1 KiB one way, sustained", (_ONE_WAY, f"{_RATE}shmtensor, 1 KiB"), ">=", 3,
+        (_ONE_WAY, f"{_RATE}faster-fifo, 1 KiB"),
+    ),
+    Target("1 KiB round trip, asleep", (_ASLEEP, "shmtensor, 1 KiB"), "<=", 1.1, (_ASLEEP, "pyzmq ipc, 1 KiB")),
+    Target("64 MiB send, 1 torch thread", (_LARGE, "send, 1 thread"), "<=", 1.05, (_LARGE, "bare copy_, 1 thread")),
+    Target("64 MiB send, 2 torch threads", (_LARGE, "send, 2 threads"), "<=", 1.05, (_LARGE, "bare copy_, 2 threads")),
+    Target("64 MiB send, 2 torch threads: cores in use", (_LARGE, "cores that send uses, 2 threads"), ">=", 1.5),
+    Target("dict of 300 tensors, send + recv", (_DICT, "send + recv, 300"), "<=", 2, (_DICT, "copy_ one by one, 300")),
+    Target(
+        "dict of 300 tensors, round trip", (_DICT, "round trip, shmtensor, 300"), "<=", 0.05,
+        (_DICT, "round trip, torch Queue, file_descriptor, 300"),
+    ),
+    Target("fan-out of 6 MiB to 8, CPU", (_FAN, "cpu, shmtensor, 8"), "<=", 1.2, (_FAN, "cpu, shmtensor, 1")),
+    Target("fan-out of 6 MiB to 8, wall time", (_FAN, "wall, shmtensor, 8"), "<=", 1.2, (_FAN, "wall, shmtensor, 1")),
+    Target("first message, ring of 256 MiB", ("cold", f"{_START}slot_bytes given"), None, None),
+    Target("first message, ring of 256 MiB made by it", ("cold", f"{_START}made at the first send"), None, None),
+    Target("recv of 64 MiB, beside 1 KiB", (_LARGE, "recv 64 MiB"), "<=", 1.25, (_LARGE, "recv 1 KiB")),
+    Target("loan of 64 MiB, beside 1 KiB", (_LARGE, "loan 64 MiB"), "<=", 1.25, (_LARGE, "loan 1 KiB")),
+    Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
+)  # fmt: skip
+
+
+def judge(rows: Iterable[Row], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
+    """A verdict on each target whose workload was run."""
+    found: dict[Key, Row] = {(row.workload, row.name): row for row in rows}
+    workloads = {workload for workload, _ in found}
+    return [_judge(target, found) for target in targets if target.row[0] in workloads]
+
+
+def _judge(target: Target, rows: Mapping[Key, Row]) -> Verdict:
+    row = rows.get(target.row)
+    other = None if target.against is None else rows.get(target.against)
+    name = None if target.against is None else target.against[1].removeprefix(_RATE)
+    unit = "" if row is None else row.unit
+    missing = _missing(row) or (_missing(other) and f"{name}: {_missing(other)}" if target.against else None)
+    if row is None or missing:
+        return Verdict(target.what, target.text, row and row.median, None, name, unit, None, open=missing)
+    if other is None:
+        return Verdict(
+            target.what, target.text, row.median, None, None, unit, row.median, row.rounds,
+            None if row.median is None else target.met(row.median),
+        )  # fmt: skip
+    rounds = ratios(row.rounds, other.rounds)
+    value = summarize(rounds).median
+    return Verdict(target.what, target.text, row.median, other.median, name, unit, value, rounds, target.met(value))
+
+
+def _missing(row: Row | None) -> str | None:
+    return "not run" if row is None else row.skipped

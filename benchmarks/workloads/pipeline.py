@@ -1,0 +1,301 @@
+"""Loading data formats in SPDL's pipeline, as its example does: loaders x threads or processes x workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..measure import RowSpec, Samples
+from ..processes import FORKS, Role, run_roles
+from ..transports import SHMTENSOR, SPDL_POOL
+from ..transports.spdl_arena import quiet_arenas
+from .base import Case, Effort, Workload
+
+IMAGE, LABEL = (3, 640, 480), (640, 480)
+SINK_BUFFER = 1
+WORKERS = (1, 2, 4)
+"""The published run goes on to 8, 16 and 32; with few cores they only add start-up time."""
+REPEATS = 100
+"""Samples of one run, where the published one has 1000."""
+QUICK_REPEATS = 40
+TINY_REPEATS = 4
+BEST = {
+    "torch": (607, 1008),
+    "npy": (586, 1040),
+    "npy, SPDL": (586, 1791),
+    "npz": (584, 717),
+    "npz compressed": (580, 524),
+    "npz, SPDL": (592, 1667),
+    "npz compressed, SPDL": (584, 1368),
+}
+"""Published: arrays per second of the best number of workers, with processes and with threads."""
+
+
+def _sample() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {"image": random.integers(0, 256, IMAGE, np.uint8), "label": random.integers(0, 256, LABEL, np.uint8)}
+
+
+def _npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def encode(loader: str) -> Any:
+    """What the loader is given: bytes, or for npy one bytes for each array."""
+    sample, file = _sample(), io.BytesIO()
+    if loader == "torch":
+        import torch
+
+        torch.save({key: torch.from_numpy(array) for key, array in sample.items()}, file)
+    elif loader.startswith("npz compressed"):
+        np.savez_compressed(file, **sample)
+    elif loader.startswith("npz"):
+        np.savez(file, **sample)
+    else:
+        return _npy(sample["image"]), _npy(sample["label"])
+    return file.getvalue()
+
+
+def _load_torch(data: bytes) -> Any:
+    import torch
+
+    found = torch.load(io.BytesIO(data), weights_only=True)
+    return found["image"], found["label"]
+
+
+def _load_npy(data: tuple[bytes, bytes]) -> Any:
+    return tuple(np.load(io.BytesIO(part), allow_pickle=False) for part in data)
+
+
+def _load_npy_spdl(data: tuple[bytes, bytes]) -> Any:
+    import spdl.io
+
+    return tuple(spdl.io.load_npy(part) for part in data)
+
+
+def _load_npz(data: bytes) -> Any:
+    found = np.load(io.BytesIO(data), allow_pickle=False)
+    return found["image"], found["label"]
+
+
+def _load_npz_spdl(data: bytes) -> Any:
+    import spdl.io
+
+    found = spdl.io.load_npz(data)
+    return found["image"], found["label"]
+
+
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "torch": _load_torch,
+    "npy": _load_npy,
+    "npy, SPDL": _load_npy_spdl,
+    "npz": _load_npz,
+    "npz compressed": _load_npz,
+    "npz, SPDL": _load_npz_spdl,
+    "npz compressed, SPDL": _load_npz_spdl,
+}
+
+
+def _executor(kind: str, workers: int) -> Executor:
+    if kind == "threads":
+        return ThreadPoolExecutor(workers)
+    if kind == "shmtensor":
+        import shmtensor
+
+        return shmtensor.ProcessPoolExecutor(workers, mp_context=FORKS)
+    return ProcessPoolExecutor(workers, mp_context=FORKS)
+
+
+def measure(loader: str, kind: str, workers: int, effort: Effort) -> Samples:
+    """Samples per second that leave the pipeline's sink, once all workers have started."""
+    return run_roles([Role(_run, (loader, kind, workers, repeats(effort)))])[0]
+
+
+def repeats(effort: Effort) -> int:
+    return {"full": REPEATS, "quick": QUICK_REPEATS}.get(effort.scale, TINY_REPEATS)
+
+
+def _run(meet: Callable[[], object], loader: str, kind: str, workers: int, count: int) -> Samples:
+    from spdl.pipeline import PipelineBuilder
+
+    data, load = encode(loader), LOADERS[loader]
+    with _executor(kind, workers) as executor:
+        pipeline = (
+            PipelineBuilder()
+            .add_source(_source(data, 4 * workers + count))
+            .pipe(load, executor=executor, concurrency=workers)
+            .add_sink(SINK_BUFFER)
+            .build(num_threads=1)
+        )
+        with pipeline.auto_stop():
+            items = iter(pipeline)
+            _check(next(items))
+            for _ in range(4 * workers - 1):  # all workers have started and loaded something
+                next(items)
+            start = time.perf_counter()
+            for _ in range(count):
+                next(items)
+            spent = time.perf_counter() - start
+    return {"rate": [count / spent]}
+
+
+def _source(data: Any, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        yield data
+
+
+def _check(found: Any) -> None:
+    sample = _sample()
+    for array, expected in zip(found, (sample["image"], sample["label"]), strict=True):
+        if not np.array_equal(np.asarray(array), expected):
+            raise AssertionError("the pipeline gave other arrays")
+
+
+def measure_arena(loader: str, arena: str, effort: Effort) -> Samples:
+    """Samples per second from SPDL's `iterate_in_subprocess`, which loads in one process, through an arena."""
+    return run_roles([Role(_run_arena, (loader, arena, repeats(effort)))])[0]
+
+
+def _run_arena(meet: Callable[[], object], loader: str, arena: str, count: int) -> Samples:
+    import spdl.pipeline
+
+    quiet_arenas()
+    nbytes = (int(np.prod(IMAGE)) + int(np.prod(LABEL)) + 4096) & ~63
+    if arena == "segment pool":
+        memory = spdl.pipeline.SharedMemorySegmentPool(nbytes, 8)
+    else:
+        memory = spdl.pipeline.SharedMemoryRingBuffer(8 * nbytes)
+    memory._space_cv = FORKS.Condition()  # its own is of the default context and refuses any other
+    warm = 8
+    source = partial(_Loaded, loader, warm + count)
+    iterable = spdl.pipeline.iterate_in_subprocess(
+        source, buffer_size=4, mp_context="forkserver", timeout=60, arena=memory
+    )
+    items = iter(iterable)
+    _check(next(items))
+    for _ in range(warm - 1):
+        next(items)
+    start = time.perf_counter()
+    for _ in range(count):
+        item = next(items)
+    spent = time.perf_counter() - start
+    _check(item)
+    del item
+    for _ in items:
+        pass
+    return {"rate": [count / spent]}
+
+
+class _Loaded:
+    """The loaded samples, one after the other."""
+
+    def __init__(self, loader: str, count: int) -> None:
+        quiet_arenas()  # in the process that SPDL starts, too
+        self.loader, self.count = loader, count
+
+    def __iter__(self) -> Iterator[Any]:
+        data, load = encode(self.loader), LOADERS[self.loader]
+        for _ in range(self.count):
+            yield load(data)
+
+
+def _no_executor() -> str | None:
+    import shmtensor
+
+    if hasattr(shmtensor, "ProcessPoolExecutor"):
+        return None
+    return "shmtensor.ProcessPoolExecutor is not there"
+
+
+def _no_spdl() -> str | None:
+    for module in ("spdl.pipeline", "spdl.io"):
+        try:
+            if importlib.util.find_spec(module) is None:
+                return f"{module} is not installed"
+        except ModuleNotFoundError:
+            return f"{module} is not installed"
+    return None
+
+
+def _no_executor_or_spdl() -> str | None:
+    return _no_spdl() or _no_executor()
+
+
+KINDS = {
+    "threads": "ThreadPoolExecutor",
+    "processes": "ProcessPoolExecutor",
+    "shmtensor": "shmtensor.ProcessPoolExecutor",
+}
+ARENAS = ("segment pool", "ring buffer")
+QUICK = ("npy",)
+GROUPS = {kind: f"samples/s, {title}" for kind, title in KINDS.items()}
+
+
+def _case(loader: str, kind: str, workers: int) -> str:
+    return f"{loader}, {kind}, {workers}"
+
+
+def _published(loader: str, kind: str) -> float | None:
+    """The best of the published numbers of workers."""
+    return {"processes": BEST[loader][0], "threads": BEST[loader][1]}.get(kind)
+
+
+WORKLOAD = Workload(
+    name="pipeline",
+    title="SPDL's pipeline: loading data formats, samples/s",
+    what=(
+        "A sample is a random uint8 image (3, 640, 480) and label (640, 480), encoded once; the loader decodes "
+        "it in an executor with 1, 2 or 4 workers (published: up to 32), sink buffer 1; samples per second "
+        "at the sink over 100 samples (published: 1000), after each worker has loaded some. shmtensor: the "
+        "same pipeline under its ProcessPoolExecutor. Arenas: SPDL's iterate_in_subprocess with one process "
+        "that loads. Published: the best number of workers on that machine; it stands beside every number."
+    ),
+    cases=(
+        *(
+            Case(
+                _case(loader, kind, workers), SHMTENSOR if kind == "shmtensor" else SPDL_POOL,
+                partial(measure, loader, kind, workers),
+                quick=loader in QUICK and workers == 2,
+                needs=_no_executor_or_spdl if kind == "shmtensor" else _no_spdl,
+            )
+            for loader in LOADERS
+            for workers in WORKERS
+            for kind in KINDS
+        ),
+        *(
+            Case(f"npy, {arena}", SPDL_POOL, partial(measure_arena, "npy", arena), quick=False, needs=_no_spdl)
+            for arena in ARENAS
+        ),
+    ),
+    rows=(
+        *(
+            RowSpec(
+                _case(loader, kind, workers), SHMTENSOR.name if kind == "shmtensor" else "SPDL",
+                _case(loader, kind, workers), "rate", "samples/s", 1.0,
+                _case(loader, "processes", workers) if kind == "shmtensor" else None,
+                GROUPS[kind], loader, f"{workers}", workers, published=_published(loader, kind),
+            )
+            for kind in KINDS
+            for loader in LOADERS
+            for workers in WORKERS
+        ),
+        *(
+            RowSpec(
+                f"npy, {arena}", "SPDL", f"npy, {arena}", "rate", "samples/s", 1.0,
+                None, "samples/s, iterate_in_subprocess with an arena", f"npy, {arena}", "1", 1,
+            )
+            for arena in ARENAS
+        ),
+    ),
+    rounds={"full": 1, "quick": 1},
+    heading="workers",
+)  # fmt: skip
