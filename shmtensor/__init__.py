@@ -1,11 +1,14 @@
 """Move tensors between processes on one host at memory speed.
 
 A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
-Importing
-this package imports no torch; torch is imported when the first tensor arrives.
+Importing this package imports no torch; torch is imported when the first tensor arrives. The drop-ins for the standard
+library's queues, contexts and executors are imported when they are first asked for.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .endpoints.loan import Loan
 from .endpoints.message import Message
@@ -28,6 +31,12 @@ from .errors import (
 )
 from .statistics import ReceiverStatistics, SenderStatistics
 
+if TYPE_CHECKING:
+    from .dropins.context import get_context
+    from .dropins.executor import ProcessPoolExecutor
+    from .dropins.joinable import JoinableQueue
+    from .dropins.queues import Queue, SimpleQueue
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -37,20 +46,45 @@ __all__ = [
     "Consumer",
     "EndOfStream",
     "ForkedError",
+    "JoinableQueue",
     "Loan",
     "Message",
     "PeerDied",
     "PlatformError",
+    "ProcessPoolExecutor",
     "Producer",
     "Publisher",
+    "Queue",
     "ReceiverStatistics",
     "ReleasedError",
     "ResourceError",
     "RingFull",
     "SenderStatistics",
     "ShmTensorError",
+    "SimpleQueue",
     "Subscriber",
     "TimedOut",
     "WireError",
     "__version__",
+    "get_context",
 ]
+
+_LAZY = {
+    "JoinableQueue": "joinable",
+    "ProcessPoolExecutor": "executor",
+    "Queue": "queues",
+    "SimpleQueue": "queues",
+    "get_context": "context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".dropins.{module}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -22,6 +22,7 @@ FLOORS = (
     ("views",),
     ("channel",),
     ("endpoints",),
+    ("dropins",),
     ("cli",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -1,0 +1,107 @@
+"""`get_context`: a `multiprocessing` context whose queues go through shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing import context, process
+from typing import TYPE_CHECKING, Any
+
+from . import collating
+from .joinable import JoinableQueue
+from .queues import Queue, SimpleQueue
+
+if TYPE_CHECKING:
+    from multiprocessing.pool import Pool
+
+
+class _Queues(context.BaseContext):
+    """What differs from `multiprocessing`'s contexts."""
+
+    _name: str
+
+    def Queue(self, maxsize: int = 0) -> Queue:  # type: ignore[override]
+        """A `shmtensor.Queue` for processes of this context."""
+        return Queue(maxsize, ctx=self)
+
+    def JoinableQueue(self, maxsize: int = 0) -> JoinableQueue:  # type: ignore[override]
+        """A `shmtensor.JoinableQueue` for processes of this context."""
+        return JoinableQueue(maxsize, ctx=self)
+
+    def SimpleQueue(self) -> SimpleQueue:  # type: ignore[override]
+        """A `shmtensor.SimpleQueue` for processes of this context."""
+        return SimpleQueue(ctx=self)
+
+    def Pool(self, *args: Any, **kwargs: Any) -> Pool:
+        """`multiprocessing`'s own pool, over pipes: it works on the inside of its queues."""
+        return multiprocessing.get_context(self._name).Pool(*args, **kwargs)
+
+    def get_context(self, method: str | None = None) -> Any:
+        """This context, or the one of another start method."""
+        return self if method is None else get_context(method)
+
+
+class _Worker(process.BaseProcess):
+    """A process of this context, whose batches are for its queues."""
+
+    def run(self) -> None:
+        collating.install()
+        super().run()
+
+
+class ForkProcess(_Worker, context.ForkProcess):
+    """A process that is forked."""
+
+
+class SpawnProcess(_Worker, context.SpawnProcess):
+    """A process that is started anew."""
+
+
+class ForkServerProcess(_Worker, context.ForkServerProcess):
+    """A process that a server forks."""
+
+
+class ForkContext(_Queues, context.ForkContext):
+    """Start method "fork"."""
+
+    Process = ForkProcess
+
+
+class SpawnContext(_Queues, context.SpawnContext):
+    """Start method "spawn"."""
+
+    Process = SpawnProcess
+
+
+class ForkServerContext(_Queues, context.ForkServerContext):
+    """Start method "forkserver"."""
+
+    Process = ForkServerProcess
+
+
+_CONTEXTS: dict[str, _Queues] = {found._name: found for found in (ForkContext(), SpawnContext(), ForkServerContext())}
+
+
+def get_context(method: str | None = None) -> Any:
+    """A `multiprocessing` context whose `Queue`, `JoinableQueue` and `SimpleQueue` are this library's.
+
+    Args:
+        method: `"fork"`, `"spawn"` or `"forkserver"`; None for the default start method.
+
+    Returns:
+        A subclass of `multiprocessing`'s context of that method; `torch.utils.data.DataLoader` takes it as its
+        `multiprocessing_context=`, and then moves batches through shared memory.
+
+    Raises:
+        ValueError: there is no such start method.
+
+    >>> import shmtensor
+    >>> ctx = shmtensor.get_context("fork")
+    >>> queue = ctx.Queue()
+    >>> ctx.get_start_method(), type(queue).__name__
+    ('fork', 'Queue')
+    >>> queue.close()
+    """
+    if method is None:
+        method = multiprocessing.get_start_method()
+    multiprocessing.get_context(method)  # raises for a method that is unknown, or missing here
+    return _CONTEXTS[method]

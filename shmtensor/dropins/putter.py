@@ -1,0 +1,195 @@
+"""A process's putting end of a queue: a producer whose memory grows with what the queue holds, up to a limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from queue import Full
+from typing import Any, Final
+
+from ..channel.membership import Member
+from ..channel.names import ring_name
+from ..endpoints.workqueue import Producer
+from ..errors import ResourceError, RingFull
+from ..memory.segment import SHM_DIR, free_bytes
+from ..memory.words import store
+from ..ring.competing import state_word
+from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
+from ..ring.pool import Place, Pool
+from ..ring.ring import Busy, Ring
+from ..units import format_bytes
+
+PATIENCE: Final = 30.0
+"""Seconds without any memory given back, everything got, after which a put that waits for memory is an error."""
+
+_LOOK: Final = 0.5
+"""Seconds between two looks at who holds the memory."""
+
+_GRACE: Final = 5e-3
+"""Seconds to wait for a slot before a ring is added: a getter that keeps up is faster than the kernel's new pages."""
+
+_FIRST_BYTES: Final = 4 << 20
+_FIRST_SLOTS: Final = (4, 64)
+_GROWTH_BYTES: Final = 256 << 20
+_WIDE: Final = 4
+"""A ring whose slots are this many times larger than a message wants is not for it."""
+
+
+def default_limit() -> int:
+    """Half of `/dev/shm`: what one putting process may use if nobody says otherwise."""
+    space = os.statvfs(SHM_DIR)
+    return space.f_blocks * space.f_frsize // 2
+
+
+def _slot_of(nbytes: int) -> int:
+    """Bytes of a slot for messages of about `nbytes`: a few sizes, so that rings are shared by similar messages."""
+    if nbytes <= 64 << 10:
+        return round_slot(1 << max(6, (nbytes - 1).bit_length()))
+    step = 1 << (nbytes.bit_length() - 4)
+    return round_slot((nbytes + step - 1) // step * step)
+
+
+class GrowingPool(Pool):
+    """Rings of several slot sizes; each ring that is added for a size is as large as all before it, within bounds.
+
+    A queue has no number of slots that would be right: it holds a few huge batches or many thousand numbers, and who
+    puts does not wait as long as there is memory.
+    """
+
+    __slots__ = ("eager",)
+
+    eager: bool
+    """Whether to add a ring rather than wait."""
+
+    def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
+        slot_bytes = _slot_of(nbytes)
+        rings = self._fitting(slot_bytes)
+        for ring in rings:  # messages are got about in the order of their slots: mostly the one at the cursor is free
+            entry = ring.busy[ring.cursor]
+            if entry is None or is_free(ring, entry):
+                return self._take(ring, is_free)
+        for ring in rings:
+            place = self._take(ring, is_free)
+            if place is not None:
+                return place
+        if self.may_grow(nbytes):
+            try:
+                self.add(nbytes)
+            except ResourceError:
+                if not self.rings:
+                    raise
+            else:
+                return self._take(self.rings[-1], is_free)
+        return super().find(nbytes, is_free)
+
+    def make_room(self, nbytes: int) -> None:
+        if not self._fitting(_slot_of(nbytes)) and not self.may_grow(nbytes):
+            super().make_room(nbytes)
+
+    def may_grow(self, nbytes: int) -> bool:
+        if not self.eager and self._fitting(_slot_of(nbytes)):
+            return False
+        return super().may_grow(nbytes) and self._shape(nbytes).nbytes <= free_bytes()
+
+    def add(self, nbytes: int) -> None:
+        try:
+            super().add(nbytes)
+        except ResourceError as error:
+            limit = self._max_bytes or 0
+            raise ResourceError(
+                error.errno or errno.ENOMEM,
+                f"an item of {format_bytes(nbytes)} does not fit into the queue: of max_bytes={format_bytes(limit)} "
+                f"for this process {format_bytes(self.nbytes)} are used, {SHM_DIR} has {format_bytes(free_bytes())} "
+                "free: put smaller items, pass a larger max_bytes=, or give it more room (containers: --shm-size)",
+            ) from error
+
+    def _fitting(self, slot_bytes: int) -> list[Ring]:
+        return [ring for ring in self.rings if slot_bytes <= ring.slot_bytes <= _WIDE * slot_bytes]
+
+    def _take(self, ring: Ring, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
+        slot = ring.find(1, is_free)
+        if slot < 0:
+            return None
+        store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)  # nobody may take the old record for a new one
+        return ring, slot
+
+    def _shape(self, nbytes: int) -> RingShape:
+        slot_bytes = _slot_of(nbytes)
+        least, most = _FIRST_SLOTS
+        before = sum(ring.slots for ring in self._fitting(slot_bytes))
+        slots = max(least, min(most, _FIRST_BYTES // slot_bytes), min(before, _GROWTH_BYTES // slot_bytes))
+        slots = min(slots, self._ledger.mask - self.slots)
+        if self._max_bytes is not None:
+            one = RingShape(self._kind, 1, slot_bytes, self._capacity).nbytes
+            slots = min(slots, 1 + (self._max_bytes - self.nbytes - one) // (slot_bytes + 8 * RECORD_WORDS + 64))
+        return RingShape(self._kind, max(1, slots), slot_bytes, self._capacity)
+
+
+class Putter(Producer):
+    """The producer of one process's puts. Its `max_bytes` is always set."""
+
+    def __init__(self, channel: str, max_bytes: int | None) -> None:
+        super().__init__(channel, full="grow", max_bytes=default_limit() if max_bytes is None else max_bytes)
+
+    def _prepare(self, member: Member) -> None:
+        super()._prepare(member)
+        self._pool: GrowingPool = GrowingPool(
+            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
+            kind=self._kind, slots=self._slots, slot_bytes=None, max_bytes=self._max_bytes,
+        )  # fmt: skip
+        self._pool.eager = False
+        self._rings = self._pool.rings
+
+    def put(self, value: Any, deadline: float | None) -> None:
+        """Send a value, waiting for memory until `deadline` (monotonic seconds; None: as long as it takes).
+
+        Raises:
+            queue.Full: the deadline has passed.
+            ResourceError: the value is larger than the limit; or everything that this process put was got, the
+                getters' tensors fill the memory, and for `PATIENCE` seconds none of them died.
+        """
+        grace = _GRACE if deadline is None else max(0.0, min(_GRACE, deadline - time.monotonic()))
+        self._pool.eager = not grace
+        try:
+            self.send(value, timeout=grace)
+            return
+        except RingFull:
+            self._pool.eager = True
+        wait, held_since, given_back = 0.0, 0.0, -1
+        while True:
+            try:
+                self.send(value, timeout=wait)
+                return
+            except RingFull:
+                unread, held, nbytes = self._holders()
+            now = time.monotonic()
+            if unread or held != given_back:
+                held_since, given_back = now, held
+            elif now - held_since >= PATIENCE:
+                raise ResourceError(errno.ENOMEM, self._held_text(held, nbytes))
+            if deadline is not None and now >= deadline:
+                text = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
+                raise Full(f"no memory for the item: {text}")
+            wait = _LOOK if deadline is None else min(_LOOK, deadline - now)
+
+    def _holders(self) -> tuple[int, int, int]:
+        """Items that nobody has got, items that were got and whose memory is in use, bytes of the latter."""
+        unread = held = nbytes = 0
+        for ring, entry in self._pool.messages():
+            seq, slot, span = entry[:3]
+            if ring.words[state_word(ring, slot) + DONE] != seq:
+                unread += 1
+            elif not self._is_free(ring, entry):
+                held += 1
+                nbytes += span * ring.slot_bytes
+        return unread, held, nbytes
+
+    def _held_text(self, held: int, nbytes: int) -> str:
+        pids = ", ".join(str(pid) for pid in sorted({peer.entry.pid for peer in self._listeners})) or "none alive"
+        return (
+            f"tensors of {held} items that were got hold {format_bytes(nbytes)} of max_bytes="
+            f"{format_bytes(self._max_bytes or 0)} (processes with this queue: {pids}): drop tensors that are not "
+            "needed, keep clones of those that are (one kept tensor holds its whole item), or pass a larger max_bytes="
+        )
