@@ -1,0 +1,143 @@
+"""The parent's side of a pool: the two channels it shares with its workers, and the calls that are on their way."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures._base import PENDING
+from typing import Any
+
+from .parcels import Inbox, Outbox, Parcel
+from .pickling import loads
+from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
+
+
+class Task(Future[Any]):
+    """What `submit` returns. What runs it is an attempt, a future of the standard executor; a retry is another one.
+
+    A task that is cancelled does not cancel its attempt: a worker gets an empty call instead. (Before Python 3.12 a
+    cancelled future that waits when the pool breaks ends the management thread, and all others wait for ever.)
+    """
+
+    def __init__(self, value: list[Any]) -> None:
+        super().__init__()
+        self.value: list[Any] | None = value
+        """The pickled call, until the task is over: its tensors are the caller's own, no copies."""
+        self.deaths = 0
+        """How many workers died at it."""
+        self._untold = threading.Lock()
+
+    def cancel(self) -> bool:
+        """Cancel the call if no worker was chosen for it yet. True if it is cancelled."""
+        if not super().cancel():
+            return False
+        if self._untold.acquire(blocking=False):
+            self.value = None
+            self.set_running_or_notify_cancel()  # whoever waits for it need not wait for the executor to come by
+        return True
+
+    def begin(self) -> bool:
+        """A worker was chosen; whether there is anything to run. Nothing is if it was cancelled, or its pool broke."""
+        with self._condition:
+            if self._state == PENDING:
+                self.set_running_or_notify_cancel()
+        return self.running()
+
+    def finish(self, result: object) -> None:
+        """The call returned."""
+        self.value = None
+        self.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """The call raised, or cannot be run."""
+        self.value = None
+        try:
+            self.set_exception(error)
+        except InvalidStateError:  # cancelled just now
+            pass
+
+
+class Depot:
+    """Both ends of a pool's parcels in the parent. Owns an endpoint on each channel until it is closed or dropped."""
+
+    def __init__(self, max_bytes: int | None, *, slots_only: bool) -> None:
+        name = f"executor-{os.getpid()}-{secrets.token_hex(4)}"
+        self._max_bytes, self._slots_only = max_bytes, slots_only
+        self._outbox = Outbox(f"{name}.calls", max_bytes)
+        try:
+            self._inbox = Inbox(f"{name}.results")
+        except BaseException:
+            self._outbox.close()
+            raise
+        self._under_way: set[Shipment] = set()
+        self.address = Address(f"{name}.calls", f"{name}.results", self._outbox.index, max_bytes)
+
+    def ship(self, shipment: Shipment) -> Packed:
+        """Send a call, or make it fit for the pipe. Waits for room while other calls are under way."""
+        value = shipment.task.value
+        if value is None or not shipment.task.begin():
+            return NOTHING
+        packed = None if self._slots_only else inline(value)
+        if packed is not None:
+            return packed
+        holder = "calls that run, and by arguments that workers keep"
+        try:
+            shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
+        except Exception:
+            if shipment.over:
+                return NOTHING  # to raise would be to wait for a lock of the pool that broke meanwhile
+            raise
+        self._under_way.add(shipment)
+        return shipment.parcel
+
+    def _may_get_room(self, shipment: Shipment) -> bool:
+        return bool(self._under_way) and not shipment.over
+
+    def arrived(self, shipment: Shipment) -> None:
+        """An attempt is over, however it ended."""
+        shipment.over = True
+        self._under_way.discard(shipment)
+
+    def killed(self, shipment: Shipment) -> bool:
+        """Whether a worker took the call and died; asked while the other workers still live."""
+        return shipment.parcel is not None and self._outbox.was_lost(shipment.parcel)
+
+    def open(self, packed: Packed) -> Any:
+        """The object that a worker sent. Large tensors and arrays in it are the worker's slot."""
+        if isinstance(packed, bytes):
+            return unfold(packed)
+        message = self._inbox.take(packed)
+        try:
+            return loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
+        finally:
+            message.release()
+
+    def close(self) -> None:
+        """Leave both channels. Results that are alive stay valid. Idempotent."""
+        self._outbox.close()
+        self._inbox.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self.close()
+
+
+class Shipment:
+    """A call on its way: what the standard executor pickles is only this, and then the call is sent.
+
+    That happens in the executor's own thread and not in `submit`, so that a thousand calls that wait take no slots.
+    """
+
+    parcel: Parcel | None = None
+    over = False
+    """Whether the attempt has ended: its pool broke before it was sent."""
+
+    def __init__(self, depot: Depot, task: Task) -> None:
+        self.depot, self.task = depot, task
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        packed = self.depot.ship(self)
+        return (bytes, (packed,)) if isinstance(packed, bytes) else (Parcel, tuple(packed))

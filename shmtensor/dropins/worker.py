@@ -1,0 +1,153 @@
+"""A worker process of the executor: takes a call out of its slot, runs it, and puts the result into a slot of its own.
+
+The standard executor's worker loop does the rest; `run` is all that it ever calls.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, util
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..errors import ClosedError
+from .parcels import Inbox, Outbox, Parcel
+from .pickling import dumps, loads
+
+INTERRUPTED: Final = 130
+"""Exit code of a worker that was idle when Ctrl-C came: nobody's fault, and nothing to try again."""
+NOTHING: Final = b""
+"""What is sent of a call that is over before it was sent, and what comes back."""
+INLINE_MOST: Final = 32 << 10
+"""Streams [bytes] without a tensor go through the pipe up to here, which is cheaper than a slot."""
+COPY_MOST: Final = 64 << 10
+"""Values [bytes] that are copied out of their slot on arrival up to here: whoever keeps many of them holds no slots."""
+
+_PATIENCE: Final = 5.0
+_LOOK: Final = 0.5
+
+Packed = bytes | Parcel
+"""A pickled value as it goes through a pipe: itself, or where it is."""
+
+
+class Address(NamedTuple):
+    """What a worker must know of its pool."""
+
+    calls: str
+    """Channel of the calls."""
+    results: str
+    """Channel of the results."""
+    parent: int
+    """The parent's place on the channel of the calls."""
+    max_bytes: int | None
+
+
+def start(address: Address, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    """The executor's initializer: join the pool, then run the user's initializer."""
+    global _worker
+    _worker = Worker(address)
+    if initializer is not None:
+        initializer(*initargs)
+
+
+def run(packed: Packed) -> Packed:
+    """Run one call. Everything that fails here, unpickling and pickling included, fails this call's future only."""
+    try:
+        return _worker.run(packed) if packed else NOTHING
+    except BrokenProcessPool as error:
+        error.raised_by_call = True  # type: ignore[attr-defined]
+        raise
+
+
+def raised(error: BrokenProcessPool) -> bool:
+    """Whether a call raised this error, as one that uses a pool of its own may, and not the loss of its worker."""
+    return getattr(error, "raised_by_call", False)
+
+
+def inline(value: list[Any]) -> bytes | None:
+    """The pickled value for the pipe, if it holds no tensor and is small."""
+    return value[0].tobytes() if len(value) == 1 and value[0].nbytes <= INLINE_MOST else None
+
+
+def unfold(packed: bytes) -> Any:
+    """The object of a pickled value that came through the pipe."""
+    return loads([np.frombuffer(packed, np.uint8)])
+
+
+class Worker:
+    """This process as a member of its pool."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._inbox = Inbox(address.calls)
+        self._outbox: Outbox | None = None
+        util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
+        threading.Thread(target=self._outlive_nobody, name="shmtensor parent watch", daemon=True).start()
+
+    def run(self, packed: Packed) -> Packed:
+        if isinstance(packed, bytes):
+            function, args, kwargs = unfold(packed)
+            return self._pack(function(*args, **kwargs))
+        message = self._inbox.take(packed)
+        try:
+            function, args, kwargs = loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
+            return self._pack(function(*args, **kwargs))
+        finally:
+            message.release()  # done; its slot is given back when the last view of the arguments dies
+
+    def _pack(self, result: object) -> Packed:
+        value = dumps(result)
+        packed = inline(value)
+        if packed is not None:
+            return packed
+        if self._outbox is None:
+            self._outbox = Outbox(self._address.results, self._address.max_bytes)
+        holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
+        return self._outbox.post(value, _Patience(self._outbox), "a result", holder)
+
+    def _outlive_nobody(self) -> None:
+        """End with the parent, however it ends: nobody could take a result, and nobody else would end this process.
+
+        The parent's life lock decides. Its sentinel is only quicker: a forked sibling may hold the other end of it.
+        """
+        sentinel = multiprocessing.parent_process().sentinel  # type: ignore[union-attr]
+        try:
+            while not connection.wait([sentinel], _LOOK) and self._inbox.is_alive(self._address.parent):
+                pass
+        except ClosedError:
+            return  # this process is ending
+        os._exit(1)
+
+
+class _Patience:
+    """How long a full worker waits: while its parent has not looked at a result yet, and a little longer.
+
+    The parent may keep results for ever, and may wait for the very result that finds no room.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._since = time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._outbox.is_settled():
+            self._since = now
+        return now - self._since < _PATIENCE
+
+
+def _end_quietly() -> None:
+    """Ctrl-C reaches idle workers too: end as told, without a traceback from each of them."""
+    if sys.exc_info()[0] is KeyboardInterrupt:
+        util._flush_std_streams()  # type: ignore[attr-defined]
+        os._exit(INTERRUPTED)
+
+
+_worker: Worker
