@@ -15,7 +15,7 @@ from .faults import points
 PACKAGE = Path(__file__).parents[1] / "shmtensor"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "units", "statistics"),
+    ("errors", "units", "statistics", "hot"),
     ("wire",),
     ("memory",),
     ("ring",),

@@ -54,6 +54,7 @@ class Audience(Endpoint):
 
     def _refresh(self) -> None:
         """Read the table: who gets what is sent from now on."""
+        self._unlearn()
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
         settle()
@@ -87,6 +88,7 @@ class Audience(Endpoint):
         dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
         if not dead:
             return False
+        self._unlearn()
         self._member.reap()
         for peer in dead:
             if self._peers.pop(peer.uid, None) is not None:

@@ -64,8 +64,12 @@ class Endpoint:
 
     def drop_in_child(self) -> None:
         """This process is a forked child: the endpoint is the parent's."""
+        self._unlearn()
         self._state = FORKED
         self._mutex = threading.Lock()
+
+    def _unlearn(self) -> None:
+        """Forget what the compiled module was told about this endpoint: it has changed."""
 
     def _refuse(self) -> None:
         what = f'{type(self).__name__} of channel "{self._member.channel}"'

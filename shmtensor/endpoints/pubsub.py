@@ -12,10 +12,12 @@ from ..channel.names import ledger_name, ring_name
 from ..errors import ResourceError, WireError
 from ..memory.words import store
 from ..ring.broadcast import BroadcastFeed, LatestFeed
+from ..ring.feed import TENSOR, Found
 from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
 from ..views import pack
+from . import usual
 from .audience import Peer
 from .base import check_choice, check_count
 from .message import Message
@@ -173,8 +175,19 @@ class Subscriber(Receiver[BroadcastFeed]):
             except WireError as error:
                 self._blame(feed, seq, error)
                 continue  # the array dies here, and the slot goes back
+            if found.kind == TENSOR:
+                self._learn(feed, found, value)
             return Message(value, meta, seq, found.nbytes, 1, missed, array, lease, self)
         return None
+
+    def _learn(self, feed: BroadcastFeed, found: Found, value: Any) -> None:
+        """From now on, records like this one go by the compiled module, if there is one and nothing is unusual."""
+        if self._latest or len(self._feeds) != 1 or not feed.started or found.ring.index or not found.raw:
+            return
+        if self._inlet is None:
+            self._inlet = usual.inlet(self, feed, found)
+        if self._inlet is not None:
+            self._inlet.learn(found.slot, found.raw, found.nbytes, value)
 
     def _make_private(self, message: Message) -> None:
         message._value = pack.copy_value(message._value)

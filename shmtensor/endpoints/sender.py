@@ -23,7 +23,8 @@ from ..ring.ring import Busy, Ring
 from ..statistics import SenderStatistics
 from ..units import format_bytes, parse_bytes
 from ..views import outgoing
-from ..views.outgoing import Outgoing
+from ..views.outgoing import SMALL, Outgoing
+from . import usual
 from .audience import Audience, Peer
 from .base import CLOSED, FORKED, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
@@ -55,6 +56,7 @@ class Sender(Audience):
         self._sent_bytes = self._dropped = self._waits = 0
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
+        self._outbox: Any = None
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
         self._control_words = self._member.control.words
@@ -107,6 +109,10 @@ class Sender(Audience):
             ResourceError: a ring is needed and `/dev/shm` or `max_bytes` has no room for it.
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
+        if meta is None and self._outbox is not None:
+            seq: int | None = self._outbox.send(value)
+            if seq is not None:
+                return seq if seq > 0 else self._wake_late(-seq)
         with self._mutex:
             if self._state:
                 self._refuse()
@@ -119,7 +125,34 @@ class Sender(Audience):
             # crash: send.acquired
             outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
             # crash: send.copied
-            return self._publish(ring, slot, out, None)
+            seq = self._publish(ring, slot, out, None)
+            if out.is_plan:
+                self._learn(value, out, ring, slot)
+            return seq
+
+    def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
+        """From now on, tensors like this one go by the compiled module, if there is one and nothing is unusual."""
+        if self._locked or len(self._rings) != 1 or out.nbytes > min(SMALL, ring.slot_bytes):
+            return
+        if self._outbox is None:
+            self._outbox = usual.outbox(self, ring)
+        if self._outbox is not None:
+            self._outbox.learn(value, out, usual.constant_of(ring, slot, out), out.nbytes)
+
+    def _unlearn(self) -> None:
+        """Something changed that the outbox was told: the next message goes by the Python code and makes another."""
+        outbox, self._outbox = self._outbox, None
+        if outbox is not None:
+            outbox.retire()
+            self._sent_bytes += outbox.sent_bytes
+
+    def _wake_late(self, seq: int) -> int:
+        """A receiver fell asleep while its message was being published."""
+        with self._mutex:
+            if not self._state:
+                place = self._words[self._order + (seq & self._mask)]
+                self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
+        return seq
 
     def _usual_place(self, nbytes: int) -> Place | None:
         """The next slot of the only ring, if the message fits it and it is free: what `_place` nearly always finds."""
@@ -292,6 +325,7 @@ class Sender(Audience):
         with self._mutex:
             if self._state:
                 return
+            self._unlearn()
             try:
                 store(self._words, L_CLOSED, 1)
                 # crash: close.said
@@ -324,8 +358,8 @@ class Sender(Audience):
         if self._state == FORKED:
             self._refuse()
         return SenderStatistics(
-            sent=self._published, sent_bytes=self._sent_bytes, dropped=self._dropped, waits=self._waits,
-            doorbells=self._rung,
+            sent=self._published, sent_bytes=self._sent_bytes + (self._outbox.sent_bytes if self._outbox else 0),
+            dropped=self._dropped, waits=self._waits, doorbells=self._rung,
             rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
             receivers=len(self._listeners), dead_receivers=self._deaths,
         )  # fmt: skip

@@ -39,6 +39,7 @@ class Sources(Endpoint, Generic[_F]):
 
     def _refresh(self) -> None:
         """Read the table: attach new senders, notice those that left."""
+        self._unlearn()
         control = self._member.control
         epoch = control.epoch
         settle()

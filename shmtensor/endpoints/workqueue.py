@@ -157,13 +157,13 @@ class Consumer(Receiver[CompetingFeed]):
         if now >= self._scan_due:
             self._scan_due, self._scan_wanted = now + TICK, True
 
-    def _poll(self) -> Message | None:
+    def _poll(self, patience: int = 0) -> Message | None:
         if self._scan_wanted:
             message = self._scan()
             if message is not None:
                 return message
             self._scan_wanted = False
-        return super()._poll()
+        return super()._poll(patience)
 
     def _tick(self) -> None:
         super()._tick()

@@ -21,6 +21,8 @@ from . import pack
 _PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
 _PLANS_MOST: Final = 4096
 
+SMALL: Final = pack.SMALL
+
 EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
 """The record of no message, for a doorbell that only says: look around."""
 
@@ -35,6 +37,11 @@ class Outgoing:
         description = len(static) + len(dynamic)
         self.spilled = description > INLINE
         self.total = padded(nbytes) + description if self.spilled else nbytes
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it describes every tensor of this dtype and shape."""
+        return self.kind == _TENSOR
 
 
 _plans: dict[tuple[Any, Any, Any], Outgoing] = {}
