@@ -107,15 +107,7 @@ def raw_bytes(array):
 def check_numpy_dtype(dtype):
     raw = bytearray(np.random.default_rng(2).integers(0, 100, 12 * dtype.itemsize, dtype=np.uint8).tobytes())
     array = np.ndarray((3, 4), dtype, raw)
-    for source in (
-        array,
-        array[0],
-        array[1, 1:2],
-        array.T,
-        array[::2, ::-1],
-        array[:0],
-        np.ndarray((), dtype, raw),
-    ):
+    for source in (array, array[0], array[1, 1:2], array.T, array[::2, ::-1], array[:0], np.ndarray((), dtype, raw)):
         for back in (travel(source, readonly=True), travel([source], readonly=True)[0]):
             assert back.dtype == source.dtype
             assert back.dtype.isalignedstruct == dtype.isalignedstruct
@@ -156,12 +148,7 @@ def test_dtypes_of_objects_are_refused(array):
 
 
 def test_single_spec_equals_pack():
-    for value in (
-        torch.zeros(2, 3, dtype=torch.bfloat16),
-        np.zeros((4,), ">i4"),
-        torch.zeros(()),
-        torch.zeros(0),
-    ):
+    for value in (torch.zeros(2, 3, dtype=torch.bfloat16), np.zeros((4,), ">i4"), torch.zeros(()), torch.zeros(0)):
         static = single_spec(value.dtype, value.shape)
         assert static == pack(value).static
     image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)

@@ -93,8 +93,7 @@ class Sender(Audience):
 
         Args:
             value: a tensor, an ndarray, or a dict, list or tuple of these with JSON scalars at the other leaves. It
-            is copied
-                before `send` returns: changing it afterwards changes nothing that was sent.
+                is copied before `send` returns: changing it afterwards changes nothing that was sent.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -131,9 +130,8 @@ class Sender(Audience):
                 if entry is None or (entry[2] == 1 and self._is_free(ring, entry)):
                     ring.busy[slot] = None
                     ring.cursor = slot + 1 if slot + 1 < ring.slots else 0
-                    store(
-                        ring.words, R_RECORDS + slot * RECORD_WORDS, 0
-                    )  # nobody may take the old record for a new one
+                    # nobody may take the old record for a new one
+                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
                     return ring, slot
         return None
 
@@ -145,9 +143,8 @@ class Sender(Audience):
             dtype: a torch dtype, for `loan.tensor`, or anything that `numpy.dtype` takes, for `loan.array`.
             meta, timeout: as for `send`.
 
-        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more.
-        If a view of it
-        is kept nevertheless, its slot is not used again while that view lives.
+        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more. If
+        a view of it is kept nevertheless, its slot is not used again while that view lives.
 
         >>> import shmtensor, torch
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -276,8 +273,7 @@ class Sender(Audience):
         """Say that nothing follows, and leave. Idempotent.
 
         Messages that receivers have not taken yet stay readable for the members that are there; the last of them
-        removes the
-        rings. With nobody there they are dropped.
+        removes the rings. With nobody there they are dropped.
 
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.
@@ -325,9 +321,8 @@ class Sender(Audience):
             self._refuse()
         return SenderStatistics(
             sent=self._published, sent_bytes=self._sent_bytes, dropped=self._dropped, waits=self._waits,
-            doorbells=self._rung,
-            rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
-            receivers=len(self._listeners), dead_receivers=self._deaths,
+            doorbells=self._rung, rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy,
+            ring_bytes=self._pool.nbytes, receivers=len(self._listeners), dead_receivers=self._deaths,
         )  # fmt: skip
 
     def _about(self) -> str:

@@ -84,8 +84,7 @@ class Sources(Endpoint, Generic[_F]):
 
         feed = self._make_feed(
             ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), sleeper,
-            attach_ring,
-            self._lease_emptied,
+            attach_ring, self._lease_emptied,
         )  # fmt: skip
         feed.gone = ledger.closed
         return feed
