@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -209,8 +210,9 @@ class Sender(Audience):
 
     # --- slots
 
+    @abstractmethod
     def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        raise NotImplementedError
+        """Whether the slots of a message may be used again."""
 
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
@@ -265,9 +267,9 @@ class Sender(Audience):
 
     # --- leaving
 
+    @abstractmethod
     def _is_settled(self) -> bool:
         """Whether everything sent has been taken (fan-out) or done (work queue) by those who should."""
-        raise NotImplementedError
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.

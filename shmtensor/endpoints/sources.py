@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import abstractmethod
 from typing import Any, Generic, TypeVar
 
 from ..channel import control as ctl
@@ -89,8 +90,9 @@ class Sources(Endpoint, Generic[_F]):
         feed.gone = ledger.closed
         return feed
 
+    @abstractmethod
     def _make_feed(self, *args: Any) -> _F:
-        raise NotImplementedError
+        """The feed of a new sender; `args` are those of `Feed`."""
 
     def _retire_drained(self) -> None:
         """Let go of senders that are gone and read to the end; the last receiver to do so removes what they left."""
@@ -104,9 +106,9 @@ class Sources(Endpoint, Generic[_F]):
             # crash: drain.finished
         self._member.reap()  # moves the epoch; the next refresh forgets them
 
+    @abstractmethod
     def _is_drained(self, feed: _F) -> bool:
         """Whether nothing more can come from a sender that is gone."""
-        raise NotImplementedError
 
     def _is_over(self) -> bool:
         """Whether every sender that was there since this receiver joined is gone and drained."""
@@ -127,6 +129,6 @@ class Sources(Endpoint, Generic[_F]):
                     sleeper.post()
                     sleeper.close()
 
+    @abstractmethod
     def _lease_emptied(self) -> None:
         """The last lease of a feed ended after close."""
-        raise NotImplementedError
