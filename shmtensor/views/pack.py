@@ -23,7 +23,7 @@ from .unpack import Unpacker
 from .values import copy_value, map_leaves
 from .walk import Walk, torch_views
 
-__all__ = ["Packed", "Unpacker", "copy_value", "empty_view", "map_leaves", "pack", "single_spec"]
+__all__ = ["Packed", "Unpacker", "copy_value", "map_leaves", "pack", "single_spec"]
 
 SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
 LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
@@ -184,14 +184,3 @@ def single_spec(dtype: Any, shape: Sequence[int], strides: Sequence[int] | None 
     except WireError as error:
         raise ArgumentError(f"too large to send: {error}") from None
     return spec.encode([leaf], None, descriptions)
-
-
-def empty_view(payload: Array, dtype: Any, shape: Sequence[int]) -> Any:
-    """A writable tensor (torch dtype) or array (NumPy dtype) at the start of the payload, which it keeps alive.
-
-    The contents are whatever lies there. `payload` is a uint8 array that is large enough, else `ArgumentError`.
-    """
-    unpacker = Unpacker(single_spec(dtype, shape))
-    if payload.nbytes < unpacker.nbytes:
-        raise ArgumentError(f"payload has {payload.nbytes} bytes, the view needs {unpacker.nbytes}")
-    return unpacker(payload, b"", readonly=False)[0]
