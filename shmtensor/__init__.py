@@ -1,8 +1,7 @@
 """Move tensors between processes on one host at memory speed.
 
 A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
-Importing
-this package imports no torch; torch is imported when the first tensor arrives.
+Importing this package imports no torch; torch is imported when the first tensor arrives.
 """
 
 from __future__ import annotations

@@ -86,13 +86,8 @@ def test_a_rival_without_samples_is_named_and_nothing_is_judged_against_it(outco
 def test_summaries():
     summary = summarize([3.0, 1.0, 2.0])
     assert (summary.count, summary.least, summary.median, summary.most) == (3, 1, 2, 3)
-    assert [report.number(value) for value in (None, 1234.5, 12.34, 1.234, 0.0123)] == [
-        "",
-        "1,234",
-        "12.3",
-        "1.23",
-        "0.012",
-    ]
+    numbers = [report.number(value) for value in (None, 1234.5, 12.34, 1.234, 0.0123)]
+    assert numbers == ["", "1,234", "12.3", "1.23", "0.012"]
 
 
 # --- payloads and processes

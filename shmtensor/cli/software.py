@@ -51,11 +51,9 @@ def torch() -> Iterator[Finding]:
         module = importlib.import_module("torch")
     except Exception as error:
         yield Finding(
-            "torch",
-            WARN,
-            f"{type(error).__name__}: {error}",
+            "torch", WARN, f"{type(error).__name__}: {error}",
             "NumPy arrays work without it, tensors do not: pip install torch",
-        )
+        )  # fmt: skip
         return
     yield Finding(
         "torch", OK, str(module.__version__), "imports; imported by the library when the first tensor arrives"
@@ -66,10 +64,7 @@ def torch() -> Iterator[Finding]:
         available = bool(module.cuda.is_available())
         value = f"{module.version.cuda}, {module.cuda.device_count()} devices" if available else "not available"
     yield Finding(
-        "CUDA",
-        OK,
-        value,
-        "tensors are moved through host memory" if available else "optional: host tensors need none",
+        "CUDA", OK, value, "tensors are moved through host memory" if available else "optional: host tensors need none"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from typing import Any
 
 from ..channel import control as ctl
@@ -41,8 +42,9 @@ class Audience(Endpoint):
     _control_words: memoryview
 
     @property
+    @abstractmethod
     def _published(self) -> int:
-        raise NotImplementedError
+        """The newest sequence number."""
 
     def __init__(self) -> None:
         super().__init__()

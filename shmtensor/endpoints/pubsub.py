@@ -31,11 +31,10 @@ class Publisher(Sender):
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
         slots: slots of a ring; a message takes as many consecutive ones as it needs.
-        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`, to
-        fit it.
+        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`,
+            to fit it.
         full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
-        counted),
-            `"error"` (raise `RingFull`).
+            counted), `"error"` (raise `RingFull`).
         history: how many of the newest messages a subscriber that joins later gets first.
         max_bytes: most shared memory that all rings together may take; None: as much as `/dev/shm` gives.
 
@@ -119,8 +118,7 @@ class Subscriber(Receiver[BroadcastFeed]):
     Args:
         channel: the channel's name.
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
-        newest one,
-            never holding anybody back (`msg.missed` counts what was passed over).
+            newest one, never holding anybody back (`msg.missed` counts what was passed over).
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
 
     Its values are read-only: see `Message`.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -109,8 +110,9 @@ class Receiver(Sources[_F]):
     def _before_next(self) -> None:
         """Called before each look for a message."""
 
+    @abstractmethod
     def _make_private(self, message: Message) -> None:
-        raise NotImplementedError
+        """`recv(copy=True)`: put a private copy of the value into the message."""
 
     def _poll(self, patience: int = 0) -> Message | None:
         """A message that is there now, or within `patience` nanoseconds at most, or None. The senders take turns."""
@@ -133,9 +135,9 @@ class Receiver(Sources[_F]):
                 return message
         return None
 
+    @abstractmethod
     def _take(self, feed: _F) -> Message | None:
         """The next message of one sender, or None."""
-        raise NotImplementedError
 
     def _blame(self, feed: _F, seq: int, error: Exception) -> None:
         self._bad_records += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,7 @@ class Sender(Audience):
 
         Args:
             value: a tensor, an ndarray, or a dict, list or tuple of these with JSON scalars at the other leaves. It
-            is copied
-                before `send` returns: changing it afterwards changes nothing that was sent.
+                is copied before `send` returns: changing it afterwards changes nothing that was sent.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -164,9 +164,8 @@ class Sender(Audience):
                 if entry is None or (entry[2] == 1 and self._is_free(ring, entry)):
                     ring.busy[slot] = None
                     ring.cursor = slot + 1 if slot + 1 < ring.slots else 0
-                    store(
-                        ring.words, R_RECORDS + slot * RECORD_WORDS, 0
-                    )  # nobody may take the old record for a new one
+                    # nobody may take the old record for a new one
+                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
                     return ring, slot
         return None
 
@@ -178,9 +177,8 @@ class Sender(Audience):
             dtype: a torch dtype, for `loan.tensor`, or anything that `numpy.dtype` takes, for `loan.array`.
             meta, timeout: as for `send`.
 
-        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more.
-        If a view of it
-        is kept nevertheless, its slot is not used again while that view lives.
+        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more. If
+        a view of it is kept nevertheless, its slot is not used again while that view lives.
 
         >>> import shmtensor, torch
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -245,8 +243,9 @@ class Sender(Audience):
 
     # --- slots
 
+    @abstractmethod
     def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        raise NotImplementedError
+        """Whether the slots of a message may be used again."""
 
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
@@ -301,16 +300,15 @@ class Sender(Audience):
 
     # --- leaving
 
+    @abstractmethod
     def _is_settled(self) -> bool:
         """Whether everything sent has been taken (fan-out) or done (work queue) by those who should."""
-        raise NotImplementedError
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
 
         Messages that receivers have not taken yet stay readable for the members that are there; the last of them
-        removes the
-        rings. With nobody there they are dropped.
+        removes the rings. With nobody there they are dropped.
 
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.

@@ -1,8 +1,7 @@
 """What is about to be sent: its description, how much room it takes, and how it gets into a slot.
 
-One plain contiguous tensor or array is the common message; its description is made once per (class, dtype, shape)
-and its
-bytes go by one `memmove`. Everything else goes through `views/pack.py`.
+One plain contiguous tensor or array is the common message; its description is made once per (class, dtype, shape) and
+its bytes go by one `memmove`. Everything else goes through `views/pack.py`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Unpacker:
     """The reader of every message that has this static part.
 
     nbytes: bytes of the payload
-    single: (shape, NumPy dtype, strides in bytes or None, torch dtype to view as or None, is torch) if the
-            value is one plain leaf at offset 0 that NumPy can make, else None. The value is then
+    single: (shape, NumPy dtype, strides in bytes or None, torch dtype to view as or None, is torch) if the value is
+            one plain leaf at offset 0 that NumPy can make, else None. The value is then
             `ndarray(shape, dtype, payload, 0, strides)`, through `torch.from_numpy` and `.view` for torch.
 
     Raises `WireError` on anything invalid. Imports torch if there is a torch tensor among the leaves.
@@ -151,11 +151,10 @@ class Unpacker:
     def __call__(self, payload: Array, dynamic: bytes, *, readonly: bool) -> tuple[object, object]:
         """The value and the meta of one message.
 
-        `payload` is a uint8 array [>= nbytes], flagged writable, whose base is no array itself. The value's
-        leaves are views of it: each of them keeps exactly `payload` alive, and nothing else does. Composites
-        may make private copies of their small parts. With `readonly`, NumPy arrays are not writable; torch
-        tensors always look writable. Raises `WireError` if the dynamic part is invalid or the payload is too
-        small or inconsistent.
+        `payload` is a uint8 array [>= nbytes], flagged writable, whose base is no array itself. The value's leaves
+        are views of it: each of them keeps exactly `payload` alive, and nothing else does. Composites may make
+        private copies of their small parts. With `readonly`, NumPy arrays are not writable; torch tensors always look
+        writable. Raises `WireError` if the dynamic part is invalid or the payload is too small or inconsistent.
         """
         if payload.nbytes < self.nbytes:
             raise WireError(f"payload has {payload.nbytes} bytes, the message needs {self.nbytes}")
