@@ -69,6 +69,7 @@ class Endpoint(ABC):
         self._state = FORKED
         self._mutex = threading.Lock()
 
+    @abstractmethod
     def _unlearn(self) -> None:
         """Forget what the compiled module was told about this endpoint: it has changed."""
 

@@ -185,6 +185,7 @@ class Receiver(Sources[_F]):
         return self._from_numpy
 
     def _unlearn(self) -> None:
+        """Something changed that the inlet was told: the next message goes by the Python code and makes another."""
         inlet, self._inlet = self._inlet, None
         if inlet is not None:
             inlet.retire()

@@ -1,9 +1,9 @@
 """The usual message, done in C: optional, x86-64 only, and never needed.
 
-A plain CPU tensor that looks like one sent before, in a sender's only ring, with nobody asleep, is published by an
-`Outbox`; its record, on a subscriber with one publisher, becomes a tensor by an `Inlet`. Both answer None, having done
-nothing, to whatever is not that case, and the Python code goes on. The compiled module is left out where it cannot be
-built, and unused with `SHMTENSOR_PURE=1`; what is promised is the same either way.
+A plain CPU tensor that looks like one sent before is published by an `Outbox`; its record, on a subscriber with one
+publisher, becomes a tensor by an `Inlet`. Both answer None, having done nothing, to whatever is not that case, and the
+Python code goes on. The compiled module is left out where it cannot be built, and unused with `SHMTENSOR_PURE=1`;
+what is promised is the same either way.
 """
 
 from __future__ import annotations
