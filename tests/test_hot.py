@@ -81,6 +81,68 @@ def test_a_work_queue_sends_the_same_way(channel):
         assert tx._outbox.sent_bytes >= 10 * value.nbytes
 
 
+def several(seed: int) -> dict:
+    """Tensors of many kinds in one message."""
+    image = noise((2, 3, 4, 5), torch.float16, seed).to(memory_format=torch.channels_last)
+    parts = {str(dtype): noise((3, 5), dtype, seed) for dtype in DTYPES}
+    return {"parts": parts, "image": image, "turned": noise((4, 6), torch.int32, seed).t(), "number": seed}
+
+
+@needs_hot
+@pytest.mark.parametrize("pattern", [(Publisher, Subscriber), (Producer, Consumer)], ids=["fan-out", "work-queue"])
+def test_several_tensors_in_a_message(channel, pattern):
+    with pattern[0](channel, slots=3) as tx, pattern[1](channel) as rx:
+        for seed in range(8):
+            sent = several(seed)
+            tx.send(sent)
+            got = rx.recv(timeout=PATIENCE).value
+            assert got["number"] == seed
+            assert same(got["image"], sent["image"])
+            assert same(got["turned"], sent["turned"])
+            assert list(got["parts"]) == list(sent["parts"])
+            assert all(same(got["parts"][name], tensor) for name, tensor in sent["parts"].items())
+        (batch,) = {unpacker._batch for unpacker in rx._unpackers.values()}
+        assert type(batch).__name__ == "Batch"
+
+
+@needs_hot
+def test_one_tensor_of_a_message_keeps_its_slot(channel):
+    with Publisher(channel, slots=2, full="error") as pub, Subscriber(channel) as sub:
+        for seed in range(4):
+            pub.send([noise((5,), torch.float32, seed), noise((6,), torch.int64, seed)])
+            value = sub.recv(timeout=PATIENCE).value
+        kept, before = value[1], value[1].clone()
+        del value
+        for _ in range(3):
+            pub.send(torch.zeros(11))
+            sub.recv(timeout=PATIENCE)
+        assert sub.statistics().leases == 1
+        assert same(kept, before)
+        del kept
+        assert sub.statistics().leases == 0
+
+
+@needs_hot
+def test_a_batch_checks_its_payload():
+    module = hot.module()
+    payload = np.zeros(64, np.uint8)
+    inside, outside = torch.from_numpy(payload[:32]), torch.zeros(4)
+    batch = module.Batch(payload, [inside, inside[8:16]])
+    for wrong in ([outside], ["text"], [None], [torch.empty(0)], [torch.empty(2, device="meta")]):
+        with pytest.raises(ValueError):
+            module.Batch(payload, wrong)
+    with pytest.raises(ValueError):
+        batch.make(np.zeros(31, np.uint8))
+    with pytest.raises(TypeError):
+        batch.make(None)
+    made = batch.make(payload)
+    payload[:] = np.arange(64)
+    assert [tensor.tolist() for tensor in made] == [list(range(32)), list(range(8, 16))]
+    references = sys.getrefcount(payload)
+    del made
+    assert sys.getrefcount(payload) == references - 2
+
+
 class Twisted(torch.Tensor):
     """A subclass, which is not the usual case."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from .. import hot
 from ..errors import WireError
 from ..wire import spec, tree
 from ..wire.spec import LeafSpec
@@ -32,7 +34,7 @@ class Unpacker:
     Raises `WireError` on anything invalid. Imports torch if there is a torch tensor among the leaves.
     """
 
-    __slots__ = ("_assemble", "_groups", "_leaves", "_makes", "_scalars", "nbytes", "single")
+    __slots__ = ("_assemble", "_batch", "_groups", "_leaves", "_makes", "_scalars", "nbytes", "single")
 
     def __init__(self, static: bytes) -> None:
         self.nbytes = 0
@@ -60,6 +62,7 @@ class Unpacker:
                     self._groups[leaf.extra] = (min(low, leaf.offset), max(high, leaf.offset + extent))
         for group, (low, high) in self._groups.items():
             self._groups[group] = (low - low % spec.GROUP_ALIGNMENT, high)
+        self._batch: Any = None  # makes the leaves in C; False: it cannot
         self._makes = [self._torch(leaf) if leaf.torch else self._numpy(leaf, dtypes) for leaf in leaves]
         self._assemble = _assembler(node)
         self._check_parts(node, leaves)
@@ -162,8 +165,12 @@ class Unpacker:
         try:
             if self._groups:
                 leaves = self._make_shared(payload, readonly)
+            elif self._batch:
+                leaves = self._batch.make(payload)
             else:
                 leaves = [make(payload, readonly) for make in self._makes]
+                if self._batch is None and len(leaves) > 1:
+                    self._batch = _batch(payload, leaves)
             return self._assemble(leaves, scalars, {}), meta
         except WireError:
             raise
@@ -181,6 +188,17 @@ class Unpacker:
             make(storages if leaf.torch and leaf.extra and 0 not in leaf.shape else payload, readonly)  # type: ignore[arg-type]
             for make, leaf in zip(self._makes, self._leaves, strict=True)
         ]
+
+
+def _batch(payload: Array, leaves: list[Any]) -> Any:
+    """What makes leaves like these of another payload, if they are plain tensors and the compiled module is there."""
+    module = hot.module()
+    if module is None:
+        return None if hot.BUILT and "torch" not in sys.modules else False
+    try:
+        return module.Batch(payload, leaves)
+    except ValueError:
+        return False
 
 
 def _assembler(node: Node) -> _Assemble:
