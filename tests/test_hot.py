@@ -267,7 +267,7 @@ def test_closed_and_full(channel, make):
     outbox = sender._outbox
     assert outbox is not None
     sender.close()
-    assert outbox.send(value) is None
+    assert outbox.send(value, 0) is None
     with pytest.raises(shmtensor.ClosedError):
         sender.send(value)
     receiver.close()

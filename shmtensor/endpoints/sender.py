@@ -31,6 +31,8 @@ from .base import CLOSED, FORKED, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
+_SPIN = 100e-6  # seconds that a sender without a slot looks for one before it sleeps
+_SPIN_NS = 20_000  # of these, without letting other threads run
 
 
 class Sender(Audience):
@@ -58,6 +60,7 @@ class Sender(Audience):
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
         self._outbox: Any = None
+        self._patience = _SPIN_NS if full == "block" else 0
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
         self._control_words = self._member.control.words
@@ -110,7 +113,7 @@ class Sender(Audience):
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
         if meta is None and self._outbox is not None:
-            seq: int | None = self._outbox.send(value)
+            seq: int | None = self._outbox.send(value, 0 if timeout == 0 else self._patience)
             if seq is not None:
                 return seq if seq > 0 else self._wake_late(-seq)
         with self._mutex:
@@ -273,6 +276,11 @@ class Sender(Audience):
         """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
+        awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
+        while time.monotonic() < awake_until and not self._stop:
+            place = self._pool.find(nbytes, self._is_free)
+            if place is not None:
+                return place
         while True:
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
             if remaining <= 0:

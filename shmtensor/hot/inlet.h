@@ -229,12 +229,6 @@ static PyObject *Inlet_learn(Inlet *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-static inline int64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* The next message for `receiver`, or None, and nothing done, if there is none or it is not the usual case. */
 static PyObject *take(Inlet *self, PyObject *receiver, int64_t *size) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;

@@ -49,6 +49,12 @@ typedef uint64_t Word;
 static inline Word load(const Word *at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 static inline void store(Word *at, Word value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
+static inline int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 /* A memoryview's memory, kept exported until it is given back. */
 typedef struct { Py_buffer view; } Memory;
 
