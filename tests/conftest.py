@@ -54,10 +54,13 @@ def descriptors() -> set[str]:
 @pytest.fixture(autouse=True)
 def company(request):
     """Runs at once sweep each other's dead, as any two users do: a test of what the dead leave asks to be alone."""
-    fd = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(fd, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    gate, room = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/tmp", "/dev/shm"))
+    fcntl.flock(gate, how)  # who wants to be alone lets nobody in any more
+    fcntl.flock(room, how)
+    os.close(gate)
     yield
-    os.close(fd)
+    os.close(room)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shmtensor.errors import ArgumentTypeError
-from shmtensor.views.pack import Unpacker, empty_view, pack, single_spec
+from shmtensor.views.pack import Unpacker, pack, single_spec
 from shmtensor.wire.dtypes import BY_CODE, BY_NAME, TABLE
 
 TORCH = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -107,15 +107,7 @@ def raw_bytes(array):
 def check_numpy_dtype(dtype):
     raw = bytearray(np.random.default_rng(2).integers(0, 100, 12 * dtype.itemsize, dtype=np.uint8).tobytes())
     array = np.ndarray((3, 4), dtype, raw)
-    for source in (
-        array,
-        array[0],
-        array[1, 1:2],
-        array.T,
-        array[::2, ::-1],
-        array[:0],
-        np.ndarray((), dtype, raw),
-    ):
+    for source in (array, array[0], array[1, 1:2], array.T, array[::2, ::-1], array[:0], np.ndarray((), dtype, raw)):
         for back in (travel(source, readonly=True), travel([source], readonly=True)[0]):
             assert back.dtype == source.dtype
             assert back.dtype.isalignedstruct == dtype.isalignedstruct
@@ -156,21 +148,21 @@ def test_dtypes_of_objects_are_refused(array):
 
 
 def test_single_spec_equals_pack():
-    for value in (
-        torch.zeros(2, 3, dtype=torch.bfloat16),
-        np.zeros((4,), ">i4"),
-        torch.zeros(()),
-        torch.zeros(0),
-    ):
+    for value in (torch.zeros(2, 3, dtype=torch.bfloat16), np.zeros((4,), ">i4"), torch.zeros(()), torch.zeros(0)):
         static = single_spec(value.dtype, value.shape)
         assert static == pack(value).static
     image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert single_spec(image.dtype, image.shape, image.stride()) == pack(image).static
     assert len(pack(torch.zeros(1, 2, 3, 4, 5)).static) < 100
-    view = empty_view(payload_of(64), torch.bfloat16, (3, 4))
-    assert (view.dtype, view.shape) == (torch.bfloat16, (3, 4))
-    view.fill_(2)
-    assert empty_view(payload_of(64), "f4", (3, 4)).dtype == np.float32
+
+
+@pytest.mark.parametrize(("dtype", "arrives"), [(torch.bfloat16, torch.bfloat16), ("f4", np.float32)])
+def test_single_spec_makes_a_view_to_compute_into(dtype, arrives):
+    payload = payload_of(64)
+    view, meta = Unpacker(single_spec(dtype, (3, 4)))(payload, b"", readonly=False)
+    assert (view.dtype, tuple(view.shape), meta) == (arrives, (3, 4), None)
+    view[...] = 2
+    assert payload.any()
 
 
 def test_single_says_how_to_make_the_view():

@@ -1,8 +1,8 @@
 """The fault matrix: point of death x way of dying x pattern -> what survivors see, and what is left (nothing).
 
 Each scenario has one victim, which dies (or raises) at a named point, and survivors in processes of their own. The
-fork server is preloaded with the package compiled with its crash points (`tests/faults/points.py`); the
-package itself has none.
+fork server is preloaded with the package compiled with its crash points (`tests/faults/points.py`); the package
+itself has none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ COUNT = 12
 # point -> the roles that come by it; a scenario in which its victim does not reach its point is a failure
 SENDER_POINTS = [
     "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered",
-    "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described",
-    "send.acquired", "send.copied",
-    "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep", "close.said",
-    "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+    "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired",
+    "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep",
+    "close.said", "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 RECEIVER_POINTS = [
     "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done",
-    "attach.done",
-    "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said", "close.done",
+    "attach.done", "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said", "close.done",
     "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 FAN_OUT_ONLY = ["take.found", "take.leased"]

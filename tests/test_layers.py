@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from .faults import points
 PACKAGE = Path(__file__).parents[1] / "shmtensor"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "units", "statistics"),
+    ("errors", "units", "statistics", "hot"),
     ("wire",),
     ("memory",),
     ("ring",),
@@ -156,6 +157,14 @@ def test_one_place_stores_shared_words(path):
             raise AssertionError(f"{name}:{node.lineno} stores a word by itself")
     if "setitem" in path.read_text():
         assert name == "memory/words.py"
+
+
+@pytest.mark.parametrize("base", ["ring.feed.Feed", "endpoints.sender.Sender", "endpoints.receiver.Receiver"])
+def test_an_incomplete_subclass_cannot_be_made(base):
+    module, name = base.rsplit(".", 1)
+    kind = getattr(importlib.import_module(f"shmtensor.{module}"), name)
+    with pytest.raises(TypeError, match="abstract"):
+        type("Incomplete", (kind,), {})()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

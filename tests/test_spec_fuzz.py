@@ -92,25 +92,7 @@ def test_random(static, dynamic):
 ITEMS = st.recursive(
     st.one_of(
         st.sampled_from(
-            [
-                0,
-                0,
-                1,
-                "l",
-                "t",
-                "d",
-                "a",
-                2,
-                -1,
-                True,
-                None,
-                1.5,
-                "coo",
-                "csr",
-                "jagged",
-                "nested",
-                "quantized",
-            ]
+            [0, 0, 1, "l", "t", "d", "a", 2, -1, True, None, 1.5, "coo", "csr", "jagged", "nested", "quantized"]
         ),
         st.integers(),
     ),
@@ -132,19 +114,7 @@ def test_any_tokens(tokens, descriptions, count, dynamic):
 
 DTYPES = st.recursive(
     st.sampled_from(
-        [
-            "<f4",
-            "O",
-            "|O",
-            "<U999999999",
-            "|V0",
-            "|S0",
-            "M8[ns]",
-            "<M8[0s]",
-            {"ml": "bfloat16"},
-            {"ml": "finfo"},
-            3,
-        ]
+        ["<f4", "O", "|O", "<U999999999", "|V0", "|S0", "M8[ns]", "<M8[0s]", {"ml": "bfloat16"}, {"ml": "finfo"}, 3]
     ),
     lambda inner: st.one_of(
         st.fixed_dictionaries({"base": inner, "shape": st.lists(st.integers(-1, 2**33), max_size=3)}),

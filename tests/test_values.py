@@ -19,9 +19,7 @@ from shmtensor.views.pack import Unpacker, copy_value, map_leaves, pack
 
 from .test_dtypes import payload_of, travel
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*(quantize_per|Sparse|nested tensors|ComplexHalf)"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*(quantize_per|Sparse|nested tensors|ComplexHalf)")]
 
 
 def same(a, b):
@@ -156,13 +154,8 @@ def test_other_strides_become_dense(tensor):
 
 def test_conj_neg_and_zero_tensors():
     z = torch.tensor([1 + 2j, 3 - 4j])
-    for tensor in (
-        z.conj(),
-        z.conj().imag,
-        torch._efficientzerotensor(3),
-        z.conj()[::1],
-        torch._neg_view(torch.ones(2)),
-    ):
+    zero, negated = torch._efficientzerotensor(3), torch._neg_view(torch.ones(2))
+    for tensor in (z.conj(), z.conj().imag, zero, z.conj()[::1], negated):
         assert torch.equal(travel(tensor), tensor.clone())
         assert torch.equal(travel([tensor] * 3)[1], tensor.clone())
         assert not travel(tensor).is_neg()
@@ -190,11 +183,7 @@ def test_many_dimensions():
 def test_more_dimensions_than_numpy_has(monkeypatch):
     monkeypatch.setattr("shmtensor.views.torch.NUMPY_MAX_NDIM", 2)
     monkeypatch.setattr("shmtensor.views.unpack.MAX_NDIM", 2)
-    for tensor in (
-        torch.randn(2, 3, 4),
-        torch.randn(2, 3, 4).permute(2, 0, 1),
-        torch.randn(2, 3, 4)[..., ::2],
-    ):
+    for tensor in (torch.randn(2, 3, 4), torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(2, 3, 4)[..., ::2]):
         assert torch.equal(travel(tensor), tensor)
 
 
@@ -394,13 +383,7 @@ def test_each_leaf_is_the_lease(make):
 
 
 def test_scalars_and_empty_leaves_hold_no_lease():
-    value = [
-        np.float32(3),
-        np.zeros(1, [("a", "f4")])[0],
-        np.bytes_(b"ab"),
-        torch.zeros(0, 3),
-        np.zeros((2, 0)),
-    ]
+    value = [np.float32(3), np.zeros(1, [("a", "f4")])[0], np.bytes_(b"ab"), torch.zeros(0, 3), np.zeros((2, 0))]
     packed = pack([*value, torch.ones(3)])
     payload = payload_of(packed.nbytes)
     packed.copy_into(payload)

@@ -109,8 +109,7 @@ class Control:
         if words[W_VERSION] != VERSION or words[W_CAPACITY] != CAPACITY:
             raise WireError(
                 f'channel "{self.channel}" was made by layout version {words[W_VERSION]}, this library reads '
-                f"{VERSION}: "
-                "use the same version everywhere, or another channel name"
+                f"{VERSION}: use the same version everywhere, or another channel name"
             )
 
     def initialise(self, kind: int, directory: str) -> None:
@@ -123,9 +122,8 @@ class Control:
             for word in range(base(index), base(index) + M_ASLEEP + 1):
                 store(words, word, 0)
         for word, value in (
-            (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1), (W_SENDERS,
-            0),
-            (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
+            (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1),
+            (W_SENDERS, 0), (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
         ):  # fmt: skip
             store(words, word, value)
 

@@ -1,8 +1,7 @@
 """Doorbells: a sleeping receiver's inbox (ZeroMQ PULL over ipc) and the senders that ring it (PUSH).
 
 A doorbell carries the descriptor of a message. It may arrive after its sleeper woke by itself, twice, or never: the
-truth is
-in shared memory, and a lost doorbell costs one tick.
+truth is in shared memory, and a lost doorbell costs one tick.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The one clean-up: what a member leaves behind, what a channel leaves behind, what everybody left behind.
 
 `close`, a crash noticed by a peer, the next join and `shmtensor gc` all end up here. Everything is decided under the
-control
-lock, from life locks; names go first and the entry that lists them last, so that a death in between is repeated, not
-lost.
+control lock, from life locks; names go first and the entry that lists them last, so that a death in between is
+repeated, not lost.
 """
 
 from __future__ import annotations
@@ -120,9 +119,8 @@ def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool)
         control.clear(index)
     control.advance()
     # crash: leave.cleared
-    control.locks.unlock(
-        ctl.LIFE + index
-    )  # before asking for the others: of two that leave together, the second must see it
+    # before asking for the others: of two that leave together, the second must see it
+    control.locks.unlock(ctl.LIFE + index)
     if not control.anybody_alive():
         unlink_channel(control, directory)
     else:
@@ -151,11 +149,10 @@ def _files(channel: str) -> Iterator[str]:
 
 
 def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patience: float = 0.0) -> list[Leftover]:
-    """Remove what a channel's dead left behind; the whole channel if nobody lives. Nothing that the living need is
-    touched.
+    """Remove what a channel's dead left behind; the whole channel if nobody lives.
 
-    Waits `patience` seconds for the channel's lock; a channel that is locked for longer is somebody's and is left
-    alone.
+    Nothing that the living need is touched. Waits `patience` seconds for the channel's lock; a channel that is locked
+    for longer is somebody's and is left alone.
     """
     name = control_name(channel)
     before = [found for found in _leftovers(channel) if _owner_of(found.path) is not None]

@@ -133,18 +133,8 @@ def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
     for heading in headings:
         numeric = heading in (
-            "pid",
-            "ring",
-            "slots",
-            "used",
-            "messages",
-            "published",
-            "bytes",
-            "slot",
-            "total",
-            "payload",
-            "oldest",
-        )
+            "pid", "ring", "slots", "used", "messages", "published", "bytes", "slot", "total", "payload", "oldest",
+        )  # fmt: skip
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     return table
 
@@ -171,8 +161,7 @@ def _rings_table(view: ChannelView) -> Table:
         for ring in member.rings:
             table.add_row(
                 str(ring.index), str(member.pid), str(ring.slots), format_bytes(ring.slot_bytes),
-                format_bytes(ring.nbytes),
-                str(ring.slots_used), format_bytes(ring.bytes_used),
+                format_bytes(ring.nbytes), str(ring.slots_used), format_bytes(ring.bytes_used),
             )  # fmt: skip
     return table
 

@@ -33,10 +33,7 @@ def shared_memory() -> Iterator[Finding]:
         space = os.statvfs(shm.SHM_DIR)
     except OSError as error:
         yield Finding(
-            shm.SHM_DIR,
-            FAIL,
-            error.strerror or "missing",
-            f"mount a tmpfs at {shm.SHM_DIR}: every ring lies there",
+            shm.SHM_DIR, FAIL, error.strerror or "missing", f"mount a tmpfs at {shm.SHM_DIR}: every ring lies there"
         )
         return
     size, free = space.f_blocks * space.f_frsize, shm.free_bytes()
@@ -54,11 +51,9 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding(f"{shm.SHM_DIR} mount", OK, f"{kind} {options}", "memory, not a disk")
     else:
         yield Finding(
-            f"{shm.SHM_DIR} mount",
-            WARN,
-            f"{kind} {options}",
+            f"{shm.SHM_DIR} mount", WARN, f"{kind} {options}",
             "expected tmpfs: elsewhere slots may be written to a disk",
-        )
+        )  # fmt: skip
     name = f"{PREFIX}doctor-{os.getpid()}"
     try:
         with shm.create(name, shm.PAGE, "free some") as segment:
@@ -69,10 +64,7 @@ def shared_memory() -> Iterator[Finding]:
         )
     except (OSError, ShmTensorError) as error:
         yield Finding(
-            "shared-memory segment",
-            FAIL,
-            str(error),
-            f"this user must be able to create files in {shm.SHM_DIR}",
+            "shared-memory segment", FAIL, str(error), f"this user must be able to create files in {shm.SHM_DIR}"
         )
     finally:
         shm.unlink(name)
@@ -94,20 +86,15 @@ def limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FEW_FILES:
         yield Finding(
-            "open files",
-            WARN,
-            f"{soft} (hard {hard})",
+            "open files", WARN, f"{soft} (hard {hard})",
             "an endpoint needs about 4, and 2 per peer: raise with ulimit -n",
-        )
+        )  # fmt: skip
     else:
         yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and 2 per peer")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield Finding(
-        "locked memory",
-        OK,
-        value,
-        "the library locks no memory itself; pinning rings for CUDA is the driver's affair",
+        "locked memory", OK, value, "the library locks no memory itself; pinning rings for CUDA is the driver's affair"
     )
     limit, used = _cgroup_memory()
     if limit is None:
@@ -130,10 +117,8 @@ def _cgroup_memory() -> tuple[int | None, int]:
             root, limit_file, used_file = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
             root, limit_file, used_file = (
-                Path("/sys/fs/cgroup/memory"),
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
+                Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes",
+            )  # fmt: skip
         else:
             continue
         group = root / path.lstrip("/")
@@ -174,18 +159,13 @@ def kernel() -> Iterator[Finding]:
         yield Finding("membarrier", OK, "works", "sleepers are woken without a polling tick")
     elif words.WEAKLY_ORDERED:
         yield Finding(
-            "membarrier",
-            FAIL,
-            "not offered",
-            "this processor needs it: allow membarrier(2) in the seccomp profile",
+            "membarrier", FAIL, "not offered", "this processor needs it: allow membarrier(2) in the seccomp profile"
         )
     else:
         yield Finding(
-            "membarrier",
-            WARN,
-            "not offered",
+            "membarrier", WARN, "not offered",
             "a lost wake-up costs up to 10 ms: allow membarrier(2) in the seccomp profile",
-        )
+        )  # fmt: skip
     yield _ofd_locks()
     name = f"{PREFIX}doctor-{os.getpid()}"
     try:
@@ -195,10 +175,7 @@ def kernel() -> Iterator[Finding]:
         sleeper.close()
         status = OK if works else FAIL
         yield Finding(
-            "POSIX semaphores",
-            status,
-            "works" if works else "a post did not arrive",
-            "full rings wait on one",
+            "POSIX semaphores", status, "works" if works else "a post did not arrive", "full rings wait on one"
         )
     except (OSError, ShmTensorError) as error:
         yield Finding("POSIX semaphores", FAIL, str(error), f"sem_open needs a writable {shm.SHM_DIR}")
@@ -220,11 +197,9 @@ def _ofd_locks() -> Finding:
             first.close()
             second.close()
     return Finding(
-        "OFD locks",
-        OK if works else FAIL,
-        "works" if works else "locks do not exclude",
+        "OFD locks", OK if works else FAIL, "works" if works else "locks do not exclude",
         "the proof that a peer is alive",
-    )
+    )  # fmt: skip
 
 
 def socket_directory() -> Iterator[Finding]:
@@ -237,10 +212,7 @@ def socket_directory() -> Iterator[Finding]:
     info = os.stat(path)
     value = f"{path}, mode {stat.S_IMODE(info.st_mode):o}, user {info.st_uid}"
     yield Finding(
-        "socket directory",
-        OK,
-        value,
-        "yours alone; the processes of a channel must share it (SHMTENSOR_DIR moves it)",
+        "socket directory", OK, value, "yours alone; the processes of a channel must share it (SHMTENSOR_DIR moves it)"
     )
 
 
@@ -248,8 +220,7 @@ def remove_ipc() -> Iterator[Finding]:
     """systemd-logind may delete a user's shared memory at the end of the last session."""
     folders = [Path(root) / "systemd" for root in ("/usr/lib", "/run", "/etc")]
     files = [folder / "logind.conf" for folder in folders] + sorted(
-        (file for folder in folders for file in folder.glob("logind.conf.d/*.conf")),
-        key=lambda file: file.name,
+        (file for folder in folders for file in folder.glob("logind.conf.d/*.conf")), key=lambda file: file.name
     )
     texts = []
     for file in files:
@@ -289,11 +260,9 @@ def leftovers() -> Iterator[Finding]:
     if found:
         value = f"{len(found)} files, {format_bytes(sum(it.nbytes for it in found))}"
         yield Finding(
-            "leftovers",
-            WARN,
-            value,
+            "leftovers", WARN, value,
             "of dead processes: shmtensor gc removes them, as does the next endpoint that is made",
-        )
+        )  # fmt: skip
     else:
         yield Finding("leftovers", OK, "none", "nothing of dead processes lies around")
 

@@ -23,13 +23,13 @@ class Getter(Consumer):
         self._when_abandoned = abandoned
         super().__init__(channel, acknowledge="release")
 
-    def _poll(self) -> Message | None:
+    def _poll(self, patience: int = 0) -> Message | None:
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         if len(self._feeds) > 1:
             self._feeds.sort(key=_age)
             self._turn = 0
-        return super()._poll()
+        return super()._poll(patience)
 
     def _is_over(self) -> bool:
         """A queue has no end: whoever holds it may put."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -53,17 +54,31 @@ def start(address: Address, initializer: Callable[..., object] | None, initargs:
     """The executor's initializer: join the pool, then run the user's initializer."""
     global _worker
     _worker = Worker(address)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     if initializer is not None:
+        _worker.busy = True
         initializer(*initargs)
+        _worker.busy = False
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Ctrl-C reaches every process of a terminal. It ends the call that runs here; an idle worker leaves it to its
+    parent to end the pool: to die in between, perhaps with a lock of the pool's own, would keep others waiting."""
+    if _worker.busy:
+        raise KeyboardInterrupt
 
 
 def run(packed: Packed) -> Packed:
     """Run one call. Everything that fails here, unpickling and pickling included, fails this call's future only."""
+    _worker.busy = True
     try:
         return _worker.run(packed) if packed else NOTHING
     except BrokenProcessPool as error:
         error.raised_by_call = True  # type: ignore[attr-defined]
         raise
+    finally:
+        _worker.busy = False
 
 
 def raised(error: BrokenProcessPool) -> bool:
@@ -85,6 +100,7 @@ class Worker:
     """This process as a member of its pool."""
 
     def __init__(self, address: Address) -> None:
+        self.busy = False  # with something that Ctrl-C should end
         self._address = address
         self._inbox = Inbox(address.calls)
         self._outbox: Outbox | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from typing import Any
 
 from ..channel import control as ctl
@@ -41,8 +42,9 @@ class Audience(Endpoint):
     _control_words: memoryview
 
     @property
+    @abstractmethod
     def _published(self) -> int:
-        raise NotImplementedError
+        """The newest sequence number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +56,7 @@ class Audience(Endpoint):
 
     def _refresh(self) -> None:
         """Read the table: who gets what is sent from now on."""
+        self._unlearn()
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
         settle()
@@ -87,6 +90,7 @@ class Audience(Endpoint):
         dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
         if not dead:
             return False
+        self._unlearn()
         self._member.reap()
         for peer in dead:
             if self._peers.pop(peer.uid, None) is not None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..channel import inbox
@@ -31,7 +32,7 @@ lingering: set[Endpoint] = set()
 """Closed endpoints whose views are alive: nobody else may refer to them, but their leases must end properly."""
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait."""
 
     _member: Member
@@ -54,18 +55,23 @@ class Endpoint:
         """Whether `close()` was called, or the process forked."""
         return self._state != OPEN
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the channel. Idempotent; works while views are alive."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _at_exit(self) -> None:
         """The process ends: close without acknowledging anything, and clean up even though views may be alive."""
-        raise NotImplementedError
 
     def drop_in_child(self) -> None:
         """This process is a forked child: the endpoint is the parent's."""
+        self._unlearn()
         self._state = FORKED
         self._mutex = threading.Lock()
+
+    @abstractmethod
+    def _unlearn(self) -> None:
+        """Forget what the compiled module was told about this endpoint: it has changed."""
 
     def _refuse(self) -> None:
         what = f'{type(self).__name__} of channel "{self._member.channel}"'

@@ -15,13 +15,11 @@ class Message:
     """A received message: a value whose tensors and arrays are the sender's slot itself.
 
     The slot stays leased as long as any view of it lives: the value, a slice, a `Parameter`, an autograd graph.
-    `release()`, or
-    leaving a `with` block, drops only the message's own reference; on a work queue it also says that the message is
-    done.
+    `release()`, or leaving a `with` block, drops only the message's own reference; on a work queue it also says that
+    the message is done.
 
     Fan-out slots are mapped read-only: NumPy arrays refuse writing, and writing to a tensor ends the process with a
-    segmentation
-    fault. Take `copy()`, or `recv(copy=True)`, to change a value.
+    segmentation fault. Take `copy()`, or `recv(copy=True)`, to change a value.
 
     >>> import shmtensor, torch
     >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:

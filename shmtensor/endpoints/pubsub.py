@@ -12,10 +12,12 @@ from ..channel.names import ledger_name, ring_name
 from ..errors import ResourceError, WireError
 from ..memory.words import store
 from ..ring.broadcast import BroadcastFeed, LatestFeed
+from ..ring.feed import TENSOR, Found
 from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
 from ..views import pack
+from . import usual
 from .audience import Peer
 from .base import check_choice, check_count
 from .message import Message
@@ -29,11 +31,10 @@ class Publisher(Sender):
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
         slots: slots of a ring; a message takes as many consecutive ones as it needs.
-        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`, to
-        fit it.
+        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`,
+            to fit it.
         full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
-        counted),
-            `"error"` (raise `RingFull`).
+            counted), `"error"` (raise `RingFull`).
         history: how many of the newest messages a subscriber that joins later gets first.
         max_bytes: most shared memory that all rings together may take; None: as much as `/dev/shm` gives.
 
@@ -117,8 +118,7 @@ class Subscriber(Receiver[BroadcastFeed]):
     Args:
         channel: the channel's name.
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
-        newest one,
-            never holding anybody back (`msg.missed` counts what was passed over).
+            newest one, never holding anybody back (`msg.missed` counts what was passed over).
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
 
     Its values are read-only: see `Message`.
@@ -173,8 +173,19 @@ class Subscriber(Receiver[BroadcastFeed]):
             except WireError as error:
                 self._blame(feed, seq, error)
                 continue  # the array dies here, and the slot goes back
+            if found.kind == TENSOR:
+                self._learn(feed, found, value)
             return Message(value, meta, seq, found.nbytes, 1, missed, array, lease, self)
         return None
+
+    def _learn(self, feed: BroadcastFeed, found: Found, value: Any) -> None:
+        """From now on, records like this one go by the compiled module, if there is one and nothing is unusual."""
+        if self._latest or len(self._feeds) != 1 or not feed.started or found.ring.index or not found.raw:
+            return
+        if self._inlet is None:
+            self._inlet = usual.inlet(self, feed, found)
+        if self._inlet is not None:
+            self._inlet.learn(found.slot, found.raw, found.nbytes, value)
 
     def _make_private(self, message: Message) -> None:
         message._value = pack.copy_value(message._value)

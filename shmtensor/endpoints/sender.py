@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,15 @@ from ..ring.ring import Busy, Ring
 from ..statistics import SenderStatistics
 from ..units import format_bytes, parse_bytes
 from ..views import outgoing
-from ..views.outgoing import Outgoing
+from ..views.outgoing import SMALL, Outgoing
+from . import usual
 from .audience import Audience, Peer
 from .base import CLOSED, FORKED, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
+_SPIN = 100e-6  # seconds that a sender without a slot looks for one before it sleeps
+_SPIN_NS = 20_000  # of these, without letting other threads run
 
 
 class Sender(Audience):
@@ -55,6 +59,8 @@ class Sender(Audience):
         self._sent_bytes = self._dropped = self._waits = 0
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
+        self._outbox: Any = None
+        self._patience = _SPIN_NS if full == "block" else 0
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
         self._control_words = self._member.control.words
@@ -93,8 +99,7 @@ class Sender(Audience):
 
         Args:
             value: a tensor, an ndarray, or a dict, list or tuple of these with JSON scalars at the other leaves. It
-            is copied
-                before `send` returns: changing it afterwards changes nothing that was sent.
+                is copied before `send` returns: changing it afterwards changes nothing that was sent.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -107,6 +112,10 @@ class Sender(Audience):
             ResourceError: a ring is needed and `/dev/shm` or `max_bytes` has no room for it.
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
+        if meta is None and self._outbox is not None:
+            seq: int | None = self._outbox.send(value, 0 if timeout == 0 else self._patience)
+            if seq is not None:
+                return seq if seq > 0 else self._wake_late(-seq)
         with self._mutex:
             if self._state:
                 self._refuse()
@@ -119,7 +128,34 @@ class Sender(Audience):
             # crash: send.acquired
             outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
             # crash: send.copied
-            return self._publish(ring, slot, out, None)
+            seq = self._publish(ring, slot, out, None)
+            if out.is_plan:
+                self._learn(value, out, ring, slot)
+            return seq
+
+    def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
+        """From now on, tensors like this one go by the compiled module, if there is one and nothing is unusual."""
+        if self._locked or len(self._rings) != 1 or out.nbytes > min(SMALL, ring.slot_bytes):
+            return
+        if self._outbox is None:
+            self._outbox = usual.outbox(self, ring)
+        if self._outbox is not None:
+            self._outbox.learn(value, out, usual.constant_of(ring, slot, out), out.nbytes)
+
+    def _unlearn(self) -> None:
+        """Something changed that the outbox was told: the next message goes by the Python code and makes another."""
+        outbox, self._outbox = self._outbox, None
+        if outbox is not None:
+            outbox.retire()
+            self._sent_bytes += outbox.sent_bytes
+
+    def _wake_late(self, seq: int) -> int:
+        """A receiver fell asleep while its message was being published."""
+        with self._mutex:
+            if not self._state:
+                place = self._words[self._order + (seq & self._mask)]
+                self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
+        return seq
 
     def _usual_place(self, nbytes: int) -> Place | None:
         """The next slot of the only ring, if the message fits it and it is free: what `_place` nearly always finds."""
@@ -131,9 +167,8 @@ class Sender(Audience):
                 if entry is None or (entry[2] == 1 and self._is_free(ring, entry)):
                     ring.busy[slot] = None
                     ring.cursor = slot + 1 if slot + 1 < ring.slots else 0
-                    store(
-                        ring.words, R_RECORDS + slot * RECORD_WORDS, 0
-                    )  # nobody may take the old record for a new one
+                    # nobody may take the old record for a new one
+                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
                     return ring, slot
         return None
 
@@ -145,9 +180,8 @@ class Sender(Audience):
             dtype: a torch dtype, for `loan.tensor`, or anything that `numpy.dtype` takes, for `loan.array`.
             meta, timeout: as for `send`.
 
-        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more.
-        If a view of it
-        is kept nevertheless, its slot is not used again while that view lives.
+        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more. If
+        a view of it is kept nevertheless, its slot is not used again while that view lives.
 
         >>> import shmtensor, torch
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -212,8 +246,9 @@ class Sender(Audience):
 
     # --- slots
 
+    @abstractmethod
     def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        raise NotImplementedError
+        """Whether the slots of a message may be used again."""
 
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
@@ -241,6 +276,11 @@ class Sender(Audience):
         """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
+        awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
+        while time.monotonic() < awake_until and not self._stop:
+            place = self._pool.find(nbytes, self._is_free)
+            if place is not None:
+                return place
         while True:
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
             if remaining <= 0:
@@ -268,16 +308,15 @@ class Sender(Audience):
 
     # --- leaving
 
+    @abstractmethod
     def _is_settled(self) -> bool:
         """Whether everything sent has been taken (fan-out) or done (work queue) by those who should."""
-        raise NotImplementedError
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
 
         Messages that receivers have not taken yet stay readable for the members that are there; the last of them
-        removes the
-        rings. With nobody there they are dropped.
+        removes the rings. With nobody there they are dropped.
 
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.
@@ -292,6 +331,7 @@ class Sender(Audience):
         with self._mutex:
             if self._state:
                 return
+            self._unlearn()
             try:
                 store(self._words, L_CLOSED, 1)
                 # crash: close.said
@@ -324,8 +364,8 @@ class Sender(Audience):
         if self._state == FORKED:
             self._refuse()
         return SenderStatistics(
-            sent=self._published, sent_bytes=self._sent_bytes, dropped=self._dropped, waits=self._waits,
-            doorbells=self._rung,
+            sent=self._published, sent_bytes=self._sent_bytes + (self._outbox.sent_bytes if self._outbox else 0),
+            dropped=self._dropped, waits=self._waits, doorbells=self._rung,
             rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
             receivers=len(self._listeners), dead_receivers=self._deaths,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import abstractmethod
 from typing import Any, Generic, TypeVar
 
 from ..channel import control as ctl
@@ -39,6 +40,7 @@ class Sources(Endpoint, Generic[_F]):
 
     def _refresh(self) -> None:
         """Read the table: attach new senders, notice those that left."""
+        self._unlearn()
         control = self._member.control
         epoch = control.epoch
         settle()
@@ -84,14 +86,14 @@ class Sources(Endpoint, Generic[_F]):
 
         feed = self._make_feed(
             ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), sleeper,
-            attach_ring,
-            self._lease_emptied,
+            attach_ring, self._lease_emptied,
         )  # fmt: skip
         feed.gone = ledger.closed
         return feed
 
+    @abstractmethod
     def _make_feed(self, *args: Any) -> _F:
-        raise NotImplementedError
+        """The feed of a new sender; `args` are those of `Feed`."""
 
     def _retire_drained(self) -> None:
         """Let go of senders that are gone and read to the end; the last receiver to do so removes what they left."""
@@ -105,9 +107,9 @@ class Sources(Endpoint, Generic[_F]):
             # crash: drain.finished
         self._member.reap()  # moves the epoch; the next refresh forgets them
 
+    @abstractmethod
     def _is_drained(self, feed: _F) -> bool:
         """Whether nothing more can come from a sender that is gone."""
-        raise NotImplementedError
 
     def _is_over(self) -> bool:
         """Whether every sender that was there since this receiver joined is gone and drained."""
@@ -128,6 +130,6 @@ class Sources(Endpoint, Generic[_F]):
                     sleeper.post()
                     sleeper.close()
 
+    @abstractmethod
     def _lease_emptied(self) -> None:
         """The last lease of a feed ended after close."""
-        raise NotImplementedError

@@ -26,8 +26,9 @@ from .sources import log
 
 
 class Producer(Sender):
-    """Sends each message to exactly one consumer of the channel, now or later: without consumers, messages wait in
-    the ring.
+    """Sends each message to exactly one consumer of the channel, now or later.
+
+    Without consumers, messages wait in the ring.
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
@@ -104,19 +105,15 @@ class Consumer(Receiver[CompetingFeed]):
     """Takes messages off a work queue, each one that no other consumer has.
 
     A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
-    this consumer for
-    the next one (`recv` or iteration), or by `close()`. A message that is not done when its consumer dies, or whose
-    `with` block
-    raises, is delivered again, with `attempt` raised.
+    this consumer for the next one (`recv` or iteration), or by `close()`. A message that is not done when its
+    consumer dies, or whose `with` block raises, is delivered again, with `attempt` raised.
 
     Args:
         channel: the channel's name.
         acknowledge: `"next"`, as above; `"release"`, asking for the next message says nothing about the one before:
-        for
-            consumers that work on several messages at once.
+            for consumers that work on several messages at once.
         max_attempts: a message that was delivered so often and never done is dropped and logged, so that one that
-        kills its
-            consumer cannot kill them all.
+            kills its consumer cannot kill them all.
         spin: seconds that `recv` stays awake before it sleeps.
 
     Its values are writable: their consumer is the only one that maps them.
@@ -157,13 +154,13 @@ class Consumer(Receiver[CompetingFeed]):
         if now >= self._scan_due:
             self._scan_due, self._scan_wanted = now + TICK, True
 
-    def _poll(self) -> Message | None:
+    def _poll(self, patience: int = 0) -> Message | None:
         if self._scan_wanted:
             message = self._scan()
             if message is not None:
                 return message
             self._scan_wanted = False
-        return super()._poll()
+        return super()._poll(patience)
 
     def _tick(self) -> None:
         super()._tick()
@@ -300,8 +297,8 @@ class Consumer(Receiver[CompetingFeed]):
         return not feed.next() and next(feed.unfinished(), None) is None
 
     def _is_over(self) -> bool:
-        """Also over, for now, when this consumer holds messages itself and only others' unfinished ones are left:
-        to wait for each other's would be for ever."""
+        """Also over, for now, when this consumer holds messages itself and only others' unfinished ones are left: to
+        wait for each other's would be for ever."""
         return super()._is_over() or (
             bool(self._feeds) and all(feed.gone and not feed.next() for feed in self._feeds) and self._holds_claims()
         )

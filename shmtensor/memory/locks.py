@@ -1,12 +1,10 @@
 """Open-file-description byte-range locks: the proof of life, and the referee wherever two processes want one thing.
 
-Such a lock belongs to the open file description, not to the process: two endpoints of one process exclude each other
-as two
-processes do, threads make no difference, and the kernel drops the lock when the last descriptor of it is closed, at
-any
-death. (Linux `fcntl(2)`, "Open file description locks".) A description that is also mapped would live on in a forked
-child,
-so a `LockFile` is opened on its own and never mapped, and is closed in forked children (`memory/forks.py`).
+Such a lock belongs to the open file description, not to the process: two endpoints of one process exclude each
+other as two processes do, threads make no difference, and the kernel drops the lock when the last descriptor
+of it is closed, at any death. (Linux `fcntl(2)`, "Open file description locks".) A description that is also
+mapped would live on in a forked child, so a `LockFile` is opened on its own and never mapped, and is closed in
+forked children (`memory/forks.py`).
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ class LockFile:
         """Lock one byte, trying again for up to `timeout` seconds; `TimedOut` then.
 
         Holders keep such a lock for microseconds, so that trying again beats a blocking call that a stopped holder
-        could
-        keep for ever.
+        could keep for ever.
         """
         pause, deadline = 50e-6, time.monotonic() + timeout
         while not self.try_exclusive(byte):

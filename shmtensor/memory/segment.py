@@ -30,14 +30,13 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernel
 
 
 class Mapping:
-    """A mapped part of a segment. The memory stays mapped as long as anything refers to `buffer`, `words` or this
-    object.
+    """A mapped part of a segment.
+
+    The memory stays mapped as long as anything refers to `buffer`, `words` or this object.
 
     `words` and `view` reach the mapping for loads and stores; `buffer` claims to be writable whatever the protection
-    is (torch
-    warns about read-only arrays), so that writing through it into a read-only mapping is a segmentation fault, not a
-    silent
-    change of somebody else's tensor.
+    is (torch warns about read-only arrays), so that writing through it into a read-only mapping is a segmentation
+    fault, not a silent change of somebody else's tensor.
     """
 
     __slots__ = ("__weakref__", "address", "buffer", "map", "nbytes", "view", "words")

@@ -1,20 +1,14 @@
 """Shared 64-bit words and the barriers that order them.
 
 A word is one aligned 8-byte cell of a mapping, reached through `memoryview.cast("Q")`. `store` is the only way the
-library
-writes one: an item store on a cast memoryview is one 8-byte `mov`, while `struct.pack_into` clears the field first
-and lets
-readers see zeros. A load is `words[i]`.
+library writes one: an item store on a cast memoryview is one 8-byte `mov`, while `struct.pack_into` clears the field
+first and lets readers see zeros. A load is `words[i]`.
 
-Ordering. On x86-64 stores become visible in program order and loads happen in program order; only a store followed
-by a load
-of another word may swap, and the side that goes to sleep pays for that with `barrier()`. On weaker processors a
-reader that
-saw a published word calls `settle()` before it reads what the word publishes: `membarrier` makes every other CPU
-that runs a
-registered process pass a full barrier, so that what was stored before the published word is visible afterwards.
-(Linux
-`membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
+Ordering. On x86-64 stores become visible in program order and loads happen in program order; only a store followed by
+a load of another word may swap, and the side that goes to sleep pays for that with `barrier()`. On weaker processors
+a reader that saw a published word calls `settle()` before it reads what the word publishes: `membarrier` makes every
+other CPU that runs a registered process pass a full barrier, so that what was stored before the published word is
+visible afterwards. (Linux `membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
 """
 
 from __future__ import annotations

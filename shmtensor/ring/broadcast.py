@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class BroadcastFeed(Feed):
-    """Every message from `start` on is this receiver's. Until the publisher has said so, older ones (`history=`) are
-    taken under a shared lock."""
+    """Every message from `start` on is this receiver's.
+
+    Until the publisher has said so, older ones (`history=`) are taken under a shared lock.
+    """
 
     __slots__ = ("member_uid", "start", "started")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ class Found:
         return bytes(self.ring.view[at : at + SIZE])
 
 
-class Feed:
+class Feed(ABC):
     """One attached producer. Subclasses say how a message is taken and given back."""
 
     __slots__ = (
@@ -154,9 +155,9 @@ class Feed:
             self.close()
             self.emptied()
 
+    @abstractmethod
     def give_back(self, lease: Lease) -> None:
         """Store what says that this receiver no longer needs the slot."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Read no more. Leases live on, and the locks with them, until the last one ends."""

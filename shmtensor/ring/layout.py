@@ -15,8 +15,7 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
     4096     records: slots x 256                                         producer
              state, fan-out: capacity rows x slots words                  row r: the receiver at member index r
              state, work queue: slots x (claimed, done, released, attempt)     whoever holds lock(seq)
-             data: slots x slot_bytes, page aligned                       producer; receivers of a fan-out map it
-             read-only
+             data: slots x slot_bytes, page aligned          producer; receivers of a fan-out map it read-only
 """
 
 from __future__ import annotations

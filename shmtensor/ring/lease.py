@@ -1,9 +1,8 @@
 """Leases: a slot is given back when the storage of the view that maps it dies.
 
 A lease watches the one array that every view of a message is made from. NumPy arrays refer to it as their base, a
-tensor's
-storage holds it until the storage is freed, so its death is the death of the last view; `weakref` tells of it at
-once.
+tensor's storage holds it until the storage is freed, so its death is the death of the last view; `weakref` tells of
+it at once.
 """
 
 from __future__ import annotations

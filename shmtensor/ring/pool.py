@@ -1,10 +1,9 @@
 """A producer's rings: where the next message goes, and what is written there.
 
 What the producer remembers of a message in a slot (`Busy`) is a tuple (seq, first slot, span, recipients, locked,
-guard).
-`recipients` are the peers whose lease words count, `locked` says that readers may hold it by a shared lock, and
-`guard` is a
-weak reference to a loan's array: its owner could still write, so the slot is not used again while it lives.
+guard). `recipients` are the peers whose lease words count, `locked` says that readers may hold it by a shared
+lock, and `guard` is a weak reference to a loan's array: its owner could still write, so the slot is not used again
+while it lives.
 """
 
 from __future__ import annotations
@@ -33,17 +32,8 @@ class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
     __slots__ = (
-        "_capacity",
-        "_channel",
-        "_kind",
-        "_ledger",
-        "_max_bytes",
-        "_name",
-        "_single",
-        "_slot_bytes",
-        "_slots",
-        "rings",
-    )
+        "_capacity", "_channel", "_kind", "_ledger", "_max_bytes", "_name", "_single", "_slot_bytes", "_slots", "rings",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -101,9 +91,8 @@ class Pool:
             if span == 1 or (span <= ring.slots and not self._single):
                 slot = ring.find(span, is_free)
                 if slot >= 0:
-                    store(
-                        ring.words, R_RECORDS + slot * RECORD_WORDS, 0
-                    )  # nobody may take the old record for a new one
+                    # nobody may take the old record for a new one
+                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
                     return ring, slot
         return None
 
@@ -144,8 +133,7 @@ class Pool:
         static, dynamic = out.static, out.dynamic
         BODY.pack_into(
             ring.view, record + BODY_OFFSET, time.monotonic_ns(), VERSION, SPILLED if out.spilled else 0, ring.index,
-            slot,
-            ring.span(out.total), len(static), len(dynamic), out.nbytes,
+            slot, ring.span(out.total), len(static), len(dynamic), out.nbytes,
         )  # fmt: skip
         if not out.spilled:
             start = record + INLINE_OFFSET

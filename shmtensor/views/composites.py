@@ -29,9 +29,7 @@ Parts = tuple[tuple[object, ...], list[object], list[Any]]
 
 
 def take_apart(tensor: torch.Tensor) -> Parts | None:
-    """Token, scalars and parts of a tensor that is no plain leaf: parts are tensors or leaves. None if it is
-    plain.
-    """
+    """Token, scalars and parts of a tensor that is no plain leaf: parts are tensors or leaves. None if it is plain."""
     if is_jagged(tensor):
         return _take_jagged(tensor.detach())
     if tensor.is_nested:
@@ -100,14 +98,7 @@ def _quantized_leaf(tensor: torch.Tensor, row: DType) -> Leaf:
     for source in (tensor, tensor.contiguous()):
         strides = None if source.is_contiguous() else tuple([s * row.itemsize for s in source.stride()])
         leaf = Leaf(
-            source,
-            row,
-            row.itemsize,
-            tuple(source.shape),
-            strides,
-            source.data_ptr(),
-            copy_strided,
-            torch=True,
+            source, row, row.itemsize, tuple(source.shape), strides, source.data_ptr(), copy_strided, torch=True
         )
         if leaf.address or not leaf.nbytes:
             break  # a strided copy of quantized data would convert it, so only runs of memory are sent
@@ -115,9 +106,7 @@ def _quantized_leaf(tensor: torch.Tensor, row: DType) -> Leaf:
 
 
 def rebuild(node: Node, parts: list[Any], scalars: Sequence[object], memo: dict[object, Any]) -> torch.Tensor:
-    """The tensor of a composite node. `memo` lives as long as one message. Anything may be raised on invalid
-    parts.
-    """
+    """The tensor of a composite node. `memo` lives as long as one message. Anything may be raised on invalid parts."""
     if not all(isinstance(part, torch.Tensor) for part in parts):
         raise WireError(f"composite {node.kind!r} has a part that is no torch tensor")
     if node.kind == "coo":
@@ -126,11 +115,7 @@ def rebuild(node: Node, parts: list[Any], scalars: Sequence[object], memo: dict[
         silence("compressed")
         make: Any = torch.sparse_compressed_tensor  # its stub knows no size
         return make(  # type: ignore[no-any-return]
-            *parts,
-            _size(node.parameters),
-            layout=_COMPRESSED_LAYOUT[node.kind],
-            device=CPU,
-            check_invariants=True,
+            *parts, _size(node.parameters), layout=_COMPRESSED_LAYOUT[node.kind], device=CPU, check_invariants=True
         )
     if node.kind == "nested":
         return _nested(*parts)
@@ -152,12 +137,7 @@ def _coo(parameters: Sequence[int], indices: torch.Tensor, values: torch.Tensor)
     if parameters[0] not in (0, 1):
         raise WireError("COO tensor has an invalid flag")
     return torch.sparse_coo_tensor(
-        indices,
-        values,
-        _size(parameters[1:]),
-        device=CPU,
-        is_coalesced=bool(parameters[0]),
-        check_invariants=True,
+        indices, values, _size(parameters[1:]), device=CPU, is_coalesced=bool(parameters[0]), check_invariants=True
     )
 
 
@@ -196,11 +176,7 @@ def _nested(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _jagged(
-    node: Node,
-    memo: dict[object, Any],
-    values: torch.Tensor,
-    part: torch.Tensor,
-    more: torch.Tensor | None = None,
+    node: Node, memo: dict[object, Any], values: torch.Tensor, part: torch.Tensor, more: torch.Tensor | None = None
 ) -> torch.Tensor:
     ragged, low, high = node.parameters
     # Two jagged tensors have the same shape only if they share the very object of their offsets.

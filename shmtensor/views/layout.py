@@ -82,8 +82,8 @@ def encode(placed: Sequence[LeafSpec], tokens: Sequence[object], descriptions: _
     """The static part; `ArgumentError` if it is beyond the limits."""
     if len(placed) > spec.MAX_LEAVES:
         raise ArgumentError(
-            f"value has {len(placed)} tensors, at most {spec.MAX_LEAVES} are allowed: stack some,"
-            f" or send several values"
+            f"value has {len(placed)} tensors, at most {spec.MAX_LEAVES} are allowed: "
+            "stack some, or send several values"
         )
     for entry in placed:
         try:
@@ -94,8 +94,8 @@ def encode(placed: Sequence[LeafSpec], tokens: Sequence[object], descriptions: _
     static = spec.encode(placed, None if single else tokens, descriptions.table)
     if len(static) > spec.MAX_STATIC:
         raise ArgumentError(
-            f"structure of the value takes {len(static)} bytes, at most {spec.MAX_STATIC} are allowed:"
-            " stack some tensors, or send several values"
+            f"structure of the value takes {len(static)} bytes, at most {spec.MAX_STATIC} are allowed: "
+            "stack some tensors, or send several values"
         )
     return static
 
@@ -107,9 +107,7 @@ _layouts: dict[tuple[Any, ...], list[Layout]] = {}
 
 
 def layout_of(walk: Walk) -> Layout:
-    """The layout of the walk's value as if no two leaves overlapped, from the cache if one like it was
-    there.
-    """
+    """The layout of the walk's value as if no two leaves overlapped, from the cache if one like it was there."""
     tokens = tuple(walk.tokens)
     same = _layouts.get(tokens)
     if same is not None:
@@ -231,22 +229,11 @@ def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 
 def _identity(leaf: Leaf, index: int) -> tuple[object, ...]:
-    """Equal for equal views of memory that cannot be shared as it is (expanded, reversed): they share one
-    copy.
-    """
+    """Equal for equal views of memory that cannot be shared as it is (expanded, reversed): they share one copy."""
     if not leaf.extent:
         return (index,)
     strides = leaf.source.stride() if leaf.torch else leaf.source.strides
-    return (
-        leaf.device,
-        leaf.start,
-        leaf.extent,
-        leaf.shape,
-        strides,
-        leaf.torch,
-        leaf.dtype,
-        str(leaf.description),
-    )
+    return (leaf.device, leaf.start, leaf.extent, leaf.shape, strides, leaf.torch, leaf.dtype, str(leaf.description))
 
 
 def _reachable(members: Sequence[Leaf]) -> bool:

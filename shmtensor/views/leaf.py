@@ -45,20 +45,9 @@ class Leaf:
     """
 
     __slots__ = (
-        "address",
-        "copy",
-        "description",
-        "device",
-        "dtype",
-        "extent",
-        "itemsize",
-        "raw",
-        "shape",
-        "source",
-        "start",
-        "strides",
-        "torch",
-    )
+        "address", "copy", "description", "device", "dtype", "extent", "itemsize", "raw", "shape", "source", "start",
+        "strides", "torch",
+    )  # fmt: skip
 
     def __init__(
         self,

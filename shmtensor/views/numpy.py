@@ -7,8 +7,8 @@
 | `{"base": description, "shape": [int...]}` | subarray, inside a field |
 | `{"names", "formats", "offsets", "itemsize", "titles", "aligned", "record"}` | structured |
 
-The last three keys of a structured dtype are optional. A description is data: it is checked field by field
-and names no code, and types that hold objects do not exist in it.
+The last three keys of a structured dtype are optional. A description is data: it is checked field by field and names
+no code, and types that hold objects do not exist in it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def describe(dtype: AnyDType, depth: int = 0) -> Any:
     """The JSON description of a dtype; `Refused` for types that cannot be sent."""
     if dtype.hasobject:
         raise Refused(
-            ArgumentTypeError,
-            f"dtype {dtype} holds Python objects: convert to a fixed-size dtype, or send a list",
+            ArgumentTypeError, f"dtype {dtype} holds Python objects: convert to a fixed-size dtype, or send a list"
         )
     if depth > _MAX_DEPTH:
         raise Refused(ArgumentTypeError, f"dtype is nested more than {_MAX_DEPTH} deep")
@@ -75,9 +74,8 @@ def describe(dtype: AnyDType, depth: int = 0) -> Any:
         return dtype.str
     raise Refused(
         ArgumentTypeError,
-        f"dtype {dtype} is not of a fixed size that is known here: send"
-        f" array.view('V{dtype.itemsize}'), or for strings"
-        " array.astype('U')",
+        f"dtype {dtype} is not of a fixed size that is known here: send array.view('V{dtype.itemsize}'), "
+        "or for strings array.astype('U')",
     )
 
 
@@ -173,9 +171,7 @@ def address_of(array: Array) -> int:
 
 
 def array_leaf(array: Array) -> Leaf:
-    """The leaf of an array that is exactly an `ndarray` or a `memmap`; `Refused` for dtypes that cannot be
-    sent.
-    """
+    """The leaf of an array that is exactly an `ndarray` or a `memmap`; `Refused` for dtypes that cannot be sent."""
     dtype = array.dtype
     row = ROW.get(dtype)
     description = None
@@ -189,15 +185,7 @@ def array_leaf(array: Array) -> Leaf:
             raise Refused(ArgumentTypeError, f"dtype {dtype} cannot be described: send array.view('u1')")
     strides = None if array.flags.c_contiguous else array.strides
     return Leaf(
-        array,
-        row,
-        dtype.itemsize,
-        array.shape,
-        strides,
-        address_of(array),
-        _copy,
-        torch=False,
-        description=description,
+        array, row, dtype.itemsize, array.shape, strides, address_of(array), _copy, torch=False, description=description
     )
 
 

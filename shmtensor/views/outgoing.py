@@ -1,8 +1,7 @@
 """What is about to be sent: its description, how much room it takes, and how it gets into a slot.
 
-One plain contiguous tensor or array is the common message; its description is made once per (class, dtype, shape)
-and its
-bytes go by one `memmove`. Everything else goes through `views/pack.py`.
+One plain contiguous tensor or array is the common message; its description is made once per (class, dtype, shape) and
+its bytes go by one `memmove`. Everything else goes through `views/pack.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from . import pack
 _PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
 _PLANS_MOST: Final = 4096
 
+SMALL: Final = pack.SMALL
+
 EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
 """The record of no message, for a doorbell that only says: look around."""
 
@@ -35,6 +36,11 @@ class Outgoing:
         description = len(static) + len(dynamic)
         self.spilled = description > INLINE
         self.total = padded(nbytes) + description if self.spilled else nbytes
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it describes every tensor of this dtype and shape."""
+        return self.kind == _TENSOR
 
 
 _plans: dict[tuple[Any, Any, Any], Outgoing] = {}

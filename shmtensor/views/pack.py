@@ -6,6 +6,8 @@ Walk (tokens, scalars, leaves) -> Layout (static part, offsets) -> Packed (what 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Sequence
 from ctypes import memmove
 from typing import Any
@@ -23,10 +25,20 @@ from .unpack import Unpacker
 from .values import copy_value, map_leaves
 from .walk import Walk, torch_views
 
-__all__ = ["Packed", "Unpacker", "copy_value", "empty_view", "map_leaves", "pack", "single_spec"]
+__all__ = ["Packed", "Unpacker", "copy_value", "map_leaves", "pack", "single_spec"]
 
 SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
 LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
+
+
+def _copy_alone() -> None:
+    """In a forked child: torch's threads do not survive a fork, and a copy shared among them would wait for them for
+    ever (libgomp), if the parent has computed before."""
+    global LARGE
+    LARGE = sys.maxsize
+
+
+os.register_at_fork(after_in_child=_copy_alone)
 
 # holds the interpreter lock, unlike ctypes.memmove
 move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -98,9 +110,9 @@ def _move_large(payload: Array, base: int, offset: int, address: int, size: int)
 def pack(value: object, meta: object = None) -> Packed:
     """Describe a value and its meta for sending; copies nothing yet.
 
-    `value` is a torch tensor, a NumPy array or scalar, or a dict, list or tuple of these with None, bool,
-    int, float and str at the other leaves. `meta` is a dict that JSON can express, or None. Raises
-    `ArgumentTypeError` or `ArgumentError`, which name the path of what cannot be sent.
+    `value` is a torch tensor, a NumPy array or scalar, or a dict, list or tuple of these with None, bool, int, float
+    and str at the other leaves. `meta` is a dict that JSON can express, or None. Raises `ArgumentTypeError` or
+    `ArgumentError`, which name the path of what cannot be sent.
 
     >>> import numpy as np
     >>> packed = pack({"x": np.arange(3.0), "id": 7})
@@ -159,8 +171,8 @@ def _row(dtype: Any) -> tuple[DType | None, Any, bool]:
 def single_spec(dtype: Any, shape: Sequence[int], strides: Sequence[int] | None = None) -> bytes:
     """The static part of one torch or NumPy leaf at offset 0.
 
-    `dtype` is torch's or NumPy's. `strides` are None for C order, or those of a dense leaf, in elements for
-    torch and in bytes for NumPy. Raises `ArgumentTypeError` or `ArgumentError`.
+    `dtype` is torch's or NumPy's. `strides` are None for C order, or those of a dense leaf, in elements for torch and
+    in bytes for NumPy. Raises `ArgumentTypeError` or `ArgumentError`.
     """
     row, array_dtype, is_torch = _row(dtype)
     shape = tuple([int(length) for length in shape])
@@ -184,16 +196,3 @@ def single_spec(dtype: Any, shape: Sequence[int], strides: Sequence[int] | None 
     except WireError as error:
         raise ArgumentError(f"too large to send: {error}") from None
     return spec.encode([leaf], None, descriptions)
-
-
-def empty_view(payload: Array, dtype: Any, shape: Sequence[int]) -> Any:
-    """A writable tensor (torch dtype) or array (NumPy dtype) at the start of the payload, which it keeps
-    alive.
-
-    The contents are whatever lies there. `payload` is a uint8 array that is large enough, else
-    `ArgumentError`.
-    """
-    unpacker = Unpacker(single_spec(dtype, shape))
-    if payload.nbytes < unpacker.nbytes:
-        raise ArgumentError(f"payload has {payload.nbytes} bytes, the view needs {unpacker.nbytes}")
-    return unpacker(payload, b"", readonly=False)[0]

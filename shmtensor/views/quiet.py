@@ -15,8 +15,7 @@ _silence_lock = threading.Lock()
 def silence(kind: str) -> None:
     """Let torch give its once-per-process warning about a kind of tensor where nobody sees it.
 
-    Filters of warnings belong to the whole process, so they are changed once per kind and not once per
-    message.
+    Filters of warnings belong to the whole process, so they are changed once per kind and not once per message.
     """
     if kind in _silent:
         return

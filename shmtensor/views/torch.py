@@ -60,7 +60,7 @@ def refuse(value: torch.Tensor) -> Refused:
     remedy = (
         "DTensor: send tensor.to_local() or tensor.full_tensor()"
         if kind.__name__ == "DTensor"
-        else ("send tensor.as_subclass(torch.Tensor), or its parts")
+        else "send tensor.as_subclass(torch.Tensor), or its parts"
     )
     return Refused(ArgumentTypeError, f"tensor subclass {kind.__module__}.{kind.__qualname__} is not sent: {remedy}")
 
@@ -79,22 +79,14 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
         raise Refused(ArgumentTypeError, "meta tensors hold no data: send their shape and dtype instead")
     if tensor.ndim > MAX_NDIM:
         raise Refused(
-            ArgumentError,
-            f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed: send tensor.flatten()",
+            ArgumentError, f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed: send tensor.flatten()"
         )
     size = row.itemsize
     strides = None if tensor.is_contiguous() else tuple([stride * size for stride in tensor.stride()])
     return Leaf(
-        tensor,
-        row,
-        size,
-        tuple(tensor.shape),
-        strides,
-        tensor.data_ptr(),
-        copy_strided,
-        torch=True,
-        device=str(tensor.device),
-    )
+        tensor, row, size, tuple(tensor.shape), strides, tensor.data_ptr(), copy_strided,
+        torch=True, device=str(tensor.device),
+    )  # fmt: skip
 
 
 def copy_strided(leaf: Leaf, payload: Array, offset: int) -> None:
@@ -114,9 +106,7 @@ def copy_run(payload: Array, offset: int, address: int, nbytes: int) -> None:
 
 
 def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], None] | None:
-    """A copy of raw device memory at `start`, through the storage of the leaf; None if that is not all of
-    it.
-    """
+    """A copy of raw device memory at `start`, through the storage of the leaf; None if that is not all of it."""
     storage = leaf.source.untyped_storage()
     at = start - storage.data_ptr()
     if at < 0 or at + extent > storage.nbytes():
@@ -130,11 +120,7 @@ def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], No
 
 
 def storage_view(
-    storage: torch.UntypedStorage,
-    offset: int,
-    row: DType,
-    shape: Sequence[int],
-    strides: Sequence[int] | None,
+    storage: torch.UntypedStorage, offset: int, row: DType, shape: Sequence[int], strides: Sequence[int] | None
 ) -> torch.Tensor:
     """A tensor of the row's carrier over a storage; offset and strides in bytes."""
     size = row.itemsize
@@ -167,9 +153,7 @@ def carrier_view(
 
 
 def view_dtype(row: DType) -> torch.dtype | None:
-    """The dtype to view a carrier as, None if the carrier is the dtype itself. `WireError` if torch lacks
-    it.
-    """
+    """The dtype to view a carrier as, None if the carrier is the dtype itself. `WireError` if torch lacks it."""
     dtype = DTYPE.get(row.code)
     if dtype is None:
         raise WireError(f"tensor of dtype {row.name}, which torch {torch.__version__} lacks")

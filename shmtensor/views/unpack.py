@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from .. import hot
 from ..errors import WireError
 from ..wire import spec, tree
 from ..wire.spec import LeafSpec
@@ -25,14 +27,14 @@ class Unpacker:
     """The reader of every message that has this static part.
 
     nbytes: bytes of the payload
-    single: (shape, NumPy dtype, strides in bytes or None, torch dtype to view as or None, is torch) if the
-            value is one plain leaf at offset 0 that NumPy can make, else None. The value is then
+    single: (shape, NumPy dtype, strides in bytes or None, torch dtype to view as or None, is torch) if the value is
+            one plain leaf at offset 0 that NumPy can make, else None. The value is then
             `ndarray(shape, dtype, payload, 0, strides)`, through `torch.from_numpy` and `.view` for torch.
 
     Raises `WireError` on anything invalid. Imports torch if there is a torch tensor among the leaves.
     """
 
-    __slots__ = ("_assemble", "_groups", "_leaves", "_makes", "_scalars", "nbytes", "single")
+    __slots__ = ("_assemble", "_batch", "_groups", "_leaves", "_makes", "_scalars", "nbytes", "single")
 
     def __init__(self, static: bytes) -> None:
         self.nbytes = 0
@@ -60,6 +62,7 @@ class Unpacker:
                     self._groups[leaf.extra] = (min(low, leaf.offset), max(high, leaf.offset + extent))
         for group, (low, high) in self._groups.items():
             self._groups[group] = (low - low % spec.GROUP_ALIGNMENT, high)
+        self._batch: Any = None  # makes the leaves in C; False: it cannot
         self._makes = [self._torch(leaf) if leaf.torch else self._numpy(leaf, dtypes) for leaf in leaves]
         self._assemble = _assembler(node)
         self._check_parts(node, leaves)
@@ -151,11 +154,10 @@ class Unpacker:
     def __call__(self, payload: Array, dynamic: bytes, *, readonly: bool) -> tuple[object, object]:
         """The value and the meta of one message.
 
-        `payload` is a uint8 array [>= nbytes], flagged writable, whose base is no array itself. The value's
-        leaves are views of it: each of them keeps exactly `payload` alive, and nothing else does. Composites
-        may make private copies of their small parts. With `readonly`, NumPy arrays are not writable; torch
-        tensors always look writable. Raises `WireError` if the dynamic part is invalid or the payload is too
-        small or inconsistent.
+        `payload` is a uint8 array [>= nbytes], flagged writable, whose base is no array itself. The value's leaves
+        are views of it: each of them keeps exactly `payload` alive, and nothing else does. Composites may make
+        private copies of their small parts. With `readonly`, NumPy arrays are not writable; torch tensors always look
+        writable. Raises `WireError` if the dynamic part is invalid or the payload is too small or inconsistent.
         """
         if payload.nbytes < self.nbytes:
             raise WireError(f"payload has {payload.nbytes} bytes, the message needs {self.nbytes}")
@@ -163,8 +165,12 @@ class Unpacker:
         try:
             if self._groups:
                 leaves = self._make_shared(payload, readonly)
+            elif self._batch:
+                leaves = self._batch.make(payload)
             else:
                 leaves = [make(payload, readonly) for make in self._makes]
+                if self._batch is None and len(leaves) > 1:
+                    self._batch = _batch(payload, leaves)
             return self._assemble(leaves, scalars, {}), meta
         except WireError:
             raise
@@ -182,6 +188,17 @@ class Unpacker:
             make(storages if leaf.torch and leaf.extra and 0 not in leaf.shape else payload, readonly)  # type: ignore[arg-type]
             for make, leaf in zip(self._makes, self._leaves, strict=True)
         ]
+
+
+def _batch(payload: Array, leaves: list[Any]) -> Any:
+    """What makes leaves like these of another payload, if they are plain tensors and the compiled module is there."""
+    module = hot.module()
+    if module is None:
+        return None if hot.BUILT and "torch" not in sys.modules else False
+    try:
+        return module.Batch(payload, leaves)
+    except ValueError:
+        return False
 
 
 def _assembler(node: Node) -> _Assemble:

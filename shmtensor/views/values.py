@@ -11,8 +11,7 @@ from .walk import is_tensor
 
 
 def copy_value(value: object) -> object:
-    """A deep, private, writable copy of a value, on the CPU; leaves that share memory share it in the copy
-    as well.
+    """A deep, private, writable copy of a value, on the CPU; leaves that share memory share it in the copy as well.
 
     The leaves of a tree are views of one new block of memory, which lives as long as any of them.
     """

@@ -1,8 +1,7 @@
 """One walk over a value: its tokens, its scalars, and what is needed to copy its leaves.
 
-Everything per leaf lies in parallel lists, and contiguous tensors in host memory make no object of their
-own: they are nearly all the leaves there are, and a dict of a few hundred of them should cost hardly more
-than the copies.
+Everything per leaf lies in parallel lists, and contiguous tensors in host memory make no object of their own: they
+are nearly all the leaves there are, and a dict of a few hundred of them should cost hardly more than the copies.
 """
 
 from __future__ import annotations
@@ -168,15 +167,13 @@ class Walk:
             self.tensor(value)
         else:
             raise Refused(
-                ArgumentTypeError,
-                f"object of type {kind.__module__}.{kind.__qualname__} is not sent: {_ALLOWED}",
+                ArgumentTypeError, f"object of type {kind.__module__}.{kind.__qualname__} is not sent: {_ALLOWED}"
             )
 
     def _enter(self, token: str, count: int, depth: int) -> None:
         if depth >= tree.MAX_DEPTH:
             raise Refused(
-                ArgumentError,
-                f"containers are nested more than {tree.MAX_DEPTH} deep, or one contains itself",
+                ArgumentError, f"containers are nested more than {tree.MAX_DEPTH} deep, or one contains itself"
             )
         if len(self.tokens) + count > _MAX_TOKENS:
             raise Refused(ArgumentError, f"value has more than {_MAX_TOKENS} parts: send numbers as tensors")
@@ -205,8 +202,7 @@ class Walk:
                 else "send numpy.asarray(array)"
             )
             raise Refused(
-                ArgumentTypeError,
-                f"array subclass {kind.__module__}.{kind.__qualname__} is not sent: {remedy}",
+                ArgumentTypeError, f"array subclass {kind.__module__}.{kind.__qualname__} is not sent: {remedy}"
             )
         row = ROW.get(array.dtype)
         self.tokens.append(tree.LEAF)

@@ -10,8 +10,8 @@
 | `torch` | torch has the type (a given version of torch may still lack it) |
 | `quantized` | the values mean something only together with a scale and a zero point |
 
-NumPy types beyond the table (structured, dates, strings, big-endian, ml_dtypes) have code `DESCRIBED` and
-travel as a JSON description, see `shmtensor.views.numpy`. Everything else about dtypes derives from here.
+NumPy types beyond the table (structured, dates, strings, big-endian, ml_dtypes) have code `DESCRIBED` and travel as a
+JSON description, see `shmtensor.views.numpy`. Everything else about dtypes derives from here.
 """
 
 from __future__ import annotations

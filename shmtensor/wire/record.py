@@ -37,6 +37,7 @@ _HEAD = struct.Struct("<QQHHIIIIIQ")
 BODY: Final = struct.Struct("<QHHIIIIIQ")
 """Everything of the head but `seq`, which is stored on its own, last."""
 BODY_OFFSET: Final = 8
+SLOT_OFFSET: Final = 24
 CONSTANT_OFFSET: Final = 16
 """From here on, the record is the same for each message of the same look in the same slot."""
 INLINE_OFFSET: Final = _HEAD.size

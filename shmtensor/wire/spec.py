@@ -1,7 +1,7 @@
 """The static part of a message: what every leaf looks like and where it lies.
 
-All integers are little-endian. The static part is the same for messages that look the same, so that both
-sides can keep what they computed from it.
+All integers are little-endian. The static part is the same for messages that look the same, so that both sides can
+keep what they computed from it.
 
 | bytes | field | meaning |
 |---|---|---|
@@ -20,8 +20,8 @@ sides can keep what they computed from it.
 | 8 x ndim | strides | bytes, only with flag bit 1; else the leaf is dense in C order |
 | rest | tail | absent for a single plain leaf; else JSON `[tokens, descriptions]` |
 
-The tokens are explained in `shmtensor.wire.tree`, the descriptions in `shmtensor.views.numpy`.
-One contiguous `float32` tensor of 3 dimensions takes 8 + 16 + 3 x 8 = 48 bytes.
+The tokens are explained in `shmtensor.wire.tree`, the descriptions in `shmtensor.views.numpy`. One contiguous
+`float32` tensor of 3 dimensions takes 8 + 16 + 3 x 8 = 48 bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _decode_json = json.JSONDecoder().decode
 class LeafSpec(NamedTuple):
     """One entry of the leaf table.
 
-    `dtype` is None for a described leaf, whose `extra` is the index of its description. `shape` counts
-    elements, `strides` bytes (None: dense, C order), `offset` bytes from the start of the payload.
+    `dtype` is None for a described leaf, whose `extra` is the index of its description. `shape` counts elements,
+    `strides` bytes (None: dense, C order), `offset` bytes from the start of the payload.
     """
 
     dtype: DType | None
@@ -83,8 +83,7 @@ def encode(leaves: Sequence[LeafSpec], tokens: Sequence[object] | None, descript
 def decode(static: bytes) -> tuple[list[LeafSpec], list[object] | None, list[object]]:
     """Leaves, tokens (None for a single plain leaf) and descriptions. Raises `WireError` on anything invalid.
 
-    Of a described leaf only the caller can check the extent, with `check_extent`, because only NumPy knows
-    its size.
+    Of a described leaf only the caller can check the extent, with `check_extent`, because only NumPy knows its size.
     """
     if len(static) > MAX_STATIC:
         raise WireError(f"static part has {len(static)} bytes, at most {MAX_STATIC} are allowed")
@@ -166,9 +165,7 @@ def check_extent(leaf: LeafSpec, itemsize: int) -> int:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> int:
-    """Bytes from the first byte of the first element to the last byte of the last; strides are not
-    negative.
-    """
+    """Bytes from the first byte of the first element to the last byte of the last; strides are not negative."""
     size = itemsize
     if strides is None:
         for length in shape:

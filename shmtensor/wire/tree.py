@@ -13,9 +13,8 @@ The tokens list the value in preorder, so that decoding needs no nested JSON:
 
 A key is a string, or `["i", hex]`, `["f", hex]`, `["b", 0 or 1]`, `["n"]` for int, float, bool and None.
 
-The dynamic part is empty if there is neither a scalar nor a meta, else JSON `[scalars, meta]`. A scalar is
-null, true, false, a number (NaN, Infinity and -Infinity included), a string, or `[hex]` for an int of more
-than 1024 bits.
+The dynamic part is empty if there is neither a scalar nor a meta, else JSON `[scalars, meta]`. A scalar is null,
+true, false, a number (NaN, Infinity and -Infinity included), a string, or `[hex]` for an int of more than 1024 bits.
 """
 
 from __future__ import annotations
@@ -166,9 +165,7 @@ class _Parser:
 
 
 def parse(tokens: Sequence[object], leaves: int) -> tuple[Node, int]:
-    """The parsed value of a message with so many leaves, and its number of scalars; `WireError` if
-    invalid.
-    """
+    """The parsed value of a message with so many leaves, and its number of scalars; `WireError` if invalid."""
     parser = _Parser(tokens)
     node = parser.value(0)
     if parser.at != len(tokens):
@@ -200,8 +197,8 @@ def _scalar(value: object) -> object:
 def encode_dynamic(scalars: Sequence[object], meta: object) -> bytes:
     """The dynamic part of scalars that `scalar` made, and of a meta: a dict that JSON can express, or None.
 
-    Tuples in the meta arrive as lists. Raises `ArgumentTypeError` or `ArgumentError` if the meta is no such
-    dict, or too large (64 KiB; 16 MiB with the scalars).
+    Tuples in the meta arrive as lists. Raises `ArgumentTypeError` or `ArgumentError` if the meta is no such dict, or
+    too large (64 KiB; 16 MiB with the scalars).
     """
     if meta is None:
         if not scalars:
@@ -216,8 +213,8 @@ def encode_dynamic(scalars: Sequence[object], meta: object) -> bytes:
     data = f"[{_encode_json(scalars)},{text}]".encode("ascii")
     if len(data) > MAX_DYNAMIC:
         raise ArgumentError(
-            f"scalars and meta take {len(data)} bytes as JSON, at most {MAX_DYNAMIC} are allowed:"
-            " send many numbers as a tensor, and long text as numpy.frombuffer(text.encode(), 'u1')"
+            f"scalars and meta take {len(data)} bytes as JSON, at most {MAX_DYNAMIC} are allowed: "
+            "send many numbers as a tensor, and long text as numpy.frombuffer(text.encode(), 'u1')"
         )
     return data
 

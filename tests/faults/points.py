@@ -79,4 +79,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Compile the package with its crash points from now on. The package must not have been imported yet."""
     assert not any(name.split(".")[0] == "shmtensor" for name in sys.modules), "shmtensor is imported already"
+    os.environ["SHMTENSOR_PURE"] = "1"  # the compiled module comes by no point
     sys.meta_path.insert(0, _Finder())

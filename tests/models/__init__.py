@@ -1,14 +1,7 @@
 """Executable models of docs/protocols.md, explored completely by tests/test_models.py."""
 
 from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
-from .claims import (
-    Claims,
-    ClaimsConsumerDeath,
-    ClaimsNoTick,
-    ClaimsPoison,
-    ClaimsProducerDeath,
-    ClaimsTwoSlots,
-)
+from .claims import Claims, ClaimsConsumerDeath, ClaimsNoTick, ClaimsPoison, ClaimsProducerDeath, ClaimsTwoSlots
 from .explorer import Model
 from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
 from .history import History
@@ -24,15 +17,7 @@ MODELS: tuple[type[Model], ...] = (
     *(Joining, JoiningDeath),  # 2
     *(SleepWake, SleepWakeDeath, SleepWakeTick),  # 3
     *(SlotWait, SlotWaitDeath),  # 4
-    *(
-        Claims,
-        ClaimsTwoSlots,
-        ClaimsNoTick,
-        ClaimsConsumerDeath,
-        ClaimsProducerDeath,
-        ClaimsPoison,
-        QueueWake,
-    ),  # 5
+    *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
 )

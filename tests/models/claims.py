@@ -231,10 +231,8 @@ class Claims(Model):
         publish_first="the record and `published` are stored before the payload",
     )
     slots, messages, max_attempts, mortal = 1, 2, 9, ()
-    ticks, quotas = (
-        True,
-        (0, 0),
-    )  # does a consumer scan at ticks; how many messages does it take before it leaves
+    # does a consumer scan at ticks; how many messages does it take before it leaves
+    ticks, quotas = True, (0, 0)
 
     def __init__(self, broken=None):
         super().__init__(broken)

@@ -260,25 +260,15 @@ class Explorer:
             if buffer:
                 mem = Memory(self, state, pid)
                 mem.drain(pid, 1)
-                yield (
-                    self._next(state, mem, step, values),
-                    False,
-                    pid,
-                    "(store buffer)",
-                    [("{} := {} becomes visible", *buffer[0])],
-                )
+                visible = [("{} := {} becomes visible", *buffer[0])]
+                yield self._next(state, mem, step, values), False, pid, "(store buffer)", visible
             if process.killable and state.crashes_left and step != END:
                 mem = Memory(self, state, pid)
                 mem.drain(pid)
                 mem.drop_everything()
                 lost = self._next(state, mem, DEAD, tuple(process.variables.values()))
-                yield (
-                    lost._replace(crashes_left=state.crashes_left - 1),
-                    True,
-                    pid,
-                    step,
-                    [("DIES BEFORE THIS STEP", "", "")],
-                )
+                lost = lost._replace(crashes_left=state.crashes_left - 1)
+                yield lost, True, pid, step, [("DIES BEFORE THIS STEP", "", "")]
 
     def _next(self, state: Frozen, mem: Memory, label: str, values: tuple[Hashable, ...]) -> Frozen:
         procs = list(state.procs)

@@ -188,12 +188,7 @@ class Fanout(Model):
         self.locks = {("life of P", "P")} | {(("life", r), f"R{r}") for r in readers}
         self.processes = [
             Publisher(
-                "P",
-                broken,
-                "P" in self.mortal,
-                slots=self.slots,
-                messages=self.messages,
-                readers=len(self.views),
+                "P", broken, "P" in self.mortal, slots=self.slots, messages=self.messages, readers=len(self.views)
             ),
             *(
                 Receiver(

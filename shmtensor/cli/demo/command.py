@@ -37,9 +37,7 @@ def demo(
     source: Annotated[
         str | None,
         typer.Option(
-            "--input",
-            metavar="PATH",
-            help="File or directory of images, .npy, .pt or .safetensors. [sample images]",
+            "--input", metavar="PATH", help="File or directory of images, .npy, .pt or .safetensors. [sample images]"
         ),
     ] = None,
     seconds: Annotated[

@@ -24,12 +24,7 @@ def show(out: Console, tallies: list[Tally], slots: int) -> None:
 
 def _table(title: str, *headings: str) -> Table:
     table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim"
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)

@@ -51,11 +51,7 @@ class Tally:
         last = max(report["last_ns"] for report in (*workers, *readers.values(), results))
         self.seconds += max(1, last - made["first_ns"]) / 1e9
         errors = []
-        for path, receivers in (
-            ("work queue", workers),
-            ("results", [results]),
-            ("fan-out", list(readers.values())),
-        ):
+        for path, receivers in (("work queue", workers), ("results", [results]), ("fan-out", list(readers.values()))):
             for report in receivers:
                 self.paths[path].add(report)
                 if report["damaged"]:

@@ -51,10 +51,7 @@ class ShmTransport:
     @contextmanager
     def producer(self) -> Iterator[Send]:
         slots = self.plan.slots
-        with (
-            shmtensor.Producer(self.jobs, slots=slots) as tx,
-            shmtensor.Publisher(self.fan, slots=slots) as pub,
-        ):
+        with shmtensor.Producer(self.jobs, slots=slots) as tx, shmtensor.Publisher(self.fan, slots=slots) as pub:
             tx.wait_for_consumers(self.plan.workers, timeout=_JOIN)
             pub.wait_for_subscribers(self.plan.subscribers, timeout=_JOIN)
 

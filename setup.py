@@ -1,0 +1,17 @@
+"""The one part of the build that pyproject.toml cannot say: a compiled module that may be left out."""
+
+from setuptools import Extension, setup
+
+HOT = "shmtensor/hot/"
+
+setup(
+    ext_modules=[
+        Extension(
+            "shmtensor.hot._hot",
+            [HOT + "_hot.c"],
+            depends=[HOT + "look.h", HOT + "outbox.h", HOT + "inlet.h", HOT + "batch.h"],
+            extra_compile_args=["-O2"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,67 @@
+"""The usual message of an endpoint, handed to the compiled module where there is one: `shmtensor/hot`.
+
+Who makes what: a sender's `Outbox` and a subscriber's `Inlet` are made by the first message that the Python code
+handled, and forgotten when anything changes that they were told: the members, the rings, the end of the endpoint.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import hot
+from ..channel import control as ctl
+from ..ring.layout import FAN_OUT, L_PUBLISHED, RELEASED
+from ..wire.record import BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET
+from .message import Message
+
+if TYPE_CHECKING:
+    from ..ring.broadcast import BroadcastFeed
+    from ..ring.feed import Found
+    from ..ring.ring import Ring
+    from ..views.outgoing import Outgoing
+    from .pubsub import Subscriber
+    from .sender import Sender
+
+_MOST_PEERS = 64
+_MOST_SLOTS = 1 << 14  # an inlet remembers some 200 bytes of each
+
+
+def outbox(sender: Sender, ring: Ring) -> Any:
+    """An `Outbox` for a sender as it is now, or None."""
+    module = hot.module()
+    if module is None or len(sender._listeners) > _MOST_PEERS:
+        return None
+    if sender._kind == FAN_OUT:
+        peers, step = tuple(ring.state + peer.index * ring.row for peer in sender._recipients), 1
+    else:
+        peers, step = (ring.state + RELEASED,), 8
+    return module.Outbox(
+        mutex=sender._mutex, ring=ring, busy=ring.busy, described=ring.described, recipients=sender._recipients,
+        control=sender._control_words, ledger=sender._words, head=ring.words, data=ring.buffer,
+        epoch_at=ctl.W_EPOCH, epoch=sender._epoch, published_at=L_PUBLISHED, order_at=sender._order, mask=sender._mask,
+        ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes, records_at=ring.records, record_bytes=SIZE,
+        sent_ns_at=BODY_OFFSET, constant_at=CONSTANT_OFFSET, slot_at=SLOT_OFFSET, peers=peers, step=step,
+        twice=sender._kind == FAN_OUT, sleepers=tuple(peer.asleep for peer in sender._listeners),
+    )  # fmt: skip
+
+
+def constant_of(ring: Ring, slot: int, out: Outgoing) -> bytes:
+    """What a plan's record has in common in every slot, read from one where it stands."""
+    record = ring.records + slot * SIZE
+    return bytes(ring.view[record + CONSTANT_OFFSET : record + INLINE_OFFSET + len(out.static)])
+
+
+def inlet(subscriber: Subscriber, feed: BroadcastFeed, found: Found) -> Any:
+    """An `Inlet` for a subscriber as it is now, or None."""
+    module = hot.module()
+    ring = found.ring
+    if module is None or ring.slots > _MOST_SLOTS:
+        return None
+    return module.Inlet(
+        mutex=subscriber._mutex, message=Message, feed=feed, leases=feed.leases,
+        control=subscriber._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
+        epoch_at=ctl.W_EPOCH, epoch=subscriber._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
+        order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,
+        records_at=ring.records, record_bytes=SIZE, constant_at=CONSTANT_OFFSET,
+        state_at=ring.state + feed.member * ring.row,
+    )  # fmt: skip

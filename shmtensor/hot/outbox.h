@@ -1,0 +1,260 @@
+/* Included once, by _hot.c. */
+
+/* --- Outbox: the sender's side ------------------------------------------------------------------------------------ */
+
+#define MOST_PLANS 8
+#define MOST_PEERS 64
+
+typedef struct {
+    Look look;
+    PyObject *out;      /* the description, as `described` knows it */
+    PyObject *constant; /* bytes of a record from `constant_at` on */
+} Plan;
+
+typedef struct {
+    PyObject_HEAD
+    Memory control, ledger, head, data;
+    PyObject *mutex, *ring, *busy, *described, *recipients;
+    Py_ssize_t epoch_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
+    Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at;
+    uint64_t epoch;
+    int retired, npeers, nsleepers, nplans, twice; /* `twice`: what a free slot's word says is 2 * seq + 1 instead of seq */
+    Py_ssize_t step;                      /* words from one slot's word to the next one's */
+    Py_ssize_t peers[MOST_PEERS], sleepers[MOST_PEERS];
+    Plan plans[MOST_PLANS];
+    unsigned long long sent_bytes;
+} Outbox;
+
+static int words_of(PyObject *sequence, Py_ssize_t *out, int *count) {
+    Py_ssize_t n = PyTuple_GET_SIZE(sequence);
+    if (n > MOST_PEERS) {
+        PyErr_SetString(PyExc_ValueError, "too many peers");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        out[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(sequence, i));
+        if (PyErr_Occurred()) return -1;
+    }
+    *count = (int)n;
+    return 0;
+}
+
+static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {
+        "mutex", "ring", "busy", "described", "recipients", "control", "ledger", "head", "data", "epoch_at", "epoch",
+        "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
+        "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", NULL,
+    };
+    PyObject *control, *ledger, *head, *data, *peers, *sleepers;
+    if (self->mutex) {
+        PyErr_SetString(PyExc_RuntimeError, "made already");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!", names, &self->mutex, &self->ring, &PyList_Type,
+            &self->busy, &PyList_Type, &self->described, &PyTuple_Type, &self->recipients, &control, &ledger, &head,
+            &data, &self->epoch_at, &self->epoch, &self->published_at, &self->order_at, &self->mask, &self->ring_index,
+            &self->slots, &self->slot_bytes, &self->records_at, &self->record_bytes, &self->sent_ns_at,
+            &self->constant_at, &self->slot_at, &PyTuple_Type, &peers, &self->step, &self->twice, &PyTuple_Type,
+            &sleepers)) {
+        self->mutex = self->ring = self->busy = self->described = self->recipients = NULL; /* borrowed */
+        return -1;
+    }
+    Py_INCREF(self->mutex);
+    Py_INCREF(self->ring);
+    Py_INCREF(self->busy);
+    Py_INCREF(self->described);
+    Py_INCREF(self->recipients);
+    if (words_of(peers, self->peers, &self->npeers) || words_of(sleepers, self->sleepers, &self->nsleepers)) return -1;
+    if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
+        memory_get(data, &self->data))
+        return -1;
+    int inside = in_words(&self->control, self->epoch_at) && in_words(&self->ledger, self->published_at) &&
+                 in_words(&self->ledger, self->order_at + self->mask) &&
+                 self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
+                 self->slots * self->slot_bytes <= self->data.view.len && PyList_GET_SIZE(self->busy) == self->slots &&
+                 PyList_GET_SIZE(self->described) == self->slots;
+    for (int i = 0; i < self->npeers; i++)
+        inside = inside && in_words(&self->head, self->peers[i]) &&
+                 in_words(&self->head, self->peers[i] + (self->slots - 1) * self->step);
+    for (int i = 0; i < self->nsleepers; i++) inside = inside && in_words(&self->control, self->sleepers[i]);
+    if (!inside) {
+        PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
+        return -1;
+    }
+    return 0;
+}
+
+static void Outbox_dealloc(Outbox *self) {
+    for (int i = 0; i < self->nplans; i++) {
+        Py_DECREF(self->plans[i].out);
+        Py_DECREF(self->plans[i].constant);
+    }
+    memory_drop(&self->control);
+    memory_drop(&self->ledger);
+    memory_drop(&self->head);
+    memory_drop(&self->data);
+    Py_XDECREF(self->mutex);
+    Py_XDECREF(self->ring);
+    Py_XDECREF(self->busy);
+    Py_XDECREF(self->described);
+    Py_XDECREF(self->recipients);
+    Py_TYPE(self)->tp_free(self);
+}
+
+PyDoc_STRVAR(Outbox_learn_doc,
+             "learn(value, out, constant, nbytes)\n--\n\nFrom now on, send tensors that look like `value` as `out`.");
+
+static PyObject *Outbox_learn(Outbox *self, PyObject *args) {
+    PyObject *value, *out, *constant;
+    DLTensor tensor;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "OOO!n", &value, &out, &PyBytes_Type, &constant, &nbytes)) return NULL;
+    if (!look_at(value, &tensor) || !is_dense(&tensor) || nbytes > self->slot_bytes ||
+        PyBytes_GET_SIZE(constant) + self->constant_at > self->record_bytes ||
+        PyBytes_GET_SIZE(constant) < self->slot_at + 4 - self->constant_at)
+        Py_RETURN_FALSE;
+    for (int i = 0; i < self->nplans; i++)
+        if (self->plans[i].out == out) Py_RETURN_TRUE;
+    if (self->nplans == MOST_PLANS) Py_RETURN_FALSE;
+    Plan *plan = &self->plans[self->nplans++];
+    remember_look(&plan->look, &tensor, nbytes);
+    plan->out = Py_NewRef(out);
+    plan->constant = Py_NewRef(constant);
+    Py_RETURN_TRUE;
+}
+
+/* Whether the slot's last message is given back, as far as its words alone tell. */
+static int is_free(Outbox *self, PyObject *entry, Py_ssize_t slot) {
+    if (entry == Py_None) return 1;
+    /* (seq, first slot, span, recipients, locked, guard), see ring/pool.py */
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 6 || PyTuple_GET_ITEM(entry, 3) != self->recipients ||
+        PyTuple_GET_ITEM(entry, 4) != Py_False || PyTuple_GET_ITEM(entry, 5) != Py_None ||
+        PyLong_AsLong(PyTuple_GET_ITEM(entry, 2)) != 1)
+        return 0;
+    Word seq = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(entry, 0));
+    if (!seq) return 0;
+    Word wanted = self->twice ? 2 * seq + 1 : seq;
+    const Word *words = self->head.view.buf;
+    for (int i = 0; i < self->npeers; i++)
+        if (load(words + self->peers[i] + slot * self->step) != wanted) return 0;
+    return 1;
+}
+
+/* The same, looking again for at most so many nanoseconds, without letting other threads run. */
+static int becomes_free(Outbox *self, PyObject *entry, Py_ssize_t slot, int64_t patience) {
+    for (int64_t until = 0; !is_free(self, entry, slot);) {
+        if (patience <= 0) return 0;
+        int64_t now = nanoseconds();
+        if (!until) until = now + patience;
+        if (now >= until) return 0;
+        for (int i = 0; i < 16; i++) __builtin_ia32_pause();
+    }
+    return 1;
+}
+
+PyDoc_STRVAR(Outbox_send_doc,
+             "send(value, patience)\n--\n\nIts sequence number; minus it if somebody who may need it sleeps; None, and "
+             "nothing done, if this is not the usual case, or no slot is free within so many nanoseconds.");
+
+static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "value, patience");
+        return NULL;
+    }
+    PyObject *value = args[0];
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
+    char *head = self->head.view.buf;
+    uint64_t slot, again;
+    DLTensor tensor;
+    Plan *plan = NULL;
+
+    /* first everything that may run other Python code: torch's modes, or the garbage collector for a new tuple */
+    if (Py_TYPE(value) != tensor_type) Py_RETURN_NONE;
+    PyObject *negative = PyObject_CallMethodNoArgs(value, s_is_neg);
+    if (!negative) return NULL;
+    Py_DECREF(negative);
+    if (negative != Py_False) Py_RETURN_NONE;
+    Word seq = load(ledger + self->published_at) + 1;
+    if (get_index(self->ring, s_cursor, &slot)) return NULL;
+    PyObject *entry = Py_BuildValue("KKiOOO", (unsigned long long)seq, (unsigned long long)slot, 1, self->recipients,
+                                    Py_False, Py_None);
+    if (!entry) return NULL;
+
+    if (!look_at(value, &tensor) || !is_dense(&tensor)) goto unusual;
+    for (int i = 0; i < self->nplans && !plan; i++)
+        if (same_look(&self->plans[i].look, &tensor)) plan = &self->plans[i];
+    if (!plan) goto unusual;
+    int locked = is_locked(self->mutex);
+    if (locked < 0 || get_index(self->ring, s_cursor, &again)) {
+        Py_DECREF(entry);
+        return NULL;
+    }
+    if (locked || self->retired || load(control + self->epoch_at) != self->epoch || slot != again || slot >= (uint64_t)self->slots ||
+        load(ledger + self->published_at) + 1 != seq)
+        goto unusual;
+    if (!becomes_free(self, PyList_GET_ITEM(self->busy, slot), (Py_ssize_t)slot, patience)) goto unusual;
+    if (set_index(self->ring, s_cursor, slot + 1 < (uint64_t)self->slots ? slot + 1 : 0)) {
+        Py_DECREF(entry);
+        return NULL;
+    }
+
+    char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
+    store((Word *)record, 0); /* nobody may take the old record for a new one */
+    memcpy((char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, (char *)tensor.data + tensor.byte_offset,
+           (size_t)plan->look.nbytes);
+    store((Word *)(record + self->sent_ns_at), (Word)nanoseconds());
+    if (PyList_GET_ITEM(self->described, slot) != plan->out) {
+        uint32_t number = (uint32_t)slot;
+        memcpy(record + self->constant_at, PyBytes_AS_STRING(plan->constant), (size_t)PyBytes_GET_SIZE(plan->constant));
+        memcpy(record + self->slot_at, &number, sizeof number);
+        PyList_SetItem(self->described, (Py_ssize_t)slot, Py_NewRef(plan->out));
+    }
+    store((Word *)record, seq);
+    store(ledger + self->order_at + (Py_ssize_t)(seq & (Word)self->mask), (Word)self->ring_index << 32 | slot);
+    store(ledger + self->published_at, seq); /* pairs with the position check of the receivers' feeds */
+    int asleep = 0;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST); /* the processor's part of this fence is paid by who goes to sleep */
+    for (int i = 0; i < self->nsleepers; i++) asleep |= (int)(load(control + self->sleepers[i]) & 1);
+    self->sent_bytes += (unsigned long long)plan->look.nbytes;
+    PyList_SetItem(self->busy, (Py_ssize_t)slot, entry);
+    return PyLong_FromLongLong(asleep ? -(long long)seq : (long long)seq);
+
+unusual:
+    Py_DECREF(entry);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(retire_doc, "retire()\n--\n\nThe endpoint has changed or ended: answer None from now on.");
+
+static PyObject *Outbox_retire(Outbox *self, PyObject *unused) {
+    (void)unused;
+    self->retired = 1;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Outbox_methods[] = {
+    {"retire", (PyCFunction)Outbox_retire, METH_NOARGS, retire_doc},
+    {"learn", (PyCFunction)Outbox_learn, METH_VARARGS, Outbox_learn_doc},
+    {"send", (PyCFunction)(void (*)(void))Outbox_send, METH_FASTCALL, Outbox_send_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Outbox_members[] = {
+    {"sent_bytes", T_ULONGLONG, offsetof(Outbox, sent_bytes), READONLY, "payload bytes of what was sent this way"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject OutboxType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Outbox",
+    .tp_doc = "What a sender does for a usual tensor.",
+    .tp_basicsize = sizeof(Outbox),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Outbox_init,
+    .tp_dealloc = (destructor)Outbox_dealloc,
+    .tp_methods = Outbox_methods,
+    .tp_members = Outbox_members,
+};
