@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -75,7 +76,8 @@ def shared_memory() -> Iterator[Finding]:
             f"this user must be able to create files in {shm.SHM_DIR}",
         )
     finally:
-        shm.unlink(name)
+        with contextlib.suppress(OSError):
+            shm.unlink(name)
 
 
 def _mount(path: str) -> tuple[str, str]:
@@ -186,7 +188,10 @@ def kernel() -> Iterator[Finding]:
             "not offered",
             "a lost wake-up costs up to 10 ms: allow membarrier(2) in the seccomp profile",
         )
-    yield _ofd_locks()
+    try:
+        yield _ofd_locks()
+    except OSError as error:
+        yield Finding("OFD locks", FAIL, str(error), f"needs a file in {shm.SHM_DIR} to try them on")
     name = f"{PREFIX}doctor-{os.getpid()}"
     try:
         sleeper = Sleeper(name, create=True)
@@ -203,7 +208,8 @@ def kernel() -> Iterator[Finding]:
     except (OSError, ShmTensorError) as error:
         yield Finding("POSIX semaphores", FAIL, str(error), f"sem_open needs a writable {shm.SHM_DIR}")
     finally:
-        unlink_semaphore(name)
+        with contextlib.suppress(OSError):
+            unlink_semaphore(name)
 
 
 def _ofd_locks() -> Finding:
