@@ -54,8 +54,11 @@ def descriptors() -> set[str]:
 @pytest.fixture(autouse=True)
 def company(request):
     """Runs at once sweep each other's dead, as any two users do: a test of what the dead leave asks to be alone."""
-    fd = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(fd, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    turn, fd = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/dev", "/dev/shm"))
+    fcntl.flock(turn, how)  # who asks to be alone lets nobody else begin, so that it need not wait for ever
+    fcntl.flock(fd, how)
+    os.close(turn)
     yield
     os.close(fd)
 

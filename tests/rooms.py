@@ -1,4 +1,4 @@
-"""Scenes that are played in a process of their own: with a `/dev/shm` of its own, with limits, as another user.
+"""Scenes that are played in a process of their own: with a `/dev/shm` of its own, with limits; and fellow processes.
 
 A scene is a function of a test module. It asserts by itself; a test starts it with `play`, which sees it end well.
 """
@@ -27,7 +27,7 @@ HANGS = 120.0
 PAIRS = [("Publisher", "Subscriber"), ("Producer", "Consumer")]
 
 
-def play(scene, *args: object, mounts: tuple[str, ...] = (), user: int | None = None) -> str:
+def play(scene, *args: object, mounts: tuple[str, ...] = ()) -> str:
     """Run `scene(*args)` in a new interpreter; what it printed. `mounts`: tmpfs options and place, each of its own."""
     code = f"from {scene.__module__} import {scene.__name__} as scene; scene(*{args!r})"
     command = [sys.executable, "-W", "error", "-X", "faulthandler", "-c", code]
@@ -35,10 +35,7 @@ def play(scene, *args: object, mounts: tuple[str, ...] = (), user: int | None = 
         script = " && ".join(f"mount -t tmpfs -o {mount}" for mount in mounts)
         command = [*namespace(), "sh", "-c", f"{script} && exec {shlex.join(command)}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS, user=user,
-        extra_groups=[] if user is not None else None,
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -124,6 +121,14 @@ class Fellow:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
+    def stopped(self) -> None:
+        """Wait until it is stopped."""
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), status
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
     def end(self, code: int = 0) -> None:
         """Wait for its end."""
         self.process.stdin.close()
@@ -134,6 +139,11 @@ class Fellow:
     def kill(self) -> None:
         self.process.kill()
         self.end(-9)
+
+    def __del__(self) -> None:
+        if self.process.poll() is None:  # its test has failed
+            self.process.kill()
+            self.process.wait()
 
 
 def pair_of(names):

@@ -99,10 +99,10 @@ def limits() -> Iterator[Finding]:
             "open files",
             WARN,
             f"{soft} (hard {hard})",
-            "an endpoint needs about 4, and 2 per peer: raise with ulimit -n",
+            "an endpoint needs about 4, and up to 5 per peer: raise with ulimit -n",
         )
     else:
-        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and 2 per peer")
+        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and up to 5 per peer")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield Finding(
