@@ -72,7 +72,7 @@ def test_killed_in_the_middle_of_a_large_copy(channel, names):
     with pair_of(names)[1](channel) as rx:
         victim = Fellow(COPIER.format(size=size, make=names[0]), channel)
         victim.listen("joined")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + 2 * PATIENCE
         for number in range(1, 255):
             msg = rx.recv(timeout=PATIENCE)
             slot = np.frombuffer(rx._feeds[0].rings[0].buffer, np.uint8)[:size:4096]
