@@ -150,7 +150,7 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
     if not first:  # a second sender, so that the stream of the survivors has an end whatever becomes of the victim
         other = Process(server, "sender", pattern, channel, None, 2, 2, {"first": 1001})
         other.listen("joined")
-    count = 0 if point == "sweep.channel" else COUNT  # alone: nobody would take anything
+    count = 0 if first else COUNT  # alone: nobody would take anything
     if point == "sweep.unlinked":  # the victim sweeps when it joins: somebody must have died before
         Process(server, "receiver", pattern, channel, ("join.done", "kill", 1), None).finish()
     victim = Process(

@@ -6,16 +6,27 @@ truth is in shared memory, and a lost doorbell costs one tick.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import time
 from typing import Final
 
 import zmq
 
+from ..errors import ResourceError
+from ..memory import shortage
 from .names import socket_path
 
 _HIGH_WATER: Final = 1000
 _MAX_BYTES: Final = 4096
 _LINGER_MS: Final = 200
+_FIRST_FILES: Final = 8
+"""What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
+_CALLER_FILES: Final = 4
+"""libzmq also ends the process where it cannot accept a connection: so many must be possible while others may ring."""
+_CALLERS_S: Final = 0.25
+_DEAF_S: Final = 0.01
 
 _context: zmq.Context[zmq.Socket[bytes]] | None = None
 _context_pid = 0
@@ -29,6 +40,14 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
     return _context
 
 
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    shortage.need_files(_FIRST_FILES, "a socket")
+    try:
+        return context().socket(kind)
+    except zmq.ZMQError as error:
+        raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
+
+
 def close_context() -> None:
     """The process ends: let the last doorbells out."""
     if _context is not None and _context_pid == os.getpid():
@@ -38,20 +57,42 @@ def close_context() -> None:
 class Inbox:
     """Where a receiver sleeps. Owns the bound socket; its path is removed with the member."""
 
-    __slots__ = ("_socket", "_timeout_ms", "path")
+    __slots__ = ("_callers_due", "_socket", "_timeout_ms", "path")
 
     def __init__(self, directory: str, uid: int) -> None:
         self.path = socket_path(directory, uid)
-        self._socket = context().socket(zmq.PULL)
+        self._socket = _socket(zmq.PULL)
         self._timeout_ms = -1
+        self._callers_due = 0.0
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
             self._socket.bind(f"ipc://{self.path}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ResourceError(
+                error.errno,
+                f"cannot make a socket in directory {directory}: {os.strerror(error.errno or errno.EIO)}: "
+                "make that possible, or set SHMTENSOR_DIR to another directory",
+            ) from None
         except BaseException:
             self._socket.close()
             raise
+
+    def may_be_rung(self) -> bool:
+        """Whether senders may connect now. Else the receiver sleeps a little at a time, and does not say so to them."""
+        now = time.monotonic()
+        if now < self._callers_due:
+            return True
+        if not shortage.may_open(_CALLER_FILES):
+            return False
+        self._callers_due = now + _CALLERS_S
+        return True
+
+    def doze(self, seconds: float) -> None:
+        """Sleep a little, deaf to doorbells."""
+        time.sleep(min(seconds, _DEAF_S))
 
     def wait(self, seconds: float) -> bytes | None:
         """Sleep until a doorbell arrives, or None after `seconds`."""
@@ -85,17 +126,27 @@ class Doorbells:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
     def ring(self, uid: int, bell: bytes) -> None:
-        """Send a doorbell without ever waiting; a full inbox wakes its sleeper anyway."""
-        socket = self._sockets.get(uid)
-        if socket is None:
-            socket = self._sockets[uid] = context().socket(zmq.PUSH)
+        """Send a doorbell without ever waiting; a full inbox wakes its sleeper anyway.
+
+        Where no socket is to be had its sleeper wakes at the next tick: what it is rung for is published already.
+        """
+        with contextlib.suppress(zmq.ZMQError, ResourceError):
+            socket = self._sockets.get(uid)
+            if socket is None:
+                socket = self._connect(uid)
+            socket.send(bell, zmq.NOBLOCK)
+
+    def _connect(self, uid: int) -> zmq.Socket[bytes]:
+        socket = _socket(zmq.PUSH)
+        try:
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
             socket.connect(f"ipc://{socket_path(self._directory, uid)}")
-        try:
-            socket.send(bell, zmq.NOBLOCK)
-        except zmq.Again:
-            pass
+        except BaseException:
+            socket.close(linger=0)
+            raise
+        self._sockets[uid] = socket
+        return socket
 
     def forget(self, uid: int) -> None:
         """Close the socket to a member that is gone."""

@@ -156,7 +156,7 @@ def look(channel: str) -> ChannelView:
     except (OSError, WireError) as error:
         seen.notes.append(str(error))
     files, nbytes, owner = [], 0, -1
-    for name in sorted(os.listdir(shm.SHM_DIR)):
+    for name in sorted(shm.listing()):
         found = parse_file(name)
         if found and found[0] == channel:
             with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..errors import ArgumentError, PlatformError, ResourceError, TimedOut, WireError
 from ..memory import segment as shm
-from ..memory import words
+from ..memory import shortage, words
 from ..memory.locks import LockFile
 from ..ring.layout import KINDS
 from . import control as ctl
@@ -24,6 +24,8 @@ from .exclusive import defer, exclusive
 from .names import check_channel, control_name, socket_dir
 
 LOCK_TIMEOUT: Final = 10.0
+_FILES: Final = 16
+"""More than any endpoint opens while it joins; asked for before, so that a failure leaves nothing half-made."""
 
 
 class Member:
@@ -91,6 +93,7 @@ def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Memb
     check_channel(channel)
     directory = socket_dir()
     words.register()
+    shortage.need_files(_FILES, f'joining channel "{channel}"')
     sweep.sweep_all(directory, skip=channel)
     while (member := _join(channel, kind, role, flags, directory, prepare)) is None:
         pass  # swept between opening and locking
@@ -127,12 +130,14 @@ def _map(segment: shm.Segment, locks: LockFile, channel: str) -> Control:
             f"segment {segment.name} has {segment.nbytes} bytes, a control segment of this version has "
             f"{Control.nbytes()}: another program or version owns that name; use another channel name"
         )
+    is_new = segment.nbytes == 0
     try:
         segment.reserve(Control.nbytes(), "free some")
+        return Control(channel, segment, locks)
     except BaseException:
-        shm.unlink(segment.name)
+        if is_new:
+            shm.unlink(segment.name)
         raise
-    return Control(channel, segment, locks)
 
 
 def _make_ready(control: Control, kind: int, directory: str) -> None:

@@ -76,11 +76,13 @@ def _expendable(control: Control, me: int | None) -> Iterator[int]:
 
 
 def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
-    """Whether a dead or closed sender has messages that the living have not taken."""
+    """Whether a dead or closed sender has messages that the living have not taken; True if that cannot be told now."""
     try:
         ledger = Ledger.attach(ledger_name(control.channel, sender.uid), sender.uid, control.capacity)
-    except (FileNotFoundError, WireError, ResourceError):
+    except (FileNotFoundError, WireError):
         return False
+    except ResourceError:
+        return True
     try:
         if control.kind == FAN_OUT:
             return any(
@@ -94,7 +96,7 @@ def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
 
 
 def has_undone(control: Control, ledger: Ledger) -> bool:
-    """Whether a work-queue producer's rings hold a published message that nobody has finished."""
+    """Whether a work-queue producer's rings hold a published message that nobody has finished, or may hold one."""
     published = ledger.published
     for index in range(min(ledger.rings, MAX_RINGS)):
         try:
@@ -102,8 +104,10 @@ def has_undone(control: Control, ledger: Ledger) -> bool:
                 ring_name(control.channel, ledger.uid, index), ledger.uid, index,
                 kind=control.kind, capacity=control.capacity, writable=False,
             )  # fmt: skip
-        except (FileNotFoundError, WireError, ResourceError):
+        except (FileNotFoundError, WireError):
             continue
+        except ResourceError:
+            return True
         for slot in range(ring.slots):
             seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
             if 0 < seq <= published and ring.words[ring.state + 8 * slot + DONE] != seq:
@@ -137,15 +141,22 @@ class Leftover(NamedTuple):
 
 def channels() -> list[str]:
     """Every channel that has files in `/dev/shm`."""
-    parsed = (parse_file(name) for name in os.listdir(shm.SHM_DIR))
+    parsed = (parse_file(name) for name in shm.listing())
     return sorted({found[0] for found in parsed if found})
 
 
-def _files(channel: str) -> Iterator[str]:
-    for name in os.listdir(shm.SHM_DIR):
-        found = parse_file(name)
-        if found and found[0] == channel:
-            yield f"{shm.SHM_DIR}/{name}"
+def _leftovers(channel: str) -> list[Leftover]:
+    """Every file of a channel that belongs to this user."""
+    found = []
+    for name in shm.listing():
+        parsed = parse_file(name)
+        if parsed and parsed[0] == channel:
+            path = f"{shm.SHM_DIR}/{name}"
+            with contextlib.suppress(OSError):
+                info = os.stat(path, follow_symlinks=False)
+                if info.st_uid == os.geteuid():
+                    found.append(Leftover(channel, path, info.st_size))
+    return found
 
 
 def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patience: float = 0.0) -> list[Leftover]:
@@ -164,6 +175,8 @@ def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patien
     except (ResourceError, WireError):
         return []  # another user's, or not a segment
     with segment:
+        if not segment.is_mine():
+            return []  # root could
         locks = segment.locks()
         try:
             with exclusive(locks, patience, f'channel "{channel}"'):
@@ -229,13 +242,18 @@ def sweep_all(
 
 
 def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
-    with os.scandir(directory) as entries:
-        paths = [entry for entry in entries if len(entry.name) == 16]
+    try:
+        with os.scandir(directory) as entries:
+            paths = [entry for entry in entries if len(entry.name) == 16]
+    except OSError as error:
+        raise ResourceError(error.errno, f"socket directory {directory}: {error.strerror}") from None
     if not paths:
         return []
     owners: set[int] = set()
     for channel in channels():
         try:
+            if os.stat(shm.SHM_DIR + control_name(channel)).st_uid != os.geteuid():
+                continue  # its members' sockets lie in a directory of their own
             with shm.attach(control_name(channel)) as segment:
                 if segment.nbytes == Control.nbytes():
                     locks = segment.locks()
@@ -254,14 +272,3 @@ def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
         if uid not in owners and not fresh:
             gone.append(Leftover("", path.path, 0))
     return _remove(gone, dry_run=dry_run)
-
-
-def _leftovers(channel: str) -> list[Leftover]:
-    return [_leftover(channel, path) for path in _files(channel)]
-
-
-def _leftover(channel: str, path: str) -> Leftover:
-    try:
-        return Leftover(channel, path, os.stat(path).st_size)
-    except OSError:
-        return Leftover(channel, path, 0)

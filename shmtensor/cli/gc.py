@@ -51,7 +51,7 @@ def _left(gone: set[str]) -> list[ChannelView]:
 
 def why(view: ChannelView) -> str:
     """Why a channel was not removed."""
-    if view.owner not in (os.geteuid(), -1) and view.notes:
+    if view.owner not in (os.geteuid(), -1):
         return f"belongs to user {user_name(view.owner)}"
     if view.living:
         pids = ", ".join(str(pid) for pid in sorted({member.pid for member in view.members if member.alive}))

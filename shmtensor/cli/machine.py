@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -67,7 +68,8 @@ def shared_memory() -> Iterator[Finding]:
             "shared-memory segment", FAIL, str(error), f"this user must be able to create files in {shm.SHM_DIR}"
         )
     finally:
-        shm.unlink(name)
+        with contextlib.suppress(OSError):
+            shm.unlink(name)
 
 
 def _mount(path: str) -> tuple[str, str]:
@@ -87,10 +89,10 @@ def limits() -> Iterator[Finding]:
     if soft < _FEW_FILES:
         yield Finding(
             "open files", WARN, f"{soft} (hard {hard})",
-            "an endpoint needs about 4, and 2 per peer: raise with ulimit -n",
+            "an endpoint needs about 4, and up to 5 per peer: raise with ulimit -n",
         )  # fmt: skip
     else:
-        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and 2 per peer")
+        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and up to 5 per peer")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield Finding(
@@ -166,7 +168,10 @@ def kernel() -> Iterator[Finding]:
             "membarrier", WARN, "not offered",
             "a lost wake-up costs up to 10 ms: allow membarrier(2) in the seccomp profile",
         )  # fmt: skip
-    yield _ofd_locks()
+    try:
+        yield _ofd_locks()
+    except OSError as error:
+        yield Finding("OFD locks", FAIL, str(error), f"needs a file in {shm.SHM_DIR} to try them on")
     name = f"{PREFIX}doctor-{os.getpid()}"
     try:
         sleeper = Sleeper(name, create=True)
@@ -180,7 +185,8 @@ def kernel() -> Iterator[Finding]:
     except (OSError, ShmTensorError) as error:
         yield Finding("POSIX semaphores", FAIL, str(error), f"sem_open needs a writable {shm.SHM_DIR}")
     finally:
-        unlink_semaphore(name)
+        with contextlib.suppress(OSError):
+            unlink_semaphore(name)
 
 
 def _ofd_locks() -> Finding:

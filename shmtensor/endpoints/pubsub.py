@@ -9,7 +9,7 @@ from typing import Any
 from ..channel import control as ctl
 from ..channel.membership import Member
 from ..channel.names import ledger_name, ring_name
-from ..errors import ResourceError, WireError
+from ..errors import WireError
 from ..memory.words import store
 from ..ring.broadcast import BroadcastFeed, LatestFeed
 from ..ring.feed import TENSOR, Found
@@ -203,11 +203,11 @@ def _retaining_rings(member: Member) -> Iterator[Ring]:
             continue
         try:
             ledger = Ledger.attach(ledger_name(control.channel, entry.uid), entry.uid, control.capacity)
-        except (FileNotFoundError, WireError, ResourceError):
+        except (FileNotFoundError, WireError):
             continue
         ledger.close()
         for index in range(min(ledger.rings, MAX_RINGS) if ledger.history else 0):
-            with contextlib.suppress(FileNotFoundError, WireError, ResourceError):
+            with contextlib.suppress(FileNotFoundError, WireError):
                 yield Ring.attach(
                     ring_name(control.channel, entry.uid, index), entry.uid, index,
                     kind=FAN_OUT, capacity=control.capacity, writable=False,

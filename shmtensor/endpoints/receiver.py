@@ -241,6 +241,9 @@ class Receiver(Sources[_F]):
         """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
         for bell in self._inbox.drain():  # late doorbells of earlier sleeps
             self._hear(bell)
+        if not self._inbox.may_be_rung():
+            self._inbox.doze(seconds)
+            return False
         words = self._control_words
         self._nap = (self._nap + 1) | 1
         try:

@@ -61,6 +61,7 @@ class Sender(Audience):
         self._locked = history > 0
         self._outbox: Any = None
         self._patience = _SPIN_NS if full == "block" else 0
+        self._ending = False  # the process ends: whoever lingers in another thread gives up
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
         self._control_words = self._member.control.words
@@ -351,12 +352,13 @@ class Sender(Audience):
         self._refresh()
         while not self._is_settled() and not (self._drop_dead() and self._is_settled()):
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
-            if remaining <= 0:
+            if remaining <= 0 or self._ending:
                 return
             self._sleep(remaining, self._is_settled)
             self._refresh()
 
     def _at_exit(self) -> None:
+        self._ending = True
         self._leave(0)
 
     def statistics(self) -> SenderStatistics:

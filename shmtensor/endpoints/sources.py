@@ -68,15 +68,19 @@ class Sources(Endpoint, Generic[_F]):
         name = ledger_name(control.channel, entry.uid)
         try:
             ledger = Ledger.attach(name, entry.uid, control.capacity)
-        except (FileNotFoundError, WireError, ResourceError) as error:
-            if not isinstance(error, FileNotFoundError):
-                self._bad_records += 1
-                log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, str(error))
+        except FileNotFoundError:
+            return None
+        except WireError as error:
+            self._bad_records += 1
+            log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, str(error))
             return None
         try:
             sleeper = Sleeper(name, create=False)
-        except (FileNotFoundError, ResourceError):
+        except FileNotFoundError:
             sleeper = None
+        except ResourceError:
+            ledger.close()
+            raise
 
         def attach_ring(index: int) -> Ring:
             return Ring.attach(

@@ -8,7 +8,7 @@ from typing import Any
 from ..channel import control as ctl
 from ..channel.inbox import Doorbells
 from ..channel.membership import Member
-from ..errors import WireError
+from ..errors import ResourceError, WireError
 from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, acknowledge, state_word
 from ..ring.feed import Found
@@ -190,6 +190,9 @@ class Consumer(Receiver[CompetingFeed]):
                 self._blame(feed, seq, error)
                 feed.skip(seq)
                 continue
+            except ResourceError:  # its ring cannot be mapped now: the next call tries again
+                feed.position = seq - 1
+                raise
             if found is None or not feed.is_open(found.ring, found.slot, seq, walking=True):
                 continue
             if not feed.claim(found.ring, found.slot, seq):

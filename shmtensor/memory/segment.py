@@ -15,11 +15,11 @@ import posix_ipc
 
 from ..errors import ResourceError, WireError
 from ..units import format_bytes
-from . import forks
+from . import forks, shortage
 from .locks import LockFile
+from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
-SHM_DIR: Final = "/dev/shm"
 _MODE = 0o600
 _PROT_NONE = 0
 _REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
@@ -43,7 +43,10 @@ class Mapping:
 
     def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+        try:
+            self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+        except OSError as error:
+            raise shortage.explain(error, f"cannot map {format_bytes(nbytes)} of shared memory") from None
         self.nbytes = nbytes
         self.view = memoryview(self.map)
         self.words = self.view.cast("Q")
@@ -85,7 +88,13 @@ class Segment:
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+            if error.errno == errno.EFBIG:
+                raise ResourceError(
+                    error.errno,
+                    f"segment {self.name} needs {format_bytes(nbytes)}, more than this process may write into one "
+                    f"file: {remedy}, or raise ulimit -f",
+                ) from None
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise ResourceError(
                     error.errno,
                     f"segment {self.name} needs {format_bytes(nbytes)}, {SHM_DIR} has {format_bytes(free_bytes())} "
@@ -103,7 +112,14 @@ class Segment:
 
     def locks(self) -> LockFile:
         """A second open file description of the same segment, for locks alone."""
-        return LockFile(os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+        try:
+            return LockFile(os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise shortage.explain(error, f"cannot open segment {self.name} for its locks") from None
+
+    def is_mine(self) -> bool:
+        """Whether it belongs to this user. Only root, or a careless owner, can open what does not."""
+        return os.fstat(self.fd).st_uid == os.geteuid()
 
     def close(self) -> None:
         """Close the descriptor; mappings stay valid. Idempotent."""
@@ -131,8 +147,12 @@ def create(name: str, nbytes: int, remedy: str) -> Segment:
 
 
 def open_or_create(name: str) -> Segment:
-    """Open a segment, or create it with size 0. Which of the two it was, the caller decides under a lock."""
-    return _open(name, posix_ipc.O_CREAT)
+    """Open this user's segment, or create it with size 0. Which of the two it was, the caller decides under a lock."""
+    segment = _open(name, posix_ipc.O_CREAT)
+    if not segment.is_mine():
+        segment.close()
+        raise ResourceError(errno.EACCES, _denied(name))
+    return segment
 
 
 def attach(name: str) -> Segment:
@@ -144,6 +164,14 @@ def unlink(name: str) -> None:
     """Remove a segment's name. Existing mappings stay valid. No error if it is gone already."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(SHM_DIR + name)
+
+
+def listing() -> list[str]:
+    """The names of all files in `/dev/shm`."""
+    try:
+        return os.listdir(SHM_DIR)
+    except OSError as error:
+        raise shortage.explain(error, f"cannot list {SHM_DIR}") from None
 
 
 def free_bytes() -> int:
@@ -161,6 +189,8 @@ def _open(name: str, flags: int) -> Segment:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except posix_ipc.PermissionsError:
         raise ResourceError(errno.EACCES, _denied(name)) from None
+    except OSError as error:
+        raise shortage.explain(error, f"cannot {'make' if flags else 'open'} segment {name}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")

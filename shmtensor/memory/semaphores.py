@@ -9,6 +9,7 @@ import os
 import posix_ipc
 
 from ..errors import ResourceError
+from . import shortage
 from .segment import SHM_DIR
 
 _PREFIX = SHM_DIR + "/sem."
@@ -27,6 +28,8 @@ class Sleeper:
             raise FileNotFoundError(errno.ENOENT, f"semaphore {name}: {error}") from None
         except posix_ipc.PermissionsError as error:
             raise ResourceError(errno.EACCES, f"semaphore {name}: {error}") from None
+        except OSError as error:
+            raise shortage.explain(error, f"cannot {'make' if create else 'open'} semaphore {name}") from None
 
     def close(self) -> None:
         """Forget the semaphore in this process. Idempotent."""

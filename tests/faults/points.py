@@ -32,7 +32,7 @@ def names() -> list[str]:
 
 
 def arm(point: str, action: str, nth: int = 1) -> None:
-    """From now on, the nth time that this process comes by `point`: "kill", "exit" or "raise"."""
+    """From now on, the nth time that this process comes by `point`: "kill", "stop", "exit" or "raise"."""
     armed[point] = (action, nth)
     hits[point] = 0
 
@@ -46,6 +46,8 @@ def hit(point: str) -> None:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "exit":
         os._exit(3)
     else:

@@ -1,0 +1,66 @@
+"""What the kernel says when something has run out, as an error that says what and whose remedy it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final
+
+from ..errors import ResourceError
+from ..units import format_bytes
+
+SHM_DIR: Final = "/dev/shm"
+
+_REMEDIES: Final = {
+    errno.EMFILE: "this process may open no more files: close some, or raise ulimit -n",
+    errno.ENFILE: "this machine may open no more files: raise fs.file-max",
+    errno.ENOMEM: "no memory or address space is left to map it: raise ulimit -v or vm.max_map_count, or pass fewer "
+    "slots or a smaller slot_bytes",
+    errno.ENOENT: f"mount a tmpfs at {SHM_DIR}",
+    errno.EROFS: f"mount {SHM_DIR} writable",
+}
+
+
+def explain(error: OSError, what: str) -> ResourceError:
+    """The `ResourceError` for what the kernel refused."""
+    # posix_ipc tells of a limit on open files in words only
+    code = error.errno or (errno.ENFILE if may_open(1) else errno.EMFILE)
+    remedy = _room() if code == errno.ENOSPC else _REMEDIES.get(code)
+    text = f"{what}: {os.strerror(code)}"
+    return ResourceError(code, f"{text}: {remedy}" if remedy else text)
+
+
+def _room() -> str:
+    try:
+        space = os.statvfs(SHM_DIR)
+    except OSError as error:
+        return f"{SHM_DIR}: {error.strerror}"
+    return (
+        f"{SHM_DIR} has {format_bytes(space.f_bavail * space.f_frsize)} and {space.f_favail} of {space.f_files} files "
+        "free: shmtensor gc removes what the dead left, or mount it with a larger size= or nr_inodes= (containers: "
+        "--shm-size)"
+    )
+
+
+def may_open(count: int) -> bool:
+    """Whether this process may open `count` more files now. It asks the kernel by opening them (some 3 µs each)."""
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return True
+
+
+def need_files(count: int, what: str) -> None:
+    """Raise `ResourceError` unless this process may open `count` more files: `what` needs up to so many."""
+    if not may_open(count):
+        raise ResourceError(
+            errno.EMFILE,
+            f"{what} needs up to {count} more open files, this process may not open so many: close some, or raise "
+            "ulimit -n",
+        )
