@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor import Consumer, Producer, Publisher, Subscriber, hot
+from shmtensor.endpoints.base import lingering
 from shmtensor.memory.words import store
 from shmtensor.wire.record import INLINE_OFFSET
 
@@ -333,6 +334,31 @@ def test_dropped_endpoints_are_collected(channel):
 
     use()
     gc.collect()
+    assert not shared_files()
+
+
+@needs_hot
+@pytest.mark.parametrize("keep", ["view", "message"])
+def test_a_dropped_subscriber_holds_nobody_up_though_views_of_it_live(channel, keep):
+    """It leaves when it is collected, even if it refers to its own message; the views keep their bytes."""
+    with Publisher(channel, slots=4, full="error") as pub:
+        sub = Subscriber(channel)
+        for number in range(9):
+            pub.send(torch.full((4,), float(number)))
+            msg = sub.recv(timeout=PATIENCE)
+        sub.own = msg if keep == "message" else msg.value
+        kept = msg.value
+        del msg, sub
+        gc.collect()
+        for _ in range(20):
+            pub.send(torch.full((4,), -1.0))
+        assert kept.tolist() == [8.0] * 4
+        (left,) = lingering  # for the sake of the lease, and with it what it refers to
+        left.own = None
+        del kept
+        gc.collect()
+        assert not lingering
+        del left
     assert not shared_files()
 
 

@@ -80,7 +80,8 @@ class Receiver(Sources[_F]):
             EndOfStream: every sender has closed or died, and everything they sent is received.
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
-        message = None if self._inlet is None else self._inlet.recv(self, 0 if timeout == 0 else self._patience)
+        inlet = self._inlet
+        message = None if inlet is None else inlet.recv(self, 0 if timeout == 0 else self._patience)
         if message is not None:
             if copy:
                 self._make_private(message)

@@ -113,8 +113,9 @@ class Sender(Audience):
             ResourceError: a ring is needed and `/dev/shm` or `max_bytes` has no room for it.
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
-        if meta is None and self._outbox is not None:
-            seq: int | None = self._outbox.send(value, 0 if timeout == 0 else self._patience)
+        outbox = self._outbox
+        if meta is None and outbox is not None:
+            seq: int | None = outbox.send(value, 0 if timeout == 0 else self._patience)
             if seq is not None:
                 return seq if seq > 0 else self._wake_late(-seq)
         with self._mutex:
@@ -154,9 +155,12 @@ class Sender(Audience):
         """A receiver fell asleep while its message was being published."""
         with self._mutex:
             if not self._state:
-                place = self._words[self._order + (seq & self._mask)]
-                self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
+                self._wake_for(seq)
         return seq
+
+    def _wake_for(self, seq: int) -> None:
+        place = self._words[self._order + (seq & self._mask)]
+        self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
 
     def _usual_place(self, nbytes: int) -> Place | None:
         """The next slot of the only ring, if the message fits it and it is free: what `_place` nearly always finds."""
@@ -277,6 +281,8 @@ class Sender(Audience):
         """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
+        if self._published:  # another thread's `_wake_late` may be waiting for our mutex
+            self._wake_for(self._published)
         awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
         while time.monotonic() < awake_until and not self._stop:
             place = self._pool.find(nbytes, self._is_free)

@@ -29,6 +29,7 @@
 
 #include "look.h"
 #include "outbox.h"
+#include "grip.h"
 #include "inlet.h"
 #include "batch.h"
 

@@ -1,115 +1,5 @@
 /* Included once, by _hot.c. */
 
-/* --- Grip: a lease that ends when torch frees the storage --------------------------------------------------------- */
-
-typedef struct {
-    PyObject_HEAD
-    unsigned long long seq;
-    Py_ssize_t word;
-    PyObject *feed, *leases, *words;
-    Word *at;            /* where the end is told */
-    const Word *sleeper; /* whether the sender sleeps */
-    char locked;
-} Grip;
-
-static PyTypeObject GripType;
-
-static void Grip_dealloc(Grip *self) {
-    Py_XDECREF(self->feed);
-    Py_XDECREF(self->leases);
-    Py_XDECREF(self->words);
-    PyObject_Free(self);
-}
-
-static PyMemberDef Grip_members[] = {
-    {"seq", T_ULONGLONG, offsetof(Grip, seq), READONLY, "the message"},
-    {"word", T_PYSSIZET, offsetof(Grip, word), READONLY, "where its end is told in `words`"},
-    {"words", T_OBJECT, offsetof(Grip, words), READONLY, "the ring's words"},
-    {"locked", T_BOOL, offsetof(Grip, locked), READONLY, "never: only lease words are handled here"},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyTypeObject GripType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Grip",
-    .tp_doc = "A fan-out lease, as ring/lease.py has it, held by a tensor's storage.",
-    .tp_basicsize = sizeof(Grip),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_dealloc = (destructor)Grip_dealloc,
-    .tp_members = Grip_members,
-};
-
-/* What ring/feed.py's `_ended` does. */
-static int grip_ended(Grip *grip) {
-    PyObject *key = PyLong_FromUnsignedLongLong(grip->seq);
-    if (!key) return -1;
-    int held = PyDict_Contains(grip->leases, key);
-    if (held == 1 && PyDict_DelItem(grip->leases, key)) held = -1;
-    Py_DECREF(key);
-    if (held != 1) return held; /* 0: a forked child's copy of its parent's lease */
-    store(grip->at, 2 * grip->seq + 1);
-    if (load(grip->sleeper) & 1) {
-        PyObject *done = PyObject_CallMethodNoArgs(grip->feed, s_wake_sender);
-        if (!done) return -1;
-        Py_DECREF(done);
-    }
-    if (PyDict_GET_SIZE(grip->leases)) return 0;
-    PyObject *closing = PyObject_GetAttr(grip->feed, s_closing);
-    if (!closing) return -1;
-    Py_DECREF(closing);
-    if (closing != Py_True) return 0;
-    PyObject *done = PyObject_CallMethodNoArgs(grip->feed, s_close);
-    Py_XDECREF(done);
-    if (!done) return -1;
-    done = PyObject_CallMethodNoArgs(grip->feed, s_emptied);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-typedef struct {
-    DLManaged managed;
-    Grip *grip;
-    PyObject *buffer; /* keeps the mapping */
-    int64_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
-} Holder;
-
-/* torch has freed the storage; any thread, with or without the interpreter lock. */
-static void holder_delete(DLManaged *managed) {
-    Holder *holder = (Holder *)managed;
-    if (!Py_IsInitialized()) return; /* the process ends: its locks end with it */
-    PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (holder->grip) {
-        if (grip_ended(holder->grip)) PyErr_WriteUnraisable((PyObject *)holder->grip);
-        Py_DECREF(holder->grip);
-    }
-    Py_XDECREF(holder->buffer);
-    PyErr_Restore(type, value, traceback);
-    PyGILState_Release(state);
-    free(holder);
-}
-
-static PyObject *make_tensor(const Look *look, void *data, Grip *grip, PyObject *buffer) {
-    Holder *holder = calloc(1, sizeof *holder);
-    void *made = NULL;
-    if (!holder) return PyErr_NoMemory();
-    memcpy(holder->shape, look->shape, sizeof holder->shape);
-    memcpy(holder->strides, look->strides, sizeof holder->strides);
-    holder->managed = (DLManaged){
-        .version = {1, 0},
-        .context = holder,
-        .deleter = holder_delete,
-        .tensor = {data, {CPU, 0}, look->ndim, look->dtype, holder->shape, holder->strides, 0},
-    };
-    holder->grip = (Grip *)Py_XNewRef((PyObject *)grip);
-    holder->buffer = Py_NewRef(buffer);
-    if (exchange->object_from_managed(&holder->managed, &made)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch made no tensor");
-        return NULL; /* torch has called the deleter, or keeps the memory: either way nothing here may free it */
-    }
-    return made;
-}
-
 /* --- Inlet: the receiver's side ----------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -230,7 +120,7 @@ static PyObject *Inlet_learn(Inlet *self, PyObject *args) {
 }
 
 /* The next message for `receiver`, or None, and nothing done, if there is none or it is not the usual case. */
-static PyObject *take(Inlet *self, PyObject *receiver, int64_t *size) {
+static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, int counted) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
     char *head = self->head.view.buf;
     uint64_t position;
@@ -247,11 +137,7 @@ static PyObject *take(Inlet *self, PyObject *receiver, int64_t *size) {
         Py_RETURN_NONE;
 
     PyObject *number = PyLong_FromUnsignedLongLong(seq);
-    Grip *grip = number ? PyObject_New(Grip, &GripType) : NULL;
-    if (!grip) {
-        Py_XDECREF(number);
-        return NULL;
-    }
+    if (!number) return NULL;
     grip->seq = seq;
     grip->word = self->state_at + (Py_ssize_t)slot;
     grip->locked = 0;
@@ -266,7 +152,10 @@ static PyObject *take(Inlet *self, PyObject *receiver, int64_t *size) {
 
     /* From here on the message is taken, and other Python code may run: even code that retires this inlet. */
     PyObject *nbytes = Py_NewRef(known->nbytes), *type = Py_NewRef(self->message);
-    *size = known->look.nbytes;
+    if (counted) {
+        self->received++;
+        self->received_bytes += (unsigned long long)known->look.nbytes;
+    }
     PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, grip,
                                    self->buffer);
     if (!tensor) {
@@ -287,12 +176,10 @@ static PyObject *take(Inlet *self, PyObject *receiver, int64_t *size) {
     Py_DECREF(tensor);
     Py_DECREF(nbytes);
     Py_DECREF(number);
-    Py_DECREF(grip);
     return message;
 
 failed:
     Py_DECREF(number);
-    Py_DECREF(grip);
     return NULL;
 }
 
@@ -311,6 +198,17 @@ static int spin(Inlet *self, int64_t patience) {
     return 0;
 }
 
+/* A lease to be; making it may run the garbage collector, so that it comes before everything else. */
+static Grip *new_grip(void) {
+    Grip *grip = PyObject_GC_New(Grip, &GripType);
+    if (grip) {
+        grip->feed = grip->leases = grip->words = NULL;
+        grip->holder = NULL;
+        PyObject_GC_Track(grip);
+    }
+    return grip;
+}
+
 PyDoc_STRVAR(Inlet_recv_doc,
              "recv(receiver, patience)\n--\n\nThe next message, there now or within so many nanoseconds, or None. For a "
              "caller without the mutex.");
@@ -322,15 +220,13 @@ static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     }
     long long patience = PyLong_AsLongLong(args[1]);
     if (patience == -1 && PyErr_Occurred()) return NULL;
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *message = NULL;
     int locked = is_locked(self->mutex);
-    if (locked || !self->feed) return locked < 0 ? NULL : Py_NewRef(Py_None);
-    if (spin(self, patience)) return NULL;
-    int64_t nbytes = 0;
-    PyObject *message = take(self, args[0], &nbytes);
-    if (message && message != Py_None) {
-        self->received++;
-        self->received_bytes += (unsigned long long)nbytes;
-    }
+    if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
+    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], 1);
+    Py_DECREF(grip);
     return message;
 }
 
@@ -343,10 +239,13 @@ static PyObject *Inlet_poll(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     }
     long long patience = PyLong_AsLongLong(args[1]);
     if (patience == -1 && PyErr_Occurred()) return NULL;
-    if (!self->feed) Py_RETURN_NONE;
-    if (spin(self, patience)) return NULL;
-    int64_t nbytes;
-    return take(self, args[0], &nbytes);
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *message = NULL;
+    if (!self->feed) message = Py_NewRef(Py_None);
+    else if (!spin(self, patience)) message = take(self, grip, args[0], 0);
+    Py_DECREF(grip);
+    return message;
 }
 
 static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {

@@ -89,6 +89,13 @@ static int is_dense(const DLTensor *tensor) {
     return 1;
 }
 
+/* Bytes of a dense tensor. */
+static int64_t size_of(const DLTensor *tensor) {
+    int64_t bits = (int64_t)tensor->dtype.bits * tensor->dtype.lanes;
+    for (int32_t i = 0; i < tensor->ndim; i++) bits *= tensor->shape[i];
+    return (bits + 7) / 8;
+}
+
 /* 1 if the object is a plain CPU tensor with bytes, 0 if not. */
 static int look_at(PyObject *value, DLTensor *tensor) {
     if (Py_TYPE(value) != tensor_type) return 0;

@@ -110,7 +110,7 @@ static PyObject *Outbox_learn(Outbox *self, PyObject *args) {
     DLTensor tensor;
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(args, "OOO!n", &value, &out, &PyBytes_Type, &constant, &nbytes)) return NULL;
-    if (!look_at(value, &tensor) || !is_dense(&tensor) || nbytes > self->slot_bytes ||
+    if (!look_at(value, &tensor) || !is_dense(&tensor) || nbytes > self->slot_bytes || nbytes != size_of(&tensor) ||
         PyBytes_GET_SIZE(constant) + self->constant_at > self->record_bytes ||
         PyBytes_GET_SIZE(constant) < self->slot_at + 4 - self->constant_at)
         Py_RETURN_FALSE;

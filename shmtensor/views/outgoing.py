@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import pack
 
@@ -87,11 +87,14 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
     """The one copy: put a described value at `offset` of a ring's data (mapped at `address`)."""
     kind = out.kind
     if kind == _TENSOR:
+        source = value.data_ptr()
+        if not source and out.nbytes:
+            raise ArgumentError("value: the tensor has no memory: its storage was freed, or it only stands for zeros")
         if out.nbytes <= pack.SMALL:
-            pack.move_small(address + offset, value.data_ptr(), out.nbytes)
+            pack.move_small(address + offset, source, out.nbytes)
             return
         if out.nbytes < pack.LARGE:
-            ctypes.memmove(address + offset, value.data_ptr(), out.nbytes)
+            ctypes.memmove(address + offset, source, out.nbytes)
             return
         target = sys.modules["torch"].from_numpy(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
         source = value.detach()
