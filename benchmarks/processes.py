@@ -37,6 +37,8 @@ class Role:
     args: tuple[Any, ...] = ()
     threads: int = 1
     """torch's threads in this process; `NO_TORCH`: do not import it; `DEFAULT_THREADS`: do not set them."""
+    forked: bool = True
+    """Whether it may come from the server that has torch imported: forked children copy with one thread."""
 
 
 class RoleFailed(RuntimeError):
@@ -70,7 +72,7 @@ def run_roles(roles: Sequence[Role]) -> list[Any]:
     pipes: list[Connection] = []
     try:
         for role in roles:
-            context: Any = CONTEXT if role.threads == NO_TORCH else FORKS
+            context: Any = FORKS if role.forked and role.threads != NO_TORCH else CONTEXT
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_play, args=(role, barrier, timeout, there), daemon=False)
             pipes.append(here)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -205,3 +207,27 @@ def test_wrong_sizes(text, error):
 
     with pytest.raises(error):
         parse_bytes(text)
+
+
+COPIER = """
+import os, sys, torch, shmtensor
+torch.set_num_threads(2)
+large = torch.arange(1 << 20)
+large.clone().copy_(large)
+pid = os.fork()
+if not pid:
+    with shmtensor.Producer(sys.argv[1]) as tx, shmtensor.Consumer(sys.argv[1]) as rx:
+        tx.send(large)
+        tx.send({"a": large})
+        got = rx.recv(timeout=60).value, rx.recv(timeout=60).value["a"]
+        same = [bytes(tensor.numpy()) == bytes(large.numpy()) for tensor in got]  # torch itself would hang here
+        del got
+    os._exit(0 if same == [True, True] else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_copies_although_torchs_threads_are_gone(channel):
+    done = subprocess.run([sys.executable, "-c", COPIER, channel], timeout=120, check=False)
+    assert done.returncode == 0

@@ -24,7 +24,7 @@ LONGER = 4
 
 def measure_send(threads: int, effort: Effort, *, nbytes: int = LARGE) -> Samples:
     """Seconds of sends and of as many bare copies of the same bytes, by turns in one process; cores in use."""
-    return run_roles([Role(_send, (fresh_name(), nbytes, effort), threads)])[0]
+    return run_roles([Role(_send, (fresh_name(), nbytes, effort), threads, forked=False)])[0]
 
 
 def _send(meet: Callable[[], object], name: str, nbytes: int, effort: Effort) -> Samples:

@@ -47,7 +47,7 @@ class Receiver(Sources[_F]):
         self._spin = spin
         self._patience = min(int(spin * 1e9), _SPIN_NS)
         self._turn = self._nap = 0
-        self._stop = False
+        self._stop = self._late_bells = False
         self._inlet: Any = None
         self._look_around_due = 0.0
         self._unpackers: dict[bytes, Unpacker] = {}
@@ -240,8 +240,10 @@ class Receiver(Sources[_F]):
 
     def _sleep(self, seconds: float) -> bool:
         """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
-        for bell in self._inbox.drain():  # late doorbells of earlier sleeps
-            self._hear(bell)
+        if self._late_bells or len(self._feeds) != 1:
+            for bell in self._inbox.drain():  # late doorbells of earlier sleeps
+                self._hear(bell)
+        self._late_bells = True
         if not self._inbox.may_be_rung():
             self._inbox.doze(seconds)
             return False
@@ -262,6 +264,7 @@ class Receiver(Sources[_F]):
         if data is None:
             self._ticks += 1
             return False
+        self._late_bells = False  # a single sender rings once per sleep
         self._hear(data)
         return True
 
@@ -273,10 +276,8 @@ class Receiver(Sources[_F]):
             self._bad_doorbells += 1
             log.error("channel %s: bad doorbell: %s", self.name, str(error))
             return
-        for index, feed in enumerate(self._feeds):
-            if feed.uid == bell.uid:
-                self._turn = index
-                return
+        if len(self._feeds) > 1:
+            self._turn = next((turn for turn, feed in enumerate(self._feeds) if feed.uid == bell.uid), self._turn)
 
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""

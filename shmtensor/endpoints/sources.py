@@ -117,7 +117,8 @@ class Sources(Endpoint, Generic[_F]):
 
     def _is_over(self) -> bool:
         """Whether every sender that was there since this receiver joined is gone and drained."""
-        self._retire_drained()
+        if any(feed.gone for feed in self._feeds):
+            self._retire_drained()
         if self._feeds or self._member.control.senders <= self._senders_before:
             return False
         if self._control_words[ctl.W_EPOCH] != self._epoch:

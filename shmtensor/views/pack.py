@@ -32,8 +32,8 @@ LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmov
 
 
 def _copy_alone() -> None:
-    """In a forked child: torch's threads do not survive a fork, and a copy shared among them would wait for them for
-    ever (libgomp), if the parent has computed before."""
+    """In a forked child: torch's threads do not survive a fork, and if the parent has computed with them, a copy that
+    is shared among them would wait for them for ever (libgomp). Whether it has, nothing tells."""
     global LARGE
     LARGE = sys.maxsize
 
