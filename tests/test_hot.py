@@ -516,3 +516,23 @@ def test_pure_python_when_asked(channel):
     )
     environment = {**os.environ, "SHMTENSOR_PURE": "1"}
     subprocess.run([sys.executable, "-c", source, channel], env=environment, check=True, timeout=2 * PATIENCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR tensor support is in beta.*:UserWarning")
+def test_tensors_that_share_no_more_than_their_look_with_one_sent_before(channel):
+    """A description is known by class, dtype and shape; what has these and is no plain tensor goes its own way."""
+    with Publisher(channel) as pub, Subscriber(channel) as sub:
+        for _ in range(3):
+            pub.send(torch.ones(3, 3))
+            sub.recv(timeout=30)
+        pub.send(torch.eye(3).to_sparse_csr())
+        assert torch.equal(sub.recv(timeout=30).value.to_dense(), torch.eye(3))
+        pub.send(torch._efficientzerotensor((3, 3)))
+        assert torch.equal(sub.recv(timeout=30).value, torch.zeros(3, 3))
+        freed = torch.ones(3, 3)
+        freed.untyped_storage().resize_(0)
+        for value in (freed, {"a": freed}):
+            with pytest.raises(shmtensor.ArgumentError, match="no memory"):
+                pub.send(value)
+        pub.send(torch.full((3, 3), 7.0))
+        assert sub.recv(timeout=30).value[0, 0] == 7

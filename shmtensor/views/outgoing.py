@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentTypeError
 from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import pack
 
@@ -51,14 +51,14 @@ def describe(value: Any, meta: Any) -> Outgoing:
     if meta is None:
         try:
             plan = _plans.get((value.__class__, value.dtype, value.shape))
-        except (AttributeError, TypeError, RuntimeError):
-            plan = None
-        if plan is not None:
-            if plan.kind == _TENSOR:
-                if value.is_contiguous() and value.is_cpu and not value.is_neg():
+            if plan is not None:
+                if plan.kind == _TENSOR:
+                    if value.is_contiguous() and value.is_cpu and not value.is_neg():
+                        return plan
+                elif value.flags.c_contiguous:
                     return plan
-            elif value.flags.c_contiguous:
-                return plan
+        except (AttributeError, TypeError, RuntimeError):
+            pass  # no plain tensor: a sparse one cannot say whether it is contiguous
     packed = pack.pack(value, meta)
     if meta is None and not packed.dynamic:
         _remember(value, packed)
@@ -88,8 +88,9 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
     kind = out.kind
     if kind == _TENSOR:
         source = value.data_ptr()
-        if not source and out.nbytes:
-            raise ArgumentError("value: the tensor has no memory: its storage was freed, or it only stands for zeros")
+        if not source and out.nbytes:  # it only stands for zeros, or its storage was freed: the general way tells
+            pack.pack(value).copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
+            return
         if out.nbytes <= pack.SMALL:
             pack.move_small(address + offset, source, out.nbytes)
             return

@@ -81,8 +81,8 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
         raise Refused(
             ArgumentError, f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed: send tensor.flatten()"
         )
-    if tensor.numel() and tensor.is_cpu and not tensor.data_ptr():
-        raise Refused(ArgumentError, "the tensor has no memory: its storage was freed, or it only stands for zeros")
+    if tensor.numel() and tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
+        raise Refused(ArgumentError, "the tensor has no memory: its storage was freed")
     size = row.itemsize
     strides = None if tensor.is_contiguous() else tuple([stride * size for stride in tensor.stride()])
     return Leaf(
