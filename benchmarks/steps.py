@@ -7,6 +7,7 @@ which point of a round trip, counted from the first `send`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -119,7 +120,8 @@ def awake() -> None:
             (BroadcastFeed, "_ended", "release: give the slot back"),
         ):
             setattr(owner, name, clock.wrap(step, getattr(owner, name)))
-        send, recv = clock.wrap("send: mutex, and between the steps", pub.send), clock.wrap("recv: mutex, poll", sub.recv)
+        send = clock.wrap("send: mutex, and between the steps", pub.send)
+        recv = clock.wrap("recv: mutex, poll", sub.recv)
         for _ in range(ROUNDS):
             send(tensor)
             recv()
@@ -186,7 +188,7 @@ def asleep() -> None:
     merged = sorted((int(when), what) for what, when in (line.split("\t") for line in lines.splitlines()))
     starts = [index for index, (_, what) in enumerate(merged) if what == "A send"]
     points: dict[str, list[float]] = {}
-    for first, last in zip(starts[50:], starts[51:], strict=False):
+    for first, last in itertools.pairwise(starts[50:]):
         seen: dict[str, float] = {}
         for when, what in merged[first:last]:
             seen.setdefault(what, (when - merged[first][0]) / 1e3)
