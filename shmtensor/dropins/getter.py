@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer
 from ..errors import WireError
 from ..ring.competing import CompetingFeed
-from ..ring.feed import Found
+from ..ring.feed import ARRAY, Found
 from ..ring.layout import R_RECORDS, RECORD_WORDS
+from . import pickling
 
 _NOTHING = 1 << 64
 
@@ -41,7 +43,17 @@ class Getter(Consumer):
         message = super()._deliver(feed, found, seq)
         if self._abandoned != before:
             self._when_abandoned()
+        if message is not None and found.kind == ARRAY and pickling.is_stream(message._value):
+            self._learn(feed, found, None)
         return message
+
+    def pop(self, missing: object) -> Any:
+        """The next item if it is one that the compiled module can unpickle from its slot, else `missing`.
+
+        The item is its getter's then, also if unpickling raises.
+        """
+        inlet = self._inlet
+        return missing if inlet is None else inlet.pop(pickle.loads, missing)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to get now, be it new or given back by a getter that died."""

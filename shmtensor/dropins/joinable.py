@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from ..endpoints.message import Message
-from .queues import Queue
+from .queues import _MISSING, Queue
 
 
 class JoinableQueue(Queue):
@@ -52,6 +52,9 @@ class JoinableQueue(Queue):
         except BaseException:
             self._tasks.forget()
             raise
+
+    def _pop(self) -> Any:
+        return _MISSING  # an item is held as a message until its task is done
 
     def _note(self, message: Message) -> None:
         if message.attempt == 1:  # else it gave room when it came to its first getter

@@ -16,17 +16,20 @@ costs what it costs without it.
 
 from __future__ import annotations
 
+import collections
+import copyreg
 import io
 import pickle
 import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ..views.leaf import Refused
 from ..views.numpy import ROW, Array, array_leaf
+from ..views.outgoing import SMALL
 from ..views.walk import torch_views
 
 _PROTOCOL = 5
@@ -37,6 +40,9 @@ _Reduced = tuple[Any, ...] | str
 _reducers: dict[type, Callable[[Any], _Reduced]] = {}
 """By exact type, in place of what is registered with `multiprocessing`."""
 _torch_types = False
+_reductions = collections.ChainMap(_reducers, ForkingPickler._extra_reducers, copyreg.dispatch_table)  # type: ignore
+"""What the pickler looks up; what a program registers later counts, too."""
+_SCALARS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _layouts: frozenset[Any] = frozenset()
 """Of tensors that are sent as they are. (torch's own reduction of a sparse one keeps what it rebuilds for ever.)"""
 
@@ -48,18 +54,21 @@ class _Stand(bytearray):
     leaf: Any
 
 
-class _Pickler(ForkingPickler):
-    """Notes leaves in the order in which the stream names them."""
+def _pickle(obj: object) -> tuple[io.BytesIO, list[Any]]:
+    """The stream, and the leaves in the order in which it names them."""
+    if not _torch_types and "torch" in sys.modules:
+        _add_torch_types()
+    leaves: list[Any] = []
 
-    def __init__(self, file: io.BytesIO, leaves: list[Any]) -> None:
-        def note(buffer: pickle.PickleBuffer) -> None:
-            exporter = memoryview(buffer).obj
-            leaves.append(exporter.leaf if type(exporter) is _Stand else np.frombuffer(buffer.raw(), np.uint8))
+    def note(buffer: pickle.PickleBuffer) -> None:
+        exporter = memoryview(buffer).obj
+        leaves.append(exporter.leaf if type(exporter) is _Stand else np.frombuffer(buffer.raw(), np.uint8))
 
-        super().__init__(file, _PROTOCOL, True, note)
-        if not _torch_types and "torch" in sys.modules:
-            _add_torch_types()
-        self.dispatch_table.update(_reducers)
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, _PROTOCOL, buffer_callback=note)
+    pickler.dispatch_table = _reductions
+    pickler.dump(obj)
+    return file, leaves
 
 
 def dumps(obj: object) -> list[Any]:
@@ -81,11 +90,13 @@ def dumps(obj: object) -> list[Any]:
     >>> loads(value)
     {'x': array([0, 1, 2]), 'name': 'a'}
     """
-    file, leaves = io.BytesIO(), [None]
-    _Pickler(file, leaves).dump(obj)
-    file.write(bytes(-file.tell() % _GRAIN))
-    leaves[0] = np.frombuffer(file.getbuffer(), np.uint8)  # type: ignore[call-overload]
-    return leaves
+    file, leaves = _pickle(obj)
+    return [_padded(file, _GRAIN), *leaves]
+
+
+def _padded(file: io.BytesIO, grain: int) -> Array:
+    file.write(bytes(-file.tell() % grain))
+    return np.frombuffer(file.getbuffer(), np.uint8)
 
 
 def loads(value: list[Any]) -> Any:
@@ -101,9 +112,12 @@ def loads(value: list[Any]) -> Any:
 def pack(obj: object) -> Any:
     """As `dumps`, shorter where nothing is lost: a lone tensor or array as it is, an object without any as its stream.
 
-    An array of one dimension and bytes is told from a stream by going beside one.
+    The stream alone is `bytes`, and is sent as `stream_array` of it. An array of one dimension and bytes that is an
+    item is told from that by going beside a stream.
     """
     kind = type(obj)
+    if kind in _SCALARS:
+        return pickle.dumps(obj, _PROTOCOL)
     if kind is np.ndarray:
         array: Any = obj
         if array.dtype in ROW and (array.ndim != 1 or array.dtype != np.uint8):
@@ -112,16 +126,31 @@ def pack(obj: object) -> Any:
         tensor: Any = obj
         if not tensor.requires_grad and _is_plain(tensor):
             return tensor
-    value = dumps(obj)
-    return value if len(value) > 1 else value[0]
+    file, leaves = _pickle(obj)
+    return [_padded(file, _GRAIN), *leaves] if leaves else file.getvalue()
+
+
+def stream_array(stream: bytes) -> Array:
+    """A lone stream as the uint8 array that is sent: padded to its size class, if it is small.
+
+    The classes, 64 bytes times a power of two, are those of the compiled module's `Outbox.send_stream`.
+    """
+    size = len(stream)
+    size = max(64, 1 << (size - 1).bit_length()) if size <= SMALL else -(-size // _GRAIN) * _GRAIN
+    return np.frombuffer(stream.ljust(size, b"\0"), np.uint8)
+
+
+def is_stream(value: Any) -> bool:
+    """Whether a value that was received is a lone stream."""
+    return type(value) is np.ndarray and value.ndim == 1 and value.dtype == np.uint8
 
 
 def unpack(value: Any) -> Any:
     """The object of a value that `pack` made, after it was received; the rest is as for `loads`."""
     if type(value) is list:
         return loads(value)
-    if type(value) is np.ndarray and value.ndim == 1 and value.dtype == np.uint8:
-        return pickle.loads(value)  # type: ignore[arg-type]
+    if is_stream(value):
+        return pickle.loads(value)
     return value
 
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from ..channel.membership import Member
 from ..channel.names import ring_name
+from ..endpoints import usual
+from ..endpoints.base import SPIN_NS
 from ..endpoints.workqueue import Producer
 from ..errors import ResourceError, RingFull
 from ..memory.segment import SHM_DIR, free_bytes
@@ -20,6 +22,8 @@ from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
 from ..ring.pool import Place, Pool
 from ..ring.ring import Busy, Ring
 from ..units import format_bytes
+from ..views.outgoing import SMALL, Outgoing
+from . import pickling
 
 PATIENCE: Final = 30.0
 """Seconds without any memory given back, everything got, after which a put that waits for memory is an error."""
@@ -31,7 +35,7 @@ _GRACE: Final = 5e-3
 """Seconds to wait for a slot before a ring is added: a getter that keeps up is faster than the kernel's new pages."""
 
 _FIRST_BYTES: Final = 4 << 20
-_FIRST_SLOTS: Final = (4, 64)
+_FIRST_SLOTS: Final = (4, 1024)
 _GROWTH_BYTES: Final = 256 << 20
 _WIDE: Final = 4
 """A ring whose slots are this many times larger than a message wants is not for it."""
@@ -130,6 +134,8 @@ class GrowingPool(Pool):
 class Putter(Producer):
     """The producer of one process's puts. Its `max_bytes` is always set."""
 
+    _outbox_ring: Ring
+
     def __init__(self, channel: str, max_bytes: int | None) -> None:
         super().__init__(channel, full="grow", max_bytes=default_limit() if max_bytes is None else max_bytes)
 
@@ -143,13 +149,25 @@ class Putter(Producer):
         self._rings = self._pool.rings
 
     def put(self, value: Any, deadline: float | None) -> None:
-        """Send a value, waiting for memory until `deadline` (monotonic seconds; None: as long as it takes).
+        """Send what `pickling.pack` made, waiting for memory.
+
+        Args:
+            value: the packed item.
+            deadline: when to give up, in monotonic seconds; None waits as long as it takes.
 
         Raises:
             queue.Full: the deadline has passed.
             ResourceError: the value is larger than the limit; or everything that this process put was got, the
                 getters' tensors fill the memory, and for `PATIENCE` seconds none of them died.
         """
+        if type(value) is bytes:
+            outbox = self._outbox
+            seq = None if outbox is None else outbox.send_stream(value, 0 if deadline == 0 else SPIN_NS)
+            if seq is not None:
+                if seq < 0:
+                    self._wake_late(-seq)
+                return
+            value = pickling.stream_array(value)
         grace = _GRACE if deadline is None else max(0.0, min(_GRACE, deadline - time.monotonic()))
         self._pool.eager = not grace
         try:
@@ -173,6 +191,14 @@ class Putter(Producer):
                 text = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
                 raise Full(f"no memory for the item: {text}")
             wait = _LOOK if deadline is None else min(_LOOK, deadline - now)
+
+    def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
+        if pickling.is_stream(value) and out.nbytes <= min(SMALL, ring.slot_bytes):
+            if self._outbox is None or self._outbox_ring is not ring:  # the next ones mostly go to the same ring
+                self._unlearn()
+                self._outbox, self._outbox_ring = usual.outbox(self, ring), ring
+            if self._outbox is not None:
+                self._outbox.learn(None, out, usual.constant_of(ring, slot, out), out.nbytes)
 
     def _holders(self) -> tuple[int, int, int]:
         """Items that nobody has got, items that were got and whose memory is in use, bytes of the latter."""

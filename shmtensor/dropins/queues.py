@@ -30,6 +30,11 @@ _EXIT_PRIORITY: Final = -10
 
 _UNLIMITED: Final[int] = synchronize.SEM_VALUE_MAX  # type: ignore[attr-defined]
 
+_SPIN: Final = 50e-6
+"""Seconds that a getter stays awake before it sleeps: waking it costs its putter a system call, and itself more."""
+
+_MISSING: Final = object()
+
 _queues: weakref.WeakSet[SimpleQueue] = weakref.WeakSet()
 _links: dict[int, tuple[weakref.ref[Any], Link]] = {}
 """Of every queue: by its identity, the weak reference to `_hold`, and the link.
@@ -132,12 +137,35 @@ class SimpleQueue:
 
     def _take(self, deadline: float | None) -> Any:
         self._check_open()
-        message = self._receive(deadline)
+        posted = self._items.acquire(False)
+        while True:
+            if posted:
+                item = self._pop()
+                if item is not _MISSING:
+                    return item
+            message = self._receive(deadline, posted)
+            if message is not None:
+                break
+            posted = True
         self._note(message)
         try:
             return pickling.unpack(message.value)
         finally:  # not before: whoever is killed in here has got nothing
             self._settle(message)
+
+    def _pop(self) -> Any:
+        """The next item, if it is a small plain object that came the compiled way, or `_MISSING`."""
+        try:
+            item = self._link.getter.pop(_MISSING)
+        except BaseException:
+            self._popped()
+            raise
+        if item is not _MISSING:
+            self._popped()
+        return item
+
+    def _popped(self) -> None:
+        """An item is its getter's, without a message."""
 
     def _note(self, message: Message) -> None:
         """An item has come, and is about to be unpickled."""
@@ -146,19 +174,23 @@ class SimpleQueue:
         """The item is its getter's."""
         message.release()
 
-    def _receive(self, deadline: float | None) -> Message:
+    def _receive(self, deadline: float | None, posted: bool) -> Message | None:
+        """The next message; None if there is one, and it may be one to pop."""
         if not (self._getting.acquire(False) or self._getting.acquire(timeout=_remaining(deadline))):
+            if posted:
+                self._items.release()
             raise Empty
         try:
-            return self._await(deadline)
+            return self._await(deadline, posted)
         finally:
             self._getting.release()
 
-    def _await(self, deadline: float | None) -> Message:
-        """The next message. `_items` wakes who waits, once per item, but shared memory is the truth: what a killed
-        getter gives back has no post of its own, and is found by looking around once per tick."""
+    def _await(self, deadline: float | None, posted: bool) -> Message | None:
+        """`_items` wakes who waits, once per item, but shared memory is the truth: what a killed getter gives back has
+        no post of its own, and is found by looking around once per tick."""
         getter, items = self._link.getter, self._items
-        posted = items.acquire(False)
+        if not posted and deadline != 0 and _comes_soon(items):
+            return None
         while True:
             try:
                 return getter.recv(timeout=0)
@@ -168,6 +200,8 @@ class SimpleQueue:
                 raise Empty
             pause = TICK if deadline is None else min(TICK, deadline - time.monotonic())
             posted = items.acquire(True, max(0.0, pause))
+            if posted:
+                return None
 
     # --- the end
 
@@ -269,6 +303,9 @@ class Queue(SimpleQueue):
         message.release()
         self._give_room()
 
+    def _popped(self) -> None:
+        self._give_room()
+
     def _give_room(self) -> None:
         _give_room(self._room)
 
@@ -313,6 +350,15 @@ def _deadline(block: bool, timeout: float | None) -> float | None:
 def _remaining(deadline: float | None) -> float:
     """For a lock: seconds until then, -1 for ever."""
     return -1 if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _comes_soon(items: Any) -> bool:
+    """Whether an item is put, and taken from the semaphore, before it pays to sleep."""
+    until = time.monotonic() + _SPIN
+    while time.monotonic() < until:
+        if items.acquire(False):
+            return True
+    return False
 
 
 def _nothing() -> None:

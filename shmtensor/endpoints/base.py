@@ -26,6 +26,9 @@ FORKED: Final = "forked"
 TICK: Final = 0.25 if words.HAS_BARRIER else 0.01
 """Seconds that a sleep lasts at most before the sleeper looks around by itself."""
 
+SPIN_NS: Final = 20_000
+"""Nanoseconds that the compiled module may look for a message or a slot without letting other threads run."""
+
 _Self = TypeVar("_Self", bound="Endpoint")
 _living: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 lingering: set[Endpoint] = set()

@@ -22,12 +22,11 @@ from ..ring.feed import ARRAY, TENSOR, Found
 from ..statistics import ReceiverStatistics
 from ..views.pack import Unpacker
 from ..wire.record import parse_bell
-from .base import CLOSED, FORKED, LEAVING, OPEN, TICK, check_timeout, lingering
+from .base import CLOSED, FORKED, LEAVING, OPEN, SPIN_NS, TICK, check_timeout, lingering
 from .message import Message
 from .sources import _F, Sources, log
 
 _UNPACKERS_MOST = 1024
-_SPIN_NS = 20_000  # how long the compiled module may look for a message without letting other threads run
 _BYTE = np.dtype(np.uint8)
 _ndarray = np.ndarray
 _R = TypeVar("_R", bound="Receiver[Any]")
@@ -45,7 +44,7 @@ class Receiver(Sources[_F]):
         if not 0 <= spin <= 3600:
             raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
         self._spin = spin
-        self._patience = min(int(spin * 1e9), _SPIN_NS)
+        self._patience = min(int(spin * 1e9), SPIN_NS)
         self._turn = self._nap = 0
         self._stop = self._late_bells = False
         self._inlet: Any = None
@@ -193,6 +192,10 @@ class Receiver(Sources[_F]):
             self._received += inlet.received
             self._received_bytes += inlet.received_bytes
 
+    def _compiled(self) -> list[Any]:
+        """Every inlet that messages may have come by."""
+        return [] if self._inlet is None else [self._inlet]
+
     # --- sleeping
 
     def _wait(self, timeout: float | None) -> Message:
@@ -205,7 +208,7 @@ class Receiver(Sources[_F]):
         look_until = awake_until
         while True:
             while now() < look_until and not self._stop:
-                message = self._poll(_SPIN_NS)
+                message = self._poll(SPIN_NS)
                 if message is not None:
                     return message
             if self._stop:
@@ -354,8 +357,8 @@ class Receiver(Sources[_F]):
         if self._state == FORKED:
             self._refuse()
         return ReceiverStatistics(
-            received=self._received + (self._inlet.received if self._inlet else 0),
-            received_bytes=self._received_bytes + (self._inlet.received_bytes if self._inlet else 0),
+            received=self._received + sum(inlet.received for inlet in self._compiled()),
+            received_bytes=self._received_bytes + sum(inlet.received_bytes for inlet in self._compiled()),
             missed=self._missed, redelivered=self._redelivered, abandoned=self._abandoned,
             bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._sleeps, ticks=self._ticks,
             late=self._late, senders=len(self._feeds),

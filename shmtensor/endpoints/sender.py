@@ -27,12 +27,11 @@ from ..views import outgoing
 from ..views.outgoing import SMALL, Outgoing
 from . import usual
 from .audience import Audience, Peer
-from .base import CLOSED, FORKED, TICK, check_choice, check_count, check_timeout
+from .base import CLOSED, FORKED, SPIN_NS, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
 _SPIN = 100e-6  # seconds that a sender without a slot looks for one before it sleeps
-_SPIN_NS = 20_000  # of these, without letting other threads run
 
 
 class Sender(Audience):
@@ -60,7 +59,7 @@ class Sender(Audience):
         self._recipients: tuple[Peer, ...] = ()
         self._locked = history > 0
         self._outbox: Any = None
-        self._patience = _SPIN_NS if full == "block" else 0
+        self._patience = SPIN_NS if full == "block" else 0
         self._ending = False  # the process ends: whoever lingers in another thread gives up
         super().__init__()
         self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
@@ -137,7 +136,7 @@ class Sender(Audience):
 
     def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
         """From now on, tensors like this one go by the compiled module, if there is one and nothing is unusual."""
-        if self._locked or len(self._rings) != 1 or out.nbytes > min(SMALL, ring.slot_bytes):
+        if self._locked or len(self._rings) != 1 or out.nbytes > min(SMALL, ring.slot_bytes) or not out.is_tensor:
             return
         if self._outbox is None:
             self._outbox = usual.outbox(self, ring)

@@ -1,6 +1,6 @@
 """The usual message of an endpoint, handed to the compiled module where there is one: `shmtensor/hot`.
 
-Who makes what: a sender's `Outbox` and a subscriber's `Inlet` are made by the first message that the Python code
+Who makes what: a sender's `Outbox` and a receiver's `Inlet` are made by the first message that the Python code
 handled, and forgotten when anything changes that they were told: the members, the rings, the end of the endpoint.
 """
 
@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hot
 from ..channel import control as ctl
-from ..ring.layout import FAN_OUT, L_PUBLISHED, RELEASED
+from ..ring.layout import FAN_OUT, L_PUBLISHED, RELEASED, WORK_QUEUE
 from ..wire.record import BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET
 from .message import Message
 
 if TYPE_CHECKING:
-    from ..ring.broadcast import BroadcastFeed
-    from ..ring.feed import Found
+    from ..ring.feed import Feed, Found
     from ..ring.ring import Ring
     from ..views.outgoing import Outgoing
-    from .pubsub import Subscriber
+    from .receiver import Receiver
     from .sender import Sender
 
 _MOST_PEERS = 64
-_MOST_SLOTS = 1 << 14  # an inlet remembers some 200 bytes of each
 
 
 def outbox(sender: Sender, ring: Ring) -> Any:
     """An `Outbox` for a sender as it is now, or None."""
-    module = hot.module()
+    module = hot.module(tensors=False)
     if module is None or len(sender._listeners) > _MOST_PEERS:
         return None
     if sender._kind == FAN_OUT:
@@ -51,17 +49,19 @@ def constant_of(ring: Ring, slot: int, out: Outgoing) -> bytes:
     return bytes(ring.view[record + CONSTANT_OFFSET : record + INLINE_OFFSET + len(out.static)])
 
 
-def inlet(subscriber: Subscriber, feed: BroadcastFeed, found: Found) -> Any:
-    """An `Inlet` for a subscriber as it is now, or None."""
-    module = hot.module()
+def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int, ...] = ()) -> Any:
+    """An `Inlet` for a receiver as it is now, or None. `siblings`: where the other consumers of a work queue sleep."""
+    module = hot.module(tensors=False)
     ring = found.ring
-    if module is None or ring.slots > _MOST_SLOTS:
+    if module is None or len(siblings) > _MOST_PEERS:
         return None
+    competes = receiver._kind == WORK_QUEUE
     return module.Inlet(
-        mutex=subscriber._mutex, message=Message, feed=feed, leases=feed.leases,
-        control=subscriber._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
-        epoch_at=ctl.W_EPOCH, epoch=subscriber._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
+        mutex=receiver._mutex, message=Message, feed=feed, leases=feed.leases,
+        control=receiver._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
+        epoch_at=ctl.W_EPOCH, epoch=receiver._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
         order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,
         records_at=ring.records, record_bytes=SIZE, constant_at=CONSTANT_OFFSET,
-        state_at=ring.state + feed.member * ring.row,
+        slot_at=SLOT_OFFSET, state_at=ring.state if competes else ring.state + feed.member * ring.row,
+        locks=feed.ledger.locks if competes else None, siblings=siblings,
     )  # fmt: skip

@@ -11,12 +11,13 @@ from ..channel.membership import Member
 from ..errors import ResourceError, WireError
 from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, acknowledge, state_word
-from ..ring.feed import Found
+from ..ring.feed import TENSOR, Found
 from ..ring.layout import DONE, L_PUBLISHED, RELEASED, WORK_QUEUE
 from ..ring.lease import Claim
 from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
 from ..wire.record import pack_bell
+from . import usual
 from .audience import Peer
 from .base import FORKED, TICK, check_choice, check_count
 from .message import Message
@@ -129,6 +130,7 @@ class Consumer(Receiver[CompetingFeed]):
         self._current: tuple[Claim, Any] | None = None
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
+        self._inlets: dict[int, Any] = {}  # by ring; `_inlet` is the one of the ring where the last message was
         super().__init__(channel, spin=spin)
 
     def _prepare(self, member: Member) -> None:
@@ -139,17 +141,30 @@ class Consumer(Receiver[CompetingFeed]):
         return CompetingFeed(*args)
 
     def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        self._settle_last()
         message = super().recv(timeout=timeout, copy=copy)
         if self._by_next:  # only now: a message that the caller never got is not acknowledged
             self._current = message._lease, message._hold
+        inlet = self._inlet
+        if inlet is not None and inlet.more:
+            self._pass_on(inlet)
         return message
 
     recv.__doc__ = Receiver.recv.__doc__
 
-    def _before_next(self) -> None:
-        current, self._current = self._current, None
+    def _settle_last(self) -> None:
+        """By asking for the next message, the one before is done."""
+        if self._state:
+            return  # closing has told, and a forked child has no part in it
+        current, self._current = (
+            self._current,
+            None,
+        )  # also keeps its memory, and with it the lock, until `done` is told
         if current is not None:
             acknowledge(current[0])
+
+    def _before_next(self) -> None:
+        self._settle_last()
         now = time.monotonic()
         if now >= self._scan_due:
             self._scan_due, self._scan_wanted = now + TICK, True
@@ -199,10 +214,43 @@ class Consumer(Receiver[CompetingFeed]):
                 continue
             message = self._deliver(feed, found, seq)
             if message is not None:
+                if found.kind == TENSOR:
+                    self._learn(feed, found, message._value)
                 if self._siblings and self._has_more():
                     self._ring_sibling(feed.uid, found)
                 return message
         return None
+
+    def _learn(self, feed: CompetingFeed, found: Found, value: Any) -> None:
+        """From now on, records like this one go by the compiled module, if there is one and nothing is unusual.
+
+        `value` is a tensor, or None for a stream: see `Inlet.learn`."""
+        if len(self._feeds) != 1 or not found.raw:
+            return
+        index = found.ring.index
+        inlet = self._inlets.get(index)
+        if inlet is None:
+            siblings = tuple(peer.asleep for peer in self._siblings.values())
+            inlet = usual.inlet(self, feed, found, siblings)
+        if inlet is not None:
+            inlet.learn(found.slot, found.raw, found.nbytes, value)
+            self._inlet = self._inlets[index] = inlet  # the next messages are mostly in the same ring
+
+    def _unlearn(self) -> None:
+        inlets, self._inlets = self._inlets, {}
+        for inlet in inlets.values():
+            self._inlet = inlet
+            super()._unlearn()
+
+    def _compiled(self) -> list[Any]:
+        return list(self._inlets.values())
+
+    def _pass_on(self, inlet: Any) -> None:
+        """The compiled module took a message, and there was more to take while a sibling slept."""
+        inlet.more = False
+        with self._mutex:
+            if not self._state and self._has_more():
+                self._ring_sibling(self._member.uid, None)
 
     def _scan(self) -> Message | None:
         """A look through all records, for messages that somebody claimed and did not finish."""
@@ -308,4 +356,4 @@ class Consumer(Receiver[CompetingFeed]):
 
     def _holds_claims(self) -> bool:
         claims = (claim for feed in self._feeds for claim in list(feed.leases.values()))
-        return any(isinstance(claim, Claim) and not claim.acknowledged for claim in claims)
+        return any(not getattr(claim, "acknowledged", True) for claim in claims)

@@ -1,9 +1,9 @@
 """The usual message, done in C: optional, x86-64 only, and never needed.
 
-A plain CPU tensor that looks like one sent before is published by an `Outbox`; its record, on a subscriber with one
-publisher, becomes a tensor by an `Inlet`. Both answer None, having done nothing, to whatever is not that case, and the
-Python code goes on. The compiled module is left out where it cannot be built, and unused with `SHMTENSOR_PURE=1`;
-what is promised is the same either way.
+A plain CPU tensor that looks like one sent before is published by an `Outbox`; its record, on a receiver with one
+sender, becomes a tensor by an `Inlet`. The bytes that a queue pickles an object to (a stream) go the same way. Both
+answer None, having done nothing, to whatever is not that case, and the Python code goes on. The compiled module is left
+out where it cannot be built, and unused with `SHMTENSOR_PURE=1`; what is promised is the same either way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ BUILT = _module is not None
 _usable: bool | None = None
 
 
-def module() -> Any:
-    """The compiled module once torch is imported and offers what it needs, else None."""
+def module(*, tensors: bool = True) -> Any:
+    """The compiled module, or None; for tensors only once torch is imported and offers what it needs."""
+    return _with_tensors() or (None if tensors else _module)
+
+
+def _with_tensors() -> Any:
     global _usable
     if _module is None or _usable is False:
         return None

@@ -13,7 +13,10 @@
  */
 
 #define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
 #include <Python.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +33,7 @@
 #include "look.h"
 #include "outbox.h"
 #include "grip.h"
+#include "claim.h"
 #include "inlet.h"
 #include "batch.h"
 
@@ -75,6 +79,7 @@ PyMODINIT_FUNC PyInit__hot(void) {
     struct { PyObject **at; const char *text; } strings[] = {
         {&s_is_neg, "is_neg"}, {&s_locked, "locked"}, {&s_position, "position"}, {&s_cursor, "cursor"},
         {&s_closing, "closing"}, {&s_close, "close"}, {&s_emptied, "emptied"}, {&s_wake_sender, "wake_sender"},
+        {&s_fd, "fd"},
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;

@@ -9,10 +9,11 @@ typedef struct {
     unsigned long long seq;
     Py_ssize_t word;
     PyObject *feed, *leases, *words;
+    PyObject *locks; /* a work queue's: the lock file whose lock on byte `seq` the claim is; NULL: fan-out */
     struct Holder *holder; /* what of torch's refers to this, without owning it; NULL: nothing (any more) */
     Word *at;            /* where the end is told */
     const Word *sleeper; /* whether the sender sleeps */
-    char locked;
+    char locked, acknowledged;
 } Grip;
 
 static PyTypeObject GripType;
@@ -21,6 +22,7 @@ static int Grip_traverse(Grip *self, visitproc visit, void *arg) {
     Py_VISIT(self->feed);
     Py_VISIT(self->leases);
     Py_VISIT(self->words);
+    Py_VISIT(self->locks);
     return 0;
 }
 
@@ -30,13 +32,14 @@ static PyMemberDef Grip_members[] = {
     {"seq", T_ULONGLONG, offsetof(Grip, seq), READONLY, "the message"},
     {"word", T_PYSSIZET, offsetof(Grip, word), READONLY, "where its end is told in `words`"},
     {"words", T_OBJECT, offsetof(Grip, words), READONLY, "the ring's words"},
+    {"acknowledged", T_BOOL, offsetof(Grip, acknowledged), 0, "a claim: whether `done` is stored, or it has ended"},
     {"locked", T_BOOL, offsetof(Grip, locked), READONLY, "never: only lease words are handled here"},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyTypeObject GripType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Grip",
-    .tp_doc = "A fan-out lease, as ring/lease.py has it, held by a tensor's storage.",
+    .tp_doc = "A fan-out lease, or a claim, as ring/lease.py has them, held by a tensor's storage.",
     .tp_basicsize = sizeof(Grip),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_traverse = (traverseproc)Grip_traverse,
@@ -44,7 +47,18 @@ static PyTypeObject GripType = {
     .tp_members = Grip_members,
 };
 
-/* What ring/feed.py's `_ended` does. */
+/* Lock (F_WRLCK) or unlock (F_UNLCK) byte `seq` for a lock file's description, as memory/locks.py does: 0, or errno. */
+static int set_lock(PyObject *locks, short kind, Word seq) {
+    PyObject *number = PyObject_GetAttr(locks, s_fd);
+    int fd = number ? (int)PyLong_AsLong(number) : -1;
+    Py_XDECREF(number);
+    if (PyErr_Occurred()) PyErr_Clear();
+    if (fd < 0) return EBADF; /* closed: that dropped the lock */
+    struct flock lock = {.l_type = kind, .l_whence = SEEK_SET, .l_start = (off_t)seq, .l_len = 1};
+    return fcntl(fd, F_OFD_SETLK, &lock) ? errno : 0;
+}
+
+/* What ring/feed.py's `_ended` does, and the feeds' `give_back`. */
 static int grip_ended(Grip *grip) {
     PyObject *key = PyLong_FromUnsignedLongLong(grip->seq);
     if (!key) return -1;
@@ -52,7 +66,12 @@ static int grip_ended(Grip *grip) {
     if (held == 1 && PyDict_DelItem(grip->leases, key)) held = -1;
     Py_DECREF(key);
     if (held != 1) return held; /* 0: a forked child's copy of its parent's lease */
-    store(grip->at, 2 * grip->seq + 1);
+    if (!grip->locks) store(grip->at, 2 * grip->seq + 1);
+    else {
+        if (grip->acknowledged) store(grip->at, grip->seq);
+        grip->acknowledged = 1; /* whoever acknowledges it now must not store */
+        set_lock(grip->locks, F_UNLCK, grip->seq); /* not acknowledged: others may claim it from here on */
+    }
     if (load(grip->sleeper) & 1) {
         PyObject *done = PyObject_CallMethodNoArgs(grip->feed, s_wake_sender);
         if (!done) return -1;
@@ -84,6 +103,7 @@ static void Grip_dealloc(Grip *self) {
     Py_XDECREF(self->feed);
     Py_XDECREF(self->leases);
     Py_XDECREF(self->words);
+    Py_XDECREF(self->locks);
     PyObject_GC_Del(self);
 }
 

@@ -2,9 +2,12 @@
 
 /* --- Inlet: the receiver's side ----------------------------------------------------------------------------------- */
 
+#define LOOK_EVERY 250000000 /* endpoints/base.py's TICK: how often the Python code looks for what nobody finished */
+
 typedef struct {
     Look look;
-    PyObject *constant; /* bytes of the record from `constant_at` on; NULL: nothing known of this slot */
+    char is_stream;     /* bytes, in a uint8 array of one dimension, for `pop`, instead of a tensor */
+    PyObject *constant; /* bytes of the record from `constant_at` on, the same in every slot but for its number */
     PyObject *nbytes;
 } Known;
 
@@ -12,29 +15,37 @@ typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
     PyObject *mutex, *message, *feed, *leases, *head_words, *buffer;
+    PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
-    Py_ssize_t records_at, record_bytes, constant_at, state_at;
+    Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, step; /* `step`: words from one slot's state to the next's */
+    Py_ssize_t siblings[MOST_PEERS];
+    int nsiblings;
     uint64_t epoch;
-    Known *known;
+    int64_t look_due;
+    Known known[MOST_PLANS];
+    int nknown;
+    unsigned next;
+    unsigned char *hints; /* which of them a slot held last */
     unsigned long long received, received_bytes;
+    char more; /* a sibling sleeps though there is more to take */
 } Inlet;
 
 static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "mutex", "message", "feed", "leases", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "constant_at", "state_at", NULL,
+        "constant_at", "slot_at", "state_at", "locks", "siblings", NULL,
     };
-    PyObject *mutex, *message, *feed, *leases, *control, *ledger, *head, *data;
+    PyObject *mutex, *message, *feed, *leases, *control, *ledger, *head, *data, *locks, *siblings;
     if (self->mutex) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!OOOOnKnnnnnnnnnnn", names, &mutex, &message, &feed,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!OOOOnKnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
                                      &PyDict_Type, &leases, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
-                                     &self->record_bytes, &self->constant_at, &self->state_at))
+                                     &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at, &locks, &PyTuple_Type, &siblings))
         return -1;
     self->mutex = Py_NewRef(mutex);
     self->message = Py_NewRef(message);
@@ -42,19 +53,24 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     self->leases = Py_NewRef(leases);
     self->head_words = Py_NewRef(head);
     self->buffer = Py_NewRef(data);
+    self->locks = locks == Py_None ? NULL : Py_NewRef(locks);
+    self->step = locks == Py_None ? 1 : STATE_WORDS;
+    if (words_of(siblings, self->siblings, &self->nsiblings)) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
-    if (!in_words(&self->control, self->epoch_at) || !in_words(&self->control, self->asleep_at) ||
-        !in_words(&self->ledger, self->published_at) || !in_words(&self->ledger, self->order_at + self->mask) ||
-        self->slots < 1 || self->records_at + self->slots * self->record_bytes > self->head.view.len ||
-        self->slots * self->slot_bytes > self->data.view.len || !in_words(&self->head, self->state_at) ||
-        !in_words(&self->head, self->state_at + self->slots - 1)) {
+    int inside = in_words(&self->control, self->epoch_at) && in_words(&self->control, self->asleep_at) &&
+                 in_words(&self->ledger, self->published_at) && in_words(&self->ledger, self->order_at + self->mask) &&
+                 self->slots >= 1 && self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
+                 self->slots * self->slot_bytes <= self->data.view.len && in_words(&self->head, self->state_at) &&
+                 in_words(&self->head, self->state_at + self->slots * self->step - 1);
+    for (int i = 0; i < self->nsiblings; i++) inside = inside && in_words(&self->control, self->siblings[i]);
+    if (!inside) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
     }
-    self->known = calloc((size_t)self->slots, sizeof(Known));
-    if (!self->known) {
+    self->hints = calloc((size_t)self->slots, 1);
+    if (!self->hints) {
         PyErr_NoMemory();
         return -1;
     }
@@ -83,104 +99,181 @@ static int Inlet_clear(Inlet *self) {
 static void Inlet_dealloc(Inlet *self) {
     PyObject_GC_UnTrack(self);
     Inlet_clear(self);
-    if (self->known)
-        for (Py_ssize_t i = 0; i < self->slots; i++) forget(&self->known[i]);
-    free(self->known);
+    for (int i = 0; i < self->nknown; i++) forget(&self->known[i]);
+    free(self->hints);
     memory_drop(&self->control);
     memory_drop(&self->ledger);
     memory_drop(&self->head);
     memory_drop(&self->data);
     Py_XDECREF(self->mutex);
+    Py_XDECREF(self->locks);
     Py_XDECREF(self->head_words);
     Py_XDECREF(self->buffer);
     Py_TYPE(self)->tp_free(self);
 }
 
 PyDoc_STRVAR(Inlet_learn_doc,
-             "learn(slot, constant, nbytes, value)\n--\n\nFrom now on, a record of these bytes in this slot is a tensor "
-             "that looks like `value`, which lies at the start of the slot.");
+             "learn(slot, constant, nbytes, value)\n--\n\nFrom now on, a record like this one of `slot`, in any slot, is a "
+             "tensor that looks like `value`, which lies at the start of the slot. With None: a stream of `nbytes`.");
 
 static PyObject *Inlet_learn(Inlet *self, PyObject *args) {
     Py_ssize_t slot;
     PyObject *constant, *nbytes, *value;
     DLTensor tensor;
     if (!PyArg_ParseTuple(args, "nO!O!O", &slot, &PyBytes_Type, &constant, &PyLong_Type, &nbytes, &value)) return NULL;
-    if (slot < 0 || slot >= self->slots || !look_at(value, &tensor) ||
-        (char *)tensor.data + tensor.byte_offset != (char *)self->data.view.buf + slot * self->slot_bytes ||
-        PyBytes_GET_SIZE(constant) > self->record_bytes - self->constant_at)
+    int is_stream = value == Py_None;
+    if (slot < 0 || slot >= self->slots || PyBytes_GET_SIZE(constant) > self->record_bytes - self->constant_at ||
+        PyBytes_GET_SIZE(constant) < self->slot_at + 4 - self->constant_at ||
+        (!is_stream && (!look_at(value, &tensor) || (char *)tensor.data + tensor.byte_offset !=
+                                                        (char *)self->data.view.buf + slot * self->slot_bytes)))
         Py_RETURN_FALSE;
     int64_t size = PyLong_AsLongLong(nbytes);
     if (size < 0 || size > self->slot_bytes) Py_RETURN_FALSE;
-    Known *known = &self->known[slot];
-    forget(known);
-    remember_look(&known->look, &tensor, size);
+    Known *known;
+    if (self->nknown < MOST_PLANS) known = &self->known[self->nknown++];
+    else {
+        known = &self->known[self->next++ % MOST_PLANS];
+        forget(known);
+    }
+    known->is_stream = (char)is_stream;
+    known->look.nbytes = size;
+    if (!is_stream) remember_look(&known->look, &tensor, size);
     known->constant = Py_NewRef(constant);
     known->nbytes = Py_NewRef(nbytes);
+    self->hints[slot] = (unsigned char)(known - self->known);
     Py_RETURN_TRUE;
 }
 
-/* The next message for `receiver`, or None, and nothing done, if there is none or it is not the usual case. */
-static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, int counted) {
-    Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
-    char *head = self->head.view.buf;
-    uint64_t position;
-    if (!self->feed || get_index(self->feed, s_position, &position)) return self->feed ? NULL : Py_NewRef(Py_None);
-    if (load(control + self->epoch_at) != self->epoch || load(ledger + self->published_at) <= position) Py_RETURN_NONE;
-    Word seq = position + 1;
-    Word place = load(ledger + self->order_at + (Py_ssize_t)(seq & (Word)self->mask));
-    uint64_t slot = place & 0xFFFFFFFF;
-    if (place >> 32 != (Word)self->ring_index || slot >= (uint64_t)self->slots) Py_RETURN_NONE;
-    const char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
-    Known *known = &self->known[slot];
-    if (load((const Word *)record) != seq || !known->constant ||
-        memcmp(record + self->constant_at, PyBytes_AS_STRING(known->constant), (size_t)PyBytes_GET_SIZE(known->constant)))
-        Py_RETURN_NONE;
+static int matches(const Inlet *self, const char *record, const Known *known, uint32_t slot) {
+    const char *constant = PyBytes_AS_STRING(known->constant);
+    size_t before = (size_t)(self->slot_at - self->constant_at), all = (size_t)PyBytes_GET_SIZE(known->constant);
+    record += self->constant_at;
+    return !memcmp(record + before, &slot, sizeof slot) && !memcmp(record, constant, before) &&
+           !memcmp(record + before + 4, constant + before + 4, all - before - 4);
+}
 
-    PyObject *number = PyLong_FromUnsignedLongLong(seq);
-    if (!number) return NULL;
-    grip->seq = seq;
-    grip->word = self->state_at + (Py_ssize_t)slot;
-    grip->locked = 0;
-    grip->feed = Py_NewRef(self->feed);
-    grip->leases = Py_NewRef(self->leases);
-    grip->words = Py_NewRef(self->head_words);
-    grip->at = (Word *)head + grip->word;
-    grip->sleeper = control + self->asleep_at;
-    if (PyDict_SetItem(self->leases, number, (PyObject *)grip)) goto failed;
-    store(grip->at, 2 * seq);
-    if (PyObject_SetAttr(self->feed, s_position, number)) goto failed;
+/* What is known of the record in a slot, or NULL. */
+static const Known *recognise(Inlet *self, const char *record, Py_ssize_t slot) {
+    int hint = self->hints[slot];
+    if (hint < self->nknown && matches(self, record, &self->known[hint], (uint32_t)slot)) return &self->known[hint];
+    for (int i = 0; i < self->nknown; i++)
+        if (i != hint && matches(self, record, &self->known[i], (uint32_t)slot)) {
+            self->hints[slot] = (unsigned char)i;
+            return &self->known[i];
+        }
+    return NULL;
+}
 
-    /* From here on the message is taken, and other Python code may run: even code that retires this inlet. */
-    PyObject *nbytes = Py_NewRef(known->nbytes), *type = Py_NewRef(self->message);
-    if (counted) {
-        self->received++;
-        self->received_bytes += (unsigned long long)known->look.nbytes;
-    }
-    PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, grip,
-                                   self->buffer);
+static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObject *number, const Known *known,
+                              Py_ssize_t slot) {
+    PyObject *nbytes = Py_NewRef(known->nbytes), *type = Py_NewRef(self->message), *message = NULL;
+    PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
     if (!tensor) {
         PyObject *error, *value, *traceback;
         PyErr_Fetch(&error, &value, &traceback);
         if (grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* unless torch has called the deleter */
         PyErr_Restore(error, value, traceback);
-        Py_DECREF(type);
-        Py_DECREF(nbytes);
-        goto failed;
+    } else {
+        PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
+        PyObject *hold = self->locks ? tensor : Py_None; /* a claim that ends before it is done is given to another */
+        PyObject *args[] = {tensor, Py_None, number, nbytes, one, zero, hold, (PyObject *)grip, receiver};
+        message = PyObject_Vectorcall(type, args, 9, NULL);
+        Py_DECREF(zero);
+        Py_DECREF(one);
+        Py_DECREF(tensor);
     }
-    PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
-    PyObject *args[] = {tensor, Py_None, number, nbytes, one, zero, Py_None, (PyObject *)grip, receiver};
-    PyObject *message = PyObject_Vectorcall(type, args, 9, NULL);
     Py_DECREF(type);
-    Py_DECREF(zero);
-    Py_DECREF(one);
-    Py_DECREF(tensor);
     Py_DECREF(nbytes);
-    Py_DECREF(number);
     return message;
+}
 
-failed:
-    Py_DECREF(number);
-    return NULL;
+/* The object of a claimed stream, which is done then, whatever comes of it. */
+static PyObject *make_object(Inlet *self, Grip *grip, PyObject *loads, const Known *known, Py_ssize_t slot) {
+    PyObject *buffer = Py_NewRef(self->buffer), *object = NULL; /* keeps the mapping */
+    Memory data = {{0}};
+    PyObject *view = PyMemoryView_FromMemory((char *)self->data.view.buf + slot * self->slot_bytes,
+                                             (Py_ssize_t)known->look.nbytes, PyBUF_READ);
+    PyObject *error, *value, *traceback;
+    if (memory_get(buffer, &data)) Py_CLEAR(view);
+    if (view) object = PyObject_CallOneArg(loads, view);
+    PyErr_Fetch(&error, &value, &traceback);
+    Py_XDECREF(view);
+    if (!grip->acknowledged) {
+        grip->acknowledged = 1;
+        store(grip->at - RELEASED + DONE, grip->seq);
+    }
+    if (grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip);
+    memory_drop(&data);
+    Py_DECREF(buffer);
+    PyErr_Restore(error, value, traceback);
+    return object;
+}
+
+/* What comes next, if it is the usual case: with a receiver, its message; without, the object that `loads` makes of a
+ * stream. None, and nothing done, if there is nothing, or something else. */
+static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loads, int counted) {
+    Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
+    char *head = self->head.view.buf;
+    uint64_t position;
+    if (!self->feed) Py_RETURN_NONE;
+    if (get_index(self->feed, s_position, &position)) return NULL;
+    if (load(control + self->epoch_at) != self->epoch) Py_RETURN_NONE;
+    if (self->locks && nanoseconds() >= self->look_due) {
+        self->look_due = nanoseconds() + LOOK_EVERY;
+        Py_RETURN_NONE;
+    }
+    for (;;) {
+        Word published = load(ledger + self->published_at), seq = position + 1;
+        if (published <= position || published - position > (Word)self->mask) Py_RETURN_NONE;
+        Word place = load(ledger + self->order_at + (Py_ssize_t)(seq & (Word)self->mask));
+        uint64_t slot = place & 0xFFFFFFFF;
+        if (place >> 32 != (Word)self->ring_index || slot >= (uint64_t)self->slots) Py_RETURN_NONE;
+        const char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
+        Word *state = (Word *)head + self->state_at + (Py_ssize_t)slot * self->step;
+        if (load((const Word *)record) != seq) Py_RETURN_NONE;
+        const Known *known = recognise(self, record, (Py_ssize_t)slot);
+        if (!known || known->is_stream == !loads) Py_RETURN_NONE;
+        PyObject *number = PyLong_FromUnsignedLongLong(seq), *made = NULL;
+        if (!number) return NULL;
+        if (self->locks) {
+            int answer = claim(self->locks, self->leases, number, seq, (const Word *)record, state);
+            if (answer != MINE) {
+                int failed = answer == PASSED && PyObject_SetAttr(self->feed, s_position, number);
+                Py_DECREF(number);
+                if (failed) return NULL;
+                if (answer == NOT_USUAL) Py_RETURN_NONE;
+                position = seq;
+                continue;
+            }
+        }
+        grip->seq = seq;
+        grip->at = state + (self->locks ? RELEASED : 0);
+        grip->word = state - (Word *)head;
+        grip->locked = grip->acknowledged = 0;
+        grip->feed = Py_NewRef(self->feed);
+        grip->leases = Py_NewRef(self->leases);
+        grip->words = Py_NewRef(self->head_words);
+        grip->locks = Py_XNewRef(self->locks);
+        grip->sleeper = control + self->asleep_at;
+        if (PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
+            if (self->locks) set_lock(self->locks, F_UNLCK, seq);
+        } else {
+            if (!self->locks) store(grip->at, 2 * seq);
+            if (!PyObject_SetAttr(self->feed, s_position, number)) {
+                /* From here on the message is taken, and other Python code may run: even what retires this inlet. */
+                if (counted) {
+                    self->received++;
+                    self->received_bytes += (unsigned long long)known->look.nbytes;
+                }
+                for (int i = 0; i < self->nsiblings && published > seq; i++)
+                    if (load(control + self->siblings[i]) & 1) self->more = 1;
+                made = loads ? make_object(self, grip, loads, known, (Py_ssize_t)slot)
+                             : make_message(self, grip, receiver, number, known, (Py_ssize_t)slot);
+            }
+        }
+        Py_DECREF(number);
+        return made;
+    }
 }
 
 /* Look for something new for at most so long, without letting other threads run. */
@@ -202,7 +295,7 @@ static int spin(Inlet *self, int64_t patience) {
 static Grip *new_grip(void) {
     Grip *grip = PyObject_GC_New(Grip, &GripType);
     if (grip) {
-        grip->feed = grip->leases = grip->words = NULL;
+        grip->feed = grip->leases = grip->words = grip->locks = NULL;
         grip->holder = NULL;
         PyObject_GC_Track(grip);
     }
@@ -225,7 +318,7 @@ static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     PyObject *message = NULL;
     int locked = is_locked(self->mutex);
     if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], 1);
+    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, 1);
     Py_DECREF(grip);
     return message;
 }
@@ -243,9 +336,32 @@ static PyObject *Inlet_poll(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     if (!grip) return NULL;
     PyObject *message = NULL;
     if (!self->feed) message = Py_NewRef(Py_None);
-    else if (!spin(self, patience)) message = take(self, grip, args[0], 0);
+    else if (!spin(self, patience)) message = take(self, grip, args[0], NULL, 0);
     Py_DECREF(grip);
     return message;
+}
+
+PyDoc_STRVAR(Inlet_pop_doc,
+             "pop(loads, missing)\n--\n\nWhat `loads` makes of the next stream, which is done then, whatever `loads` "
+             "raises; `missing`, and nothing done, if that is not what comes next. For a caller without the mutex.");
+
+static PyObject *Inlet_pop(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !self->locks) {
+        PyErr_SetString(PyExc_TypeError, "loads, missing; of a work queue");
+        return NULL;
+    }
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *object = NULL;
+    int locked = is_locked(self->mutex);
+    if (locked > 0) object = Py_NewRef(args[1]);
+    else if (!locked) object = take(self, grip, NULL, args[0], 1);
+    if (object == Py_None && !grip->feed) {
+        Py_DECREF(object);
+        object = Py_NewRef(args[1]);
+    }
+    Py_DECREF(grip);
+    return object;
 }
 
 static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {
@@ -259,18 +375,21 @@ static PyMethodDef Inlet_methods[] = {
     {"learn", (PyCFunction)Inlet_learn, METH_VARARGS, Inlet_learn_doc},
     {"recv", (PyCFunction)(void (*)(void))Inlet_recv, METH_FASTCALL, Inlet_recv_doc},
     {"poll", (PyCFunction)(void (*)(void))Inlet_poll, METH_FASTCALL, Inlet_poll_doc},
+    {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef Inlet_members[] = {
-    {"received", T_ULONGLONG, offsetof(Inlet, received), READONLY, "messages that `recv` returned"},
+    {"received", T_ULONGLONG, offsetof(Inlet, received), READONLY, "messages that `recv` and `pop` returned"},
+    {"ring_index", T_PYSSIZET, offsetof(Inlet, ring_index), READONLY, "the ring that it knows"},
+    {"more", T_BOOL, offsetof(Inlet, more), 0, "whether a sibling sleeps though there was more to take"},
     {"received_bytes", T_ULONGLONG, offsetof(Inlet, received_bytes), READONLY, "their payload bytes"},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyTypeObject InletType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Inlet",
-    .tp_doc = "What a subscriber does for a usual tensor.",
+    .tp_doc = "What a receiver does for a usual tensor, or stream.",
     .tp_basicsize = sizeof(Inlet),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,

@@ -1,6 +1,8 @@
 /* What both sides use: shared words, and tensors as DLPack shows them. Included once, by _hot.c. */
 
 #define MOST_DIMENSIONS 8
+#define MOST_PEERS 64
+#define MOST_PLANS 16 /* kinds of messages that an endpoint knows */
 
 /* --- DLPack's C interface, as far as it is used ------------------------------------------------------------------- */
 
@@ -40,7 +42,7 @@ enum { CPU = 1 };
 
 static ExchangeAPI *exchange; /* torch's */
 static PyTypeObject *tensor_type;
-static PyObject *s_is_neg, *s_locked, *s_position, *s_cursor, *s_closing, *s_close, *s_emptied, *s_wake_sender;
+static PyObject *s_is_neg, *s_locked, *s_position, *s_cursor, *s_closing, *s_close, *s_emptied, *s_wake_sender, *s_fd;
 
 /* --- shared words ------------------------------------------------------------------------------------------------- */
 
@@ -138,6 +140,21 @@ static int get_index(PyObject *object, PyObject *name, uint64_t *value) {
     *value = PyLong_AsUnsignedLongLong(found);
     Py_DECREF(found);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Words of a segment's, from a tuple of their indices. */
+static int words_of(PyObject *sequence, Py_ssize_t *out, int *count) {
+    Py_ssize_t n = PyTuple_GET_SIZE(sequence);
+    if (n > MOST_PEERS) {
+        PyErr_SetString(PyExc_ValueError, "too many peers");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        out[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(sequence, i));
+        if (PyErr_Occurred()) return -1;
+    }
+    *count = (int)n;
+    return 0;
 }
 
 static int set_index(PyObject *object, PyObject *name, uint64_t value) {

@@ -2,11 +2,10 @@
 
 /* --- Outbox: the sender's side ------------------------------------------------------------------------------------ */
 
-#define MOST_PLANS 8
-#define MOST_PEERS 64
 
 typedef struct {
     Look look;
+    char is_stream;     /* bytes, in a uint8 array of one dimension, instead of a tensor */
     PyObject *out;      /* the description, as `described` knows it */
     PyObject *constant; /* bytes of a record from `constant_at` on */
 } Plan;
@@ -25,18 +24,11 @@ typedef struct {
     unsigned long long sent_bytes;
 } Outbox;
 
-static int words_of(PyObject *sequence, Py_ssize_t *out, int *count) {
-    Py_ssize_t n = PyTuple_GET_SIZE(sequence);
-    if (n > MOST_PEERS) {
-        PyErr_SetString(PyExc_ValueError, "too many peers");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        out[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(sequence, i));
-        if (PyErr_Occurred()) return -1;
-    }
-    *count = (int)n;
-    return 0;
+/* Bytes of the array that carries a stream of so many: a few sizes, so that few descriptions serve all. */
+static int64_t stream_class(int64_t nbytes) {
+    int64_t class = 64;
+    while (class < nbytes) class *= 2;
+    return class;
 }
 
 static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
@@ -103,22 +95,28 @@ static void Outbox_dealloc(Outbox *self) {
 }
 
 PyDoc_STRVAR(Outbox_learn_doc,
-             "learn(value, out, constant, nbytes)\n--\n\nFrom now on, send tensors that look like `value` as `out`.");
+             "learn(value, out, constant, nbytes)\n--\n\nFrom now on, send tensors that look like `value` as `out`. With "
+             "None: bytes that `nbytes` is the size class of, as a uint8 array.");
 
 static PyObject *Outbox_learn(Outbox *self, PyObject *args) {
     PyObject *value, *out, *constant;
     DLTensor tensor;
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(args, "OOO!n", &value, &out, &PyBytes_Type, &constant, &nbytes)) return NULL;
-    if (!look_at(value, &tensor) || !is_dense(&tensor) || nbytes > self->slot_bytes || nbytes != size_of(&tensor) ||
-        PyBytes_GET_SIZE(constant) + self->constant_at > self->record_bytes ||
+    int is_stream = value == Py_None;
+    if (is_stream ? nbytes < 1 || nbytes != stream_class(nbytes)
+                  : !look_at(value, &tensor) || !is_dense(&tensor) || nbytes != size_of(&tensor))
+        Py_RETURN_FALSE;
+    if (nbytes > self->slot_bytes || PyBytes_GET_SIZE(constant) + self->constant_at > self->record_bytes ||
         PyBytes_GET_SIZE(constant) < self->slot_at + 4 - self->constant_at)
         Py_RETURN_FALSE;
     for (int i = 0; i < self->nplans; i++)
         if (self->plans[i].out == out) Py_RETURN_TRUE;
     if (self->nplans == MOST_PLANS) Py_RETURN_FALSE;
     Plan *plan = &self->plans[self->nplans++];
-    remember_look(&plan->look, &tensor, nbytes);
+    plan->is_stream = (char)is_stream;
+    plan->look.nbytes = nbytes;
+    if (!is_stream) remember_look(&plan->look, &tensor, nbytes);
     plan->out = Py_NewRef(out);
     plan->constant = Py_NewRef(constant);
     Py_RETURN_TRUE;
@@ -153,58 +151,24 @@ static int becomes_free(Outbox *self, PyObject *entry, Py_ssize_t slot, int64_t 
     return 1;
 }
 
-PyDoc_STRVAR(Outbox_send_doc,
-             "send(value, patience)\n--\n\nIts sequence number; minus it if somebody who may need it sleeps; None, and "
-             "nothing done, if this is not the usual case, or no slot is free within so many nanoseconds.");
-
-static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "value, patience");
-        return NULL;
-    }
-    PyObject *value = args[0];
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
+/* Publish `nbytes` from `source` as `plan` says, if the slot at the cursor is free and nothing is unusual; see
+ * Outbox_send. The caller has made sure that `source` lives, and runs no other Python code between that and this call. */
+static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot, const Plan *plan, const void *source,
+                         Py_ssize_t nbytes, int64_t patience) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
     char *head = self->head.view.buf;
-    uint64_t slot, again;
-    DLTensor tensor;
-    Plan *plan = NULL;
-
-    /* first everything that may run other Python code: torch's modes, or the garbage collector for a new tuple */
-    if (Py_TYPE(value) != tensor_type) Py_RETURN_NONE;
-    PyObject *negative = PyObject_CallMethodNoArgs(value, s_is_neg);
-    if (!negative) return NULL;
-    Py_DECREF(negative);
-    if (negative != Py_False) Py_RETURN_NONE;
-    Word seq = load(ledger + self->published_at) + 1;
-    if (get_index(self->ring, s_cursor, &slot)) return NULL;
-    PyObject *entry = Py_BuildValue("KKiOOO", (unsigned long long)seq, (unsigned long long)slot, 1, self->recipients,
-                                    Py_False, Py_None);
-    if (!entry) return NULL;
-
-    if (!look_at(value, &tensor) || !is_dense(&tensor)) goto unusual;
-    for (int i = 0; i < self->nplans && !plan; i++)
-        if (same_look(&self->plans[i].look, &tensor)) plan = &self->plans[i];
-    if (!plan) goto unusual;
+    uint64_t again;
     int locked = is_locked(self->mutex);
-    if (locked < 0 || get_index(self->ring, s_cursor, &again)) {
-        Py_DECREF(entry);
-        return NULL;
-    }
-    if (locked || self->retired || load(control + self->epoch_at) != self->epoch || slot != again || slot >= (uint64_t)self->slots ||
-        load(ledger + self->published_at) + 1 != seq)
-        goto unusual;
-    if (!becomes_free(self, PyList_GET_ITEM(self->busy, slot), (Py_ssize_t)slot, patience)) goto unusual;
-    if (set_index(self->ring, s_cursor, slot + 1 < (uint64_t)self->slots ? slot + 1 : 0)) {
-        Py_DECREF(entry);
-        return NULL;
-    }
+    if (locked < 0 || get_index(self->ring, s_cursor, &again)) return NULL;
+    if (locked || self->retired || load(control + self->epoch_at) != self->epoch || slot != again ||
+        slot >= (uint64_t)self->slots || load(ledger + self->published_at) + 1 != seq ||
+        !becomes_free(self, PyList_GET_ITEM(self->busy, slot), (Py_ssize_t)slot, patience))
+        Py_RETURN_NONE;
+    if (set_index(self->ring, s_cursor, slot + 1 < (uint64_t)self->slots ? slot + 1 : 0)) return NULL;
 
     char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
     store((Word *)record, 0); /* nobody may take the old record for a new one */
-    memcpy((char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, (char *)tensor.data + tensor.byte_offset,
-           (size_t)plan->look.nbytes);
+    memcpy((char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, source, (size_t)nbytes);
     store((Word *)(record + self->sent_ns_at), (Word)nanoseconds());
     if (PyList_GET_ITEM(self->described, slot) != plan->out) {
         uint32_t number = (uint32_t)slot;
@@ -219,11 +183,77 @@ static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nar
     __atomic_signal_fence(__ATOMIC_SEQ_CST); /* the processor's part of this fence is paid by who goes to sleep */
     for (int i = 0; i < self->nsleepers; i++) asleep |= (int)(load(control + self->sleepers[i]) & 1);
     self->sent_bytes += (unsigned long long)plan->look.nbytes;
-    PyList_SetItem(self->busy, (Py_ssize_t)slot, entry);
+    PyList_SetItem(self->busy, (Py_ssize_t)slot, Py_NewRef(entry));
     return PyLong_FromLongLong(asleep ? -(long long)seq : (long long)seq);
+}
 
-unusual:
+/* What `busy` is to hold of the next message; making it may run the garbage collector, so that it comes first. */
+static PyObject *next_entry(Outbox *self, Word *seq, uint64_t *slot) {
+    *seq = load((Word *)self->ledger.view.buf + self->published_at) + 1;
+    if (get_index(self->ring, s_cursor, slot)) return NULL;
+    return Py_BuildValue("KKiOOO", (unsigned long long)*seq, (unsigned long long)*slot, 1, self->recipients, Py_False,
+                         Py_None);
+}
+
+PyDoc_STRVAR(Outbox_send_doc,
+             "send(value, patience)\n--\n\nIts sequence number; minus it if somebody who may need it sleeps; None, and "
+             "nothing done, if this is not the usual case, or no slot is free within so many nanoseconds.");
+
+static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "value, patience");
+        return NULL;
+    }
+    PyObject *value = args[0], *result;
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    Word seq;
+    uint64_t slot;
+    DLTensor tensor;
+    const Plan *plan = NULL;
+
+    /* first everything that may run other Python code: torch's modes, or the garbage collector for a new tuple */
+    if (!tensor_type || Py_TYPE(value) != tensor_type) Py_RETURN_NONE;
+    PyObject *negative = PyObject_CallMethodNoArgs(value, s_is_neg);
+    if (!negative) return NULL;
+    Py_DECREF(negative);
+    if (negative != Py_False) Py_RETURN_NONE;
+    PyObject *entry = next_entry(self, &seq, &slot);
+    if (!entry) return NULL;
+
+    if (look_at(value, &tensor) && is_dense(&tensor))
+        for (int i = 0; i < self->nplans && !plan; i++)
+            if (!self->plans[i].is_stream && same_look(&self->plans[i].look, &tensor)) plan = &self->plans[i];
+    result = !plan ? Py_NewRef(Py_None)
+                   : publish(self, entry, seq, slot, plan, (char *)tensor.data + tensor.byte_offset, plan->look.nbytes,
+                             patience);
     Py_DECREF(entry);
+    return result;
+}
+
+PyDoc_STRVAR(Outbox_send_stream_doc,
+             "send_stream(stream, patience)\n--\n\nThe same for bytes, which go as a uint8 array of their size class: "
+             "what follows them in it is not cleared.");
+
+static PyObject *Outbox_send_stream(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "stream, patience");
+        return NULL;
+    }
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    Py_ssize_t nbytes = PyBytes_GET_SIZE(args[0]);
+    int64_t class = stream_class(nbytes);
+    Word seq;
+    uint64_t slot;
+    for (int i = 0; i < self->nplans; i++)
+        if (self->plans[i].is_stream && self->plans[i].look.nbytes == class) {
+            PyObject *entry = next_entry(self, &seq, &slot);
+            if (!entry) return NULL;
+            PyObject *result = publish(self, entry, seq, slot, &self->plans[i], PyBytes_AS_STRING(args[0]), nbytes, patience);
+            Py_DECREF(entry);
+            return result;
+        }
     Py_RETURN_NONE;
 }
 
@@ -239,6 +269,7 @@ static PyMethodDef Outbox_methods[] = {
     {"retire", (PyCFunction)Outbox_retire, METH_NOARGS, retire_doc},
     {"learn", (PyCFunction)Outbox_learn, METH_VARARGS, Outbox_learn_doc},
     {"send", (PyCFunction)(void (*)(void))Outbox_send, METH_FASTCALL, Outbox_send_doc},
+    {"send_stream", (PyCFunction)(void (*)(void))Outbox_send_stream, METH_FASTCALL, Outbox_send_stream_doc},
     {NULL, NULL, 0, NULL},
 };
 

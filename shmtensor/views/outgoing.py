@@ -38,9 +38,14 @@ class Outgoing:
         self.total = padded(nbytes) + description if self.spilled else nbytes
 
     @property
-    def is_plan(self) -> bool:
+    def is_tensor(self) -> bool:
         """Whether it describes every tensor of this dtype and shape."""
         return self.kind == _TENSOR
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it describes every tensor, or array, of this dtype and shape."""
+        return self.kind == _TENSOR or self.kind == _ARRAY
 
 
 _plans: dict[tuple[Any, Any, Any], Outgoing] = {}
