@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import typing
 
 import numpy as np
 import pytest
@@ -281,7 +282,7 @@ def test_objects_of_any_size_come_as_they_were():
 class Nested:
     """Gets another item of its queue while it is unpickled, or refuses to be."""
 
-    queues: dict = {}
+    queues: typing.ClassVar[dict[str, typing.Any]] = {}
 
     def __init__(self, what):
         self.what = what

@@ -285,10 +285,11 @@ class Receiver(Sources[_F]):
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""
         self._look_around_due = time.monotonic() + TICK
-        self._refresh()
+        if self._incomplete or self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
         control = self._member.control
         for feed in self._feeds:
-            if not feed.gone and not control.is_alive(feed.index):
+            if not feed.gone and (feed.ledger.closed or not control.is_alive(feed.index)):
                 feed.gone = True
                 # the entry may be a newcomer's by now; then the table has told already
         self._retire_drained()

@@ -36,6 +36,7 @@ class Sources(Endpoint, Generic[_F]):
         self._feeds: list[_F] = []
         self._retired: list[_F] = []  # read to the end, but others may still need what their senders left
         self._epoch = -1
+        self._incomplete = False  # a sender of the table could not be attached: try again, though the table stands
         self._bad_records = 0
 
     def _refresh(self) -> None:
@@ -55,9 +56,12 @@ class Sources(Endpoint, Generic[_F]):
             else:
                 feed.close()
                 self._retired.remove(feed)
+        self._incomplete = False
         for entry in present.values():
             feed_or_none = self._attach(entry)
-            if feed_or_none is not None:
+            if feed_or_none is None:
+                self._incomplete = True
+            else:
                 self._feeds.append(feed_or_none)
         # crash: attach.done
         self._epoch = epoch
