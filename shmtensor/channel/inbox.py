@@ -6,7 +6,6 @@ truth is in shared memory, and a lost doorbell costs one tick.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
@@ -130,11 +129,11 @@ class Doorbells:
 
         Where no socket is to be had its sleeper wakes at the next tick: what it is rung for is published already.
         """
-        with contextlib.suppress(zmq.ZMQError, ResourceError):
-            socket = self._sockets.get(uid)
-            if socket is None:
-                socket = self._connect(uid)
+        try:
+            socket = self._sockets.get(uid) or self._connect(uid)
             socket.send(bell, zmq.NOBLOCK)
+        except (zmq.ZMQError, ResourceError):
+            pass
 
     def _connect(self, uid: int) -> zmq.Socket[bytes]:
         socket = _socket(zmq.PUSH)
