@@ -9,7 +9,7 @@ setup(
         Extension(
             "shmtensor.hot._hot",
             [HOT + "_hot.c"],
-            depends=[HOT + "look.h", HOT + "outbox.h", HOT + "grip.h", HOT + "inlet.h", HOT + "batch.h"],
+            depends=[HOT + f"{name}.h" for name in ("look", "outbox", "grip", "claim", "inlet", "batch", "group")],
             extra_compile_args=["-O2"],
             optional=True,
         )

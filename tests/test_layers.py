@@ -31,7 +31,7 @@ MAX_LINES = 400
 
 # module -> attributes of ctypes that it may use: copying bytes needs them; only memory/ reaches libc's system calls
 CTYPES = {
-    "views/pack.py": {"memmove", "PYFUNCTYPE", "cast", "c_void_p", "c_size_t"},
+    "views/moves.py": {"memmove", "PYFUNCTYPE", "cast", "c_void_p", "c_size_t"},
     "views/numpy.py": {"addressof", "c_char"},
     "views/torch.py": {"c_ubyte"},
     "views/composites.py": {"memmove"},

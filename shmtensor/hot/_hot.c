@@ -2,8 +2,8 @@
  *
  * An Outbox does what Publisher.send and Producer.send do for such a tensor, an Inlet what Subscriber.recv does for such
  * a record: the same stores to the same words in the same order as the Python code, which is the reference and handles
- * everything else. Whatever is not the usual case is left untouched and answered with None (see hot/__init__.py). A Batch
- * makes the tensors of a message with several; it knows nothing of rings.
+ * everything else. Whatever is not the usual case is left untouched and answered with None (see hot/__init__.py). A Group
+ * copies the tensors of a message with several, a Batch makes them; they know nothing of rings.
  *
  * Mutual exclusion is the interpreter lock: nothing here releases it, or runs Python code, between the first check and
  * the last store. An endpoint's mutex that is held by another thread is one of the checks.
@@ -36,6 +36,7 @@
 #include "claim.h"
 #include "inlet.h"
 #include "batch.h"
+#include "group.h"
 
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
@@ -83,14 +84,16 @@ PyMODINIT_FUNC PyInit__hot(void) {
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;
-    if (PyType_Ready(&OutboxType) || PyType_Ready(&GripType) || PyType_Ready(&InletType) || PyType_Ready(&BatchType))
+    if (PyType_Ready(&OutboxType) || PyType_Ready(&GripType) || PyType_Ready(&InletType) || PyType_Ready(&BatchType) ||
+        PyType_Ready(&GroupType))
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddObjectRef(module, "Outbox", (PyObject *)&OutboxType) ||
         PyModule_AddObjectRef(module, "Inlet", (PyObject *)&InletType) ||
         PyModule_AddObjectRef(module, "Grip", (PyObject *)&GripType) ||
-        PyModule_AddObjectRef(module, "Batch", (PyObject *)&BatchType)) {
+        PyModule_AddObjectRef(module, "Batch", (PyObject *)&BatchType) ||
+        PyModule_AddObjectRef(module, "Group", (PyObject *)&GroupType)) {
         Py_DECREF(module);
         return NULL;
     }

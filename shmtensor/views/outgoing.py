@@ -15,12 +15,13 @@ import numpy as np
 
 from ..errors import ArgumentTypeError
 from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
-from . import pack
+from . import moves, pack
+from .group import PackedGroup
 
 _PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
 _PLANS_MOST: Final = 4096
 
-SMALL: Final = pack.SMALL
+SMALL: Final = moves.SMALL
 
 EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
 """The record of no message, for a doorbell that only says: look around."""
@@ -96,10 +97,10 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
         if not source and out.nbytes:  # it only stands for zeros, or its storage was freed: the general way tells
             pack.pack(value).copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
             return
-        if out.nbytes <= pack.SMALL:
-            pack.move_small(address + offset, source, out.nbytes)
+        if out.nbytes <= moves.SMALL:
+            moves.move_small(address + offset, source, out.nbytes)
             return
-        if out.nbytes < pack.LARGE:
+        if out.nbytes < moves.LARGE:
             ctypes.memmove(address + offset, source, out.nbytes)
             return
         target = sys.modules["torch"].from_numpy(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
@@ -118,7 +119,7 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
         buffer[end : end + len(out.dynamic)] = out.dynamic
 
 
-def _remember(value: Any, packed: pack.Packed) -> None:
+def _remember(value: Any, packed: pack.Packed | PackedGroup) -> None:
     """Make a plan if the next value of this class, dtype and shape may be copied as it stands."""
     if len(packed.static) > INLINE:
         return

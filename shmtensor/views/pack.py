@@ -5,11 +5,7 @@ Walk (tokens, scalars, leaves) -> Layout (static part, offsets) -> Packed (what 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 from collections.abc import Sequence
-from ctypes import memmove
 from typing import Any
 
 import numpy as np
@@ -17,33 +13,17 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, WireError
 from ..wire import spec, tree
 from ..wire.dtypes import DType
-from . import walk as _walk
+from . import group
+from .group import PackedGroup
 from .layout import Job, Layout, layout_of, overlaps, tied_of
 from .leaf import Refused, is_dense
+from .moves import SMALL, move_large, move_small
 from .numpy import ROW, Array, address_of, describe
 from .unpack import Unpacker
 from .values import copy_value, map_leaves
 from .walk import Walk, torch_views
 
 __all__ = ["Packed", "Unpacker", "copy_value", "map_leaves", "pack", "single_spec"]
-
-SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
-LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
-
-
-def _copy_alone() -> None:
-    """In a forked child: torch's threads do not survive a fork, and if the parent has computed with them, a copy that
-    is shared among them would wait for them for ever (libgomp). Whether it has, nothing tells."""
-    global LARGE
-    LARGE = sys.maxsize
-
-
-os.register_at_fork(after_in_child=_copy_alone)
-
-# holds the interpreter lock, unlike ctypes.memmove
-move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
 
 
 class Packed:
@@ -95,19 +75,12 @@ class Packed:
                 if address:
                     move_small(base + offset, address, size)
             elif address:
-                _move_large(payload, base, offset, address, size)
+                move_large(payload, base, offset, address, size)
         for job in self._jobs:
             job(payload)
 
 
-def _move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
-    if size >= LARGE and _walk.tensor_types:
-        torch_views().copy_run(payload, offset, address, size)
-    else:
-        memmove(base + offset, address, size)
-
-
-def pack(value: object, meta: object = None) -> Packed:
+def pack(value: object, meta: object = None) -> Packed | PackedGroup:
     """Describe a value and its meta for sending; copies nothing yet.
 
     `value` is a torch tensor, a NumPy array or scalar, or a dict, list or tuple of these with None, bool, int, float
@@ -119,6 +92,10 @@ def pack(value: object, meta: object = None) -> Packed:
     >>> packed.nbytes
     24
     """
+    if meta is None:
+        known = group.find(value)
+        if known is not None:
+            return known
     walk = Walk()
     try:
         walk.values((value,), 0, _no_label)
@@ -138,6 +115,8 @@ def pack(value: object, meta: object = None) -> Packed:
             tied = tied_of(walk, layout, starts)
             where, offsets, sizes = zip(*tied.runs, strict=True) if tied.runs else ((), (), ())
             return Packed(tied.static, dynamic, tied.nbytes, where, offsets, sizes, tied.jobs, walk.sources)
+    if not (special or dynamic):
+        group.remember(value, layout)
     jobs = _jobs(walk, layout) if special else ()
     return Packed(layout.static, dynamic, layout.nbytes, addresses, layout.offsets, layout.sizes, jobs, walk.sources)
 
