@@ -17,6 +17,8 @@ FAN_IN = "fan-in"
 """Several senders, one receiver."""
 WORK_QUEUE = "work queue"
 """One sender, each message goes to one of several receivers."""
+ANY_OBJECT = "any object"
+"""One `put`, one `get`, of any object that pickles."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,19 @@ WARM = 10
 """Trips before the timed ones, which also tell how many of those fit; none from 64 MiB on."""
 
 
-def measure(transport: Transport, effort: Effort, *, nbytes: int, awake: bool = True, pause: float = 0.0) -> Samples:
-    """Seconds of each round trip, after a warm-up; sleeps `pause` seconds before each. `first`: the very first."""
+def measure(
+    transport: Transport,
+    effort: Effort,
+    *,
+    nbytes: int,
+    awake: bool = True,
+    pause: float = 0.0,
+    form: str | None = None,
+) -> Samples:
+    """Seconds of each round trip, after a warm-up; sleeps `pause` seconds before each. `first`: the very first.
+
+    `form` is that of the payload, where a transport takes several.
+    """
     names = f"{fresh_name()}-there", f"{fresh_name()}-back"
     flying = in_flight(nbytes, 16)
     links: list[Link] = []
@@ -31,7 +42,7 @@ def measure(transport: Transport, effort: Effort, *, nbytes: int, awake: bool = 
         there, back = links
         return run_roles(
             [
-                Role(_ping, (transport.form, there, back, nbytes, effort, pause, ours)),
+                Role(_ping, (form or transport.form, there, back, nbytes, effort, pause, ours)),
                 Role(_pong, (there, back, theirs)),
             ]
         )[0]

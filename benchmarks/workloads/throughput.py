@@ -22,8 +22,12 @@ MORE = 20
 """So many times `Effort.most` messages are sent at most: each is cheaper than a round trip."""
 
 
-def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1) -> Samples:
-    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message."""
+def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1, form: str | None = None) -> Samples:
+    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message.
+
+    `form` is that of the payload, where a transport takes several.
+    """
+    form = form or transport.form
     settings = LinkSettings(
         fresh_name(), nbytes, in_flight(nbytes, IN_FLIGHT), pattern=PAIR if senders == 1 else FAN_IN, peers=senders
     )
@@ -32,11 +36,8 @@ def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int =
     try:
         return run_roles(
             [
-                Role(_receive, (transport.form, link, effort, [ours for ours, _ in pipes])),
-                *(
-                    Role(_send, (transport.form, link, index, senders, theirs))
-                    for index, (_, theirs) in enumerate(pipes)
-                ),
+                Role(_receive, (form, link, effort, [ours for ours, _ in pipes])),
+                *(Role(_send, (form, link, index, senders, theirs)) for index, (_, theirs) in enumerate(pipes)),
             ]
         )[0]
     finally:
