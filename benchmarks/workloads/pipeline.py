@@ -250,10 +250,11 @@ WORKLOAD = Workload(
     title="SPDL's pipeline: loading data formats, samples/s",
     what=(
         "A sample is a random uint8 image (3, 640, 480) and label (640, 480), encoded once; the loader decodes "
-        "it in an executor with 1, 2 or 4 workers (published: up to 32), sink buffer 1; samples per second "
-        "at the sink over 100 samples (published: 1000), after each worker has loaded some. shmtensor: the "
-        "same pipeline under its ProcessPoolExecutor. Arenas: SPDL's iterate_in_subprocess with one process "
-        "that loads. Published: the best number of workers on that machine; it stands beside every number."
+        "it in an executor with 1, 2 or 4 forked workers (published: up to 32, which on few cores add nothing), "
+        "sink buffer 1; samples per second at the sink over 100 samples (published: 1000), in one round, after each "
+        "worker has loaded some. shmtensor: the same pipeline under its ProcessPoolExecutor. Arenas: SPDL's "
+        "iterate_in_subprocess with one process that loads, and is given nothing. Published: the best number of "
+        "workers on that machine; it stands beside every number."
     ),
     cases=(
         *(
@@ -261,6 +262,7 @@ WORKLOAD = Workload(
                 _case(loader, kind, workers), SHMTENSOR if kind == "shmtensor" else SPDL_POOL,
                 partial(measure, loader, kind, workers),
                 quick=loader in QUICK and workers == 2,
+                rounds=1,
                 needs=no_spdl,
             )
             for loader in LOADERS
@@ -268,7 +270,7 @@ WORKLOAD = Workload(
             for kind in KINDS
         ),
         *(
-            Case(f"npy, {arena}", SPDL_POOL, partial(measure_arena, "npy", arena), quick=False, needs=no_spdl)
+            Case(f"npy, {arena}", SPDL_POOL, partial(measure_arena, "npy", arena), quick=False, rounds=1, needs=no_spdl)
             for arena in ARENAS
         ),
     ),

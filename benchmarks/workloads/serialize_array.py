@@ -319,12 +319,12 @@ WORKLOAD = Workload(
     cases=(
         *(
             Case(
-                name, PICKLE, partial(measure, name), quick=name == "msgpack(tobytes)",
+                name, PICKLE, partial(measure, name), quick=name == "msgpack(tobytes)", rounds=1,
                 needs=partial(_missing, encoding.module),
             )
             for name, encoding in ENCODINGS.items()
         ),
-        Case(OURS, SHMTENSOR, measure_ours),
+        Case(OURS, SHMTENSOR, measure_ours, rounds=1),
     ),
     rows=(
         *_rows(OURS, SHMTENSOR.name, None),
