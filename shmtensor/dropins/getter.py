@@ -39,6 +39,7 @@ class Getter(Consumer):
     def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
         before = self._abandoned
         message = super()._deliver(feed, found, seq)
+        # crash: get.delivered
         if self._abandoned != before:
             self._when_abandoned()
         return message

@@ -58,6 +58,7 @@ class Link:
         member = membership.join(name, WORK_QUEUE, ctl.RECEIVER, 0, _prepare_nothing)
         keeper = os.dup(member.control.locks.fd)  # the same description: its lock lives on with this descriptor
         member.control.locks.close()
+        # crash: link.made
         return cls(name, keeper, max_bytes, abandoned)
 
     def start_anew(self) -> None:
@@ -117,10 +118,12 @@ class Link:
         if keeper < 0:
             return
         os.close(keeper)  # first: the endpoint that leaves last removes the channel
+        # crash: link.released
         for endpoint in (self._putter, self._getter):
             if endpoint is not None:
                 with contextlib.suppress(ShmTensorError, OSError):
                     leave(endpoint)
+        # crash: link.left
         with contextlib.suppress(ShmTensorError, OSError):
             sweep.sweep_channel(self.name, self._directory, patience=membership.LOCK_TIMEOUT)
 

@@ -119,12 +119,18 @@ class Worker:
         if isinstance(packed, bytes):
             function, args, kwargs = unfold(packed)
             return self._pack(function(*args, **kwargs))
+        # crash: call.named
         message = self._inbox.take(packed)
+        # crash: call.taken
         try:
             function, args, kwargs = loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
-            return self._pack(function(*args, **kwargs))
+            # crash: call.read
+            result = function(*args, **kwargs)
+            # crash: call.returned
+            return self._pack(result)
         finally:
             message.release()  # done; its slot is given back when the last view of the arguments dies
+            # crash: call.done
 
     def _pack(self, result: object) -> Packed:
         value = dumps(result)
@@ -134,7 +140,9 @@ class Worker:
         if self._outbox is None:
             self._outbox = Outbox(self._address.results, self._address.max_bytes)
         holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
-        return self._outbox.post(value, _Patience(self._outbox), "a result", holder)
+        parcel = self._outbox.post(value, _Patience(self._outbox), "a result", holder)
+        # crash: call.answered
+        return parcel
 
     def _outlive_nobody(self) -> None:
         """End with the parent, however it ends: nobody could take a result, and nobody else would end this process.
