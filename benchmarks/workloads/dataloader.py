@@ -17,7 +17,7 @@ WORKERS = 2
 SAMPLES = 32
 """In a batch."""
 BATCHES = (32 * MIB, 256 * KIB)
-COUNTS = {"full": 96, "quick": 32, "tiny": 4}
+COUNTS = {"full": 96, "quick": 20, "tiny": 4}
 """Batches of one run; small ones are more."""
 MORE = 4
 WARM = 6
