@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import ANY_OBJECT, FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Link, LinkSettings, Receiver, Sender, Transport
+from .base import ANY_OBJECT, FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Link, LinkSettings, Receiver, Sender, Transport, opened
 from .faster_fifo_queue import FasterFifo
 from .iceoryx2_pubsub import Iceoryx2
 from .pipes import PicklePipe
@@ -72,5 +72,6 @@ __all__ = [
     "Receiver",
     "Sender",
     "Transport",
+    "opened",
     "that_can",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import payloads
 from ..measure import RowSpec, Samples, summarize
-from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import HUGE, KIB, LARGEST, MIB, SIZES, in_flight, label
 from ..transports import (
     ICEORYX2,
@@ -27,6 +27,7 @@ from ..transports import (
     Receiver,
     Sender,
     Transport,
+    opened,
     that_can,
 )
 from .base import Case, Effort, Workload
@@ -50,23 +51,14 @@ def measure(
     """
     names = f"{fresh_name()}-there", f"{fresh_name()}-back"
     flying = in_flight(nbytes, 16)
-    links: list[Link] = []
-    ours, theirs = CONTEXT.Pipe()
-    try:
-        for name in names:
-            links.append(transport.link(LinkSettings(name, nbytes, flying, awake)))
-        there, back = links
+    settings = [LinkSettings(name, nbytes, flying, awake) for name in names]
+    with opened(transport, *settings) as links, pipes(1) as [(ours, theirs)]:
         return run_roles(
             [
-                Role(_ping, (form or transport.form, there, back, nbytes, effort, pause, ours)),
-                Role(_pong, (there, back, theirs)),
+                Role(_ping, (form or transport.form, *links, nbytes, effort, pause, ours)),
+                Role(_pong, (*links, theirs)),
             ]
         )[0]
-    finally:
-        ours.close()
-        theirs.close()
-        for link in links:
-            link.close()
 
 
 def _ping(
