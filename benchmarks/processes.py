@@ -60,6 +60,20 @@ def patience(seconds: float) -> Iterator[None]:
         _patience[0] = before
 
 
+@contextmanager
+def pipes(count: int, *, duplex: bool = True) -> Iterator[list[tuple[Connection, Connection]]]:
+    """So many pipes by which roles tell each other what to do, in a `with` block."""
+    made: list[tuple[Connection, Connection]] = []
+    try:
+        for _ in range(count):
+            made.append(CONTEXT.Pipe(duplex))
+        yield made
+    finally:
+        for pair in made:
+            for end in pair:
+                end.close()
+
+
 def run_roles(roles: Sequence[Role]) -> list[Any]:
     """Run each role in a process of its own; returns what they returned, in order.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .measure import Row, ratios, summarize
+from .workloads import executor, queue
 
 Key = tuple[str, str]
 """Workload and row."""
@@ -58,6 +59,12 @@ class Verdict:
 _TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "throughput", "large", "dict", "fan-out"
 _TRIP_1K = (_TRIP, "shmtensor, 1 KiB")
 _RATE = "thousand messages/s: "
+
+
+def _queue(metric: str, transport: str, item: str = queue.TENSOR) -> Key:
+    return "queue", f"{metric}, {transport}, {item}"
+
+
 _START = "open + first send + first recv: ring of 256 MiB, "
 
 TARGETS: tuple[Target, ...] = (
@@ -86,6 +93,48 @@ TARGETS: tuple[Target, ...] = (
     Target("recv of 64 MiB, beside 1 KiB", (_LARGE, "recv 64 MiB"), "<=", 1.25, (_LARGE, "recv 1 KiB")),
     Target("loan of 64 MiB, beside 1 KiB", (_LARGE, "loan 64 MiB"), "<=", 1.25, (_LARGE, "loan 1 KiB")),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
+    Target(
+        "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,
+        _queue("rate", "multiprocessing.Queue"),
+    ),
+    Target(
+        "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 2,
+        _queue("rate", "torch Queue, file_descriptor"),
+    ),
+    Target(
+        "Queue, tensor of 1 MiB, round trip", _queue("round trip", "shmtensor.Queue"), "<=", 0.2,
+        _queue("round trip", "multiprocessing.Queue"),
+    ),
+    Target(
+        "Queue, tensor of 1 MiB, round trip", _queue("round trip", "shmtensor.Queue"), "<=", 0.5,
+        _queue("round trip", "torch Queue, file_descriptor"),
+    ),
+    Target(
+        "Queue, plain objects, one way", _queue("rate", "shmtensor.Queue", queue.OBJECTS), ">=", 0.833,
+        _queue("rate", "multiprocessing.Queue", queue.OBJECTS),
+    ),
+    Target(
+        "Queue, plain objects, round trip", _queue("round trip", "shmtensor.Queue", queue.OBJECTS), "<=", 1.2,
+        _queue("round trip", "multiprocessing.Queue", queue.OBJECTS),
+    ),
+    Target(
+        "DataLoader, 2 workers, batches of 32 MiB", ("dataloader", "shmtensor.get_context, 32 MiB"), ">=", 1.5,
+        ("dataloader", "default, 32 MiB"),
+    ),
+    Target(
+        "DataLoader, 2 workers, batches of 32 MiB, beside the bound by memory",
+        ("dataloader", "shmtensor.get_context, 32 MiB"), None, None, ("dataloader", "stack and one copy, 32 MiB"),
+    ),
+    *(
+        Target(
+            f"ProcessPoolExecutor, npy sample, {way}, {job}",
+            ("executor", executor.row_name(way, executor.OURS, job)), ">=", limit,
+            ("executor", executor.row_name(way, rival, job)),
+        )
+        for rival, limit in (("ProcessPoolExecutor", 3), ("SPDL segment pool, one process", 1))
+        for way in executor.LOOPS
+        for job in executor.JOBS
+    ),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import itertools
@@ -55,12 +56,14 @@ def descriptors() -> set[str]:
 def company(request):
     """Runs at once sweep each other's dead, as any two users do: a test of what the dead leave asks to be alone."""
     how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    gate, room = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/tmp", "/dev/shm"))
-    fcntl.flock(gate, how)  # who wants to be alone lets nobody in any more
-    fcntl.flock(room, how)
-    os.close(gate)
-    yield
-    os.close(room)
+    with contextlib.ExitStack() as held:  # let go of also where a test's time is over while it waits here
+        with contextlib.ExitStack() as entering:
+            gate, room = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/tmp", "/dev/shm"))
+            entering.callback(os.close, gate)
+            held.callback(os.close, room)
+            fcntl.flock(gate, how)  # who wants to be alone lets nobody in any more
+            fcntl.flock(room, how)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,12 @@ from benchmarks.run import app
 from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
-from benchmarks.transports import SHMTENSOR, TRANSPORTS
+from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS
 from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, mixed_dict, round_trip, throughput
 from shmtensor.cli import main as cli
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-OURS = frozenset({SHMTENSOR.name})
+OURS = frozenset({SHMTENSOR.name, SHMTENSOR_QUEUE.name})
 TINY = SCALES["tiny"].effort
 PATIENCE = 120.0
 
@@ -175,6 +175,13 @@ def test_the_payload_check_sees_a_difference(form):
         assert payloads.read(form, sent) != payloads.read(form, payloads.make(form, nbytes, 1))
     with pytest.raises(AssertionError, match="received list"):
         payloads.check(form, [], sent)
+
+
+def test_the_check_of_plain_objects_sees_a_difference():
+    sent = payloads.make("objects", 0)
+    payloads.check("objects", payloads.make("objects", 0), sent)
+    with pytest.raises(AssertionError, match="other bytes"):
+        payloads.check("objects", payloads.make("objects", 0, 1), sent)
 
 
 def test_blocks_of_a_large_payload_differ():

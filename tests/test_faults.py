@@ -7,9 +7,7 @@ itself has none.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from multiprocessing.connection import wait
 
 import pytest
 
@@ -17,8 +15,9 @@ import shmtensor
 
 from .conftest import shared_files
 from .faults import points
+from .faults.process import Process, crash_server
+from .test_dropin_faults import POINTS as DROPIN_POINTS
 
-PATIENCE = 30.0
 SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 COUNT = 12
 
@@ -43,68 +42,16 @@ ACTIONS = ["kill", "exit", "raise"]
 
 
 def test_every_point_is_in_the_matrix():
+    """Those of the drop-ins are in `test_dropin_faults.py`."""
     everywhere = SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL
     covered = {point for points_of_role in everywhere for point in points_of_role}
-    assert covered == set(points.names())
+    assert covered | DROPIN_POINTS == set(points.names())
 
 
 @pytest.fixture(scope="module")
 def server():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.cast"])
-    yield context
-    from multiprocessing import forkserver
-
-    forkserver._forkserver._stop()
-
-
-class Process:
-    """A member of the cast, and what it has told so far."""
-
-    def __init__(self, context, role, *args, **options):
-        from .faults import roles
-
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=roles.play, args=(role, theirs, options, *args))
-        self.process.start()
-        theirs.close()
-        self.told = []
-        self.over = False
-
-    def listen(self, until: str | None = None) -> None:
-        """Collect what the process tells, until it says `until` or ends."""
-        while not self.over:
-            if not wait([self.pipe], PATIENCE):
-                raise AssertionError(f"{self.process.name} is silent after {self.told[-3:]}")
-            try:
-                message = self.pipe.recv()
-            except (EOFError, ConnectionResetError):
-                self.over = True
-                break
-            self.told.append(message)
-            if message[0] == until:
-                return
-        self.process.join(PATIENCE)
-
-    def all(self, what: str) -> list:
-        return [message[1] for message in self.told if message[0] == what]
-
-    @property
-    def died(self) -> bool:
-        return not self.all("end")
-
-    def go(self) -> None:
-        try:
-            self.pipe.send("go")
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-
-    def finish(self) -> None:
-        self.listen()
-        self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, "hangs"
-        self.process.close()
-        self.pipe.close()
+    with crash_server() as context:
+        yield context
 
 
 def check_nothing_left(pattern: str, channel: str) -> None:

@@ -24,7 +24,8 @@ import torch
 
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
-from shmtensor.dropins import putter
+from shmtensor.channel.exclusive import exclusive
+from shmtensor.dropins import link, putter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
@@ -293,6 +294,33 @@ def test_closing_ends_a_get_that_waits():
     q.close()
     thread.join(LONG)
     assert len(failed) == 1
+
+
+class AnyLock:
+    """A control lock that nobody else wants."""
+
+    def wait_exclusive(self, *_):
+        pass
+
+    def unlock(self, *_):
+        pass
+
+
+def test_closing_while_an_end_joins(monkeypatch):
+    """The departure waits until the joining thread has let go of the control lock, and is then that thread's to do."""
+    q = Queue()
+    make = link.Getter
+
+    def make_late(*args):
+        with exclusive(AnyLock(), 0, "a test"):
+            q.close()
+        return make(*args)
+
+    monkeypatch.setattr(link, "Getter", make_late)
+    with pytest.raises(ValueError, match="closed"):
+        q.get()
+    with pytest.raises(ValueError, match="closed"):
+        q.put(1)
 
 
 def test_a_thread_that_waits_does_not_hold_up_the_timeouts_of_others():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .base import FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Link, LinkSettings, Receiver, Sender, Transport
+from .base import ANY_OBJECT, FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Link, LinkSettings, Receiver, Sender, Transport, opened
 from .faster_fifo_queue import FasterFifo
 from .iceoryx2_pubsub import Iceoryx2
 from .pipes import PicklePipe
-from .queues import PickleQueue
+from .queues import PickleQueue, ShmTensorQueue
 from .ray_actor import RayActor
 from .shared_memory_pipe import SharedMemoryAndPipe
 from .shmtensor_pubsub import ShmTensor
@@ -21,6 +21,7 @@ ICEORYX2 = Iceoryx2()
 TORCH_DESCRIPTOR = TorchQueueDescriptor()
 TORCH_FILE_SYSTEM = TorchQueueFileSystem()
 PICKLE = PickleQueue()
+SHMTENSOR_QUEUE = ShmTensorQueue()
 PIPE = PicklePipe()
 SHARED_MEMORY = SharedMemoryAndPipe()
 ZMQ = ZmqBytes()
@@ -33,8 +34,8 @@ VLLM = VllmMessageQueue()
 RAY = RayActor()
 
 TRANSPORTS: tuple[Transport, ...] = (
-    SHMTENSOR, ICEORYX2, VLLM, SHARED_MEMORY, ZMQ, ZMQ_NO_COPY, PIPE, PICKLE, FASTER_FIFO, TORCH_DESCRIPTOR,
-    TORCH_FILE_SYSTEM, SPDL_POOL, SPDL_RING, ZENOH, RAY,
+    SHMTENSOR, SHMTENSOR_QUEUE, ICEORYX2, VLLM, SHARED_MEMORY, ZMQ, ZMQ_NO_COPY, PIPE, PICKLE, FASTER_FIFO,
+    TORCH_DESCRIPTOR, TORCH_FILE_SYSTEM, SPDL_POOL, SPDL_RING, ZENOH, RAY,
 )  # fmt: skip
 
 
@@ -44,6 +45,7 @@ def that_can(pattern: str) -> tuple[Transport, ...]:
 
 
 __all__ = [
+    "ANY_OBJECT",
     "FAN_IN",
     "FAN_OUT",
     "FASTER_FIFO",
@@ -54,6 +56,7 @@ __all__ = [
     "RAY",
     "SHARED_MEMORY",
     "SHMTENSOR",
+    "SHMTENSOR_QUEUE",
     "SPDL_POOL",
     "SPDL_RING",
     "TORCH_DESCRIPTOR",
@@ -69,5 +72,6 @@ __all__ = [
     "Receiver",
     "Sender",
     "Transport",
+    "opened",
     "that_can",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ FAN_IN = "fan-in"
 """Several senders, one receiver."""
 WORK_QUEUE = "work queue"
 """One sender, each message goes to one of several receivers."""
+ANY_OBJECT = "any object"
+"""One `put`, one `get`, of any object that pickles."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,13 @@ class Link(ABC):
 
     def close(self) -> None:  # noqa: B027
         """In the parent, when all other processes are gone."""
+
+
+@contextmanager
+def opened(transport: Transport, *settings: LinkSettings) -> Iterator[list[Link]]:
+    """A link for each of the settings, closed after the `with` block."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(transport.link(each))) for each in settings]
 
 
 class Copies(Link):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Copies, Link, LinkSettings, Receiver, Sender, Transport
+from .base import ANY_OBJECT, FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Copies, Link, LinkSettings, Receiver, Sender, Transport
 from .queues import QueueLink
 
 
@@ -39,7 +39,7 @@ class TorchQueueDescriptor(Transport):
     name = "torch Queue, file_descriptor"
     package = "torch"
     work = "clone, move to shared memory, pass its descriptor; map it as a torch tensor"
-    patterns = frozenset({PAIR, FAN_OUT, FAN_IN, WORK_QUEUE})
+    patterns = frozenset({PAIR, FAN_OUT, FAN_IN, WORK_QUEUE, ANY_OBJECT})
     strategy = "file_descriptor"
 
     def link(self, settings: LinkSettings) -> Link:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from . import (
     asleep,
     cold,
+    dataloader,
+    executor,
     fan_in,
     fan_out,
     idle,
@@ -13,6 +15,7 @@ from . import (
     memory,
     mixed_dict,
     pipeline,
+    queue,
     reading,
     round_trip,
     serialize_array,
@@ -26,7 +29,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
         round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
-        memory, serialize_tensor, serialize_array, pipeline,
+        memory, queue, dataloader, executor, serialize_tensor, serialize_array, pipeline,
     )
 )  # fmt: skip
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..measure import RowSpec
 from ..sizes import HUGE, KIB, SIZES, label
-from ..transports import PAIR, SHARED_MEMORY, SHMTENSOR, ZMQ, ZMQ_NO_COPY, Transport, that_can
+from ..transports import PAIR, SHARED_MEMORY, SHMTENSOR, ZMQ_NO_COPY, Transport, that_can
 from .base import Workload
 from .round_trip import GROUP, case_name, make_cases, make_row
 
 PAUSE = 300e-6
 SLEEPERS: tuple[Transport, ...] = tuple(each for each in that_can(PAIR) if each.sleeps)
-LARGEST = (SHMTENSOR, SHARED_MEMORY, ZMQ, ZMQ_NO_COPY)
+LARGER = (SHMTENSOR, SHARED_MEMORY, ZMQ_NO_COPY)
 """Those that are measured above 64 MiB too: what a wake-up costs does not show there any more."""
-_CELLS = [(transport, nbytes) for transport in SLEEPERS for nbytes in SIZES if nbytes <= HUGE or transport in LARGEST]
+_CELLS = [(transport, nbytes) for transport in SLEEPERS for nbytes in SIZES if nbytes <= HUGE or transport in LARGER]
 _CASES = {case_name(transport, nbytes) for transport, nbytes in _CELLS}
 
 WORKLOAD = Workload(

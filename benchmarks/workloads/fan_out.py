@@ -10,9 +10,9 @@ from typing import Any
 
 from .. import payloads
 from ..measure import RowSpec, Samples, summarize
-from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..processes import CONTEXT, Role, fresh_name, pipes, run_roles
 from ..sizes import MIB
-from ..transports import FAN_OUT, SHMTENSOR, Link, LinkSettings, Transport, that_can
+from ..transports import FAN_OUT, SHMTENSOR, Link, LinkSettings, Transport, opened, that_can
 from .base import Case, Effort, Workload
 
 NBYTES = 6 * MIB
@@ -29,25 +29,18 @@ LONGER = 2
 def measure(transport: Transport, effort: Effort, *, subscribers: int, nbytes: int = NBYTES) -> Samples:
     """The publisher's wall and CPU seconds per send, with that many subscribers."""
     settings = LinkSettings(fresh_name(), nbytes, SLOTS, awake=False, pattern=FAN_OUT, peers=subscribers)
-    link = transport.link(settings)
     released = CONTEXT.Semaphore(0)
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(subscribers)]
-    try:
-        orders = [writing for _, writing in pipes]
+    with opened(transport, settings) as [link], pipes(subscribers, duplex=False) as ends:
+        orders = [writing for _, writing in ends]
         return run_roles(
             [
                 Role(_publish, (transport.form, link, effort, orders, released)),
                 *(
                     Role(_subscribe, (transport.form, link, index, reading, released))
-                    for index, (reading, _) in enumerate(pipes)
+                    for index, (reading, _) in enumerate(ends)
                 ),
             ]
         )[0]
-    finally:
-        for pair in pipes:
-            for pipe in pair:
-                pipe.close()
-        link.close()
 
 
 def _publish(

@@ -114,7 +114,13 @@ WORKLOAD = Workload(
     cases=(
         Case("4 consumers", SHMTENSOR, measure_four),
         *(
-            Case(transport.name, transport, partial(measure_one, transport), quick=transport.name == "pyzmq ipc")
+            Case(
+                transport.name,
+                transport,
+                partial(measure_one, transport),
+                quick=transport.name == "pyzmq ipc",
+                rounds=1,
+            )
             for transport in RIVALS
         ),
     ),

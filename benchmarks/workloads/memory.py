@@ -89,7 +89,7 @@ WORKLOAD = Workload(
         "are imported on opening are in it; NumPy was there before, and torch where tensors are sent."
     ),
     cases=tuple(
-        Case(transport.name, transport, partial(measure, transport), quick=transport.name == "shmtensor")
+        Case(transport.name, transport, partial(measure, transport), quick=transport.name == "shmtensor", rounds=1)
         for transport in RIVALS
     ),
     rows=tuple(

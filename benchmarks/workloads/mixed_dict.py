@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..measure import RowSpec, Samples, summarize
-from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import MIB
 from ..transports import (
     PICKLE,
@@ -19,6 +19,7 @@ from ..transports import (
     TORCH_FILE_SYSTEM,
     LinkSettings,
     Transport,
+    opened,
 )  # fmt: skip
 from .base import Case, Effort, Workload
 
@@ -98,20 +99,14 @@ def _here(meet: Callable[[], object], name: str, effort: Effort, count: int) -> 
 
 def measure(transport: Transport, effort: Effort, *, count: int) -> Samples:
     """Seconds of each round trip of the dict between two processes that are awake."""
-    links = [transport.link(LinkSettings(f"{fresh_name()}-{way}", MIB)) for way in ("there", "back")]
-    ours, theirs = CONTEXT.Pipe()
-    try:
+    settings = [LinkSettings(f"{fresh_name()}-{way}", MIB) for way in ("there", "back")]
+    with opened(transport, *settings) as links, pipes(1) as [(ours, theirs)]:
         return run_roles(
             [
                 Role(_ping, (transport.form, *links, effort, count, ours)),
                 Role(_pong, (*links, theirs)),
             ]
         )[0]
-    finally:
-        ours.close()
-        theirs.close()
-        for link in links:
-            link.close()
 
 
 def _ping(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..measure import RowSpec, Samples
-from ..processes import FORKS, Role, run_roles
+from ..processes import Role, run_roles
 from ..transports import SHMTENSOR, SPDL_POOL
 from ..transports.spdl_arena import quiet_arenas
 from .base import Case, Effort, Workload
 
+FORK = multiprocessing.get_context("fork")
+"""Of the workers: the process that starts them is fresh and has one thread, and a server for each takes two seconds."""
 IMAGE, LABEL = (3, 640, 480), (640, 480)
 SINK_BUFFER = 1
 WORKERS = (1, 2, 4)
@@ -105,14 +108,14 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _executor(kind: str, workers: int) -> Executor:
+def make_executor(kind: str, workers: int) -> Executor:
     if kind == "threads":
         return ThreadPoolExecutor(workers)
     if kind == "shmtensor":
         import shmtensor
 
-        return shmtensor.ProcessPoolExecutor(workers, mp_context=FORKS)
-    return ProcessPoolExecutor(workers, mp_context=FORKS)
+        return shmtensor.ProcessPoolExecutor(workers, mp_context=FORK)
+    return ProcessPoolExecutor(workers, mp_context=FORK)
 
 
 def measure(loader: str, kind: str, workers: int, effort: Effort) -> Samples:
@@ -128,7 +131,8 @@ def _run(meet: Callable[[], object], loader: str, kind: str, workers: int, count
     from spdl.pipeline import PipelineBuilder
 
     data, load = encode(loader), LOADERS[loader]
-    with _executor(kind, workers) as executor:
+    with make_executor(kind, workers) as executor:
+        executor.submit(len, ()).result()  # workers are forked before the pipeline has threads
         pipeline = (
             PipelineBuilder()
             .add_source(_source(data, 4 * workers + count))
@@ -138,7 +142,7 @@ def _run(meet: Callable[[], object], loader: str, kind: str, workers: int, count
         )
         with pipeline.auto_stop():
             items = iter(pipeline)
-            _check(next(items))
+            check(next(items))
             for _ in range(4 * workers - 1):  # all workers have started and loaded something
                 next(items)
             start = time.perf_counter()
@@ -153,11 +157,26 @@ def _source(data: Any, count: int) -> Iterator[Any]:
         yield data
 
 
-def _check(found: Any) -> None:
+def check(found: Any) -> None:
+    """Raise unless these are the sample's arrays."""
     sample = _sample()
     for array, expected in zip(found, (sample["image"], sample["label"]), strict=True):
         if not np.array_equal(np.asarray(array), expected):
             raise AssertionError("the pipeline gave other arrays")
+
+
+def through_arena(source: Callable[[], Any], arena: str) -> Any:
+    """What an iterable of samples gives in a process of its own, as SPDL's `iterate_in_subprocess` brings it here."""
+    import spdl.pipeline
+
+    quiet_arenas()
+    nbytes = (int(np.prod(IMAGE)) + int(np.prod(LABEL)) + 4096) & ~63
+    if arena == "segment pool":
+        memory = spdl.pipeline.SharedMemorySegmentPool(nbytes, ARENA_SAMPLES)
+    else:
+        memory = spdl.pipeline.SharedMemoryRingBuffer(ARENA_SAMPLES * nbytes)
+    memory._space_cv = FORK.Condition()  # its own is of the default context and refuses any other
+    return spdl.pipeline.iterate_in_subprocess(source, buffer_size=4, mp_context="fork", timeout=60, arena=memory)
 
 
 def measure_arena(loader: str, arena: str, effort: Effort) -> Samples:
@@ -166,29 +185,16 @@ def measure_arena(loader: str, arena: str, effort: Effort) -> Samples:
 
 
 def _run_arena(meet: Callable[[], object], loader: str, arena: str, count: int) -> Samples:
-    import spdl.pipeline
-
-    quiet_arenas()
-    nbytes = (int(np.prod(IMAGE)) + int(np.prod(LABEL)) + 4096) & ~63
-    if arena == "segment pool":
-        memory = spdl.pipeline.SharedMemorySegmentPool(nbytes, 8)
-    else:
-        memory = spdl.pipeline.SharedMemoryRingBuffer(8 * nbytes)
-    memory._space_cv = FORKS.Condition()  # its own is of the default context and refuses any other
     warm = 8
-    source = partial(_Loaded, loader, warm + count)
-    iterable = spdl.pipeline.iterate_in_subprocess(
-        source, buffer_size=4, mp_context="forkserver", timeout=60, arena=memory
-    )
-    items = iter(iterable)
-    _check(next(items))
+    items = iter(through_arena(partial(_Loaded, loader, warm + count), arena))
+    check(next(items))
     for _ in range(warm - 1):
         next(items)
     start = time.perf_counter()
     for _ in range(count):
         item = next(items)
     spent = time.perf_counter() - start
-    _check(item)
+    check(item)
     del item
     for _ in items:
         pass
@@ -208,15 +214,7 @@ class _Loaded:
             yield load(data)
 
 
-def _no_executor() -> str | None:
-    import shmtensor
-
-    if hasattr(shmtensor, "ProcessPoolExecutor"):
-        return None
-    return "shmtensor.ProcessPoolExecutor is not there"
-
-
-def _no_spdl() -> str | None:
+def no_spdl() -> str | None:
     for module in ("spdl.pipeline", "spdl.io"):
         try:
             if importlib.util.find_spec(module) is None:
@@ -226,16 +224,14 @@ def _no_spdl() -> str | None:
     return None
 
 
-def _no_executor_or_spdl() -> str | None:
-    return _no_spdl() or _no_executor()
-
-
 KINDS = {
     "threads": "ThreadPoolExecutor",
     "processes": "ProcessPoolExecutor",
     "shmtensor": "shmtensor.ProcessPoolExecutor",
 }
 ARENAS = ("segment pool", "ring buffer")
+ARENA_SAMPLES = 8
+"""As many as an arena holds."""
 QUICK = ("npy",)
 GROUPS = {kind: f"samples/s, {title}" for kind, title in KINDS.items()}
 
@@ -254,10 +250,11 @@ WORKLOAD = Workload(
     title="SPDL's pipeline: loading data formats, samples/s",
     what=(
         "A sample is a random uint8 image (3, 640, 480) and label (640, 480), encoded once; the loader decodes "
-        "it in an executor with 1, 2 or 4 workers (published: up to 32), sink buffer 1; samples per second "
-        "at the sink over 100 samples (published: 1000), after each worker has loaded some. shmtensor: the "
-        "same pipeline under its ProcessPoolExecutor. Arenas: SPDL's iterate_in_subprocess with one process "
-        "that loads. Published: the best number of workers on that machine; it stands beside every number."
+        "it in an executor with 1, 2 or 4 forked workers (published: up to 32, which on few cores add nothing), "
+        "sink buffer 1; samples per second at the sink over 100 samples (published: 1000), in one round, after each "
+        "worker has loaded some. shmtensor: the same pipeline under its ProcessPoolExecutor. Arenas: SPDL's "
+        "iterate_in_subprocess with one process that loads, and is given nothing. Published: the best number of "
+        "workers on that machine; it stands beside every number."
     ),
     cases=(
         *(
@@ -265,14 +262,15 @@ WORKLOAD = Workload(
                 _case(loader, kind, workers), SHMTENSOR if kind == "shmtensor" else SPDL_POOL,
                 partial(measure, loader, kind, workers),
                 quick=loader in QUICK and workers == 2,
-                needs=_no_executor_or_spdl if kind == "shmtensor" else _no_spdl,
+                rounds=1,
+                needs=no_spdl,
             )
             for loader in LOADERS
             for workers in WORKERS
             for kind in KINDS
         ),
         *(
-            Case(f"npy, {arena}", SPDL_POOL, partial(measure_arena, "npy", arena), quick=False, needs=_no_spdl)
+            Case(f"npy, {arena}", SPDL_POOL, partial(measure_arena, "npy", arena), quick=False, rounds=1, needs=no_spdl)
             for arena in ARENAS
         ),
     ),

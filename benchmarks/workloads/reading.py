@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 
 from .. import payloads
 from ..measure import RowSpec, Samples, summarize
-from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import MIB
-from ..transports import PAIR, SHMTENSOR, Link, LinkSettings, Transport, that_can
+from ..transports import PAIR, SHMTENSOR, Link, LinkSettings, Transport, opened, that_can
 from .base import Case, Effort, Workload
 
 NBYTES = 6 * MIB
@@ -21,19 +21,14 @@ WARM = 2 * SLOTS
 
 def measure(transport: Transport, effort: Effort, *, nbytes: int = NBYTES) -> Samples:
     """Seconds from before `send` in one process until the other has the value, and has read all of it."""
-    link = transport.link(LinkSettings(fresh_name(), nbytes, SLOTS))
-    ours, theirs = CONTEXT.Pipe()
-    try:
+    settings = LinkSettings(fresh_name(), nbytes, SLOTS)
+    with opened(transport, settings) as [link], pipes(1) as [(ours, theirs)]:
         return run_roles(
             [
                 Role(_receive, (transport.form, link, effort, ours)),
                 Role(_send, (transport.form, link, theirs)),
             ]
         )[0]
-    finally:
-        ours.close()
-        theirs.close()
-        link.close()
 
 
 def _send(meet: Callable[[], object], form: str, link: Link, control: Connection) -> None:

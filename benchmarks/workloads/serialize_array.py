@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..measure import RowSpec, Samples
-from ..processes import CONTEXT, NO_TORCH, Role, fresh_name, run_roles
+from ..processes import NO_TORCH, Role, fresh_name, pipes, run_roles
 from ..transports import PICKLE, SHMTENSOR
 from .base import Case, Effort, Workload
 
@@ -156,12 +156,8 @@ def _array() -> Any:
 
 def measure(name: str, effort: Effort) -> Samples:
     """Seconds to encode, to decode, and of a request that carries the array to another process, decoded there."""
-    ours, theirs = CONTEXT.Pipe()
-    try:
+    with pipes(1) as [(ours, theirs)]:
         return run_roles([Role(_ask, (name, effort, ours), NO_TORCH), Role(_serve, (name, theirs), NO_TORCH)])[0]
-    finally:
-        ours.close()
-        theirs.close()
 
 
 def _ask(meet: Callable[[], object], name: str, effort: Effort, control: Connection) -> Samples:
@@ -319,12 +315,12 @@ WORKLOAD = Workload(
     cases=(
         *(
             Case(
-                name, PICKLE, partial(measure, name), quick=name == "msgpack(tobytes)",
+                name, PICKLE, partial(measure, name), quick=name == "msgpack(tobytes)", rounds=1,
                 needs=partial(_missing, encoding.module),
             )
             for name, encoding in ENCODINGS.items()
         ),
-        Case(OURS, SHMTENSOR, measure_ours),
+        Case(OURS, SHMTENSOR, measure_ours, rounds=1),
     ),
     rows=(
         *_rows(OURS, SHMTENSOR.name, None),

@@ -228,7 +228,7 @@ WORKLOAD = Workload(
         Case(
             _name(technique, shape, cold), TORCH_DESCRIPTOR if technique in TECHNIQUES else SHMTENSOR,
             partial(measure, technique, shape, cold),
-            quick=not cold and shape == (1000, 1000),
+            quick=not cold and shape == (1000, 1000), rounds=1,
         )
         for technique, shape, cold in _cases()
     ),

@@ -10,9 +10,9 @@ from typing import Any
 
 from .. import payloads
 from ..measure import RowSpec, Samples
-from ..processes import CONTEXT, Role, fresh_name, run_roles
+from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import HUGE, KIB, MIB, SIZES, in_flight, label
-from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, Link, LinkSettings, Transport, that_can
+from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, Link, LinkSettings, Transport, opened, that_can
 from .base import Case, Effort, Workload
 
 IN_FLIGHT = 64
@@ -22,28 +22,22 @@ MORE = 20
 """So many times `Effort.most` messages are sent at most: each is cheaper than a round trip."""
 
 
-def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1) -> Samples:
-    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message."""
+def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1, form: str | None = None) -> Samples:
+    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message.
+
+    `form` is that of the payload, where a transport takes several.
+    """
+    form = form or transport.form
     settings = LinkSettings(
         fresh_name(), nbytes, in_flight(nbytes, IN_FLIGHT), pattern=PAIR if senders == 1 else FAN_IN, peers=senders
     )
-    link = transport.link(settings)
-    pipes = [CONTEXT.Pipe() for _ in range(senders)]
-    try:
+    with opened(transport, settings) as [link], pipes(senders) as ends:
         return run_roles(
             [
-                Role(_receive, (transport.form, link, effort, [ours for ours, _ in pipes])),
-                *(
-                    Role(_send, (transport.form, link, index, senders, theirs))
-                    for index, (_, theirs) in enumerate(pipes)
-                ),
+                Role(_receive, (form, link, effort, [ours for ours, _ in ends])),
+                *(Role(_send, (form, link, index, senders, theirs)) for index, (_, theirs) in enumerate(ends)),
             ]
         )[0]
-    finally:
-        for pair in pipes:
-            for pipe in pair:
-                pipe.close()
-        link.close()
 
 
 def _send(meet: Callable[[], object], form: str, link: Link, index: int, senders: int, control: Connection) -> None:

@@ -25,9 +25,9 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..units import parse_bytes
 from . import worker
 from .parcels import check_fits
-from .pickling import dumps
 from .retries import Retries, fail_overlooked, settle
 from .shipping import Depot, Shipment, Task
+from .streams import dumps
 from .worker import Packed
 
 MOST_WORKERS: Final = CAPACITY - 6

@@ -41,6 +41,7 @@ class Getter(Consumer):
     def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
         before = self._abandoned
         message = super()._deliver(feed, found, seq)
+        # crash: get.delivered
         if self._abandoned != before:
             self._when_abandoned()
         if message is not None and found.kind == ARRAY and pickling.is_stream(message._value):

@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from typing import Any
 
@@ -58,11 +58,16 @@ class Link:
         member = membership.join(name, WORK_QUEUE, ctl.RECEIVER, 0, _prepare_nothing)
         keeper = os.dup(member.control.locks.fd)  # the same description: its lock lives on with this descriptor
         member.control.locks.close()
+        # crash: link.made
         return cls(name, keeper, max_bytes, abandoned)
 
     def start_anew(self) -> None:
         """No endpoint is made yet. Also for a forked child: the endpoints are its parent's, the keeper is inherited."""
         self._joining = threading.Lock()
+        self._maker = 0
+        """The thread that makes an endpoint, holding `_joining`."""
+        self._late: Callable[[Endpoint], None] | None = None
+        """How to leave once the endpoint is made, if the queue was closed meanwhile."""
         self._putter: Putter | None = None
         self._getter: Getter | None = None
 
@@ -71,8 +76,7 @@ class Link:
         """This process's putting end, made at first use."""
         putter = self._putter
         if putter is None:
-            with self._joining:
-                self._check_open()
+            with self._making():
                 if self._putter is None:
                     self._putter = Putter(self.name, self.max_bytes)
                 putter = self._putter
@@ -83,16 +87,28 @@ class Link:
         """This process's getting end, made at first use."""
         getter = self._getter
         if getter is None:
-            with self._joining:
-                self._check_open()
+            with self._making():
                 if self._getter is None:
                     self._getter = Getter(self.name, self._abandoned)
                 getter = self._getter
         return getter
 
-    def _check_open(self) -> None:
-        if self._keeper < 0:  # by another thread, since the caller looked
-            raise ClosedError(f'queue "{self.name}" is closed')
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        """One thread at a time makes an endpoint."""
+        late = None
+        try:
+            with self._joining:
+                if self._keeper < 0:  # by another thread, since the caller looked
+                    raise ClosedError(f'queue "{self.name}" is closed')
+                self._maker = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._maker, late, self._late = 0, self._late, None
+        finally:
+            if late is not None:
+                self._leave(late)
 
     def keeper_for_child(self) -> Any:
         """The keeper's descriptor, to be pickled for a child that is being spawned."""
@@ -112,15 +128,20 @@ class Link:
     def _leave(self, leave: Callable[[Endpoint], None]) -> None:
         if self._keeper < 0 or defer(lambda: self._leave(leave)):
             return
+        if self._maker == threading.get_ident():  # a departure that was put off until this thread's join was over
+            self._late = leave
+            return
         with self._joining:
             keeper, self._keeper = self._keeper, -1
         if keeper < 0:
             return
         os.close(keeper)  # first: the endpoint that leaves last removes the channel
+        # crash: link.released
         for endpoint in (self._putter, self._getter):
             if endpoint is not None:
                 with contextlib.suppress(ShmTensorError, OSError):
                     leave(endpoint)
+        # crash: link.left
         with contextlib.suppress(ShmTensorError, OSError):
             sweep.sweep_channel(self.name, self._directory, patience=membership.LOCK_TIMEOUT)
 

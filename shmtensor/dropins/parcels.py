@@ -24,6 +24,7 @@ from ..ring.competing import CompetingFeed, state_word
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
 from ..ring.pool import Pool
 from ..units import format_bytes
+from .streams import nbytes_of
 
 _RING_BYTES: Final = 8 << 20
 """The first rings of a sender are about so large; later ones a quarter of what it has."""
@@ -40,7 +41,7 @@ class Parcel(NamedTuple):
 
 def check_fits(value: list[Any], max_bytes: int | None, what: str) -> None:
     """Raise `ResourceError` for a value that no ring within `max_bytes` could ever hold."""
-    nbytes = sum(leaf.nbytes for leaf in value)
+    nbytes = nbytes_of(value)
     if max_bytes is not None and nbytes > max_bytes:
         raise ResourceError(
             errno.ENOMEM,
@@ -89,7 +90,7 @@ class Outbox(Producer):
         self._rings = self._pool.rings
 
     def post(self, value: list[Any], hope: Callable[[], bool], what: str, holder: str) -> Parcel:
-        """Send a value that `pickling.dumps` made.
+        """Send a value that `streams.dumps` made.
 
         Waits for room as long as `hope()` says that some may come; then raises `ResourceError`, which says that there
         is none for `what` and that `holder` has it.
@@ -100,8 +101,7 @@ class Outbox(Producer):
                 return Parcel(self._member.uid, self.send(value, timeout=TICK))
             except RingFull:
                 if not hope():
-                    nbytes = sum(leaf.nbytes for leaf in value)
-                    raise ResourceError(errno.ENOMEM, self._shortage(nbytes, what, holder)) from None
+                    raise ResourceError(errno.ENOMEM, self._shortage(nbytes_of(value), what, holder)) from None
 
     def _shortage(self, nbytes: int, what: str, holder: str) -> str:
         now = self.statistics()

@@ -170,8 +170,10 @@ class Putter(Producer):
             value = pickling.stream_array(value)
         grace = _GRACE if deadline is None else max(0.0, min(_GRACE, deadline - time.monotonic()))
         self._pool.eager = not grace
+        # crash: put.begun
         try:
             self.send(value, timeout=grace)
+            # crash: put.sent
             return
         except RingFull:
             self._pool.eager = True
@@ -181,6 +183,7 @@ class Putter(Producer):
                 self.send(value, timeout=wait)
                 return
             except RingFull:
+                # crash: put.waits
                 unread, held, nbytes = self._holders()
             now = time.monotonic()
             if unread or held != given_back:

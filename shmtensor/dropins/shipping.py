@@ -11,7 +11,7 @@ from concurrent.futures._base import PENDING
 from typing import Any
 
 from .parcels import Inbox, Outbox, Parcel
-from .pickling import loads
+from .streams import loads
 from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
 
 

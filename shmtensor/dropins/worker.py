@@ -19,8 +19,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..errors import ClosedError
+from ..memory import heap
 from .parcels import Inbox, Outbox, Parcel
-from .pickling import dumps, loads
+from .streams import dumps, loads
 
 INTERRUPTED: Final = 130
 """Exit code of a worker that was idle when Ctrl-C came: nobody's fault, and nothing to try again."""
@@ -30,6 +31,9 @@ INLINE_MOST: Final = 32 << 10
 """Streams [bytes] without a tensor go through the pipe up to here, which is cheaper than a slot."""
 COPY_MOST: Final = 64 << 10
 """Values [bytes] that are copied out of their slot on arrival up to here: whoever keeps many of them holds no slots."""
+
+KEPT_MOST: Final = 64 << 20
+"""Freed memory [bytes] that a worker keeps for its next call."""
 
 _PATIENCE: Final = 5.0
 _LOOK: Final = 0.5
@@ -88,7 +92,10 @@ def raised(error: BrokenProcessPool) -> bool:
 
 def inline(value: list[Any]) -> bytes | None:
     """The pickled value for the pipe, if it holds no tensor and is small."""
-    return value[0].tobytes() if len(value) == 1 and value[0].nbytes <= INLINE_MOST else None
+    stream = value[0]
+    if len(value) > 1 or type(stream) is list or stream.nbytes > INLINE_MOST:
+        return None
+    return stream.tobytes()  # type: ignore[no-any-return]
 
 
 def unfold(packed: bytes) -> Any:
@@ -104,6 +111,7 @@ class Worker:
         self._address = address
         self._inbox = Inbox(address.calls)
         self._outbox: Outbox | None = None
+        heap.keep_freed(KEPT_MOST)
         util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
         threading.Thread(target=self._outlive_nobody, name="shmtensor parent watch", daemon=True).start()
 
@@ -111,12 +119,18 @@ class Worker:
         if isinstance(packed, bytes):
             function, args, kwargs = unfold(packed)
             return self._pack(function(*args, **kwargs))
+        # crash: call.named
         message = self._inbox.take(packed)
+        # crash: call.taken
         try:
             function, args, kwargs = loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
-            return self._pack(function(*args, **kwargs))
+            # crash: call.read
+            result = function(*args, **kwargs)
+            # crash: call.returned
+            return self._pack(result)
         finally:
             message.release()  # done; its slot is given back when the last view of the arguments dies
+            # crash: call.done
 
     def _pack(self, result: object) -> Packed:
         value = dumps(result)
@@ -126,7 +140,9 @@ class Worker:
         if self._outbox is None:
             self._outbox = Outbox(self._address.results, self._address.max_bytes)
         holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
-        return self._outbox.post(value, _Patience(self._outbox), "a result", holder)
+        parcel = self._outbox.post(value, _Patience(self._outbox), "a result", holder)
+        # crash: call.answered
+        return parcel
 
     def _outlive_nobody(self) -> None:
         """End with the parent, however it ends: nobody could take a result, and nobody else would end this process.

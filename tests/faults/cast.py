@@ -112,3 +112,46 @@ def receiver(
             kept.clear()
 
     _surviving_a_crash(body, pipe)
+
+
+def maker(pipe, plan) -> None:
+    """Make a queue and put something into it."""
+    _arm(plan)
+
+    def body() -> None:
+        queue = shmtensor.Queue()
+        queue.put(payload(1))
+        queue.close()
+
+    _surviving_a_crash(body, pipe)
+
+
+def putter(pipe, queue, plan, first: int, count: int) -> None:
+    """Put `count` numbered items, telling the test each one whose `put` returned."""
+    _arm(plan)
+
+    def body() -> None:
+        for number in range(first, first + count):
+            queue.put((payload(number), number))
+            pipe.send(("put", number))
+        queue.close()
+
+    _surviving_a_crash(body, pipe)
+
+
+def getter(pipe, queue, plan, count: int) -> None:
+    """Get `count` items, telling the test each one that `get` returned and each that is done."""
+    _arm(plan)
+
+    def body() -> None:
+        for _ in range(count):
+            value, number = queue.get()
+            assert number_of(value) == number
+            pipe.send(("got", number))
+            del value
+            if isinstance(queue, shmtensor.JoinableQueue):
+                queue.task_done()
+                pipe.send(("done", number))
+        queue.close()
+
+    _surviving_a_crash(body, pipe)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .explorer import END, WAIT, Model, Process, State, named
+from .writing import Writer
 
 
-class Producer(Process):
+class Producer(Writer):
     """Reuses a slot when its message is released, or done and its claim held by nobody (the consumer died)."""
 
     start = "next_slot"
@@ -51,21 +52,9 @@ class Producer(Process):
         mem["seq", me.slot] = 0
         return "record" if self.broken == "publish_first" else "payload_1"
 
-    def payload_1(self, mem, me):
-        mem["a", me.slot] = me.n
-        return "payload_2"
-
     def payload_2(self, mem, me):
-        mem["b", me.slot] = me.n
-        return "sent" if self.broken == "publish_first" else "record"
-
-    def record(self, mem, me):
-        mem["seq", me.slot] = me.n
-        return "order"
-
-    def order(self, mem, me):
-        mem["order", me.n % self.slots] = me.slot
-        return "publish"
+        after = super().payload_2(mem, me)
+        return "sent" if self.broken == "publish_first" else after
 
     def publish(self, mem, me):
         mem["published"] = me.n

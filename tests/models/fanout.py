@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .explorer import END, Model, Process, State, named
+from .writing import Writer
 
 LIVING, LEAVING, LEFT = "living", "leaving", "left"
 
 
-class Publisher(Process):
+class Publisher(Writer):
     """Sends `messages` messages through `slots` slots; every receiver is a recipient of all of them."""
 
     start = "next_slot"
@@ -62,21 +63,9 @@ class Publisher(Process):
         me.holds = (*me.holds[: me.slot], me.n, *me.holds[me.slot + 1 :])
         return "publish" if self.broken == "publish_first" else "payload_1"
 
-    def payload_1(self, mem, me):
-        mem["a", me.slot] = me.n
-        return "payload_2"
-
-    def payload_2(self, mem, me):
-        mem["b", me.slot] = me.n
-        return "record"
-
-    def record(self, mem, me):
-        mem["seq", me.slot] = me.n
-        return "order"
-
     def order(self, mem, me):
-        mem["order", me.n % self.slots] = me.slot
-        return "sent" if self.broken == "publish_first" else "publish"
+        after = super().order(mem, me)
+        return "sent" if self.broken == "publish_first" else after
 
     def publish(self, mem, me):
         mem["published"] = me.n

@@ -8,12 +8,14 @@ stores its lease words as a recipient does, so that nothing is delivered twice.
 from __future__ import annotations
 
 from .explorer import END, Model, Process, State, named
+from .writing import Writer
 
 HISTORY, MESSAGES, SLOTS = 1, 3, 2
 
 
-class Publisher(Process):
+class Publisher(Writer):
     start = "read_epoch"
+    slots = SLOTS
     variables = named(n=1, epoch=0, start=0, slot=0, holds=(0,) * SLOTS)
 
     def read_epoch(self, mem, me):
@@ -62,22 +64,6 @@ class Publisher(Process):
         mem.unlock(("seq", me.holds[me.slot]))
         me.holds = (*me.holds[: me.slot], me.n, *me.holds[me.slot + 1 :])
         return "payload_1"
-
-    def payload_1(self, mem, me):
-        mem["a", me.slot] = me.n
-        return "payload_2"
-
-    def payload_2(self, mem, me):
-        mem["b", me.slot] = me.n
-        return "record"
-
-    def record(self, mem, me):
-        mem["seq", me.slot] = me.n
-        return "order"
-
-    def order(self, mem, me):
-        mem["order", me.n % SLOTS] = me.slot
-        return "publish"
 
     def publish(self, mem, me):
         mem["published"] = me.n

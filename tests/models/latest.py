@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .explorer import END, WAIT, Model, Process, State, named
+from .writing import Writer
 
 
-class Publisher(Process):
+class Publisher(Writer):
     """Takes back the oldest slot that no latest-only reader has leased; sleeps (no tick) while all are leased."""
 
     start = "next_slot"
@@ -47,22 +48,6 @@ class Publisher(Process):
     def cleared(self, me):
         me.holds = (*me.holds[: me.slot], me.n, *me.holds[me.slot + 1 :])
         return "payload_1"
-
-    def payload_1(self, mem, me):
-        mem["a", me.slot] = me.n
-        return "payload_2"
-
-    def payload_2(self, mem, me):
-        mem["b", me.slot] = me.n
-        return "record"
-
-    def record(self, mem, me):
-        mem["seq", me.slot] = me.n
-        return "order"
-
-    def order(self, mem, me):
-        mem["order", me.n % self.slots] = me.slot
-        return "publish"
 
     def publish(self, mem, me):
         mem["published"] = me.n

@@ -1,0 +1,99 @@
+"""As `pickling.dumps` and `loads`, without a copy of the large bytes in the stream.
+
+`dumps` writes the stream into one array. An object that holds megabytes as `bytes` or `str`, an encoded image say, is
+copied into it, into fresh memory that the kernel has to zero first. pickle gives such an object to its file in a call
+of its own, between pieces that it has made itself; this file keeps what it is given.
+
+    value[0] of `pickling.dumps`    one uint8 array
+    value[0] here                   the same; or, with something large in it, a list of such arrays, in order
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, Final
+
+import numpy as np
+
+from . import pickling
+
+_LARGE: Final = 256 << 10
+"""A piece of so many bytes is somebody's object: pickle's own are less than half as long."""
+
+
+class _Pieces:
+    """A file for a pickler."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Any] = []
+        self._small = io.BytesIO()
+
+    def write(self, data: Any) -> int:
+        if type(data) is bytes and len(data) >= _LARGE:
+            self._cut()
+            self._pieces.append(np.frombuffer(data, np.uint8))  # keeps it alive; it never changes
+            return len(data)
+        return self._small.write(data)
+
+    def stream(self) -> Any:
+        """What was written."""
+        self._small.write(bytes(-self._small.tell() % pickling._GRAIN))
+        self._cut()
+        return self._pieces if len(self._pieces) > 1 else self._pieces[0]
+
+    def _cut(self) -> None:
+        self._pieces.append(np.frombuffer(self._small.getbuffer(), np.uint8))
+        self._small = io.BytesIO()
+
+
+class _Joined(io.RawIOBase):
+    """Arrays, one after the other, as a file."""
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self._rest = [memoryview(piece) for piece in reversed(pieces)]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self._rest and not self._rest[-1].nbytes:
+            self._rest.pop()
+        if not self._rest:
+            return 0
+        piece = self._rest[-1]
+        count = min(piece.nbytes, len(buffer))
+        buffer[:count] = piece[:count]
+        self._rest[-1] = piece[count:]
+        return count
+
+
+def dumps(obj: object) -> list[Any]:
+    """Pickle an object as a value that a sender takes: `[stream, leaf, leaf, ...]`, to be read by `loads`.
+
+    Tensors, arrays and large bytes are the object's own, no copies. Raises whatever pickling the object raises.
+
+    >>> value = dumps(["a", bytes(1 << 20)])
+    >>> len(value[0]), loads(value) == ["a", bytes(1 << 20)]
+    (3, True)
+    """
+    file, leaves = _Pieces(), [None]
+    pickling._Pickler(file, leaves).dump(obj)  # type: ignore[arg-type]
+    leaves[0] = file.stream()
+    return leaves
+
+
+def loads(value: list[Any]) -> Any:
+    """The object of a value that `dumps` made; as for `pickling.loads`."""
+    stream = value[0]
+    if type(stream) is not list:
+        return pickling.loads(value)
+    # as much again as pickle's own pieces have: what is larger is read into its place at once
+    return pickle.load(io.BufferedReader(_Joined(stream), _LARGE // 2), buffers=value[1:])
+
+
+def nbytes_of(value: list[Any]) -> int:
+    """Bytes of everything in a value."""
+    stream = value[0]
+    pieces = stream if type(stream) is list else [stream]
+    return sum(part.nbytes for part in (*pieces, *value[1:]))

@@ -1,0 +1,68 @@
+"""A member of the cast as the test sees it: a process, and what it has told so far."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+
+from . import roles
+
+PATIENCE = 30.0
+
+
+@contextlib.contextmanager
+def crash_server() -> Iterator[multiprocessing.context.ForkServerContext]:
+    """A context whose processes have the package with its crash points."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.cast"])
+    yield context
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()
+
+
+class Process:
+    """A member of the cast."""
+
+    def __init__(self, context, role, *args, **options):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=roles.play, args=(role, theirs, options, *args))
+        self.process.start()
+        theirs.close()
+        self.told = []
+        self.over = False
+
+    def listen(self, until: str | None = None) -> None:
+        """Collect what the process tells, until it says `until` or ends."""
+        while not self.over:
+            if not wait([self.pipe], PATIENCE):
+                raise AssertionError(f"{self.process.name} is silent after {self.told[-3:]}")
+            try:
+                message = self.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.over = True
+                break
+            self.told.append(message)
+            if message[0] == until:
+                return
+        self.process.join(PATIENCE)
+
+    def all(self, what: str) -> list:
+        return [message[1] for message in self.told if message[0] == what]
+
+    @property
+    def died(self) -> bool:
+        return not self.all("end")
+
+    def go(self) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send("go")
+
+    def finish(self) -> None:
+        self.listen()
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, "hangs"
+        self.process.close()
+        self.pipe.close()
