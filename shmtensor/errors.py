@@ -3,6 +3,7 @@
 | class | who must act |
 |---|---|
 | `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, forked away or released |
+| `LoopError` | you: tasks of another event loop wait at this endpoint |
 | `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
 | `TimedOut`, `RingFull` | nobody yet: it would have blocked, or took longer than `timeout=` |
 | `EndOfStream` | nobody: every sender has closed and everything is received |
@@ -28,6 +29,10 @@ class ForkedError(ClosedError):
 
 class ReleasedError(ClosedError):
     """The message's own reference was released; keep the value, or copy it, before releasing."""
+
+
+class LoopError(ShmTensorError, RuntimeError):
+    """Tasks of another event loop wait at this endpoint; use it from one loop at a time, or make one for each."""
 
 
 class ArgumentError(ShmTensorError, ValueError):

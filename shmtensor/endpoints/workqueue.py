@@ -17,15 +17,16 @@ from ..ring.lease import Claim
 from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
 from ..wire.record import pack_bell
+from .arecv import AsyncReceiver
+from .asend import AsyncSender
 from .audience import Peer
 from .base import FORKED, TICK, check_choice, check_count
 from .message import Message
 from .receiver import Receiver
-from .sender import Sender
 from .sources import log
 
 
-class Producer(Sender):
+class Producer(AsyncSender):
     """Sends each message to exactly one consumer of the channel, now or later.
 
     Without consumers, messages wait in the ring.
@@ -101,7 +102,7 @@ class Producer(Sender):
         return all(ring.words[state_word(ring, slot) + DONE] == seq for ring, (seq, slot, *_) in self._pool.messages())
 
 
-class Consumer(Receiver[CompetingFeed]):
+class Consumer(AsyncReceiver[CompetingFeed]):
     """Takes messages off a work queue, each one that no other consumer has.
 
     A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
@@ -146,6 +147,14 @@ class Consumer(Receiver[CompetingFeed]):
 
     recv.__doc__ = Receiver.recv.__doc__
 
+    async def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        message = await super().arecv(timeout=timeout, copy=copy)
+        if self._by_next:
+            self._current = message._lease, message._hold
+        return message
+
+    arecv.__doc__ = AsyncReceiver.arecv.__doc__
+
     def _before_next(self) -> None:
         current, self._current = self._current, None
         if current is not None:
@@ -180,6 +189,13 @@ class Consumer(Receiver[CompetingFeed]):
         rung = super()._sleep(seconds)
         barrier()  # what somebody published who still saw us asleep is visible now, for `_take` to ring another sleeper
         return rung
+
+    def _after_sleep(self) -> None:
+        barrier()  # as in `_sleep`
+
+    def _pass_on(self) -> None:
+        if self._has_more():
+            self._ring_sibling(self._member.uid, None)
 
     def _take(self, feed: CompetingFeed) -> Message | None:
         while seq := feed.next():
@@ -288,8 +304,7 @@ class Consumer(Receiver[CompetingFeed]):
             self._current = None
 
     def _settle_current(self, acknowledge: bool) -> None:
-        if self._has_more():  # perhaps we were rung for it
-            self._ring_sibling(self._member.uid, None)
+        self._pass_on()  # perhaps we were rung for it
         self._bells.close()
         if self._current is not None and acknowledge:
             self._acknowledge(self._current[0])
