@@ -50,6 +50,8 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
         check_timeout(timeout)
         if clock() >= self._turn_due:
             await self._take_turns()
+        if self._state or self._stop:
+            self._refuse()
         message = NOTHING
         attempt = self._attempt()
         if self._crowd is None or self._crowd.is_empty or timeout == 0:

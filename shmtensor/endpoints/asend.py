@@ -135,6 +135,8 @@ class AsyncSender(Sender, AsyncEndpoint):
         def is_roomy() -> bool:
             return not wanted or self._has_moved() or self._pool.find(wanted, self._is_free) is not None
 
+        if self._state or self._stop:
+            self._refuse()
         found = NOTHING
         if self._crowd is None or self._crowd.is_empty or timeout == 0:
             found = attempt()
