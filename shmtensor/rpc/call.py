@@ -36,8 +36,8 @@ class Call:
         self.value, self.error, self.done = value, error, True
         future, bell = self.future, self.bell
         if future is not None:
-            self.value = None  # the future owns it
-            future.settle(value, error)
+            self.value = self.future = None  # the future owns it
+            future._settle(value, error)
         if bell is not None:
             bell.set()
 
@@ -62,26 +62,34 @@ class RequestFuture(Future[Any]):
 
     def __init__(self, client: Client, call: Call) -> None:
         super().__init__()
-        self._client, self._call = client, call
+        self._way: tuple[Client, Call] | None = client, call  # until it is done
 
     def result(self, timeout: float | None = None) -> Any:
         """The reply's value; raises what the request ended with, `TimeoutError` after `timeout` seconds."""
-        self._client._help(self._call, timeout)
-        return super().result(0)
+        return super().result(self._help(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the request ended with, or None; `TimeoutError` after `timeout` seconds."""
-        self._client._help(self._call, timeout)
-        return super().exception(0)
+        return super().exception(self._help(timeout))
+
+    def _help(self, timeout: float | None) -> float | None:
+        """Wait, receiving if no other thread does; returns how long to wait then."""
+        way = self._way
+        if way is None:  # it is done, or is being settled at this moment
+            return timeout
+        way[0]._help(way[1], timeout)
+        return timeout if way[1].done else 0
 
     def cancel(self) -> bool:
         """Give the request up. False if its reply is there already."""
-        if not self.done():
-            self._client._drop(self._call)
+        way = self._way
+        if way is not None:
+            way[0]._drop(way[1])
         return self.cancelled()
 
-    def settle(self, value: Any, error: BaseException | None) -> None:
+    def _settle(self, value: Any, error: BaseException | None) -> None:
         """Tell whoever waits."""
+        self._way = None
         try:
             if isinstance(error, CancelledError):
                 super().cancel()
