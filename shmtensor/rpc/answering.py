@@ -8,17 +8,29 @@ from typing import Any
 from ..endpoints.pubsub import Publisher
 from ..endpoints.workqueue import Consumer
 from ..memory.words import store
+from ..ring.competing import CompetingFeed
 from ..ring.layout import L_PUBLISHED
-from ..ring.ring import Ring
+from ..ring.ring import Busy, Ring
 from ..views.outgoing import Outgoing
 from .asking import refuse
+
+
+class Source:
+    """A ring of a client's, as requests come from it."""
+
+    __slots__ = ("feed", "replies", "words")
+
+    def __init__(self, feed: CompetingFeed, words: memoryview) -> None:
+        self.feed = feed
+        self.words = words  # kept, so that its `id` stays its own
+        self.replies: Replies | None = None
 
 
 class Intake(Consumer):
     """Takes requests, several at once if need be."""
 
     def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
-        self._sources: dict[int, tuple[memoryview, Any]] = {}
+        self._sources: dict[int, Source] = {}
         self._sources_epoch = -1
         super().__init__(service, acknowledge="release", max_attempts=max_attempts, spin=spin)
 
@@ -27,18 +39,18 @@ class Intake(Consumer):
             self._retire_drained()
         return False  # another client may come
 
-    def feed_of(self, lease: Any) -> Any:
-        """The feed of the client whose request this is."""
+    def source_of(self, lease: Any) -> Source:
+        """The client whose request this is."""
         words = lease.words
         if self._sources_epoch != self._epoch:
             self._sources.clear()
             self._sources_epoch = self._epoch
         source = self._sources.get(id(words))
         if source is None:
-            source = self._sources[id(words)] = words, self._find(words)
-        return source[1]
+            source = self._sources[id(words)] = Source(self._find(words), words)
+        return source
 
-    def _find(self, words: memoryview) -> Any:
+    def _find(self, words: memoryview) -> CompetingFeed:
         for feed in (*self._feeds, *self._retired):
             if any(ring.words is words for ring in feed.rings):
                 return feed
@@ -79,7 +91,7 @@ class Replies(Publisher):
                 ring = self._rings[0]
                 slot = ring.cursor
                 entry = ring.busy[slot]
-                if entry is None or self._is_free(ring, entry):  # where the outbox will put it, if it can
+                if entry is None or self._is_back(ring, slot, entry):  # where the outbox will put it, if it can
                     store(ring.words, ring.state + self._member.index * ring.row + slot, request)
                     sent = outbox.send(value, 0)
                     if sent is not None:
@@ -88,6 +100,14 @@ class Replies(Publisher):
                         return
             self._request = request
             self.send(value, meta, timeout=0)
+
+    def _is_back(self, ring: Ring, slot: int, entry: Busy) -> bool:
+        """`_is_free` for the usual case: one subscriber, which has given the slot back."""
+        recipients = entry[3]
+        if len(recipients) != 1:
+            return self._is_free(ring, entry)
+        given: int = ring.words[ring.state + recipients[0].index * ring.row + slot]
+        return bool(given == 2 * entry[0] + 1)
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)

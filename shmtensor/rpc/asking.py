@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
+from ..endpoints.message import Message
 from ..endpoints.pubsub import Subscriber
 from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
@@ -43,7 +44,7 @@ class Requests(Producer):
     def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a request; raises what `send` raises."""
         posting = self._posting
-        if not posting.acquire(timeout=-1 if timeout is None else timeout):
+        if not posting.acquire(False) and not posting.acquire(timeout=-1 if timeout is None else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
             outbox = self._outbox
@@ -157,6 +158,11 @@ class Answers(Subscriber):
         if any(feed.gone for feed in self._feeds):
             self._retire_drained()
         return False  # another server may come
+
+    def recv_soon(self) -> Message | None:
+        """A usual tensor that is there very soon, or None."""
+        inlet = self._inlet
+        return None if inlet is None else inlet.recv(self, self._patience)
 
     def request_of(self, lease: Any) -> int:
         """Which request a reply is for."""

@@ -102,6 +102,15 @@ class Client:
         call = self._call(timeout, retry)
         try:
             self._requests.post(call, value, meta, timeout)
+            if self._leading.acquire(False):
+                try:
+                    message = self._answers.recv_soon()
+                    if message is not None:
+                        self._hand_out(message)
+                finally:
+                    self._leading.release()
+                    if self._calls:
+                        self._promote()
             return self._wait(call)
         finally:
             if not call.done:
@@ -153,7 +162,8 @@ class Client:
             self._requests._refuse()
         deadline = 0
         if timeout is not None:
-            check_timeout(timeout)
+            if type(timeout) is not float or not timeout >= 0:
+                check_timeout(timeout)
             deadline = time.monotonic_ns() + int(timeout * 1e9)
             if deadline < self._nearest or not self._nearest:
                 self._nearest = deadline
@@ -363,7 +373,8 @@ class Client:
         """Counters since this client was made."""
         sent, received = self._requests.statistics(), self._answers.statistics()
         return ClientStatistics(
-            requests=self._requests._published, replies=self._replied, errors=self._failed - self._late, cancelled=self._cancelled,
+            requests=self._requests._published, replies=self._replied, errors=self._failed - self._late,
+            cancelled=self._cancelled,
             expired=self._late, duplicates=self._duplicates, outstanding=len(self._calls), servers=sent.receivers,
             request_bytes=sent.sent_bytes, reply_bytes=received.received_bytes,
         )  # fmt: skip

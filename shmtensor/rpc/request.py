@@ -14,6 +14,7 @@ from .notes import CANCELLED, ONCE
 
 if TYPE_CHECKING:
     from ..endpoints.message import Message
+    from .answering import Source
     from .server import Server
 
 MOST_TEXT = 100_000
@@ -38,7 +39,7 @@ class Request:
     tensor([3., 3.])
     """
 
-    __slots__ = ("__weakref__", "_at", "_feed", "_lease", "_message", "_server", "_words", "attempt", "meta", "seq")
+    __slots__ = ("_at", "_message", "_server", "_source", "_words", "attempt", "meta", "seq")
 
     meta: Any
     """What the client passed as `meta=`, or None."""
@@ -47,23 +48,23 @@ class Request:
     seq: int
     """The client's number of this request."""
 
-    def __init__(self, server: Server, message: Message, feed: Any) -> None:
-        lease = message._lease
-        self._server, self._message, self._feed, self._lease = server, message, feed, lease
-        self._words, self._at = lease.words, lease.word
+    def __init__(self, server: Server, message: Message, source: Source) -> None:
+        self._server, self._message, self._source = server, message, source
+        self._words, self._at = source.words, message._lease.word
         self.seq, self.attempt, self.meta = message.seq, message.attempt, message.meta
 
     @property
     def value(self) -> Any:
         """What the client sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars."""
-        if self._message is None:
-            raise ReleasedError("this request was answered: take req.value before")
-        return self._message._value
+        message = self._message
+        if message._receiver is None:
+            raise ReleasedError("this request was answered, or its server closed: take req.value before")
+        return message._value
 
     @property
     def cancelled(self) -> bool:
         """Whether nobody waits for the reply any more: the client gave the request up, closed or died."""
-        if self._feed.gone:
+        if self._source.feed.gone:
             return True
         note = self._words[self._at + NOTE]
         return bool(note & CANCELLED) if note >> 8 == self.seq else True
@@ -85,7 +86,7 @@ class Request:
     @property
     def answered(self) -> bool:
         """Whether it was answered, or given up by its server."""
-        return self._message is None
+        return self._message._receiver is None
 
     @property
     def _once(self) -> bool:
@@ -106,37 +107,28 @@ class Request:
 
     def _finish(self, verdict: int = 0) -> None:
         """The request is over for this server: it is done, and nobody else will get it."""
-        message, self._message = self._message, None  # type: ignore[assignment]
-        if message is None:
+        if self._server._open.pop(id(self), None) is None:
             return
-        self._server._open.pop(id(self), None)
         if verdict:
             store(self._words, self._at + VERDICT, self.seq << 8 | verdict)
             # crash: verdict.stored
-        message.release()
-
-    def _give_back(self) -> None:
-        """Another server gets it, once its views here are gone."""
-        message, self._message = self._message, None  # type: ignore[assignment]
-        if message is not None:
-            self._server._open.pop(id(self), None)
-            message._receiver = message._value = message._hold = message._lease = None  # type: ignore[assignment]
+        self._message.release()
 
     def __enter__(self) -> Request:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._message is not None and isinstance(error, Exception):
+        if isinstance(error, Exception) and not self.answered:
             with contextlib.suppress(ClosedError):
                 self.fail(error)
 
     def __del__(self) -> None:
         """Nobody can answer it any more. Runs anywhere: it stores two words, and its client looks at them."""
-        if getattr(self, "_message", None) is not None:
+        if self._message._receiver is not None:
             self._server._forget(self)
 
     def __repr__(self) -> str:
-        state = "answered" if self._message is None else "cancelled" if self.cancelled else "open"
+        state = "answered" if self.answered else "cancelled" if self.cancelled else "open"
         return f"<Request seq={self.seq} attempt={self.attempt} {state}>"
 
 

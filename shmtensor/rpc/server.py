@@ -6,11 +6,11 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..endpoints.base import FORKED, OPEN, TICK, check_count, check_timeout
+from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
@@ -71,7 +71,7 @@ class Server:
         self._replies: dict[int, Replies] = {}
         self._replies_epoch = -1
         self._opening = threading.Lock()
-        self._open: dict[int, weakref.ref[Request]] = {}  # taken and not answered
+        self._open: dict[int, Message] = {}  # of what is taken and not answered; by id of the request
         self._stopping = False
         self._taken = self._replied = self._failed = self._expired = self._cancelled = 0
         self._dropped = self._retried = 0
@@ -110,7 +110,8 @@ class Server:
             self._taken += 1
             if intake._epoch != self._replies_epoch:
                 self._let_clients_go()
-            request = Request(self, message, intake.feed_of(message._lease))
+            request = Request(self, message, intake.source_of(message._lease))
+            self._open[id(request)] = message
             del message
             if self._should_start(request):
                 return request
@@ -119,10 +120,17 @@ class Server:
         """Whether somebody waits for a request that may still be started; else it is finished here."""
         words, at = request._words, request._at
         note = words[at + NOTE]
+        if (
+            note == request.seq << 8
+            and not words[at + DEADLINE]
+            and request.attempt == 1
+            and not request._source.feed.gone
+        ):
+            return True
         if note >> 8 != request.seq:
             request._finish(DROPPED)  # not of a client
             self._dropped += 1
-        elif note & CANCELLED or request._feed.gone:
+        elif note & CANCELLED or request._source.feed.gone:
             request._finish()
             self._cancelled += 1
         elif (deadline := words[at + DEADLINE]) and time.monotonic_ns() >= deadline:
@@ -133,7 +141,6 @@ class Server:
             self._failed += 1
         else:
             self._retried += request.attempt > 1
-            self._open[id(request)] = weakref.ref(request)
             return True
         return False
 
@@ -155,7 +162,7 @@ class Server:
 
     def __next__(self) -> Any:
         try:
-            return self.recv()
+            return self._take(None) if self._collector is None else self._collector.collect(None)
         except ClosedError:
             if self._stopping or self._intake._state not in (OPEN, FORKED):
                 raise StopIteration from None
@@ -185,8 +192,7 @@ class Server:
     # --- answering
 
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
-        message = request._message
-        if message is None:
+        if request._message._receiver is None:
             raise ReleasedError("this request was answered already, or its server has closed")
         if self._intake._state:
             self._intake._refuse()
@@ -211,8 +217,10 @@ class Server:
 
     def _send(self, request: Request, value: Any, meta: Any) -> bool:
         """Send a reply; False if its client has left meanwhile."""
-        uid = request._feed.uid
-        replies = self._replies.get(uid) or self._replies_to(uid)
+        source = request._source
+        replies = source.replies
+        if replies is None or replies._state:
+            replies = source.replies = self._replies_to(source.feed.uid)
         try:
             replies.post(value, meta, request.seq)
         except ClosedError:
@@ -247,7 +255,7 @@ class Server:
     def _forget(self, request: Request) -> None:
         """A request was dropped without an answer."""
         if self._intake._state:
-            request._give_back()
+            _give_back(self._open.pop(id(request), request._message))
             return
         self._dropped += 1
         request._finish(DROPPED)
@@ -257,8 +265,8 @@ class Server:
     def close(self) -> None:
         """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
         self._stopping = True
-        for request in self._unfinished():
-            request._give_back()
+        while self._open:
+            _give_back(self._open.popitem()[1])
         self._intake.close()
         for uid in list(self._replies):
             replies = self._replies.pop(uid, None)
@@ -280,17 +288,13 @@ class Server:
         """Whether `stop()` or `close()` was called."""
         return self._stopping
 
-    def _unfinished(self) -> list[Request]:
-        requests = [reference() for reference in list(self._open.values())]
-        return [request for request in requests if request is not None and not request.answered]
-
     def statistics(self) -> ServerStatistics:
         """Counters since this server was made."""
         self._intake.statistics()
         return ServerStatistics(
             taken=self._taken, replied=self._replied, failed=self._failed, expired=self._expired,
             cancelled=self._cancelled, dropped=self._dropped, retried=self._retried,
-            unfinished=len(self._unfinished()), clients=len(self._replies),
+            unfinished=len(self._open), clients=len(self._replies),
         )  # fmt: skip
 
     def __enter__(self: _S) -> _S:
@@ -303,3 +307,8 @@ class Server:
 
     def __repr__(self) -> str:
         return f'<Server "{self.name}" {self._intake._state or "open"} taken={self._taken} replied={self._replied}>'
+
+
+def _give_back(message: Message) -> None:
+    """Not done: another server gets it, once its views here are gone."""
+    message._receiver = message._value = message._hold = message._lease = None  # type: ignore[assignment]
