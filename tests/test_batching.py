@@ -90,7 +90,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different_requests_form_separate_batches(make, what):
-    client, server = make(max_batch=4, max_wait=PATIENCE)
+    client, server = make(max_batch=2, max_wait=PATIENCE)
     futures = [client.submit(value) for value in DIFFERENT[what] * 2]
     batches = [server.recv(timeout=PATIENCE) for _ in range(2)]
     assert [len(batch) for batch in batches] == [2, 2]

@@ -85,7 +85,7 @@ class Collector:
     """Takes requests for a server and puts those of the same look together.
 
     A batch is given out when it is full, or `max_wait` after its first request was taken; the oldest first. Requests
-    of another look wait for their own turn here, at most `max_batch` of all looks together.
+    of other looks wait for their own turn here, at most twice `max_batch` of all looks together.
     """
 
     def __init__(self, server: Server, max_batch: int, max_wait: float) -> None:
@@ -101,7 +101,7 @@ class Collector:
 
     def _fill(self, deadline: float | None) -> Batch | None:
         groups, waiting = self._groups, sum(len(requests) for _, requests in self._groups.values())
-        while waiting < self._max_batch:
+        while waiting < 2 * self._max_batch:
             until = next((due for due, _ in groups.values()), deadline)
             try:
                 request = self._server._take(until)

@@ -66,7 +66,10 @@ class RequestFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """The reply's value; raises what the request ended with, `TimeoutError` after `timeout` seconds."""
-        return super().result(self._help(timeout))
+        try:
+            return super().result(self._help(timeout))
+        finally:
+            self = None  # type: ignore[assignment]  # an error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the request ended with, or None; `TimeoutError` after `timeout` seconds."""
