@@ -38,6 +38,11 @@ class Sources(Endpoint, Generic[_F]):
         self._epoch = -1
         self._bad_records = 0
 
+    @property
+    def _maps_writable(self) -> bool:
+        """Whether the values are this receiver's alone."""
+        return self._kind != FAN_OUT
+
     def _refresh(self) -> None:
         """Read the table: attach new senders, notice those that left."""
         self._unlearn()
@@ -85,7 +90,7 @@ class Sources(Endpoint, Generic[_F]):
         def attach_ring(index: int) -> Ring:
             return Ring.attach(
                 ring_name(control.channel, entry.uid, index), entry.uid, index,
-                kind=self._kind, capacity=control.capacity, writable=self._kind != FAN_OUT,
+                kind=self._kind, capacity=control.capacity, writable=self._maps_writable,
             )  # fmt: skip
 
         feed = self._make_feed(

@@ -1,0 +1,55 @@
+"""The processes of the tests of request and reply. Started from a fork server that has imported this module."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import shmtensor
+
+PATIENCE = 90.0
+
+
+def hold(pipe, service: str, options: dict) -> None:
+    """A server that takes one request, tells about it, and answers when it is told to; for as long as it lives."""
+    with shmtensor.Server(service, **options) as server:
+        pipe.send("here")
+        while True:
+            req = server.recv(timeout=PATIENCE)
+            pipe.send((req.seq, req.attempt))
+            if pipe.recv() == "reply":
+                req.reply(req.value)
+            del req
+
+
+def ask(pipe, service: str, count: int) -> None:
+    """A client that sends requests, tells, and waits to be killed."""
+    with shmtensor.Client(service) as client:
+        pipe.send("here")
+        futures = [client.submit(np.full(8, number)) for number in range(count)]
+        pipe.send("sent")
+        pipe.recv()
+        pipe.send([int(future.result(timeout=PATIENCE)[0]) for future in futures])
+
+
+def ask_many(pipe, service: str, first: int, count: int) -> None:
+    """A client that checks every reply: each is its request's number times two."""
+    with shmtensor.Client(service) as client:
+        pipe.send("here")
+        pipe.recv()
+        numbers = range(first, first + count)
+        replies = client.map((np.full(8, number) for number in numbers), timeout=PATIENCE, window=8)
+        wrong = [
+            (number, reply.tolist())
+            for number, reply in zip(numbers, replies, strict=True)
+            if not (reply == 2 * number).all()
+        ]
+        statistics = client.statistics()
+        pipe.send((wrong, statistics.replies, statistics.outstanding))
+
+
+def double(pipe, service: str, options: dict) -> None:
+    """A server that doubles."""
+    with shmtensor.Server(service, **options) as server:
+        pipe.send("here")
+        for req in server:
+            req.reply(2 * req.value)
