@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import os
 import random
@@ -1102,6 +1103,7 @@ def test_outside_of_a_loop_waiting_is_asyncios_own_error(channel):
 @pairs
 def test_descriptors_are_given_back(run, channel, pair):
     def open_files():
+        gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     async def once():

@@ -9,6 +9,7 @@ from ..channel import control as ctl
 from ..errors import RingFull
 from ..memory.words import store
 from ..ring.layout import L_CLOSED
+from ..ring.ring import Ring
 from ..views import outgoing
 from .base import CLOSING, check_timeout
 from .loan import Loan
@@ -63,17 +64,19 @@ class AsyncSender(Sender, AsyncEndpoint):
                     self._wake_soon(-seq)
                 return abs(seq)
 
-        def write(out: outgoing.Outgoing, ring: Any, slot: int) -> int:
-            # crash: send.acquired
-            outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
-            # crash: send.copied
-            seq = self._publish(ring, slot, out, None)
-            if out.is_plan:
-                self._learn(value, out, ring, slot)
-            return seq
+        sent = await self._with_slot(
+            lambda: outgoing.describe(value, meta), lambda out, ring, slot: self._fill(out, value, ring, slot), timeout
+        )
+        return sent or 0
 
-        sent = await self._with_slot(lambda: outgoing.describe(value, meta), write, timeout)
-        return 0 if sent is None else sent
+    def _fill(self, out: outgoing.Outgoing, value: Any, ring: Ring, slot: int) -> int:
+        # crash: send.acquired
+        outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
+        # crash: send.copied
+        seq = self._publish(ring, slot, out, None)
+        if out.is_plan:
+            self._learn(value, out, ring, slot)
+        return seq
 
     async def aloan(
         self, shape: tuple[int, ...], dtype: Any, meta: Any = None, *, timeout: float | None = None
@@ -93,7 +96,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         if clock() >= self._turn_due:
             await self._take_turns()
 
-        def lend(out: outgoing.Outgoing, ring: Any, slot: int) -> Loan:
+        def lend(out: outgoing.Outgoing, ring: Ring, slot: int) -> Loan:
             return self._lend(out, ring, slot, dtype, shape)
 
         loan = await self._with_slot(lambda: outgoing.describe_empty(shape, dtype, meta), lend, timeout)
@@ -112,7 +115,7 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         def attempt() -> Any:
             nonlocal wanted
-            if not self._mutex.acquire(blocking=False):
+            if not self._try_enter():
                 return BUSY
             try:
                 if self._state or self._stop:
@@ -130,7 +133,7 @@ class AsyncSender(Sender, AsyncEndpoint):
                     raise RingFull(self._full_text(out.total))
                 return NOTHING
             finally:
-                self._mutex.release()
+                self._exit()
 
         def is_roomy() -> bool:
             return not wanted or self._has_moved() or self._pool.find(wanted, self._is_free) is not None
@@ -148,6 +151,13 @@ class AsyncSender(Sender, AsyncEndpoint):
         if found is NOTHING or found is BUSY:
             raise RingFull(self._full_text(wanted))
         return found
+
+    def _try_enter(self) -> bool:
+        """Take what keeps other senders out, if it is free."""
+        return self._mutex.acquire(blocking=False)
+
+    def _exit(self) -> None:
+        self._mutex.release()
 
     def _has_moved(self) -> bool:
         """Whether members have come or gone."""

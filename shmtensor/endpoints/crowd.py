@@ -50,11 +50,11 @@ class _Descriptor:
 class Place:
     """A task's place in the line."""
 
-    __slots__ = ("_called", "expired", "look")
+    __slots__ = ("_called", "expired", "look", "summoned")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], Any]) -> None:
         self.look = look
-        self.expired = False
+        self.expired = self.summoned = False
         self._called: asyncio.Future[None] = loop.create_future()
 
     def call(self) -> None:
@@ -62,10 +62,15 @@ class Place:
         if not self._called.done():
             self._called.set_result(None)
 
-    def expire(self) -> None:
-        """Its time is up: let the task look a last time, wherever it stands."""
-        self.expired = True
+    def summon(self) -> None:
+        """Let the task look, wherever it stands."""
+        self.summoned = True
         self.call()
+
+    def expire(self) -> None:
+        """Its time is up: let the task look a last time."""
+        self.expired = True
+        self.summon()
 
     async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
         """Until called."""
@@ -117,19 +122,27 @@ class Crowd(ABC):
         return not self._line
 
     async def attend(
-        self, endpoint: Endpoint, attempt: Callable[[], Any], look: Callable[[], Any], timeout: float | None
+        self,
+        endpoint: Endpoint,
+        attempt: Callable[[], Any],
+        look: Callable[[], Any],
+        timeout: float | None,
+        place: Place | None = None,
     ) -> Any:
         """Stand in line until `attempt()` returns something, and return that; `NOTHING` if the time is up.
 
         `attempt` is called without anything awaited between it and the return, whenever this task is the first in line
-        and there may be something for it. `look`, under the mutex, says whether there is.
+        and there may be something for it, or is summoned to its `place`. `look`, under the mutex, says whether there is
+        something for the first.
         """
-        loop, place, served = self.loop, Place(self.loop, look), False
+        loop, served = self.loop, False
+        place = place or Place(loop, look)
         timer = None if timeout is None else loop.call_later(timeout, place.expire)
         self._line[place] = None
         try:
             while True:
-                if self._first() is place or place.expired:
+                if self._first() is place or place.summoned:
+                    place.summoned = False
                     found = attempt()
                     if found is not NOTHING and found is not BUSY:
                         served = True
@@ -138,7 +151,7 @@ class Crowd(ABC):
                         return NOTHING
                     if found is BUSY:
                         self._retry_later()
-                    elif not self._sleep(endpoint, place):
+                    elif self._first() is place and not self._sleep(endpoint, place):
                         await asyncio.sleep(0)
                         continue
                 await place.wait(loop)

@@ -75,6 +75,18 @@ class Requests(Producer):
         finally:
             posting.release()
 
+    def _try_enter(self) -> bool:
+        if not self._posting.acquire(False):
+            return False
+        if super()._try_enter():
+            return True
+        self._posting.release()
+        return False
+
+    def _exit(self) -> None:
+        super()._exit()
+        self._posting.release()
+
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         call, self._next = self._next, None
         if call is not None:

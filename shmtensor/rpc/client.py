@@ -19,6 +19,7 @@ from ..endpoints.base import TICK, check_timeout
 from ..endpoints.message import Message
 from ..errors import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut, WireError
 from ..statistics import ClientStatistics
+from .aclient import AsyncClient
 from .asking import Answers, Requests
 from .call import Call, RequestFuture
 from .driver import Driver
@@ -27,7 +28,7 @@ from .notes import DIED, DROPPED, NO_ROOM, ONCE, check_service, reply_channel
 _Value = Any
 
 
-class Client:
+class Client(AsyncClient):
     """Sends requests to the servers of a service, each to one that is idle if there is one, and gets their replies.
 
     Args:
