@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .rpc.client import Client
     from .rpc.request import Request
     from .rpc.server import Server
+    from .rpc.workers import WorkerPool, serve
 
 __version__ = "0.1.0"
 
@@ -81,8 +82,10 @@ __all__ = [
     "Subscriber",
     "TimedOut",
     "WireError",
+    "WorkerPool",
     "__version__",
     "get_context",
+    "serve",
 ]
 
 _LAZY = {
@@ -95,7 +98,9 @@ _LAZY = {
     "RequestFuture": "rpc.call",
     "Server": "rpc.server",
     "SimpleQueue": "dropins.queues",
+    "WorkerPool": "rpc.workers",
     "get_context": "dropins.context",
+    "serve": "rpc.workers",
 }
 
 

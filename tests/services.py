@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 
 import shmtensor
@@ -53,3 +56,49 @@ def double(pipe, service: str, options: dict) -> None:
         pipe.send("here")
         for req in server:
             req.reply(2 * req.value)
+
+
+# --- handlers of worker pools
+
+
+def negate(value):
+    return -value
+
+
+def fragile(value):
+    """Ends its process by a zero."""
+    if not value:
+        os._exit(7)
+    return os.getpid()
+
+
+class Model:
+    """Made once in each worker."""
+
+    def __init__(self):
+        self.pid = os.getpid()
+
+    def __call__(self, value):
+        return value + self.pid - os.getpid()
+
+
+class Broken:
+    """Cannot be made."""
+
+    def __init__(self):
+        os._exit(9)
+
+
+def patient(value):
+    """Says that it has begun, and answers when it is let go on."""
+    begun, go_on = value["begun"], value["go on"]
+    open(begun, "x").close()
+    deadline = time.monotonic() + PATIENCE
+    while not os.path.exists(go_on) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def rows(value):
+    """Of a batch: how many there were, for each."""
+    return np.full(len(value), len(value))
