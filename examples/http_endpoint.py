@@ -5,7 +5,7 @@ on the event loop, without a thread for each. A worker that dies is started agai
 another one: no request is lost.
 
     pip install 'shmtensor[http]'
-    python examples/http_endpoint.py            # asks itself 200 times, and kills a worker meanwhile
+    python examples/http_endpoint.py            # asks itself 300 times at once, and kills a worker meanwhile
     uvicorn --app-dir examples http_endpoint:app     # serves: curl --data-binary @cat.jpg localhost:8000/classify
 """
 
@@ -33,7 +33,7 @@ from starlette.routing import Route
 
 import shmtensor
 
-SERVICE, WORKERS, REQUESTS = "example-http", 2, 200
+SERVICE, WORKERS, REQUESTS = "example-http", 2, 300
 
 
 class Classifier:
@@ -124,7 +124,9 @@ async def main() -> None:
         torch.testing.assert_close(torch.tensor(score), model(np.frombuffer(file, np.uint8)))
     server.should_exit = True
     await serving
-    print(f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer is there, and right")
+    print(
+        f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer is there, and right"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers":
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, socket_directory, tmp_path):
-    names = [name for name in ("images", "logits", "camera", "loan", "numpy") if f"example-{name}" in path.read_text()]
+    names = [
+        name
+        for name in ("images", "logits", "camera", "loan", "numpy", "pipeline", "http")
+        if f"example-{name}" in path.read_text()
+    ]
     source = path.read_text()
     for name in names:  # channels of this run's own: another run may be at the same example
         source = source.replace(f"example-{name}", f"test-{os.getpid()}-x-{name}")
