@@ -124,9 +124,7 @@ async def main() -> None:
         torch.testing.assert_close(torch.tensor(score), model(np.frombuffer(file, np.uint8)))
     server.should_exit = True
     await serving
-    print(
-        f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer is there, and right"
-    )
+    print(f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer came, and is right")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
@@ -18,11 +19,7 @@ DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers":
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, socket_directory, tmp_path):
-    names = [
-        name
-        for name in ("images", "logits", "camera", "loan", "numpy", "pipeline", "http")
-        if f"example-{name}" in path.read_text()
-    ]
+    names = [name for name in CHANNELS if f"example-{name}" in path.read_text()]
     source = path.read_text()
     for name in names:  # channels of this run's own: another run may be at the same example
         source = source.replace(f"example-{name}", f"test-{os.getpid()}-x-{name}")

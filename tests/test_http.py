@@ -1,4 +1,4 @@
-"""examples/http_endpoint.py as a module: its answers to what is no image. Load and a killed worker: the example as run."""
+"""examples/http_endpoint.py as a module: what is no image. Load, and a killed worker: the example itself, as run."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def test_what_is_no_image_is_refused(channel, monkeypatch):
                 endpoint.app.state.client.close()
                 with pytest.raises(endpoint.shmtensor.ClosedError):
                     await web.post("/classify", content=b"")
+        del endpoint.app.state.client, endpoint.app.state.pool
 
     asyncio.run(main())

@@ -53,21 +53,17 @@ def test_a_stage_copies_a_tensor_at_most_once(run, channel, pipeline, monkeypatc
         names = [f"{channel}-{number}" for number in range(4)]
         with shmtensor.Producer(names[0]) as source, shmtensor.Consumer(names[-1]) as results:
             await source.asend(np.frombuffer(data, np.uint8), {"frame": 3})
+            keepers = [shmtensor.Consumer(name) for name in names[1:3]]  # what is sent stays for the next stage
             for work, *ends in zip(pipeline.STAGES, names, names[1:], strict=False):
                 with shmtensor.Consumer(ends[0]) as rx, shmtensor.Producer(ends[1]) as tx:
-                    if tx.name != results.name:  # what is sent stays for the next stage
-                        keeper = shmtensor.Consumer(ends[1])
                     written.clear()
-                    with Copies() as copies:
-                        with await rx.arecv(timeout=PATIENCE) as msg:
-                            await work(msg, tx)
+                    with Copies() as copies, await rx.arecv(timeout=PATIENCE) as msg:
+                        await work(msg, tx)
                     del msg
                     assert copies.seen == []
                     assert len(written) == (1 if work is pipeline.count else 0)
-                if work is not pipeline.decode:
-                    previous.close()
-                previous = keeper
-            previous.close()
+            for keeper in keepers:
+                keeper.close()
             with await results.arecv(timeout=PATIENCE) as msg:
                 assert (msg.meta, msg.value.tolist()) == ({"frame": 3}, expected)
 
