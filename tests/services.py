@@ -34,20 +34,21 @@ def ask(pipe, service: str, count: int) -> None:
         pipe.send([int(future.result(timeout=PATIENCE)[0]) for future in futures])
 
 
-def ask_many(pipe, service: str, first: int, count: int) -> None:
-    """A client that checks every reply: each is its request's number times two."""
+def ask_many(pipe, service: str, first: int, count: int, step: int) -> None:
+    """A client that checks every reply: each is its request's number times two. Tells of every `step` replies."""
     with shmtensor.Client(service) as client:
         pipe.send("here")
-        pipe.recv()
-        numbers = range(first, first + count)
-        replies = client.map((np.full(8, number) for number in numbers), timeout=PATIENCE, window=8)
-        wrong = [
-            (number, reply.tolist())
-            for number, reply in zip(numbers, replies, strict=True)
-            if not (reply == 2 * number).all()
-        ]
+        numbers = iter(range(first, first + count))
+        wrong = []
+        replies = client.map((np.full(8, number) for number in range(first, first + count)), timeout=PATIENCE)
+        for got, reply in enumerate(replies, 1):
+            number = next(numbers)
+            if not (reply == 2 * number).all():
+                wrong.append((number, reply.tolist()))
+            if got % step == 0:
+                pipe.send(got)
         statistics = client.statistics()
-        pipe.send((wrong, statistics.replies, statistics.outstanding))
+        pipe.send((wrong, statistics.requests, statistics.replies, statistics.outstanding))
 
 
 def double(pipe, service: str, options: dict) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http")
+CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
@@ -40,4 +40,11 @@ def test_every_example_is_in_the_documentation():
     for path in EXAMPLES:
         page = (ROOT / "docs" / f"{DROP_INS[path.stem]}.md").read_text() if path.stem in DROP_INS else readme
         assert f"examples/{path.name}" in page
-    assert {path.stem for path in EXAMPLES} >= {"camera_fanout", "inference_workers", "loan", "numpy_only", *DROP_INS}
+    assert {path.stem for path in EXAMPLES} >= {
+        "camera_fanout",
+        "inference_workers",
+        "loan",
+        "numpy_only",
+        "request_reply",
+        *DROP_INS,
+    }

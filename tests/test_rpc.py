@@ -5,8 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import signal
 import threading
 import time
@@ -688,3 +689,41 @@ def test_a_killed_clients_requests_and_replies_are_dropped(forks, channel):
         gc.collect()
         with shmtensor.Client(channel) as client, serving(server, lambda value: value):
             assert client.request(1, timeout=PATIENCE) == 1
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_with_random_kills(forks, channel):
+    """4 clients, 3 servers; a random server is killed, and another one started, whenever so many replies have come."""
+    clients, count, step, kill_each = 4, 2500, 50, 6
+    chance = random.Random(7)
+    options = {"max_attempts": 100}
+    askers = [Process(forks, services.ask_many, channel, 1 + index * count, count, step) for index in range(clients)]
+    servers = [Process(forks, services.double, channel, options) for _ in range(3)]
+    results: dict[int, tuple] = {}
+    heard = kills = 0
+    while len(results) < clients:
+        waiting = {asker.pipe: index for index, asker in enumerate(askers) if index not in results}
+        ready = multiprocessing.connection.wait(list(waiting), PATIENCE)
+        assert ready, "no reply for long"
+        for pipe in ready:
+            told = pipe.recv()
+            if isinstance(told, tuple):
+                results[waiting[pipe]] = told
+                continue
+            heard += 1
+            if heard % kill_each == 0:
+                victim = chance.randrange(3)
+                servers[victim].kill()
+                servers[victim] = Process(forks, services.double, channel, options)
+                kills += 1
+    for process in (*askers, *servers):
+        if process in servers:
+            process.kill()
+        else:
+            process.end()
+    for wrong, requests, replies, outstanding in results.values():
+        assert wrong == []
+        assert requests == replies == count
+        assert not outstanding
+    assert kills >= 20
+    shmtensor.Client(channel).close()  # whoever comes next removes what the killed ones left

@@ -118,6 +118,10 @@ class Sender(Audience):
             seq: int | None = outbox.send(value, 0 if timeout == 0 else self._patience)
             if seq is not None:
                 return seq if seq > 0 else self._wake_late(-seq)
+        return self._send(value, meta, timeout)
+
+    def _send(self, value: Any, meta: Any, timeout: float | None) -> int:
+        """`send` by the Python code, which comes by `_publish`."""
         with self._mutex:
             if self._state:
                 self._refuse()

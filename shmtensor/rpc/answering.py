@@ -99,7 +99,7 @@ class Replies(Publisher):
                             self._wake_late(-sent)
                         return
             self._request = request
-            self.send(value, meta, timeout=0)
+            self._send(value, meta, 0)  # by `_publish`: the outbox might find a slot at a second try
 
     def _is_back(self, ring: Ring, slot: int, entry: Busy) -> bool:
         """`_is_free` for the usual case: one subscriber, which has given the slot back."""

@@ -66,7 +66,7 @@ class Requests(Producer):
                     del self.calls[seq]
                     call.seq = 0
             self._next = call
-            self.send(value, meta, timeout=timeout)
+            self._send(value, meta, timeout)  # by `_publish`: the outbox might find a slot at a second try
         except BaseException:
             if call.seq > self._words[L_PUBLISHED]:
                 self.calls.pop(call.seq, None)

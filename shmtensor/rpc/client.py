@@ -126,7 +126,7 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         future = call.future = RequestFuture(self, call)
-        self._requests.post(call, value, meta, timeout)
+        self._post(call, value, meta, timeout)
         self._driver.wake()
         return future
 
@@ -149,7 +149,7 @@ class Client(AsyncClient):
                 while len(waiting) >= most:
                     yield self._wait(waiting.popleft())
                 call = self._call(timeout, retry)
-                self._requests.post(call, value, None, timeout)
+                self._post(call, value, None, timeout)
                 waiting.append(call)
             while waiting:
                 yield self._wait(waiting.popleft())
@@ -169,6 +169,14 @@ class Client(AsyncClient):
             if deadline < self._nearest or not self._nearest:
                 self._nearest = deadline
         return Call(deadline, 0 if retry else ONCE)
+
+    def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
+        """Send a request; if that is interrupted, nobody waits for it."""
+        try:
+            self._requests.post(call, value, meta, timeout)
+        except BaseException:
+            self._drop(call)
+            raise
 
     # --- waiting
 

@@ -7,5 +7,4 @@ def play(role: str, pipe, options: dict, *args) -> None:
     """Run in a child of the fork server, where `cast` is loaded already."""
     from . import cast
 
-    pattern, *rest = args
-    {"sender": cast.sender, "receiver": cast.receiver}[role](pipe, pattern, *rest, **options)
+    getattr(cast, role)(pipe, *args, **options)
