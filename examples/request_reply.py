@@ -5,6 +5,7 @@ python examples/request_reply.py
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -30,6 +31,7 @@ class Model:
 
 
 def main() -> None:
+    logging.getLogger("shmtensor.serve").setLevel(logging.ERROR)  # no line about the death that is meant
     images = torch.rand(60, 3, 64, 64)
     pool = shmtensor.WorkerPool(Model, name="example-model", workers=2, max_batch=8, max_wait=0.005)
     with pool, shmtensor.Client("example-model") as client:

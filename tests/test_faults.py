@@ -27,6 +27,7 @@ SENDER_POINTS = [
     "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered",
     "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired",
     "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep",
+    "wait.made",
     "close.said", "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 RECEIVER_POINTS = [
@@ -143,8 +144,8 @@ def cases(points_of_role):
 def options_for(point: str) -> dict:
     if point.startswith("grow"):
         return {"full": "grow", "slots": 2}
-    if point == "wait.asleep":
-        return {"slots": 1}
+    if point.startswith("wait."):
+        return {"slots": 1, "awaits": point == "wait.made"}
     if point == "takeback.cleared":
         return {"history": 1}
     return {}
@@ -179,7 +180,7 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
     for survivor in survivors:
         survivor.finish()
         assert not survivor.died, survivor.told
-    if nth == 1 and not (point == "wait.asleep" and pattern):
+    if nth == 1 and not point.startswith("wait."):
         assert victim.died or victim.all("raised") or action != "raise", victim.told[-3:]
         if action != "raise":
             assert victim.died, f"never came by {point}"

@@ -17,13 +17,14 @@ from typing import Any
 
 from ..endpoints.base import TICK, check_timeout
 from ..endpoints.message import Message
-from ..errors import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut, WireError
+from ..errors import ArgumentError, ClosedError, TimedOut
 from ..statistics import ClientStatistics
+from . import failures
 from .aclient import AsyncClient
 from .asking import Answers, Requests
 from .call import Call, RequestFuture
 from .driver import Driver
-from .notes import DIED, DROPPED, NO_ROOM, ONCE, check_service, reply_channel
+from .notes import ONCE, check_service, reply_channel
 
 _Value = Any
 
@@ -272,7 +273,7 @@ class Client(AsyncClient):
         elif message.meta is None:
             self._end(call, message._value, None)
         else:
-            self._end(call, None, _error_of(message._value))
+            self._end(call, None, failures.from_reply(message._value))
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
         """A call's end, if nobody else has ended it."""
@@ -294,7 +295,7 @@ class Client(AsyncClient):
             if requests.is_done(call):
                 done.append(call)
             elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call):
-                self._end(call, None, PeerDied(f'service "{requests.name}": the server that had this request died'))
+                self._end(call, None, failures.died(requests))
         if not done:
             return
         with contextlib.suppress(TimedOut, ClosedError):
@@ -302,20 +303,7 @@ class Client(AsyncClient):
                 self._hand_out(self._answers.recv(timeout=0))
         for call in done:
             if not call.done:
-                self._end(call, None, self._why(call))
-
-    def _why(self, call: Call) -> Exception:
-        code, attempt = self._requests.verdict(call)
-        what = f'service "{self._requests.name}": '
-        if code == DROPPED:
-            return RemoteError("Unanswered", what + "the server let go of this request without an answer")
-        if code == NO_ROOM:
-            return RemoteError(
-                "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
-            )
-        if code == DIED or not attempt:
-            return PeerDied(what + "the server that had this request died")
-        return PeerDied(what + f"each of the {attempt} servers that had this request died (max_attempts)")
+                self._end(call, None, failures.unanswered(requests, call))
 
     def _expire(self) -> None:
         now = time.monotonic_ns()
@@ -323,13 +311,9 @@ class Client(AsyncClient):
             if call.deadline and now >= call.deadline:
                 self._requests.cancel(call)
                 self._late += 1
-                self._end(call, None, TimedOut(self._late_text(call)))
+                self._end(call, None, failures.late(self._requests, call))
         deadlines = [call.deadline for call in list(self._calls.values()) if call.deadline]
         self._nearest = min(deadlines, default=0)
-
-    def _late_text(self, call: Call) -> str:
-        state = "a server has it" if self._requests.was_taken(call) else "no server took it"
-        return f'service "{self._requests.name}": no reply in time ({state})'
 
     # --- giving up
 
@@ -398,10 +382,3 @@ class Client(AsyncClient):
 
     def __repr__(self) -> str:
         return f'<Client "{self.name}" {self._requests._state or "open"} outstanding={len(self._calls)}>'
-
-
-def _error_of(value: Any) -> Exception:
-    try:
-        return RemoteError(str(value["type"]), str(value["text"]), str(value["traceback"]))
-    except (KeyError, TypeError, IndexError):
-        return WireError("a reply says that it is an error, and is none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 
@@ -44,7 +45,7 @@ def _surviving_a_crash(body, pipe) -> None:
 def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, options: dict) -> None:
     """Send `count` numbered messages, telling the test each one whose `send` returned."""
     _arm(plan)
-    first = options.pop("first", 1)
+    first, awaits = options.pop("first", 1), options.pop("awaits", False)
     make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
 
     def body() -> None:
@@ -61,7 +62,10 @@ def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, o
                         with tx.loan((WORDS,), np.int64, timeout=PATIENCE) as loan:
                             loan.array[...] = number
                     else:
-                        tx.send(payload(number), timeout=PATIENCE)
+                        if awaits:
+                            asyncio.run(tx.asend(payload(number), timeout=PATIENCE))
+                        else:
+                            tx.send(payload(number), timeout=PATIENCE)
                 except points.Crash as crash:
                     pipe.send(("raised", str(crash)))
                     continue
