@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ..endpoints.crowd import Place
 from ..endpoints.crowds import Listeners, crowd_of
 from ..endpoints.turns import BUSY, NOTHING
-from ..errors import RingFull, TimedOut
+from ..errors import RingFull
 from ..views import outgoing
+from . import failures
 
 if TYPE_CHECKING:
     from ..ring.ring import Ring
@@ -90,7 +91,7 @@ async def _reply(client: Client, call: Call) -> None:
     if ended is NOTHING:
         client._requests.cancel(call)
         client._late += 1
-        client._end(call, None, TimedOut(client._late_text(call)))
+        client._end(call, None, failures.late(client._requests, call))
 
 
 def _attempt(client: Client, call: Call) -> Callable[[], Any]:
