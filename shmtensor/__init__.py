@@ -2,7 +2,7 @@
 
 A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
 Importing this package imports no torch; torch is imported when the first tensor arrives. The drop-ins for the standard
-library's queues, contexts and executors are imported when they are first asked for.
+library's queues, contexts and executors, and request and reply, are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -20,34 +20,46 @@ from .errors import (
     ClosedError,
     EndOfStream,
     ForkedError,
+    LoopError,
     PeerDied,
     PlatformError,
     ReleasedError,
+    RemoteError,
     ResourceError,
     RingFull,
     ShmTensorError,
     TimedOut,
     WireError,
 )
-from .statistics import ReceiverStatistics, SenderStatistics
+from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
 
 if TYPE_CHECKING:
     from .dropins.context import get_context
     from .dropins.executor import ProcessPoolExecutor
     from .dropins.joinable import JoinableQueue
     from .dropins.queues import Queue, SimpleQueue
+    from .rpc.batching import Batch
+    from .rpc.call import RequestFuture
+    from .rpc.client import Client
+    from .rpc.request import Request
+    from .rpc.server import Server
+    from .rpc.workers import WorkerPool, serve
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "Batch",
+    "Client",
+    "ClientStatistics",
     "ClosedError",
     "Consumer",
     "EndOfStream",
     "ForkedError",
     "JoinableQueue",
     "Loan",
+    "LoopError",
     "Message",
     "PeerDied",
     "PlatformError",
@@ -57,24 +69,38 @@ __all__ = [
     "Queue",
     "ReceiverStatistics",
     "ReleasedError",
+    "RemoteError",
+    "Request",
+    "RequestFuture",
     "ResourceError",
     "RingFull",
     "SenderStatistics",
+    "Server",
+    "ServerStatistics",
     "ShmTensorError",
     "SimpleQueue",
     "Subscriber",
     "TimedOut",
     "WireError",
+    "WorkerPool",
     "__version__",
     "get_context",
+    "serve",
 ]
 
 _LAZY = {
-    "JoinableQueue": "joinable",
-    "ProcessPoolExecutor": "executor",
-    "Queue": "queues",
-    "SimpleQueue": "queues",
-    "get_context": "context",
+    "Batch": "rpc.batching",
+    "Client": "rpc.client",
+    "JoinableQueue": "dropins.joinable",
+    "ProcessPoolExecutor": "dropins.executor",
+    "Queue": "dropins.queues",
+    "Request": "rpc.request",
+    "RequestFuture": "rpc.call",
+    "Server": "rpc.server",
+    "SimpleQueue": "dropins.queues",
+    "WorkerPool": "rpc.workers",
+    "get_context": "dropins.context",
+    "serve": "rpc.workers",
 }
 
 
@@ -82,7 +108,7 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".dropins.{module}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
     return value
 
 

@@ -3,10 +3,12 @@
 | class | who must act |
 |---|---|
 | `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, forked away or released |
+| `LoopError` | you: tasks of another event loop wait at this endpoint |
 | `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
 | `TimedOut`, `RingFull` | nobody yet: it would have blocked, or took longer than `timeout=` |
 | `EndOfStream` | nobody: every sender has closed and everything is received |
 | `PeerDied` | whoever runs the peer |
+| `RemoteError` | whoever wrote the server's handler: it raised, or gave no answer |
 | `WireError` | whoever wrote the bytes: they are not a valid message or segment |
 | `ResourceError`, `PlatformError` | whoever runs the machine: memory, permissions, limits, kernel |
 """
@@ -28,6 +30,10 @@ class ForkedError(ClosedError):
 
 class ReleasedError(ClosedError):
     """The message's own reference was released; keep the value, or copy it, before releasing."""
+
+
+class LoopError(ShmTensorError, RuntimeError):
+    """Tasks of another event loop wait at this endpoint; use it from one loop at a time, or make one for each."""
 
 
 class ArgumentError(ShmTensorError, ValueError):
@@ -52,6 +58,26 @@ class EndOfStream(ShmTensorError, EOFError):
 
 class PeerDied(ShmTensorError, ConnectionError):
     """A peer died and what was asked of it cannot be had from another."""
+
+
+class RemoteError(ShmTensorError):
+    """A server could not answer a request: its handler raised, or let go of the request without an answer.
+
+    Nothing of it was unpickled: all that is known of the server's exception is text.
+    """
+
+    def __init__(self, type_name: str, text: str, remote_traceback: str = "") -> None:
+        super().__init__(type_name, text, remote_traceback)
+        self.type_name = type_name
+        """Name of the exception's type, such as `"ValueError"` or `"mypackage.errors.BadImage"`."""
+        self.text = text
+        """What `str()` of the exception was."""
+        self.remote_traceback = remote_traceback
+        """The traceback in the server's process, as text; empty if there was none."""
+
+    def __str__(self) -> str:
+        what = f"{self.type_name}: {self.text}" if self.text else self.type_name
+        return f"{what}\n\nIn the server:\n{self.remote_traceback}" if self.remote_traceback else what
 
 
 class WireError(ShmTensorError, ValueError):

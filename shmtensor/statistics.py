@@ -63,3 +63,53 @@ class ReceiverStatistics:
     """Messages published and not yet looked at."""
     leases: int
     """Messages whose slots are still held by living views."""
+
+
+@dataclass(frozen=True)
+class ClientStatistics:
+    """A client's counters since it was made."""
+
+    requests: int
+    """Requests that were sent."""
+    replies: int
+    """Of these, answered with a value."""
+    errors: int
+    """Ended by an error that a server sent, or by a server's death."""
+    cancelled: int
+    """Given up by a cancelled future, Ctrl-C or a `map` that ended early."""
+    expired: int
+    """Ended by their time-out."""
+    duplicates: int
+    """Replies that nobody waited for: to requests given up, or sent by a second server since the first one died."""
+    outstanding: int
+    """Requests without a reply so far."""
+    servers: int
+    """Servers that were there at the last look."""
+    request_bytes: int
+    """Payload bytes of all requests."""
+    reply_bytes: int
+    """Payload bytes of all replies."""
+
+
+@dataclass(frozen=True)
+class ServerStatistics:
+    """A server's counters since it was made."""
+
+    taken: int
+    """Requests taken, those that were not started included."""
+    replied: int
+    """Of these, answered with a value."""
+    failed: int
+    """Answered with an error."""
+    expired: int
+    """Not started since their time was up."""
+    cancelled: int
+    """Not started, or not answered, since nobody waits for them."""
+    dropped: int
+    """Let go of without an answer, or answered in vain for lack of room; their clients get an error."""
+    retried: int
+    """Taken after another server died with them."""
+    unfinished: int
+    """Taken and not answered yet."""
+    clients: int
+    """Clients that this server has replied to and that are still there."""

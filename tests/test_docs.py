@@ -25,7 +25,7 @@ from .faults import points
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-_ENDPOINT = re.compile(r'\b(Publisher|Subscriber|Producer|Consumer)\("([^"]+)"')
+_ENDPOINT = re.compile(r'\b((?:Publisher|Subscriber|Producer|Consumer|Client|Server)\(|WorkerPool\(.*name=)"([^"]+)"')
 
 
 def text_of(name: str) -> str:
@@ -45,7 +45,7 @@ def rows(text: str) -> list[tuple[str, ...]]:
 
 def own_channels(source: str, channel: str) -> str:
     """The source with every channel name made this test's own."""
-    return _ENDPOINT.sub(lambda match: f'{match[1]}("{channel}-{match[2]}"', source)
+    return _ENDPOINT.sub(lambda match: f'{match[1]}"{channel}-{match[2]}"', source)
 
 
 # --- code in documents
@@ -62,7 +62,7 @@ def test_python_blocks_run(path, channel, tmp_path, monkeypatch, capsys):
         printed = capsys.readouterr().out.splitlines()
     finally:
         for value in list(namespace.values()):
-            if isinstance(value, Endpoint):
+            if isinstance(value, (Endpoint, shmtensor.Client, shmtensor.Server)):
                 value.close()
         namespace.clear()
     expected = re.findall(r"print\(.*\)  # (.*)$", source, re.MULTILINE)
@@ -91,7 +91,9 @@ def test_docstring_examples(test, channel):
     assert not result.failed, "".join(said)
 
 
-@pytest.mark.parametrize("name", ["Publisher", "Producer", "Message"])
+@pytest.mark.parametrize(
+    "name", ["Publisher", "Producer", "Message", "Client", "Server", "Request", "Batch", "WorkerPool"]
+)
 def test_public_classes_have_an_example(name):
     assert ">>> " in getattr(shmtensor, name).__doc__
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
@@ -18,7 +19,7 @@ DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers":
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path, socket_directory, tmp_path):
-    names = [name for name in ("images", "logits", "camera", "loan", "numpy") if f"example-{name}" in path.read_text()]
+    names = [name for name in CHANNELS if f"example-{name}" in path.read_text()]
     source = path.read_text()
     for name in names:  # channels of this run's own: another run may be at the same example
         source = source.replace(f"example-{name}", f"test-{os.getpid()}-x-{name}")
@@ -39,4 +40,11 @@ def test_every_example_is_in_the_documentation():
     for path in EXAMPLES:
         page = (ROOT / "docs" / f"{DROP_INS[path.stem]}.md").read_text() if path.stem in DROP_INS else readme
         assert f"examples/{path.name}" in page
-    assert {path.stem for path in EXAMPLES} >= {"camera_fanout", "inference_workers", "loan", "numpy_only", *DROP_INS}
+    assert {path.stem for path in EXAMPLES} >= {
+        "camera_fanout",
+        "inference_workers",
+        "loan",
+        "numpy_only",
+        "request_reply",
+        *DROP_INS,
+    }

@@ -26,6 +26,7 @@ SENDER_POINTS = [
     "join.opened", "join.locked", "join.initialised", "join.owned", "join.ledger", "join.prepared", "join.entered",
     "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired",
     "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep",
+    "wait.made",
     "close.said", "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 RECEIVER_POINTS = [
@@ -38,12 +39,26 @@ WORK_QUEUE_ONLY = ["claim.found", "claim.locked", "claim.stored", "done.before",
 SENDER_SPECIAL = ["takeback.cleared", "sweep.unlinked", "sweep.channel"]
 RECEIVER_SPECIAL = ["take.shared", "drain.finished"]
 
+RPC_SERVER = [
+    "join.inbox", "join.entered", "attach.done", "claim.locked", "claim.stored", "request.taken", "reply.opened",
+    "reply.noted", "publish.record", "publish.ordered", "publish.published", "reply.sent", "done.before",
+    "done.stored", "release.ended", "release.stored",
+]  # fmt: skip
+RPC_CLIENT = [
+    "join.ledger", "join.entered", "request.noted", "publish.ordered", "publish.published", "request.posted",
+    "cancel.noted", "withdraw.locked", "withdraw.done", "take.leased", "release.ended", "release.stored",
+]  # fmt: skip
+RPC_SPECIAL = ["verdict.stored"]
+
 ACTIONS = ["kill", "exit", "raise"]
 
 
 def test_every_point_is_in_the_matrix():
     """Those of the drop-ins are in `test_dropin_faults.py`."""
-    everywhere = SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL
+    everywhere = (
+        SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL, RPC_SERVER,
+        RPC_CLIENT, RPC_SPECIAL,
+    )  # fmt: skip
     covered = {point for points_of_role in everywhere for point in points_of_role}
     assert covered | DROPIN_POINTS == set(points.names())
 
@@ -76,8 +91,8 @@ def cases(points_of_role):
 def options_for(point: str) -> dict:
     if point.startswith("grow"):
         return {"full": "grow", "slots": 2}
-    if point == "wait.asleep":
-        return {"slots": 1}
+    if point.startswith("wait."):
+        return {"slots": 1, "awaits": point == "wait.made"}
     if point == "takeback.cleared":
         return {"history": 1}
     return {}
@@ -112,7 +127,7 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
     for survivor in survivors:
         survivor.finish()
         assert not survivor.died, survivor.told
-    if nth == 1 and not (point == "wait.asleep" and pattern):
+    if nth == 1 and not point.startswith("wait."):
         assert victim.died or victim.all("raised") or action != "raise", victim.told[-3:]
         if action != "raise":
             assert victim.died, f"never came by {point}"
@@ -169,6 +184,90 @@ def test_receiver_dies(server, channel, pattern, point, action, nth):
     if nth == 1 and action != "raise":
         assert victim.died, f"never came by {point}"
     check_nothing_left(pattern, channel)
+
+
+def rpc_cases(points_of_role):
+    """Dying by `_exit` differs from being killed where Python code runs at the end; here that is the long form's."""
+    return [each for each in cases(points_of_role) if SOAK or "-exit-" not in each.id]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "action", "nth"), rpc_cases(RPC_SERVER))
+def test_server_dies(server, channel, point, action, nth):
+    """Every request of the client gets its one reply, from the victim or from the server that survives."""
+    asker = Process(server, "client", channel, None, COUNT)
+    asker.listen("joined")
+    victim = Process(server, "server", channel, (point, action, nth))
+    victim.listen("joined")
+    asker.go()
+    survivor = None
+    if victim.over:
+        survivor = Process(server, "server", channel, None)
+    elif action != "raise":  # it is alone until it dies
+        victim.listen()
+        survivor = Process(server, "server", channel, None)
+    asker.listen("end")
+    for answerer in (victim, survivor):
+        if answerer is not None:
+            answerer.go()
+    for process in (asker, victim, survivor):
+        if process is not None:
+            process.finish()
+    assert not asker.died
+    assert asker.all("got") == [(number, 2 * number) for number in range(1, COUNT + 1)]
+    if nth == 1 and not (action == "raise" and point.startswith("release.")):  # what raises where a view dies is lost
+        assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
+    check_nothing_left("work-queue", channel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["kill", "exit"])
+def test_server_dies_while_it_drops_a_request(server, channel, action):
+    """It is not done yet: the request goes to another server."""
+    asker = Process(server, "client", channel, None, COUNT)
+    asker.listen("joined")
+    victim = Process(server, "server", channel, ("verdict.stored", action, 1), drop=True)
+    victim.listen("joined")
+    asker.go()
+    victim.listen()
+    survivor = Process(server, "server", channel, None)
+    asker.listen("end")
+    survivor.go()
+    for process in (asker, victim, survivor):
+        process.finish()
+    assert victim.died
+    assert not asker.died
+    assert asker.all("got") == [(number, 2 * number) for number in range(1, COUNT + 1)]
+    assert survivor.all("took")[0] == (1, 2)
+    check_nothing_left("work-queue", channel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "action", "nth"), rpc_cases(RPC_CLIENT))
+def test_client_dies(server, channel, point, action, nth):
+    """Another client's requests are answered; the victim's replies are right as far as it got any."""
+    answerer = Process(server, "server", channel, None)
+    answerer.listen("joined")
+    other = Process(server, "client", channel, None, COUNT)
+    other.listen("joined")
+    victim = Process(server, "client", channel, (point, action, nth), COUNT)
+    victim.listen("joined")
+    victim.go()
+    other.go()
+    other.listen("end")
+    victim.listen("end")
+    answerer.go()
+    for process in (victim, other, answerer):
+        process.finish()
+    assert not other.died
+    assert not answerer.died
+    wanted = [(number, 2 * number) for number in range(1, COUNT + 1)]
+    assert other.all("got") == wanted
+    got = victim.all("got")
+    assert got == wanted[: len(got)]
+    if nth == 1 and not (action == "raise" and point.startswith("release.")):  # what raises where a view dies is lost
+        assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
+    check_nothing_left("work-queue", channel)
 
 
 def is_subsequence(wanted: list, within: list) -> bool:

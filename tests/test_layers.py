@@ -23,6 +23,7 @@ FLOORS = (
     ("views",),
     ("channel",),
     ("endpoints",),
+    ("rpc",),
     ("dropins",),
     ("cli",),
 )

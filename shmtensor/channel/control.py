@@ -7,7 +7,8 @@
            +8    owner    the uid whose names exist; set before they are made          "
            +16   role     +24 flags    +32 pid    +40 joined (unix ns)                 "
            +48   leaving  closed with views alive: no recipient any more             the member
-           +64   asleep   odd: asleep in recv, or waiting for a slot                 the member
+           +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
+                          its top bit: a sender waits on its FIFO, not on its semaphore
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
 as long as it lives. `epoch` moves, under byte 0, with everything that changes who must get or may hold what.
@@ -27,7 +28,7 @@ from ..memory.words import settle, store
 from .names import control_name
 
 MAGIC: Final = int.from_bytes(b"SHMTCTRL", "little")
-VERSION: Final = 1
+VERSION: Final = 2  # 2: a sender may sleep on a FIFO
 CAPACITY: Final = 256
 
 SENDER: Final = 1

@@ -25,7 +25,8 @@ _FIRST_FILES: Final = 8
 _CALLER_FILES: Final = 4
 """libzmq also ends the process where it cannot accept a connection: so many must be possible while others may ring."""
 _CALLERS_S: Final = 0.25
-_DEAF_S: Final = 0.01
+DEAF_S: Final = 0.01
+"""Seconds that a receiver sleeps at a time while it may not be rung."""
 
 _context: zmq.Context[zmq.Socket[bytes]] | None = None
 _context_pid = 0
@@ -89,9 +90,16 @@ class Inbox:
         self._callers_due = now + _CALLERS_S
         return True
 
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when a doorbell comes after `drain` has taken all there were.
+
+        ZeroMQ signals by edges: being readable says only that `drain` should be called.
+        """
+        return int(self._socket.getsockopt(zmq.FD))
+
     def doze(self, seconds: float) -> None:
         """Sleep a little, deaf to doorbells."""
-        time.sleep(min(seconds, _DEAF_S))
+        time.sleep(min(seconds, DEAF_S))
 
     def wait(self, seconds: float) -> bytes | None:
         """Sleep until a doorbell arrives, or None after `seconds`."""

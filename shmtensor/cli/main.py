@@ -1,4 +1,4 @@
-"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`."""
+"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`, `serve`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .demo.command import demo
 from .doctor import doctor
 from .gc import gc
 from .ls import ls
+from .serve import serve
 
 app = typer.Typer(
     name="shmtensor",
-    help="Move tensors between processes through shared memory: look at channels, clean up, check this machine.",
+    help="Move tensors between processes through shared memory: serve a model, look at channels, clean up, check this "
+    "machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,6 +44,7 @@ app.command()(gc)
 app.command()(doctor)
 app.command()(demo)
 app.command()(bench)
+app.command()(serve)
 
 if __name__ == "__main__":
     app(prog_name="shmtensor")

@@ -159,3 +159,5 @@ class Audience(Endpoint):
         finally:
             self._nap = (self._nap | 1) + 1
             store(words, member, self._nap)
+            if self._crowd is not None:
+                self._crowd.disturb()

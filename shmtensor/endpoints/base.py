@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OPEN: Final = ""
 CLOSED: Final = "closed"
+CLOSING: Final = "closing"
 LEAVING: Final = "closed, views alive"
 FORKED: Final = "forked"
 
@@ -44,6 +45,7 @@ class Endpoint(ABC):
         self._state = OPEN
         self._mutex = threading.Lock()
         self._pid = os.getpid()
+        self._crowd: Any = None  # the tasks of an event loop that wait here: endpoints/crowd.py
         _living.add(self)
         forks.track(self)
         _hook_multiprocessing()
@@ -70,6 +72,8 @@ class Endpoint(ABC):
         """This process is a forked child: the endpoint is the parent's."""
         self._unlearn()
         self._state = FORKED
+        if self._crowd is not None:
+            self._crowd.drop_in_child()
         self._mutex = threading.Lock()
 
     @abstractmethod
@@ -144,7 +148,7 @@ _hooked_pid = 0
 @atexit.register
 def _close_all() -> None:
     for endpoint in list(_living):
-        if endpoint._state == OPEN or endpoint._state == LEAVING:
+        if endpoint._state in (OPEN, CLOSING, LEAVING):
             with contextlib.suppress(Exception):
                 endpoint._at_exit()
     inbox.close_context()

@@ -18,14 +18,14 @@ from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
 from ..views import pack
 from . import usual
+from .arecv import AsyncReceiver
+from .asend import AsyncSender
 from .audience import Peer
 from .base import check_choice, check_count
 from .message import Message
-from .receiver import Receiver
-from .sender import Sender
 
 
-class Publisher(Sender):
+class Publisher(AsyncSender):
     """Sends every message to every subscriber of the channel that exists before `send` is called.
 
     Args:
@@ -112,7 +112,7 @@ class Publisher(Sender):
         return True
 
 
-class Subscriber(Receiver[BroadcastFeed]):
+class Subscriber(AsyncReceiver[BroadcastFeed]):
     """Receives every message that is sent to the channel while it exists, in order per publisher.
 
     Args:

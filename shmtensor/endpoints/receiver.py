@@ -236,7 +236,10 @@ class Receiver(Sources[_F]):
             return message
         if self._is_over():
             raise EndOfStream(self._over_text())
-        raise TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)')
+        raise self._too_late(timeout)
+
+    def _too_late(self, timeout: float | None) -> TimedOut:
+        return TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)')
 
     def _over_text(self) -> str:
         return f'channel "{self.name}": every sender has left, and everything they sent is received'
@@ -263,6 +266,8 @@ class Receiver(Sources[_F]):
         finally:
             self._nap = (self._nap | 1) + 1
             store(words, self._asleep, self._nap)
+            if self._crowd is not None:
+                self._crowd.disturb()
         # crash: sleep.awake
         if data is None:
             self._ticks += 1
@@ -328,6 +333,8 @@ class Receiver(Sources[_F]):
             # crash: close.said
             self._unlearn()
             self._settle_current(acknowledge)
+            if self._crowd is not None:
+                self._crowd.end()
             self._inbox.close()
             for feed in (*self._feeds, *self._retired):
                 feed.close()

@@ -27,7 +27,7 @@ from ..views import outgoing
 from ..views.outgoing import SMALL, Outgoing
 from . import usual
 from .audience import Audience, Peer
-from .base import CLOSED, FORKED, SPIN_NS, TICK, check_choice, check_count, check_timeout
+from .base import CLOSED, CLOSING, FORKED, SPIN_NS, TICK, check_choice, check_count, check_timeout
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
@@ -117,6 +117,10 @@ class Sender(Audience):
             seq: int | None = outbox.send(value, 0 if timeout == 0 else self._patience)
             if seq is not None:
                 return seq if seq > 0 else self._wake_late(-seq)
+        return self._send(value, meta, timeout)
+
+    def _send(self, value: Any, meta: Any, timeout: float | None) -> int:
+        """`send` by the Python code, which comes by `_publish`."""
         with self._mutex:
             if self._state:
                 self._refuse()
@@ -200,12 +204,17 @@ class Sender(Audience):
             out = outgoing.describe_empty(shape, dtype, meta)
             place = self._place(out.total, timeout)
             if place is None:
-                raise RingFull(f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait')
-            ring, slot = place
-            array = np.ndarray((out.total,), np.uint8, ring.buffer, slot * ring.slot_bytes)
-            span = ring.span(out.total)
-            ring.busy[slot : slot + span] = [(0, slot, span, (), False, weakref.ref(array))] * span
-            return Loan(self, ring, slot, out, array, dtype, shape)
+                raise RingFull(self._no_loan_text())
+            return self._lend(out, *place, dtype, shape)
+
+    def _lend(self, out: Outgoing, ring: Ring, slot: int, dtype: Any, shape: tuple[int, ...]) -> Loan:
+        array = np.ndarray((out.total,), np.uint8, ring.buffer, slot * ring.slot_bytes)
+        span = ring.span(out.total)
+        ring.busy[slot : slot + span] = [(0, slot, span, (), False, weakref.ref(array))] * span
+        return Loan(self, ring, slot, out, array, dtype, shape)
+
+    def _no_loan_text(self) -> str:
+        return f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait'
 
     def _commit(self, ring: Ring, slot: int, out: Outgoing, guard: weakref.ref[Any]) -> int:
         with self._mutex:
@@ -257,6 +266,18 @@ class Sender(Audience):
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
         check_timeout(timeout)
+        place = self._place_at_once(nbytes)
+        if place is not None:
+            return place
+        if self._full == "drop":
+            self._dropped += 1
+            return None
+        if self._full == "error" or timeout == 0:
+            raise RingFull(self._full_text(nbytes))
+        return self._wait_for_slot(nbytes, timeout)
+
+    def _place_at_once(self, nbytes: int) -> Place | None:
+        """A free place for `nbytes` that can be had without waiting."""
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         pool = self._pool
@@ -264,17 +285,10 @@ class Sender(Audience):
         place = pool.find(nbytes, self._is_free)
         if place is None and self._drop_dead():
             place = pool.find(nbytes, self._is_free)
-        if place is not None:
-            return place
-        if self._full == "drop":
-            self._dropped += 1
-            return None
-        if self._full == "grow" and pool.may_grow(nbytes):
+        if place is None and self._full == "grow" and pool.may_grow(nbytes):
             pool.add(nbytes)
-            return pool.find(nbytes, self._is_free)
-        if self._full == "error" or timeout == 0:
-            raise RingFull(self._full_text(nbytes))
-        return self._wait_for_slot(nbytes, timeout)
+            place = pool.find(nbytes, self._is_free)
+        return place
 
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> Place:
         """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
@@ -328,16 +342,18 @@ class Sender(Audience):
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.
         """
         check_timeout(linger)
-        if self._state:
+        if self._state and self._state != CLOSING:
             return
         self._leave(linger)
 
     def _leave(self, linger: float | None) -> None:
         self._stop = True
         with self._mutex:
-            if self._state:
+            if self._state and self._state != CLOSING:
                 return
             self._unlearn()
+            if self._crowd is not None:
+                self._crowd.end()
             try:
                 store(self._words, L_CLOSED, 1)
                 # crash: close.said

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from ..channel import control as ctl
 from ..channel.control import Entry
-from ..channel.names import ledger_name, ring_name
+from ..channel.names import ledger_name, ring_name, socket_path
 from ..errors import ResourceError, WireError
-from ..memory.semaphores import Sleeper
+from ..memory.fifos import Rouser
 from ..memory.words import settle
 from ..ring.feed import Feed
 from ..ring.layout import FAN_OUT
@@ -38,6 +38,11 @@ class Sources(Endpoint, Generic[_F]):
         self._epoch = -1
         self._incomplete = False  # a sender of the table could not be attached: try again, though the table stands
         self._bad_records = 0
+
+    @property
+    def _maps_writable(self) -> bool:
+        """Whether the values are this receiver's alone."""
+        return self._kind != FAN_OUT
 
     def _refresh(self) -> None:
         """Read the table: attach new senders, notice those that left."""
@@ -79,9 +84,9 @@ class Sources(Endpoint, Generic[_F]):
             log.error("channel %s: cannot attach to producer %016x: %s", self.name, entry.uid, str(error))
             return None
         try:
-            sleeper = Sleeper(name, create=False)
+            rouser = self._rouser(entry)
         except FileNotFoundError:
-            sleeper = None
+            rouser = None
         except ResourceError:
             ledger.close()
             raise
@@ -89,11 +94,11 @@ class Sources(Endpoint, Generic[_F]):
         def attach_ring(index: int) -> Ring:
             return Ring.attach(
                 ring_name(control.channel, entry.uid, index), entry.uid, index,
-                kind=self._kind, capacity=control.capacity, writable=self._kind != FAN_OUT,
+                kind=self._kind, capacity=control.capacity, writable=self._maps_writable,
             )  # fmt: skip
 
         feed = self._make_feed(
-            ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), sleeper,
+            ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), rouser,
             attach_ring, self._lease_emptied,
         )  # fmt: skip
         feed.gone = ledger.closed
@@ -133,11 +138,15 @@ class Sources(Endpoint, Generic[_F]):
         """A sender may be waiting for subscribers."""
         words = self._control_words
         for entry in self._member.peers():
-            if entry.role == ctl.SENDER and words[ctl.asleep_word(entry.index)] & 1:
+            asleep = words[ctl.asleep_word(entry.index)]
+            if entry.role == ctl.SENDER and asleep & 1:
                 with contextlib.suppress(FileNotFoundError, ResourceError):
-                    sleeper = Sleeper(ledger_name(self.name, entry.uid), create=False)
-                    sleeper.post()
-                    sleeper.close()
+                    rouser = self._rouser(entry)
+                    rouser.rouse(asleep)
+                    rouser.close()
+
+    def _rouser(self, sender: Entry) -> Rouser:
+        return Rouser(ledger_name(self.name, sender.uid), socket_path(self._member.directory, sender.uid))
 
     @abstractmethod
     def _lease_emptied(self) -> None:

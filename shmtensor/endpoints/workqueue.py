@@ -18,15 +18,16 @@ from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
 from ..wire.record import pack_bell
 from . import usual
+from .arecv import AsyncReceiver
+from .asend import AsyncSender
 from .audience import Peer
 from .base import FORKED, TICK, check_choice, check_count
 from .message import Message
 from .receiver import Receiver
-from .sender import Sender
 from .sources import log
 
 
-class Producer(Sender):
+class Producer(AsyncSender):
     """Sends each message to exactly one consumer of the channel, now or later.
 
     Without consumers, messages wait in the ring.
@@ -102,7 +103,7 @@ class Producer(Sender):
         return all(ring.words[state_word(ring, slot) + DONE] == seq for ring, (seq, slot, *_) in self._pool.messages())
 
 
-class Consumer(Receiver[CompetingFeed]):
+class Consumer(AsyncReceiver[CompetingFeed]):
     """Takes messages off a work queue, each one that no other consumer has.
 
     A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
@@ -145,21 +146,27 @@ class Consumer(Receiver[CompetingFeed]):
         message = super().recv(timeout=timeout, copy=copy)
         if self._by_next:  # only now: a message that the caller never got is not acknowledged
             self._current = message._lease, message._hold
-        inlet = self._inlet
-        if inlet is not None and inlet.more:
-            self._pass_on(inlet)
+        self._share()
         return message
 
     recv.__doc__ = Receiver.recv.__doc__
+
+    async def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        self._settle_last()
+        message = await super().arecv(timeout=timeout, copy=copy)
+        if self._by_next:
+            self._current = message._lease, message._hold
+        self._share()
+        return message
+
+    arecv.__doc__ = AsyncReceiver.arecv.__doc__
 
     def _settle_last(self) -> None:
         """By asking for the next message, the one before is done."""
         if self._state:
             return  # closing has told, and a forked child has no part in it
-        current, self._current = (
-            self._current,
-            None,
-        )  # also keeps its memory, and with it the lock, until `done` is told
+        current = self._current  # keeps its memory, and with it the lock, until `done` is told
+        self._current = None
         if current is not None:
             acknowledge(current[0])
 
@@ -195,6 +202,13 @@ class Consumer(Receiver[CompetingFeed]):
         rung = super()._sleep(seconds)
         barrier()  # what somebody published who still saw us asleep is visible now, for `_take` to ring another sleeper
         return rung
+
+    def _after_sleep(self) -> None:
+        barrier()  # as in `_sleep`
+
+    def _pass_on(self) -> None:
+        if self._has_more():
+            self._ring_sibling(self._member.uid, None)
 
     def _take(self, feed: CompetingFeed) -> Message | None:
         while seq := feed.next():
@@ -245,12 +259,16 @@ class Consumer(Receiver[CompetingFeed]):
     def _compiled(self) -> list[Any]:
         return list(self._inlets.values())
 
-    def _pass_on(self, inlet: Any) -> None:
-        """The compiled module took a message, and there was more to take while a sibling slept."""
-        inlet.more = False
-        with self._mutex:
-            if not self._state and self._has_more():
-                self._ring_sibling(self._member.uid, None)
+    def _share(self) -> None:
+        """If the compiled module took a message while there was more to take and a sibling slept: ring it."""
+        inlet = self._inlet
+        if inlet is not None and inlet.more and self._mutex.acquire(False):  # else a thread of ours is taking more
+            try:
+                inlet.more = False
+                if not self._state and self._has_more():
+                    self._ring_sibling(self._member.uid, None)
+            finally:
+                self._mutex.release()
 
     def _scan(self) -> Message | None:
         """A look through all records, for messages that somebody claimed and did not finish."""
@@ -336,8 +354,7 @@ class Consumer(Receiver[CompetingFeed]):
             self._current = None
 
     def _settle_current(self, acknowledge: bool) -> None:
-        if self._has_more():  # perhaps we were rung for it
-            self._ring_sibling(self._member.uid, None)
+        self._pass_on()  # perhaps we were rung for it
         self._bells.close()
         if self._current is not None and acknowledge:
             self._acknowledge(self._current[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import WireError
 from ..memory import forks
-from ..memory.semaphores import Sleeper
+from ..memory.fifos import Rouser
 from ..memory.words import WEAKLY_ORDERED, settle
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .layout import L_PUBLISHED, MAX_RINGS, R_RECORDS, RECORD_WORDS
@@ -48,17 +48,17 @@ class Feed(ABC):
     """One attached producer. Subclasses say how a message is taken and given back."""
 
     __slots__ = (
-        "__weakref__", "_asleep", "_control", "_posted", "_sleeper", "attach_ring", "closing", "emptied", "gone",
+        "__weakref__", "_asleep", "_control", "_posted", "_rouser", "attach_ring", "closing", "emptied", "gone",
         "index", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
     )  # fmt: skip
 
     def __init__(
-        self, ledger: Ledger, index: int, member: int, control: memoryview, asleep: int, sleeper: Sleeper | None,
+        self, ledger: Ledger, index: int, member: int, control: memoryview, asleep: int, rouser: Rouser | None,
         attach_ring: Callable[[int], Ring], emptied: Callable[[], None],
     ) -> None:  # fmt: skip
         self.ledger, self.uid, self.index, self.member = ledger, ledger.uid, index, member
         self.words, self.mask, self.order = ledger.words, ledger.mask, ledger.shape.order
-        self._control, self._asleep, self._sleeper, self._posted = control, asleep, sleeper, 0
+        self._control, self._asleep, self._rouser, self._posted = control, asleep, rouser, 0
         self.attach_ring, self.emptied = attach_ring, emptied
         self.rings: list[Ring] = []
         self.position = 0
@@ -138,11 +138,11 @@ class Feed(ABC):
         return not known or self.holds(self.rings[index], slot, seq)
 
     def wake_sender(self) -> None:
-        """After giving back: post the producer's semaphore if it sleeps, once per sleep."""
+        """After giving back: wake the producer if it sleeps, once per sleep."""
         asleep = self._control[self._asleep]
-        if asleep & 1 and asleep != self._posted and self._sleeper is not None:
+        if asleep & 1 and asleep != self._posted and self._rouser is not None:
             self._posted = asleep
-            self._sleeper.post()
+            self._rouser.rouse(asleep)
 
     def _ended(self, lease: Any) -> None:
         """The storage died: give the slot back. Runs wherever the last reference was dropped; takes no lock."""
@@ -164,5 +164,5 @@ class Feed(ABC):
         self.closing = True
         if not self.leases:
             self.ledger.close()
-            if self._sleeper is not None:
-                self._sleeper.close()
+            if self._rouser is not None:
+                self._rouser.close()

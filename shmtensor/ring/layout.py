@@ -13,8 +13,11 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 
     0        magic  version  uid  kind  index  slots  slot_bytes  capacity     written once, magic last
     4096     records: slots x 256                                         producer
-             state, fan-out: capacity rows x slots words                  row r: the receiver at member index r
-             state, work queue: slots x (claimed, done, released, attempt)     whoever holds lock(seq)
+             state, fan-out: capacity rows x slots words                  row r: the receiver at member index r;
+                                                                          the producer's own row is its to use (rpc/)
+             state, work queue: slots x (claimed, done, released, attempt,     whoever holds lock(seq)
+                                         note, deadline,                       producer (rpc/)
+                                         verdict, -)                           whoever holds lock(seq) (rpc/)
              data: slots x slot_bytes, page aligned          producer; receivers of a fan-out map it read-only
 """
 
@@ -47,7 +50,7 @@ L_MEMBERS: Final = HEADER // 8
 R_MAGIC, R_VERSION, R_UID, R_KIND, R_INDEX, R_SLOTS, R_SLOT_BYTES, R_CAPACITY = range(8)
 R_RECORDS: Final = HEADER // 8
 RECORD_WORDS: Final = RECORD // 8
-CLAIMED, DONE, RELEASED, ATTEMPT = range(4)
+CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT = range(7)
 
 MAX_RINGS: Final = 255
 MAX_SLOTS: Final = 1 << 20

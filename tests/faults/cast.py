@@ -155,3 +155,60 @@ def getter(pipe, queue, plan, count: int) -> None:
         queue.close()
 
     _surviving_a_crash(body, pipe)
+
+
+def client(pipe, service: str, plan, count: int) -> None:
+    """Ask for the double of each number, telling the test each reply; some in futures, some cancelled at once."""
+    _arm(plan)
+
+    def body() -> None:
+        asker = shmtensor.Client(service, slots=4)
+        try:
+            pipe.send(("joined", None))
+            pipe.recv()
+            for number in range(1, count + 1):
+                while True:
+                    try:
+                        if number % 3 == 0:
+                            asker.submit(payload(number)).cancel()
+                        ask = asker.submit(payload(number), timeout=PATIENCE).result if number % 2 else None
+                        reply = ask() if ask else asker.request(payload(number), timeout=PATIENCE)
+                    except points.Crash as crash:
+                        pipe.send(("raised", str(crash)))
+                        continue
+                    break
+                pipe.send(("got", (number, number_of(reply))))
+                del reply
+        finally:
+            asker.close()
+
+    _surviving_a_crash(body, pipe)
+
+
+def server(pipe, service: str, plan, drop: bool = False) -> None:
+    """Answer with the double, until told to end; telling the test each request. Or let go of each."""
+    _arm(plan)
+
+    def body() -> None:
+        answerer = shmtensor.Server(service)
+        try:
+            pipe.send(("joined", None))
+            while not pipe.poll():
+                try:
+                    req = answerer.recv(timeout=0.05)
+                except shmtensor.TimedOut:
+                    continue
+                except points.Crash as crash:
+                    pipe.send(("raised", str(crash)))
+                    continue
+                pipe.send(("took", (number_of(req.value), req.attempt)))
+                while not drop and not req.answered:
+                    try:
+                        req.reply(2 * req.value)
+                    except points.Crash as crash:
+                        pipe.send(("raised", str(crash)))
+                del req
+        finally:
+            answerer.close()
+
+    _surviving_a_crash(body, pipe)

@@ -7,6 +7,7 @@ from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
 from .history import History
 from .joining import Joining, JoiningDeath
 from .latest import Latest, LatestDeath, LatestTwoSlots
+from .loop_wait import LoopWait
 from .orphans import Orphans
 from .queue_wake import QueueWake
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeTick
@@ -20,4 +21,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
+    LoopWait,  # 9
 )

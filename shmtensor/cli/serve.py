@@ -1,0 +1,59 @@
+"""`shmtensor serve`: worker processes that answer a service's requests with a function."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from ..rpc import worker
+from ..rpc.workers import serve as serve_forever
+from .output import guarded
+
+
+@guarded
+def serve(
+    handler: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="The function that makes a reply's value of a request's value, or a class: each worker makes one, "
+            "which loads the model, and calls it. The module may lie in the current directory.",
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", help="The service's name: what clients ask for.")],
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes.")] = 1,
+    max_batch: Annotated[
+        int | None, typer.Option("--max-batch", min=1, help="Requests to stack into one call; default: one by one.")
+    ] = None,
+    max_wait: Annotated[
+        float, typer.Option("--max-wait", min=0.0, help="Seconds that a batch waits for more after its first request.")
+    ] = 0.002,
+    max_attempts: Annotated[
+        int, typer.Option("--max-attempts", min=1, help="Workers that may die with one request before it fails.")
+    ] = 3,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Deaths in a row of one worker before all is given up.")
+    ] = 10,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0.0, help="Seconds that a stopping worker has to finish what it took.")
+    ] = 30.0,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", help='Most shared memory for the replies to one client, e.g. "1GiB".')
+    ] = None,
+) -> None:
+    """Answer requests with worker processes; restart those that die.
+
+    SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. One line per
+    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying.
+
+    Example: shmtensor serve mymodel:predict --name model --workers 4 --max-batch 32
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    worker.check(handler)
+    code = serve_forever(
+        handler, name=name, workers=workers, max_batch=max_batch, max_wait=max_wait, max_attempts=max_attempts,
+        max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
+    )  # fmt: skip
+    raise typer.Exit(code)

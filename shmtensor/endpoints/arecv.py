@@ -1,0 +1,141 @@
+"""Receiving on an event loop: `arecv`, `async for`. What waits is a `Listeners`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..channel import control as ctl
+from ..errors import EndOfStream
+from .base import check_timeout
+from .message import Message
+from .receiver import Receiver
+from .sources import _F
+from .turns import BUSY, NOTHING, AsyncEndpoint, clock
+
+if TYPE_CHECKING:
+    from .crowds import Listeners
+
+_A = TypeVar("_A", bound="AsyncReceiver[Any]")
+
+
+class AsyncReceiver(Receiver[_F], AsyncEndpoint):
+    """A receiver with the calls that an event loop can wait for."""
+
+    _crowd: Listeners | None = None
+    _scan_wanted = False
+
+    async def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        """`recv` for asyncio: other tasks run while this one waits, and no thread is used.
+
+        Several tasks may wait at one receiver; they are served in the order in which they came. A task that is
+        cancelled while it waits has taken nothing: the message goes to another task, or to the next call.
+
+        Args:
+            timeout, copy: as for `recv`.
+
+        Raises:
+            TimedOut, EndOfStream, ClosedError, ForkedError: as for `recv`.
+            LoopError: tasks of another event loop wait at this receiver.
+
+        >>> import asyncio, shmtensor, torch
+        >>> async def main():
+        ...     with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
+        ...         waiting = asyncio.create_task(sub.arecv(timeout=5))
+        ...         await pub.asend(torch.arange(3))
+        ...         return (await waiting).value
+        >>> asyncio.run(main())
+        tensor([0, 1, 2])
+        """
+        check_timeout(timeout)
+        if clock() >= self._turn_due:
+            await self._take_turns()
+        if self._state or self._stop:
+            self._refuse()
+        message = NOTHING
+        attempt = self._attempt()
+        if self._crowd is None or self._crowd.is_empty or timeout == 0:
+            inlet = self._inlet
+            message = None if inlet is None else inlet.recv(self, 0)
+            if message is None:
+                message = attempt()
+        if (message is NOTHING or message is BUSY) and timeout != 0:
+            from .crowds import Listeners, crowd_of
+
+            message = await crowd_of(self, Listeners).attend(self, attempt, self._has_news, timeout)
+        if message is NOTHING or message is BUSY:
+            raise self._too_late(timeout)
+        if copy:
+            self._make_private(message)
+        return message  # type: ignore[no-any-return]
+
+    def _attempt(self) -> Callable[[], Any]:
+        """One call's attempts: a message, NOTHING, or BUSY."""
+        asked = False
+
+        def attempt() -> Any:
+            nonlocal asked
+            if not self._mutex.acquire(blocking=False):
+                return BUSY
+            try:
+                if self._state or self._stop:
+                    self._refuse()
+                if not asked:
+                    asked = True
+                    self._before_next()
+                message = self._poll()
+                if message is None and (message := self._look_around()) is None:
+                    return NOTHING
+                self._received += 1
+                self._received_bytes += message.nbytes
+                return message
+            finally:
+                self._mutex.release()
+
+        return attempt
+
+    def _look_around(self) -> Message | None:
+        """Nothing is there: at a tick, who died, and what did they leave? Raises `EndOfStream`."""
+        message, crowd = None, self._crowd
+        ticked = crowd is not None and crowd.ticked
+        if ticked or clock() >= self._look_around_due:
+            self._ticks += ticked
+            self._tick()
+            message = self._poll()
+            self._late += ticked and message is not None
+        if crowd is not None:
+            crowd.ticked = False
+        if message is None and self._is_over():
+            raise EndOfStream(self._over_text())
+        return message
+
+    def _has_news(self) -> bool:
+        """Whether there may be something for the next attempt."""
+        return (
+            self._scan_wanted
+            or self._control_words[ctl.W_EPOCH] != self._epoch
+            or any(feed.behind > 0 for feed in self._feeds)
+        )
+
+    def _after_sleep(self) -> None:
+        """`asleep` is even again."""
+
+    def _pass_on(self) -> None:
+        """Nobody here will take what this receiver may have been rung for."""
+
+    def __aiter__(self: _A) -> _A:
+        return self
+
+    async def __anext__(self) -> Message:
+        try:
+            return await self.arecv()
+        except EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""
+        self._stop = True
+        try:
+            await self._until_idle()
+        finally:
+            self.close()

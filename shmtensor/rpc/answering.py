@@ -1,0 +1,119 @@
+"""A server's endpoints: the consumer of requests, and a publisher of replies for each client."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ..endpoints.pubsub import Publisher
+from ..endpoints.workqueue import Consumer
+from ..memory.words import store
+from ..ring.competing import CompetingFeed
+from ..ring.layout import L_PUBLISHED
+from ..ring.ring import Busy, Ring
+from ..views.outgoing import Outgoing
+from .asking import refuse
+
+
+class Source:
+    """A ring of a client's, as requests come from it."""
+
+    __slots__ = ("feed", "replies", "words")
+
+    def __init__(self, feed: CompetingFeed, words: memoryview) -> None:
+        self.feed = feed
+        self.words = words  # kept, so that its `id` stays its own
+        self.replies: Replies | None = None
+
+
+class Intake(Consumer):
+    """Takes requests, several at once if need be."""
+
+    def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
+        self._sources: dict[int, Source] = {}
+        self._sources_epoch = -1
+        super().__init__(service, acknowledge="release", max_attempts=max_attempts, spin=spin)
+
+    def _is_over(self) -> bool:
+        if any(feed.gone for feed in self._feeds):
+            self._retire_drained()
+        return False  # another client may come
+
+    def source_of(self, lease: Any) -> Source:
+        """The client whose request this is."""
+        words = lease.words
+        if self._sources_epoch != self._epoch:
+            self._sources.clear()
+            self._sources_epoch = self._epoch
+        source = self._sources.get(id(words))
+        if source is None:
+            source = self._sources[id(words)] = Source(self._find(words), words)
+        return source
+
+    def _find(self, words: memoryview) -> CompetingFeed:
+        for feed in (*self._feeds, *self._retired):
+            if any(ring.words is words for ring in feed.rings):
+                return feed
+        raise LookupError("a request of an unknown client")
+
+    def clients(self) -> dict[int, bool]:
+        """The uids of the clients that are attached, and whether each has left."""
+        return {feed.uid: feed.gone for feed in (*self._feeds, *self._retired)}
+
+    @property
+    def epoch(self) -> int:
+        """Moves whenever a client or a server comes or goes."""
+        return self._epoch
+
+    def _refuse(self) -> None:
+        refuse(self, "Server")
+
+
+class Replies(Publisher):
+    """Publishes replies to one client, each with the number of the request that it is for."""
+
+    def __init__(self, channel: str, *, slots: int, max_bytes: int | str | None) -> None:
+        self._posting = threading.Lock()
+        self._request = 0
+        super().__init__(channel, slots=slots, max_bytes=max_bytes)
+        # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
+        self._full, self._patience = "grow", 0
+
+    def drop_in_child(self) -> None:
+        super().drop_in_child()
+        self._posting = threading.Lock()
+
+    def post(self, value: Any, meta: Any, request: int) -> None:
+        """Publish a reply; never waits. Raises what `send` raises."""
+        with self._posting:
+            outbox = self._outbox
+            if meta is None and outbox is not None:
+                ring = self._rings[0]
+                slot = ring.cursor
+                entry = ring.busy[slot]
+                if entry is None or self._is_back(ring, slot, entry):  # where the outbox will put it, if it can
+                    store(ring.words, ring.state + self._member.index * ring.row + slot, request)
+                    sent = outbox.send(value, 0)
+                    if sent is not None:
+                        if sent < 0:
+                            self._wake_late(-sent)
+                        return
+            self._request = request
+            self._send(value, meta, 0)  # by `_publish`: the outbox might find a slot at a second try
+
+    def _is_back(self, ring: Ring, slot: int, entry: Busy) -> bool:
+        """`_is_free` for the usual case: one subscriber, which has given the slot back."""
+        recipients = entry[3]
+        if len(recipients) != 1:
+            return self._is_free(ring, entry)
+        given: int = ring.words[ring.state + recipients[0].index * ring.row + slot]
+        return bool(given == 2 * entry[0] + 1)
+
+    def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
+        store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)
+        # crash: reply.noted
+        return super()._publish(ring, slot, out, guard)
+
+    @property
+    def sent(self) -> int:
+        return self._words[L_PUBLISHED]

@@ -1,0 +1,216 @@
+"""A client's two endpoints: the producer of its requests and the subscriber of its replies."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ..endpoints.base import FORKED
+from ..endpoints.message import Message
+from ..endpoints.pubsub import Subscriber
+from ..endpoints.workqueue import Producer
+from ..errors import ClosedError, ForkedError, RingFull
+from ..memory.words import store
+from ..ring.competing import state_word
+from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, VERDICT
+from ..ring.ring import Ring
+from ..views.outgoing import Outgoing
+from .notes import CANCELLED
+
+if TYPE_CHECKING:
+    from .call import Call
+
+
+class Requests(Producer):
+    """Publishes requests with their notes, and takes back what nobody has started."""
+
+    def __init__(self, service: str, **options: Any) -> None:
+        self.calls: dict[
+            int, Call
+        ] = {}  # by sequence number: entered before they are published, as a reply may be fast
+        self._posting = threading.Lock()  # a note and its request go together
+        self._withdrawing = threading.Lock()  # our lock on a request would be granted to each of our threads
+        self._next: Call | None = None
+        super().__init__(service, **options)
+
+    @property
+    def uid(self) -> int:
+        return self._member.uid
+
+    def drop_in_child(self) -> None:
+        super().drop_in_child()
+        self._posting, self._withdrawing = threading.Lock(), threading.Lock()
+
+    def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
+        """Publish a request; raises what `send` raises."""
+        posting = self._posting
+        if not posting.acquire(False) and not posting.acquire(timeout=-1 if timeout is None else timeout):
+            raise RingFull(f'service "{self.name}": another thread waits for room for its request')
+        try:
+            outbox = self._outbox
+            if meta is None and outbox is not None:
+                ring = self._rings[0]
+                slot = ring.cursor
+                words, at, entry = ring.words, ring.state + 8 * slot, ring.busy[slot]
+                if entry is None or words[at + RELEASED] == entry[0]:  # where the outbox will put it, if it can
+                    seq = self._words[L_PUBLISHED] + 1
+                    call.seq, call.words, call.at = seq, words, at
+                    self.calls[seq] = call
+                    store(words, at + DEADLINE, call.deadline)
+                    store(words, at + NOTE, seq << 8 | call.bits)
+                    sent = outbox.send(value, 0)
+                    if sent is not None:
+                        if sent < 0:
+                            self._wake_late(-sent)
+                        return
+                    del self.calls[seq]
+                    call.seq = 0
+            self._next = call
+            self._send(value, meta, timeout)  # by `_publish`: the outbox might find a slot at a second try
+        except BaseException:
+            if call.seq > self._words[L_PUBLISHED]:
+                self.calls.pop(call.seq, None)
+                call.seq = 0
+            raise
+        finally:
+            posting.release()
+
+    def _try_enter(self) -> bool:
+        if not self._posting.acquire(False):
+            return False
+        if super()._try_enter():
+            return True
+        self._posting.release()
+        return False
+
+    def _exit(self) -> None:
+        super()._exit()
+        self._posting.release()
+
+    def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
+        call, self._next = self._next, None
+        if call is not None:
+            seq, at = self._words[L_PUBLISHED] + 1, state_word(ring, slot)
+            call.seq, call.words, call.at = seq, ring.words, at
+            self.calls[seq] = call
+            store(ring.words, at + DEADLINE, call.deadline)
+            store(ring.words, at + NOTE, seq << 8 | call.bits)
+            # crash: request.noted
+        seq = super()._publish(ring, slot, out, guard)
+        # crash: request.posted
+        return seq
+
+    def cancel(self, call: Call) -> None:
+        """Say that nobody waits for the reply any more; whoever has not started the request will not start it."""
+        seq, words, at = call.seq, call.words, call.at
+        if words[at + NOTE] >> 8 == seq:  # else the slot is another message's by now
+            store(words, at + NOTE, seq << 8 | call.bits | CANCELLED)
+        # crash: cancel.noted
+        self.withdraw(call)
+
+    def withdraw(self, call: Call) -> bool:
+        """Finish a request that no server holds, as a server would that drops it. False: one has it, or it is done."""
+        seq, words, at = call.seq, call.words, call.at
+        with self._withdrawing:
+            if self._state or words[at + DONE] >= seq or not self._ledger.locks.try_exclusive(seq):
+                return False
+            # who sends in another thread may free the slot as soon as it is done: then `released` is not ours to store
+            alone = self._mutex.acquire(False)
+            try:
+                # crash: withdraw.locked
+                if words[at + DONE] >= seq:
+                    return False
+                store(words, at + DONE, seq)
+                # crash: withdraw.done
+                if alone:
+                    store(words, at + RELEASED, seq)
+                return True
+            finally:
+                self._ledger.locks.unlock(seq)
+                if alone:
+                    self._mutex.release()
+
+    @staticmethod
+    def is_done(call: Call) -> bool:
+        """Whether no server will work on it any more: its reply is sent, or there is none."""
+        return call.words[call.at + DONE] >= call.seq
+
+    @staticmethod
+    def was_taken(call: Call) -> bool:
+        """Whether a server has ever taken it."""
+        return call.words[call.at + CLAIMED] >= call.seq
+
+    @staticmethod
+    def verdict(call: Call) -> tuple[int, int]:
+        """Why a request that is done has no reply: (code or 0, how often it was taken, as far as that is known)."""
+        seq, words, at = call.seq, call.words, call.at
+        verdict, attempt = words[at + VERDICT], words[at + ATTEMPT]
+        return verdict & 0xFF if verdict >> 8 == seq else 0, attempt & 0xFF if attempt >> 8 == seq else 0
+
+    def _refuse(self) -> None:
+        refuse(self, "Client")
+
+
+class Answers(Subscriber):
+    """Receives the replies to one client. They are nobody else's, so that they may be written."""
+
+    def __init__(self, channel: str, *, spin: float) -> None:
+        self._rows: dict[int, tuple[memoryview, int]] = {}
+        self._rows_epoch = -1
+        super().__init__(channel, spin=spin)
+
+    @property
+    def _maps_writable(self) -> bool:
+        return True
+
+    def _value(self, found: Any, array: Any, readonly: bool) -> tuple[Any, Any]:
+        return super()._value(found, array, False)
+
+    def _is_over(self) -> bool:
+        if any(feed.gone for feed in self._feeds):
+            self._retire_drained()
+        return False  # another server may come
+
+    def recv_soon(self) -> Message | None:
+        """A usual tensor that is there very soon, or None."""
+        inlet = self._inlet
+        return None if inlet is None else inlet.recv(self, self._patience)
+
+    def request_of(self, lease: Any) -> int:
+        """Which request a reply is for."""
+        words = lease.words
+        if self._rows_epoch != self._epoch:
+            self._rows.clear()
+            self._rows_epoch = self._epoch
+        row = self._rows.get(id(words))
+        if row is None:
+            row = self._rows[id(words)] = words, self._own_row(words)
+        return int(words[lease.word + row[1]])
+
+    def _own_row(self, words: memoryview) -> int:
+        """Words from our row in a ring to its publisher's own."""
+        for feed in (*self._feeds, *self._retired):
+            for ring in feed.rings:
+                if ring.words is words:
+                    return (feed.index - self._member.index) * ring.row
+        raise LookupError("a reply of an unknown server")
+
+    def look_around(self) -> None:
+        """What a tick of `recv` does: notice servers that died."""
+        with self._mutex:
+            if not self._state:
+                self._tick()
+
+    def _refuse(self) -> None:
+        refuse(self, "Client")
+
+
+def refuse(endpoint: Any, what: str) -> None:
+    """Raise what says that this end of the service is closed or somebody else's."""
+    service = endpoint.name.rsplit(".", 1)[0] if isinstance(endpoint, Answers) else endpoint.name
+    if endpoint._state == FORKED:
+        raise ForkedError(
+            f'{what} of service "{service}" belongs to process {endpoint._pid}, which forked this one: create a new '
+            "one here"
+        )
+    raise ClosedError(f'{what} of service "{service}" is closed')

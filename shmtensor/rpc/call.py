@@ -1,0 +1,105 @@
+"""One request as its client sees it, until its reply is there."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import Client
+
+
+class Call:
+    """A request that is being posted, or was. Ends once: with a value, an error, or because nobody waits any more.
+
+    deadline: on CLOCK_MONOTONIC, nanoseconds; 0: none
+    bits:     of its note
+    seq:      once it is posted, its place in the ring of requests: `words` and the index `at` of its slot's state
+    """
+
+    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "words")
+
+    words: memoryview
+    at: int
+
+    def __init__(self, deadline: int, bits: int) -> None:
+        self.deadline, self.bits, self.seq = deadline, bits, 0
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.bell: threading.Event | None = None  # of the thread that waits for it while another one receives
+        self.future: RequestFuture | None = None
+
+    def finish(self, value: Any, error: BaseException | None = None) -> None:
+        """Its end. Called once, by whoever took it out of the client's table."""
+        self.value, self.error, self.done = value, error, True
+        future, bell = self.future, self.bell
+        if future is not None:
+            self.value = self.future = None  # the future owns it
+            future._settle(value, error)
+        if bell is not None:
+            bell.set()
+
+    def result(self) -> Any:
+        """The value, which is the caller's from now on, or the error."""
+        value, self.value = self.value, None
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                del value
+                self.error = None  # its traceback refers to this frame
+        return value
+
+
+class RequestFuture(Future[Any]):
+    """What `submit` returns: a `concurrent.futures.Future` whose waiting thread receives replies itself if it can.
+
+    `cancel()` works until the reply is there: a request that no server has started is never started; of one that a
+    server has started, the handler may ask (`req.cancelled`), and its reply is dropped. `running()` is never true.
+    """
+
+    def __init__(self, client: Client, call: Call) -> None:
+        super().__init__()
+        self._way: tuple[Client, Call] | None = client, call  # until it is done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The reply's value; raises what the request ended with, `TimeoutError` after `timeout` seconds."""
+        try:
+            return super().result(self._help(timeout))
+        finally:
+            self = None  # type: ignore[assignment]  # an error's traceback refers to this frame
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the request ended with, or None; `TimeoutError` after `timeout` seconds."""
+        return super().exception(self._help(timeout))
+
+    def _help(self, timeout: float | None) -> float | None:
+        """Wait, receiving if no other thread does; returns how long to wait then."""
+        way = self._way
+        if way is None:  # it is done, or is being settled at this moment
+            return timeout
+        way[0]._help(way[1], timeout)
+        return timeout if way[1].done else 0
+
+    def cancel(self) -> bool:
+        """Give the request up. False if its reply is there already."""
+        way = self._way
+        if way is not None:
+            way[0]._drop(way[1])
+        return self.cancelled()
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        """Tell whoever waits."""
+        self._way = None
+        try:
+            if isinstance(error, CancelledError):
+                super().cancel()
+                self.set_running_or_notify_cancel()
+            elif error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(value)
+        except InvalidStateError:  # somebody else set it, against the rules: theirs stays
+            pass

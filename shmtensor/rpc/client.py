@@ -1,0 +1,384 @@
+"""`Client`: requests go out, replies come back, each to the call it is for.
+
+Whoever waits for a reply receives, and hands replies for others to them (leader and followers), so that a single
+thread's `request` costs no hop between threads. A thread of the library's own receives only while there are futures
+that nobody may be waiting for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+from ..endpoints.base import TICK, check_timeout
+from ..endpoints.message import Message
+from ..errors import ArgumentError, ClosedError, TimedOut
+from ..statistics import ClientStatistics
+from . import failures
+from .aclient import AsyncClient
+from .asking import Answers, Requests
+from .call import Call, RequestFuture
+from .driver import Driver
+from .notes import ONCE, check_service, reply_channel
+
+_Value = Any
+
+
+class Client(AsyncClient):
+    """Sends requests to the servers of a service, each to one that is idle if there is one, and gets their replies.
+
+    Args:
+        service: the service's name, 1 to 47 of `A-Za-z0-9._-`: what its servers are called by.
+        slots: requests that may be on their way or with a server; further ones wait for room (`full=`).
+        slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None: as the first request needs.
+        full: what happens when no slot is free: `"block"`, `"grow"`, `"error"`.
+        max_bytes: most shared memory for requests; None: as much as `/dev/shm` gives.
+        spin: seconds that a waiting thread stays awake before it sleeps.
+
+    A request is copied before the call returns. A reply's tensors and arrays are the server's slot itself, writable
+    and yours: the slot is used again when the last view of them has died.
+
+    May be used from several threads. In a forked child it raises `ForkedError`: create a new one there.
+
+    >>> import shmtensor, threading, torch
+    >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
+    ...     threading.Thread(target=server.run, args=(torch.neg,)).start()
+    ...     client.request(torch.arange(3), timeout=5)
+    ...     server.stop()
+    tensor([ 0, -1, -2])
+    """
+
+    def __init__(
+        self,
+        service: str,
+        *,
+        slots: int = 16,
+        slot_bytes: int | str | None = None,
+        full: str = "block",
+        max_bytes: int | str | None = None,
+        spin: float = 100e-6,
+    ) -> None:
+        check_service(service)
+        if full == "drop":
+            raise ArgumentError('full="drop" would lose requests: choose one of "block", "grow", "error"')
+        self._requests = Requests(service, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
+        try:
+            self._answers = Answers(reply_channel(service, self._requests.uid), spin=spin)
+        except BaseException:
+            self._requests.close()
+            raise
+        self._window = slots
+        self._calls = self._requests.calls
+        self._leading = threading.Lock()
+        self._followers: deque[threading.Event] = deque()
+        self._driver = Driver(self)
+        self._look_due = 0.0
+        self._nearest = 0  # no call expires before
+        self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
+
+    # --- asking
+
+    def request(self, value: _Value, meta: Any = None, *, timeout: float | None = None, retry: bool = True) -> _Value:
+        """Send a request and wait for its reply.
+
+        Args:
+            value, meta: as for `Publisher.send`.
+            timeout: seconds until the request expires; a server that has not started it by then never will.
+            retry: whether another server gets the request when one dies with it. Without, it then fails.
+
+        Returns:
+            The reply's value.
+
+        Raises:
+            TimedOut: there was no reply in time, or no room for the request.
+            RemoteError: the server's handler raised, or let go of the request.
+            PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
+            ArgumentTypeError, ResourceError: as for `Publisher.send`.
+            ClosedError, ForkedError: the client is closed, or was made by this process's parent.
+        """
+        call = self._call(timeout, retry)
+        try:
+            self._requests.post(call, value, meta, timeout)
+            if self._leading.acquire(False):
+                try:
+                    message = self._answers.recv_soon()
+                    if message is not None:
+                        self._hand_out(message)
+                finally:
+                    self._leading.release()
+                    if self._calls:
+                        self._promote()
+            return self._wait(call)
+        finally:
+            if not call.done:
+                self._drop(call)
+
+    def submit(
+        self, value: _Value, meta: Any = None, *, timeout: float | None = None, retry: bool = True
+    ) -> RequestFuture:
+        """Send a request; returns a future of its reply. Blocks only while there is no room for the request.
+
+        Arguments and errors are those of `request`; the future raises what `request` raises after it was sent.
+        """
+        call = self._call(timeout, retry)
+        future = call.future = RequestFuture(self, call)
+        self._post(call, value, meta, timeout)
+        self._driver.wake()
+        return future
+
+    def map(
+        self, values: Iterable[_Value], *, timeout: float | None = None, retry: bool = True, window: int | None = None
+    ) -> Iterator[_Value]:
+        """The replies to many requests, in their order, with up to `window` (as many as slots) on their way at once.
+
+        `timeout` counts for each request on its own, from when it is sent. The first error ends the iteration;
+        requests that are still on their way then, or when the iterator is closed, are cancelled.
+        """
+        check_timeout(timeout)
+        most = max(1, self._window if window is None else window)
+        return self._map(values, timeout, retry, most)
+
+    def _map(self, values: Iterable[_Value], timeout: float | None, retry: bool, most: int) -> Iterator[_Value]:
+        waiting: deque[Call] = deque()
+        try:
+            for value in values:
+                while len(waiting) >= most:
+                    yield self._wait(waiting.popleft())
+                call = self._call(timeout, retry)
+                self._post(call, value, None, timeout)
+                waiting.append(call)
+            while waiting:
+                yield self._wait(waiting.popleft())
+        finally:
+            for call in waiting:
+                self._drop(call)
+
+    def _call(self, timeout: float | None, retry: bool) -> Call:
+        """A call that is to be posted now."""
+        if self._requests._state:
+            self._requests._refuse()
+        deadline = 0
+        if timeout is not None:
+            if type(timeout) is not float or not timeout >= 0:
+                check_timeout(timeout)
+            deadline = time.monotonic_ns() + int(timeout * 1e9)
+            if deadline < self._nearest or not self._nearest:
+                self._nearest = deadline
+        return Call(deadline, 0 if retry else ONCE)
+
+    def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
+        """Send a request; if that is interrupted, nobody waits for it."""
+        try:
+            self._requests.post(call, value, meta, timeout)
+        except BaseException:
+            self._drop(call)
+            raise
+
+    # --- waiting
+
+    def _wait(self, call: Call) -> _Value:
+        """Wait for a call's end; its value, or raise its error."""
+        if not call.done:
+            self._help(call, None)
+        return call.result()
+
+    def _help(self, call: Call, timeout: float | None) -> None:
+        """Receive replies, this call's among them, or let another thread; returns at its end or after `timeout`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        leading = self._leading
+        while not call.done:
+            seconds = self._patience(call, until)
+            if seconds <= 0:
+                if until is not None and time.monotonic() >= until:
+                    return
+                self._expire()
+            elif leading.acquire(blocking=False):
+                try:
+                    while not call.done and seconds > 0:
+                        self._receive(seconds)
+                        seconds = self._patience(call, until)
+                finally:
+                    leading.release()
+                    if self._calls:
+                        self._promote()
+            else:
+                self._follow(call, seconds)
+
+    def _patience(self, call: Call, until: float | None) -> float:
+        """Seconds to wait before looking at the clock again."""
+        if not call.deadline and until is None:
+            return TICK
+        now = time.monotonic()
+        seconds = TICK if until is None else min(TICK, until - now)
+        return min(seconds, call.deadline * 1e-9 - now) if call.deadline else seconds
+
+    def _follow(self, call: Call, seconds: float) -> None:
+        """Wait until the thread that receives has got this call's reply, or makes this one its successor."""
+        bell = call.bell
+        if bell is None:
+            bell = call.bell = threading.Event()
+        self._followers.append(bell)
+        try:
+            if not call.done and self._leading.locked():  # else who stopped receiving may not have seen us
+                bell.wait(seconds)
+                bell.clear()
+        finally:
+            with contextlib.suppress(ValueError):
+                self._followers.remove(bell)
+            if call.done and not self._leading.locked():  # we may have been made the successor
+                self._promote()
+
+    def _promote(self) -> None:
+        """The thread that received has what it wanted: another one goes on."""
+        if not self._promote_follower():
+            self._driver.wake()
+
+    def _promote_follower(self) -> bool:
+        try:
+            self._followers[0].set()
+        except IndexError:
+            return False
+        return True
+
+    def _until_nearest(self) -> float:
+        """Seconds to receive before the next call may expire, at most a tick."""
+        nearest = self._nearest
+        return min(TICK, max(0.0, (nearest - time.monotonic_ns()) * 1e-9)) if nearest else TICK
+
+    # --- receiving: one thread at a time
+
+    def _receive(self, seconds: float) -> None:
+        """Wait up to so long for a reply and hand it to its call; look around when it is time."""
+        try:
+            message = self._answers.recv(timeout=seconds)
+        except TimedOut:
+            self._look_around()
+            return
+        except ClosedError as error:  # by another thread
+            self._end_all(error)
+            return
+        self._hand_out(message)
+        if time.monotonic() >= self._look_due:
+            self._look_around()
+
+    def _hand_out(self, message: Message) -> None:
+        call = self._calls.get(self._answers.request_of(message._lease))
+        if call is None:  # it was given up, or two servers replied since one died before it could say that it had
+            self._duplicates += 1
+        elif message.meta is None:
+            self._end(call, message._value, None)
+        else:
+            self._end(call, None, failures.from_reply(message._value))
+
+    def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
+        """A call's end, if nobody else has ended it."""
+        if self._calls.pop(call.seq, None) is None:
+            return
+        if error is None:
+            self._replied += 1
+        else:
+            self._failed += 1
+        call.finish(value, error)
+
+    def _look_around(self) -> None:
+        """What nobody tells: requests that expired, that no server will answer, or that died with theirs."""
+        self._look_due = time.monotonic() + TICK
+        requests = self._requests
+        self._expire()
+        done = []
+        for call in list(self._calls.values()):
+            if requests.is_done(call):
+                done.append(call)
+            elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call):
+                self._end(call, None, failures.died(requests))
+        if not done:
+            return
+        with contextlib.suppress(TimedOut, ClosedError):
+            while True:  # a reply comes before its `done`: those that are there now have none, or are among these
+                self._hand_out(self._answers.recv(timeout=0))
+        for call in done:
+            if not call.done:
+                self._end(call, None, failures.unanswered(requests, call))
+
+    def _expire(self) -> None:
+        now = time.monotonic_ns()
+        for call in list(self._calls.values()):
+            if call.deadline and now >= call.deadline:
+                self._requests.cancel(call)
+                self._late += 1
+                self._end(call, None, failures.late(self._requests, call))
+        deadlines = [call.deadline for call in list(self._calls.values()) if call.deadline]
+        self._nearest = min(deadlines, default=0)
+
+    # --- giving up
+
+    def _drop(self, call: Call) -> None:
+        """Nobody waits for this call any more."""
+        if not call.seq or self._calls.pop(call.seq, None) is None:
+            return
+        self._cancelled += 1
+        if not self._requests._state:
+            self._requests.cancel(call)
+        call.finish(None, CancelledError())
+
+    def _end_all(self, error: BaseException) -> None:
+        for call in list(self._calls.values()):
+            if self._calls.pop(call.seq, None) is not None:
+                call.finish(None, ClosedError(str(error)))
+
+    def close(self) -> None:
+        """Leave the service. Idempotent; works while values of replies are alive.
+
+        Requests without a reply fail with `ClosedError`; those that no server has started never are.
+        """
+        requests, answers = self._requests, self._answers
+        if not requests._state:
+            for call in list(self._calls.values()):
+                requests.cancel(call)
+        requests.close()
+        answers.close()
+        self._driver.stop()
+        self._end_all(ClosedError(f'Client of service "{requests.name}" is closed'))
+        self._promote()
+
+    # --- looking
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self._requests.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called, or the process forked."""
+        return bool(self._requests._state)
+
+    def wait_for_servers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until at least `count` living servers are there; `TimedOut` after `timeout` seconds."""
+        self._requests._wait_for_receivers(count, timeout, "servers")
+
+    def statistics(self) -> ClientStatistics:
+        """Counters since this client was made."""
+        sent, received = self._requests.statistics(), self._answers.statistics()
+        return ClientStatistics(
+            requests=self._requests._published, replies=self._replied, errors=self._failed - self._late,
+            cancelled=self._cancelled,
+            expired=self._late, duplicates=self._duplicates, outstanding=len(self._calls), servers=sent.receivers,
+            request_bytes=sent.sent_bytes, reply_bytes=received.received_bytes,
+        )  # fmt: skip
+
+    def __enter__(self) -> Client:
+        if self._requests._state:
+            self._requests._refuse()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f'<Client "{self.name}" {self._requests._state or "open"} outstanding={len(self._calls)}>'

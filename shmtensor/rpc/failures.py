@@ -1,0 +1,46 @@
+"""Why a call has no value: the errors that a client raises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PeerDied, RemoteError, TimedOut, WireError
+from .notes import DIED, DROPPED, NO_ROOM
+
+if TYPE_CHECKING:
+    from .asking import Requests
+    from .call import Call
+
+
+def from_reply(value: Any) -> Exception:
+    """The error that a reply is."""
+    try:
+        return RemoteError(str(value["type"]), str(value["text"]), str(value["traceback"]))
+    except (KeyError, TypeError, IndexError):
+        return WireError("a reply says that it is an error, and is none")
+
+
+def unanswered(requests: Requests, call: Call) -> Exception:
+    """Of a request that is done and has no reply."""
+    code, attempt = requests.verdict(call)
+    what = f'service "{requests.name}": '
+    if code == DROPPED:
+        return RemoteError("Unanswered", what + "the server let go of this request without an answer")
+    if code == NO_ROOM:
+        return RemoteError(
+            "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
+        )
+    if code == DIED or not attempt:
+        return died(requests)
+    return PeerDied(what + f"each of the {attempt} servers that had this request died (max_attempts)")
+
+
+def died(requests: Requests) -> PeerDied:
+    """Of a request that is tried once."""
+    return PeerDied(f'service "{requests.name}": the server that had this request died')
+
+
+def late(requests: Requests, call: Call) -> TimedOut:
+    """Of a request that has expired."""
+    state = "a server has it" if requests.was_taken(call) else "no server took it"
+    return TimedOut(f'service "{requests.name}": no reply in time ({state})')

@@ -1,0 +1,314 @@
+"""`Server`: takes requests one by one or in batches, and sends each client its replies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..endpoints.base import FORKED, OPEN, TICK, check_count, check_timeout
+from ..endpoints.message import Message
+from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
+from ..ring.layout import DEADLINE, NOTE
+from ..statistics import ServerStatistics
+from .answering import Intake, Replies
+from .batching import Batch, Collector
+from .notes import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, check_service, reply_channel
+from .request import Request
+
+log = logging.getLogger("shmtensor")
+
+_S = TypeVar("_S", bound="Server")
+
+
+class Server:
+    """Answers the requests of a service: takes one whenever it asks for one, so that a busy server gets none.
+
+    Args:
+        service: the service's name, 1 to 47 of `A-Za-z0-9._-`.
+        max_batch: at most so many requests at once: `recv` and iteration then give a `Batch`. None: one by one.
+        max_wait: seconds that a batch waits for more after its first request was taken.
+        max_attempts: so many servers may die with a request; then it fails with `PeerDied`.
+        slots: slots of the first ring of replies to a client; a client that keeps its replies makes rings be added.
+        max_bytes: most shared memory for the replies to one client; None: as much as `/dev/shm` gives.
+        spin: seconds that a server without work stays awake before it sleeps.
+
+    Many servers of a service may come and go at any time. A server's own death costs nothing but time: what it had
+    taken and not answered goes to another one, unless it was asked for with `retry=False`.
+
+    >>> import shmtensor, threading, numpy as np
+    >>> def serve(server):
+    ...     for req in server:
+    ...         req.reply(req.value + 1)
+    >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
+    ...     threading.Thread(target=serve, args=(server,)).start()
+    ...     client.request(np.arange(3), timeout=5)
+    ...     server.stop()
+    array([1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        service: str,
+        *,
+        max_batch: int | None = None,
+        max_wait: float = 0.002,
+        max_attempts: int = 3,
+        slots: int = 8,
+        max_bytes: int | str | None = None,
+        spin: float = 100e-6,
+    ) -> None:
+        check_service(service)
+        if max_batch is not None:
+            check_count("max_batch", max_batch, 1, 1 << 16)
+        check_timeout(max_wait)
+        self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
+        check_count("slots", slots, 1, 1 << 16)
+        self._collector = None if max_batch is None else Collector(self, max_batch, max_wait)
+        self._replies: dict[int, Replies] = {}
+        self._replies_epoch = -1
+        self._opening = threading.Lock()
+        self._open: dict[int, Message] = {}  # of what is taken and not answered; by id of the request
+        self._stopping = False
+        self._taken = self._replied = self._failed = self._expired = self._cancelled = 0
+        self._dropped = self._retried = 0
+        self._intake = Intake(service, max_attempts=max_attempts, spin=spin)
+
+    # --- taking
+
+    def recv(self, *, timeout: float | None = None) -> Any:
+        """The next request, or the next `Batch` if the server was made with `max_batch`.
+
+        Requests that have expired, were cancelled, or whose client has left are passed over.
+
+        Raises:
+            TimedOut: none came within `timeout` seconds.
+            ClosedError, ForkedError: the server is closed or was stopped, or was made by this process's parent.
+        """
+        check_timeout(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return self._take(deadline) if self._collector is None else self._collector.collect(deadline)
+
+    def _take(self, deadline: float | None) -> Request:
+        """One request; `TimedOut` at the deadline, `ClosedError` once there will be none."""
+        intake = self._intake
+        while True:
+            seconds = TICK if deadline is None else max(0.0, min(TICK, deadline - time.monotonic()))
+            if self._stopping:
+                raise ClosedError(f'Server of service "{intake.name}" was stopped')
+            try:
+                message = intake.recv(timeout=seconds)
+            except TimedOut:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimedOut(f'service "{intake.name}": no request in time') from None
+                self._let_clients_go()
+                continue
+            # crash: request.taken
+            self._taken += 1
+            if intake._epoch != self._replies_epoch:
+                self._let_clients_go()
+            request = Request(self, message, intake.source_of(message._lease))
+            self._open[id(request)] = message
+            del message
+            if self._should_start(request):
+                return request
+
+    def _should_start(self, request: Request) -> bool:
+        """Whether somebody waits for a request that may still be started; else it is finished here."""
+        words, at = request._words, request._at
+        note = words[at + NOTE]
+        if (
+            note == request.seq << 8
+            and not words[at + DEADLINE]
+            and request.attempt == 1
+            and not request._source.feed.gone
+        ):
+            return True
+        if note >> 8 != request.seq:
+            request._finish(DROPPED)  # not of a client
+            self._dropped += 1
+        elif note & CANCELLED or request._source.feed.gone:
+            request._finish()
+            self._cancelled += 1
+        elif (deadline := words[at + DEADLINE]) and time.monotonic_ns() >= deadline:
+            request._finish()
+            self._expired += 1
+        elif request.attempt > 1 and request._once:
+            request._finish(DIED)
+            self._failed += 1
+        else:
+            self._retried += request.attempt > 1
+            return True
+        return False
+
+    def _may_start(self, request: Request) -> bool:
+        """Whether somebody still waits for a request that was taken a while ago; else it is finished here."""
+        if request.answered:
+            return False
+        if request.cancelled:
+            self._cancelled += 1
+        elif request.expired:
+            self._expired += 1
+        else:
+            return True
+        request._finish()
+        return False
+
+    def __iter__(self: _S) -> _S:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._take(None) if self._collector is None else self._collector.collect(None)
+        except ClosedError:
+            if self._stopping or self._intake._state not in (OPEN, FORKED):
+                raise StopIteration from None
+            raise
+
+    def run(self, handler: Callable[[Any], Any]) -> None:
+        """Answer requests with `handler(value)` until `stop()` or `close()`; an exception of it becomes an error reply.
+
+        With `max_batch` the handler gets the stacked value of a batch and returns what is split for the replies.
+        """
+        for request in self:
+            self.answer(request, handler)
+
+    def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> None:
+        """Answer one request or batch with what the handler returns, or with the error that it raises."""
+        try:
+            request.reply(handler(request.value))
+        except Exception as error:
+            log.warning('service "%s": the handler raised %s: %s', self.name, type(error).__name__, str(error))
+            with contextlib.suppress(ClosedError):
+                request.fail(error)
+
+    def stop(self) -> None:
+        """Take no more requests: iteration ends, once what was taken is answered. Safe in a signal handler."""
+        self._stopping = True
+
+    # --- answering
+
+    def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
+        if request._message._receiver is None:
+            raise ReleasedError("this request was answered already, or its server has closed")
+        if self._intake._state:
+            self._intake._refuse()
+        sent = False
+        if not request.cancelled:
+            try:
+                sent = self._send(request, value, None if error is None else {FAILED: True})
+            except (ResourceError, RingFull):
+                if error is None:
+                    raise
+                self._dropped += 1
+                request._finish(NO_ROOM)
+                return
+        # crash: reply.sent
+        if not sent:
+            self._cancelled += 1
+        elif error is None:
+            self._replied += 1
+        else:
+            self._failed += 1
+        request._finish()
+
+    def _send(self, request: Request, value: Any, meta: Any) -> bool:
+        """Send a reply; False if its client has left meanwhile."""
+        source = request._source
+        replies = source.replies
+        if replies is None or replies._state:
+            replies = source.replies = self._replies_to(source.feed.uid)
+        try:
+            replies.post(value, meta, request.seq)
+        except ClosedError:
+            if self._intake._state or not replies.closed:
+                raise
+            return False
+        return True
+
+    def _replies_to(self, uid: int) -> Replies:
+        replies = self._replies.get(uid)
+        if replies is None:
+            with self._opening:
+                replies = self._replies.get(uid)
+                if replies is None:
+                    replies = Replies(reply_channel(self.name, uid), **self._reply_options)
+                    # crash: reply.opened
+                    self._replies[uid] = replies
+        return replies
+
+    def _let_clients_go(self) -> None:
+        """Close the publishers to clients that have left."""
+        self._replies_epoch = self._intake._epoch
+        if not self._replies:
+            return
+        here = self._intake.clients()
+        for uid in [uid for uid in list(self._replies) if here.get(uid, True)]:
+            with self._opening:
+                replies = self._replies.pop(uid, None)
+            if replies is not None:
+                replies.close()
+
+    def _forget(self, request: Request) -> None:
+        """A request was dropped without an answer."""
+        if self._intake._state:
+            _give_back(self._open.pop(id(request), request._message))
+            return
+        self._dropped += 1
+        request._finish(DROPPED)
+
+    # --- leaving
+
+    def close(self) -> None:
+        """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
+        self._stopping = True
+        while self._open:
+            _give_back(self._open.popitem()[1])
+        self._intake.close()
+        for uid in list(self._replies):
+            replies = self._replies.pop(uid, None)
+            if replies is not None:
+                replies.close()
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self._intake.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called, or the process forked."""
+        return bool(self._intake._state)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop()` or `close()` was called."""
+        return self._stopping
+
+    def statistics(self) -> ServerStatistics:
+        """Counters since this server was made."""
+        self._intake.statistics()
+        return ServerStatistics(
+            taken=self._taken, replied=self._replied, failed=self._failed, expired=self._expired,
+            cancelled=self._cancelled, dropped=self._dropped, retried=self._retried,
+            unfinished=len(self._open), clients=len(self._replies),
+        )  # fmt: skip
+
+    def __enter__(self: _S) -> _S:
+        if self._intake._state:
+            self._intake._refuse()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f'<Server "{self.name}" {self._intake._state or "open"} taken={self._taken} replied={self._replied}>'
+
+
+def _give_back(message: Message) -> None:
+    """Not done: another server gets it, once its views here are gone."""
+    message._receiver = message._value = message._hold = message._lease = None  # type: ignore[assignment]

@@ -1,0 +1,349 @@
+"""`WorkerPool` and `serve`: worker processes that answer a service's requests, restarted when they die."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from ..endpoints.base import check_count, check_timeout
+from ..errors import ArgumentError, ArgumentTypeError, ClosedError, TimedOut
+from . import worker
+from .notes import check_service
+
+log = logging.getLogger("shmtensor.serve")
+
+FIRST_DELAY: Final = 0.1
+LONGEST_DELAY: Final = 30.0
+STEADY: Final = 60.0
+"""Seconds that a worker must have served for its deaths before to be forgiven."""
+
+
+class _Worker:
+    """One place of the pool, and the process that fills it now."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: Any = None
+        self.told: Connection | None = None
+        self.ready_since: float | None = None
+        self.deaths = 0  # since it was last steady
+        self.due: float | None = None  # when to start it again
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_since is not None
+
+
+class WorkerPool:
+    """Processes that answer a service's requests with a handler. A worker that dies is started again.
+
+    Args:
+        handler: `handler(value)` returns the reply's value. A class is instantiated in each worker: its `__init__` is
+            the place to load a model. Or the name of either, as `"module:name"`, imported in the workers only. With a
+            start method other than `"fork"` it must be picklable, as `multiprocessing` demands.
+        name: the service's name.
+        workers: how many processes.
+        max_batch, max_wait, max_attempts, slots, max_bytes: as for `Server`.
+        max_restarts: how often in a row one worker is started again after it died, after 0.1 s and twice as long each
+            time, up to 30 s; after a minute of service its deaths are forgotten. One death more ends the pool.
+        grace: seconds that a stopping worker has to finish what it took, before it is killed; None: no limit.
+        mp_context: a `multiprocessing` context; None: `"spawn"`, which is safe whatever runs in this process.
+
+    The pool is a context manager: leaving the block stops it. It uses one thread of its own. Events are logged on the
+    logger `shmtensor.serve`, one line each.
+
+    >>> import shmtensor, torch
+    >>> with shmtensor.WorkerPool(torch.neg, name="doc", workers=1) as pool:
+    ...     pool.wait_ready(timeout=60)
+    ...     with shmtensor.Client("doc") as client:
+    ...         client.request(torch.arange(3), timeout=60)
+    tensor([ 0, -1, -2])
+    """
+
+    def __init__(
+        self,
+        handler: worker.Handler | str,
+        *,
+        name: str,
+        workers: int = 1,
+        max_batch: int | None = None,
+        max_wait: float = 0.002,
+        max_attempts: int = 3,
+        slots: int = 8,
+        max_bytes: int | str | None = None,
+        max_restarts: int = 10,
+        grace: float | None = 30.0,
+        mp_context: Any = None,
+    ) -> None:
+        check_service(name)
+        check_count("workers", workers, 1, 200)
+        check_count("max_restarts", max_restarts, 0, 1_000_000)
+        check_timeout(grace)
+        if not isinstance(handler, str) and not callable(handler):
+            raise ArgumentTypeError(f"handler must be callable or a string module:name, not {type(handler).__name__}")
+        self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
+        if not isinstance(handler, str) and self._context.get_start_method() != "fork":
+            _check_picklable(handler)
+        self.name, self._handler, self._max_restarts, self._grace = name, handler, max_restarts, grace
+        self._options = {
+            "max_batch": max_batch, "max_wait": max_wait, "max_attempts": max_attempts, "slots": slots,
+            "max_bytes": max_bytes,
+        }  # fmt: skip
+        self._workers = [_Worker(number) for number in range(1, workers + 1)]
+        self._changed = threading.Condition()
+        self._exit_code: int | None = None
+        self._stop_reason: str | None = None
+        self._impatient = False
+        self._waker, self._wake = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, name="shmtensor worker pool", daemon=True)
+        self._thread.start()
+
+    # --- for users
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are there now."""
+        return [each.process.pid for each in list(self._workers) if each.is_running]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the pool runs; 0 if it was stopped, 1 if it gave up."""
+        return self._exit_code
+
+    def wait_ready(self, *, timeout: float | None = None) -> None:
+        """Wait until every worker takes requests.
+
+        Raises `TimedOut` after `timeout` seconds, and `ClosedError` if the pool has ended or is stopping.
+        """
+        check_timeout(timeout)
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._stop_reason is not None or all(each.is_ready for each in self._workers), timeout
+            )
+            if self._stop_reason is not None:
+                raise ClosedError(f'worker pool "{self.name}" has ended ({self._stop_reason})')
+            if not done:
+                ready = sum(each.is_ready for each in self._workers)
+                raise TimedOut(
+                    f'worker pool "{self.name}": {ready} of {len(self._workers)} workers are ready after {timeout:g} s'
+                )
+
+    def stop(self, reason: str = "asked to") -> None:
+        """Tell the workers to finish what they have taken and end. Returns at once. Safe in a signal handler."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            with contextlib.suppress(OSError):
+                self._wake.send_bytes(b"!")
+
+    def kill(self) -> None:
+        """End the workers now, whatever they do: other servers get what they had taken. Safe in a signal handler."""
+        self._impatient = True
+        if self._stop_reason is None:
+            self._stop_reason = "killed"
+        with contextlib.suppress(OSError):
+            self._wake.send_bytes(b"!")
+
+    def join(self, *, timeout: float | None = None) -> int:
+        """Wait until every worker has ended, after `stop()` or since the pool gave up; the exit code.
+
+        Raises `TimedOut` after `timeout` seconds.
+        """
+        check_timeout(timeout)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimedOut(f'worker pool "{self.name}" has not ended within {timeout:g} s')
+        return self._exit_code or 0
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop("its block was left")
+        self.join()
+
+    def __repr__(self) -> str:
+        ready = sum(each.is_ready for each in self._workers)
+        state = "ended" if self._exit_code is not None else "stopping" if self._stop_reason else "running"
+        return f'<WorkerPool "{self.name}" {state} ready={ready} workers={len(self._workers)}>'
+
+    # --- the pool's own thread
+
+    def _run(self) -> None:
+        code = 1
+        try:
+            code = self._watch()
+        except Exception:
+            log.exception("pool %s: failed", self.name)
+        finally:
+            self._stop_reason = self._stop_reason or "failed"
+            for each in self._workers:
+                if each.is_running:
+                    each.process.kill()
+                    self._bury(each)
+            with self._changed:
+                self._exit_code = code
+                self._changed.notify_all()
+            self._waker.close()
+            self._wake.close()
+            log.info("pool %s: ended with exit code %d", self.name, code)
+
+    def _watch(self) -> int:
+        """Start workers and notice their ends, until all have ended."""
+        for each in self._workers:
+            self._start(each)
+        deadline: float | None = None
+        code = 0
+        while any(each.is_running for each in self._workers) or self._stop_reason is None:
+            self._wait(deadline)
+            for each in self._workers:
+                code = max(code, self._look_at(each))
+            if self._stop_reason is not None and deadline is None:
+                log.info("pool %s: stopping (%s)", self.name, self._stop_reason)
+                deadline = float("inf") if self._grace is None else time.monotonic() + self._grace
+                for each in self._workers:
+                    if each.is_running:
+                        each.process.terminate()
+                with self._changed:
+                    self._changed.notify_all()
+            elif deadline is not None and (self._impatient or time.monotonic() >= deadline):
+                for each in self._workers:
+                    if each.is_running:
+                        log.warning("worker %d: killed before it had finished", each.number)
+                        each.process.kill()
+        return code
+
+    def _wait(self, deadline: float | None) -> None:
+        """Until a worker says something or ends, somebody calls `stop`, or it is time to do something."""
+        things: list[Any] = [self._waker]
+        times = [] if deadline is None else [deadline]
+        for each in self._workers:
+            if each.is_running:
+                things.append(each.process.sentinel)
+                if each.told is not None and not each.is_ready:
+                    things.append(each.told)
+            elif each.due is not None and self._stop_reason is None:
+                times.append(each.due)
+        wait = min(times, default=float("inf")) - time.monotonic()
+        for thing in connection.wait(things, None if wait == float("inf") else max(0.0, wait)):
+            if thing is self._waker:
+                self._waker.recv_bytes()
+
+    def _look_at(self, each: _Worker) -> int:
+        """What became of a worker; 1 if the pool gives up."""
+        if not each.is_running:
+            if each.due is not None and time.monotonic() >= each.due and self._stop_reason is None:
+                self._start(each)
+            return 0
+        if each.told is not None and not each.is_ready and each.told.poll():
+            with contextlib.suppress(EOFError, OSError):
+                each.told.recv()
+                log.info("worker %d: ready (pid %d)", each.number, each.process.pid)
+                with self._changed:
+                    each.ready_since = time.monotonic()
+                    self._changed.notify_all()
+        if each.process.exitcode is None:
+            return 0
+        return self._bury(each)
+
+    def _start(self, each: _Worker) -> None:
+        ours, theirs = self._context.Pipe()
+        forked = self._context.get_start_method() == "fork"
+        arguments = self.name, self._handler, self._options, theirs, ours if forked else None
+        each.process = self._context.Process(
+            target=worker.main, args=arguments, name=f"shmtensor worker {each.number} of {self.name}"
+        )
+        each.told, each.due = ours, None
+        each.process.start()
+        theirs.close()
+        log.info("worker %d: started (pid %d)", each.number, each.process.pid)
+
+    def _bury(self, each: _Worker) -> int:
+        """A worker has ended: start it again later, or give up."""
+        each.process.join()
+        code, pid, since = each.process.exitcode, each.process.pid, each.ready_since
+        each.process.close()
+        if each.told is not None:
+            each.told.close()
+        with self._changed:
+            each.process = each.told = each.ready_since = None
+            self._changed.notify_all()
+        if self._stop_reason is not None:
+            log.info("worker %d: ended (pid %d, %s)", each.number, pid, _how(code))
+            return 0
+        if since is not None and time.monotonic() - since >= STEADY:
+            each.deaths = 0
+        each.deaths += 1
+        if each.deaths > self._max_restarts:
+            log.error(
+                "worker %d: died (pid %d, %s), as it did %d times in a row before: giving up",
+                each.number, pid, _how(code), each.deaths - 1,
+            )  # fmt: skip
+            self._stop_reason = f"worker {each.number} died {each.deaths} times"
+            return 1
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (each.deaths - 1))
+        each.due = time.monotonic() + delay
+        log.warning(
+            "worker %d: died (pid %d, %s), restart %d of %d in %g s",
+            each.number, pid, _how(code), each.deaths, self._max_restarts, delay,
+        )  # fmt: skip
+        return 0
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _check_picklable(handler: Callable[..., Any]) -> None:
+    try:
+        pickle.dumps(handler)
+    except Exception as error:
+        raise ArgumentError(
+            f"the handler cannot be sent to a worker ({type(error).__name__}: {error}): define it at the top of a "
+            'module, pass its name as "module:name", or mp_context=multiprocessing.get_context("fork")'
+        ) from None
+
+
+def serve(handler: worker.Handler | str, *, name: str, workers: int = 1, **options: Any) -> int:
+    """Answer a service's requests with worker processes, until SIGTERM or SIGINT (Ctrl-C); the exit code.
+
+    Arguments are those of `WorkerPool`, which does the same without waiting. On a signal the workers finish what they
+    have taken; a second one kills them. Returns 0 then, 1 if a worker died once more than `max_restarts` allows.
+    Signals are handled while it runs if it is called in the main thread; elsewhere somebody else must stop it.
+    """
+    pool = WorkerPool(handler, name=name, workers=workers, **options)
+
+    def stop(number: int, _: object) -> None:
+        if pool._stop_reason is None:
+            pool.stop(signal.Signals(number).name)
+        else:
+            pool.kill()
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for each in (signal.SIGTERM, signal.SIGINT):
+                before[each] = signal.signal(each, stop)
+        return pool.join()
+    finally:
+        pool.stop("serve was interrupted")
+        pool.join()
+        for each, previous in before.items():
+            signal.signal(each, previous)

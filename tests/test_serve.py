@@ -1,0 +1,282 @@
+"""Worker pools: `WorkerPool`, `serve` and the command, their restarts, their ends and what they log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
+from shmtensor.rpc import worker, workers
+
+from . import services
+
+PATIENCE = services.PATIENCE
+
+
+@pytest.fixture(scope="module")
+def forks():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.services", "shmtensor.rpc.worker", "shmtensor.rpc.client"])
+    yield context
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def pool_of(forks, channel, caplog):
+    """Makes a pool that is ready, and stops it."""
+    caplog.set_level(logging.INFO, "shmtensor.serve")
+    with contextlib.ExitStack() as stack:
+
+        def make(handler, **options):
+            pool = shmtensor.WorkerPool(handler, name=channel, mp_context=forks, **options)
+            stack.enter_context(pool)
+            pool.wait_ready(timeout=PATIENCE)
+            return pool
+
+        yield make
+
+
+def events(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "shmtensor.serve"]
+
+
+def wait_for(what) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_pool_answers(pool_of, channel, caplog):
+    with pool_of(services.negate, workers=2) as pool, shmtensor.Client(channel) as client:
+        assert len(set(pool.pids)) == 2
+        assert repr(pool) == f'<WorkerPool "{channel}" running ready=2 workers=2>'
+        got = [int(reply[0]) for reply in client.map([np.full(3, number) for number in range(50)], timeout=PATIENCE)]
+        assert got == [-number for number in range(50)]
+    assert pool.exit_code == 0
+    assert repr(pool) == f'<WorkerPool "{channel}" ended ready=0 workers=2>'
+    said = events(caplog)
+    assert [sum(word in line for line in said) for word in ("started", "ready", "stopping", "ended (pid")] == [
+        2,
+        2,
+        1,
+        2,
+    ]
+    assert said[-1] == f"pool {channel}: ended with exit code 0"
+    assert len(said) == 8
+
+
+@pytest.mark.parametrize("handler", [services.Model, "tests.services:Model"])
+def test_a_class_is_made_in_each_worker(pool_of, channel, handler):
+    with pool_of(handler), shmtensor.Client(channel) as client:
+        assert client.request(5, timeout=PATIENCE) == 5
+
+
+def test_a_pool_takes_batches(pool_of, channel):
+    with pool_of(services.rows, max_batch=4, max_wait=0.2), shmtensor.Client(channel) as client:
+        counts = list(client.map([np.zeros(2)] * 8, timeout=PATIENCE, window=8))
+        assert all(1 <= count <= 4 for count in counts)
+
+
+def test_a_dead_worker_is_replaced(pool_of, channel, caplog):
+    with pool_of(services.fragile, workers=1) as pool, shmtensor.Client(channel) as client:
+        before = client.request(1, timeout=PATIENCE)
+        assert pool.pids == [before]
+        with pytest.raises(PeerDied):
+            client.request(0, timeout=PATIENCE, retry=False)
+        after = client.request(1, timeout=PATIENCE)
+        assert after != before
+        os.kill(after, signal.SIGKILL)
+        assert client.request(1, timeout=PATIENCE) not in (before, after)
+    died = [line for line in events(caplog) if "died" in line]
+    assert "exit code 7), restart 1 of 10 in 0.1 s" in died[0]
+    assert "SIGKILL), restart 2 of 10 in 0.2 s" in died[1]
+
+
+def test_a_pool_that_cannot_live_gives_up(forks, channel, caplog):
+    caplog.set_level(logging.INFO, "shmtensor.serve")
+    pool = shmtensor.WorkerPool(services.Broken, name=channel, workers=2, max_restarts=1, mp_context=forks)
+    with pytest.raises(ClosedError, match="died 2 times"):
+        pool.wait_ready(timeout=PATIENCE)
+    assert pool.join(timeout=PATIENCE) == 1
+    assert pool.exit_code == 1
+    assert any("giving up" in line for line in events(caplog))
+    assert pool.pids == []
+
+
+def test_delays_rise_up_to_a_limit(forks, channel, monkeypatch):
+    """By the code that decides, without waiting for them."""
+
+    class Ended:
+        exitcode, pid = 1, 1
+
+        def join(self):
+            pass
+
+        close = join
+
+    pool = shmtensor.WorkerPool(services.negate, name=channel, mp_context=forks)
+    pool.wait_ready(timeout=PATIENCE)
+    pool.stop()
+    pool.join(timeout=PATIENCE)
+    pool._stop_reason, delays = None, []
+    place = pool._workers[0]
+    monkeypatch.setattr(workers.time, "monotonic", lambda: 1000.0)
+    for _ in range(10):
+        place.process = Ended()
+        assert pool._bury(place) == 0
+        delays.append(round(place.due - 1000.0, 3))
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30]
+    place.process, place.ready_since = Ended(), 1000.0 - workers.STEADY  # it had been well for long
+    assert pool._bury(place) == 0
+    assert place.due == 1000.1
+
+
+def test_a_stopping_pool_finishes_what_was_taken(pool_of, channel, tmp_path):
+    with shmtensor.Client(channel) as client:
+        pool = pool_of(services.patient)
+        job = {"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "go on")}
+        future = client.submit(job)
+        wait_for((tmp_path / "begun").exists)
+        waiting = client.submit(job)
+        pool.stop()
+        with pytest.raises(TimedOut):
+            pool.join(timeout=0.1)
+        (tmp_path / "go on").touch()
+        assert pool.join(timeout=PATIENCE) == 0
+        assert future.result(timeout=PATIENCE)
+        assert not waiting.done()  # it was not taken: another pool may have it
+
+
+def test_a_worker_that_does_not_finish_is_killed(forks, channel, tmp_path, caplog):
+    with shmtensor.Client(channel) as client:
+        pool = shmtensor.WorkerPool(services.patient, name=channel, grace=0.1, mp_context=forks)
+        future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "never")}, retry=False)
+        wait_for((tmp_path / "begun").exists)
+        pool.stop()
+        assert pool.join(timeout=PATIENCE) == 0
+        with pytest.raises(PeerDied):
+            future.result(timeout=PATIENCE)
+    assert any("killed before it had finished" in line for line in events(caplog))
+
+
+def test_workers_end_when_their_pool_dies(forks, channel):
+    """Killed, it can tell them nothing: its end of their pipes closes."""
+    script = (
+        "import multiprocessing, sys, time, shmtensor\n"
+        "from tests import services\n"
+        "context = multiprocessing.get_context('fork')\n"
+        f"pool = shmtensor.WorkerPool(services.negate, name={channel!r}, workers=2, mp_context=context)\n"
+        "pool.wait_ready(timeout=90)\n"
+        "print(*pool.pids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        process.kill()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    shmtensor.Client(channel).close()  # whoever comes next removes what they left
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_arguments(channel):
+    with pytest.raises(shmtensor.ArgumentTypeError, match="callable"):
+        shmtensor.WorkerPool(7, name=channel)
+    with pytest.raises(ArgumentError, match="cannot be sent"):
+        shmtensor.WorkerPool(lambda value: value, name=channel)
+    with pytest.raises(ArgumentError, match="workers"):
+        shmtensor.WorkerPool(services.negate, name=channel, workers=0)
+
+
+def test_handlers_by_name(monkeypatch, tmp_path):
+    assert worker.load("tests.services:negate") is services.negate
+    assert isinstance(worker.load("tests.services:Model"), services.Model)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lonely_handler.py").write_text("class A:\n    @staticmethod\n    def f(x): return x\n")
+    assert worker.load("lonely_handler:A.f")(3) == 3
+    monkeypatch.delitem(sys.modules, "lonely_handler")
+    for path, text in (
+        ("nothing", "module:function"), ("no_such_module:f", "no module 'no_such_module'"),
+        ("tests.services:nothing", "has no 'nothing'"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=text):
+            worker.load(path)
+    with pytest.raises(shmtensor.ArgumentTypeError, match="cannot be called"):
+        worker.load("tests.services:PATIENCE")
+
+
+# --- the command
+
+
+@contextlib.contextmanager
+def command(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning:shmtensor", "-m", "shmtensor", "serve", *arguments],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal(channel, tmp_path, number):
+    with shmtensor.Client(channel) as client, command("tests.services:patient", "--name", channel) as process:
+        future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "go on")})
+        wait_for((tmp_path / "begun").exists)
+        process.send_signal(number)
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "stopping" in line:
+                break
+        (tmp_path / "go on").touch()
+        assert future.result(timeout=PATIENCE)
+        assert process.wait(PATIENCE) == 0
+        lines += process.stderr.readlines()
+    assert [sum(word in line for line in lines) for word in ("started", "ready", "stopping", "ended (pid")] == [1] * 4
+    assert len(lines) == 5, lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("nothing", "--name", "x"), "module:function"), (("no_such_module:f", "--name", "x"), "no_such_module")],
+)
+def test_the_command_says_what_is_wrong(arguments, text):
+    with command(*arguments) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert text in err
+    assert not out
+    assert "Traceback" not in err
+
+
+def test_an_error_in_a_worker_reaches_the_client(pool_of, channel):
+    with pool_of(services.negate), shmtensor.Client(channel) as client, pytest.raises(RemoteError, match="TypeError"):
+        client.request("text", timeout=PATIENCE)
