@@ -33,7 +33,7 @@ from ..views.outgoing import SMALL
 from ..views.walk import torch_views
 
 _PROTOCOL = 5
-_GRAIN = 64
+GRAIN = 64
 """Streams are padded, which pickle ignores, to a multiple of these bytes: few descriptions serve many messages."""
 
 _Reduced = tuple[Any, ...] | str
@@ -54,8 +54,8 @@ class _Stand(bytearray):
     leaf: Any
 
 
-def _pickle(obj: object) -> tuple[io.BytesIO, list[Any]]:
-    """The stream, and the leaves in the order in which it names them."""
+def dump(obj: object, file: Any) -> list[Any]:
+    """Write the stream to a file, anything with `write`; returns the leaves in the order in which it names them."""
     if not _torch_types and "torch" in sys.modules:
         _add_torch_types()
     leaves: list[Any] = []
@@ -64,11 +64,10 @@ def _pickle(obj: object) -> tuple[io.BytesIO, list[Any]]:
         exporter = memoryview(buffer).obj
         leaves.append(exporter.leaf if type(exporter) is _Stand else np.frombuffer(buffer.raw(), np.uint8))
 
-    file = io.BytesIO()
     pickler = pickle.Pickler(file, _PROTOCOL, buffer_callback=note)
     pickler.dispatch_table = _reductions
     pickler.dump(obj)
-    return file, leaves
+    return leaves
 
 
 def dumps(obj: object) -> list[Any]:
@@ -90,12 +89,13 @@ def dumps(obj: object) -> list[Any]:
     >>> loads(value)
     {'x': array([0, 1, 2]), 'name': 'a'}
     """
-    file, leaves = _pickle(obj)
-    return [_padded(file, _GRAIN), *leaves]
+    file = io.BytesIO()
+    leaves = dump(obj, file)
+    return [_padded(file), *leaves]
 
 
-def _padded(file: io.BytesIO, grain: int) -> Array:
-    file.write(bytes(-file.tell() % grain))
+def _padded(file: io.BytesIO) -> Array:
+    file.write(bytes(-file.tell() % GRAIN))
     return np.frombuffer(file.getbuffer(), np.uint8)
 
 
@@ -126,8 +126,9 @@ def pack(obj: object) -> Any:
         tensor: Any = obj
         if not tensor.requires_grad and _is_plain(tensor):
             return tensor
-    file, leaves = _pickle(obj)
-    return [_padded(file, _GRAIN), *leaves] if leaves else file.getvalue()
+    file = io.BytesIO()
+    leaves = dump(obj, file)
+    return [_padded(file), *leaves] if leaves else file.getvalue()
 
 
 def stream_array(stream: bytes) -> Array:
@@ -136,7 +137,7 @@ def stream_array(stream: bytes) -> Array:
     The classes, 64 bytes times a power of two, are those of the compiled module's `Outbox.send_stream`.
     """
     size = len(stream)
-    size = max(64, 1 << (size - 1).bit_length()) if size <= SMALL else -(-size // _GRAIN) * _GRAIN
+    size = max(64, 1 << (size - 1).bit_length()) if size <= SMALL else -(-size // GRAIN) * GRAIN
     return np.frombuffer(stream.ljust(size, b"\0"), np.uint8)
 
 

@@ -38,7 +38,7 @@ class _Pieces:
 
     def stream(self) -> Any:
         """What was written."""
-        self._small.write(bytes(-self._small.tell() % pickling._GRAIN))
+        self._small.write(bytes(-self._small.tell() % pickling.GRAIN))
         self._cut()
         return self._pieces if len(self._pieces) > 1 else self._pieces[0]
 
@@ -77,10 +77,9 @@ def dumps(obj: object) -> list[Any]:
     >>> len(value[0]), loads(value) == ["a", bytes(1 << 20)]
     (3, True)
     """
-    file, leaves = _Pieces(), [None]
-    pickling._Pickler(file, leaves).dump(obj)  # type: ignore[arg-type]
-    leaves[0] = file.stream()
-    return leaves
+    file = _Pieces()
+    leaves = pickling.dump(obj, file)
+    return [file.stream(), *leaves]
 
 
 def loads(value: list[Any]) -> Any:
