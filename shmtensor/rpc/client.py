@@ -297,10 +297,8 @@ class Client:
         self._expire()
         done = []
         for call in list(self._calls.values()):
-            if requests.is_done(call):
+            if requests.is_done(call) or (call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call)):
                 done.append(call)
-            elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call):
-                self._end(call, None, failures.died(requests))
         if not done:
             return
         with contextlib.suppress(TimedOut, ClosedError):

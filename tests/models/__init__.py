@@ -9,6 +9,7 @@ from .joining import Joining, JoiningDeath
 from .latest import Latest, LatestDeath, LatestTwoSlots
 from .orphans import Orphans
 from .queue_wake import QueueWake
+from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
 
@@ -20,4 +21,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
+    *(Requests, RequestsOnce),  # 8
 )
