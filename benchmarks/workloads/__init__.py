@@ -14,6 +14,7 @@ from . import (
     mixed_dict,
     pipeline,
     reading,
+    request_reply,
     round_trip,
     serialize_array,
     serialize_tensor,
@@ -25,8 +26,8 @@ from .base import SCALES, Case, Effort, Scale, Workload
 WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
-        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
-        memory, serialize_tensor, serialize_array, pipeline,
+        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, request_reply, loan, reading,
+        cold, idle, memory, serialize_tensor, serialize_array, pipeline,
     )
 )  # fmt: skip
 
