@@ -57,6 +57,7 @@ class Verdict:
 
 
 _TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "throughput", "large", "dict", "fan-out"
+_RPC = "request-reply"
 _TRIP_1K = (_TRIP, "shmtensor, 1 KiB")
 _RATE = "thousand messages/s: "
 
@@ -92,6 +93,17 @@ TARGETS: tuple[Target, ...] = (
     Target("first message, ring of 256 MiB made by it", ("cold", f"{_START}made at the first send"), None, None),
     Target("recv of 64 MiB, beside 1 KiB", (_LARGE, "recv 64 MiB"), "<=", 1.25, (_LARGE, "recv 1 KiB")),
     Target("loan of 64 MiB, beside 1 KiB", (_LARGE, "loan 64 MiB"), "<=", 1.25, (_LARGE, "loan 1 KiB")),
+    Target("request of 1 KiB, awake", (_RPC, "request, 1 KiB"), "<=", 2, (_RPC, "bare fan-out round trip, 1 KiB")),
+    Target(
+        "request of 1 KiB, awake", (_RPC, "request, 1 KiB"), "<=", 0.1,
+        (_RPC, "pyzmq ROUTER/DEALER + torch.save, 1 KiB"),
+    ),
+    Target("request of 1 KiB, awake", (_RPC, "request, 1 KiB"), "<=", 0.1, (_RPC, "multiprocessing manager, 1 KiB")),
+    Target("4 clients, 2 servers of 1 ms: efficiency", (_RPC, "efficiency, 4 clients, 2 servers, 1 ms"), ">=", 95),
+    Target(
+        "batched server of a small model, images/s", (_RPC, "batched server, small convolution"), ">=", 0.9,
+        (_RPC, "loop that batches in one process"),
+    ),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(
         "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,

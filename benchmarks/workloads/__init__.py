@@ -17,6 +17,7 @@ from . import (
     pipeline,
     queue,
     reading,
+    request_reply,
     round_trip,
     serialize_array,
     serialize_tensor,
@@ -28,8 +29,8 @@ from .base import SCALES, Case, Effort, Scale, Workload
 WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
-        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
-        memory, queue, dataloader, executor, serialize_tensor, serialize_array, pipeline,
+        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, request_reply, loan, reading,
+        cold, idle, memory, queue, dataloader, executor, serialize_tensor, serialize_array, pipeline,
     )
 )  # fmt: skip
 

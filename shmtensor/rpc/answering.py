@@ -9,8 +9,7 @@ from ..endpoints.pubsub import Publisher
 from ..endpoints.workqueue import Consumer
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
-from ..ring.layout import L_PUBLISHED
-from ..ring.ring import Busy, Ring
+from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
 from .asking import refuse
 
@@ -76,6 +75,7 @@ class Replies(Publisher):
         self._posting = threading.Lock()
         self._request = 0
         super().__init__(channel, slots=slots, max_bytes=max_bytes)
+        self._own = self._member.index
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0
 
@@ -89,10 +89,14 @@ class Replies(Publisher):
             outbox = self._outbox
             if meta is None and outbox is not None:
                 ring = self._rings[0]
-                slot = ring.cursor
-                entry = ring.busy[slot]
-                if entry is None or self._is_back(ring, slot, entry):  # where the outbox will put it, if it can
-                    store(ring.words, ring.state + self._member.index * ring.row + slot, request)
+                slot, words, row = ring.cursor, ring.words, ring.row
+                entry, at = ring.busy[slot], ring.state + slot
+                if entry is None or (  # where the outbox will put it, if it can
+                    words[at + entry[3][0].index * row] == 2 * entry[0] + 1
+                    if len(entry[3]) == 1
+                    else self._is_free(ring, entry)
+                ):
+                    store(words, at + self._own * row, request)
                     sent = outbox.send(value, 0)
                     if sent is not None:
                         if sent < 0:
@@ -101,19 +105,7 @@ class Replies(Publisher):
             self._request = request
             self._send(value, meta, 0)  # by `_publish`: the outbox might find a slot at a second try
 
-    def _is_back(self, ring: Ring, slot: int, entry: Busy) -> bool:
-        """`_is_free` for the usual case: one subscriber, which has given the slot back."""
-        recipients = entry[3]
-        if len(recipients) != 1:
-            return self._is_free(ring, entry)
-        given: int = ring.words[ring.state + recipients[0].index * ring.row + slot]
-        return bool(given == 2 * entry[0] + 1)
-
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
-        store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)
+        store(ring.words, ring.state + self._own * ring.row + slot, self._request)
         # crash: reply.noted
         return super()._publish(ring, slot, out, guard)
-
-    @property
-    def sent(self) -> int:
-        return self._words[L_PUBLISHED]

@@ -18,18 +18,16 @@ class Call:
     seq:      once it is posted, its place in the ring of requests: `words` and the index `at` of its slot's state
     """
 
-    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "words")
-
     words: memoryview
     at: int
+    done = False
+    value: Any = None
+    error: BaseException | None = None
+    bell: threading.Event | None = None  # of the thread that waits for it while another one receives
+    future: RequestFuture | None = None
 
     def __init__(self, deadline: int, bits: int) -> None:
         self.deadline, self.bits, self.seq = deadline, bits, 0
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.bell: threading.Event | None = None  # of the thread that waits for it while another one receives
-        self.future: RequestFuture | None = None
 
     def finish(self, value: Any, error: BaseException | None = None) -> None:
         """Its end. Called once, by whoever took it out of the client's table."""

@@ -267,13 +267,19 @@ class Client(AsyncClient):
             self._look_around()
 
     def _hand_out(self, message: Message) -> None:
-        call = self._calls.get(self._answers.request_of(message._lease))
-        if call is None:  # it was given up, or two servers replied since one died before it could say that it had
-            self._duplicates += 1
-        elif message.meta is None:
-            self._end(call, message._value, None)
+        seq = self._answers.request_of(message._lease)
+        if message.meta is not None:
+            call = self._calls.get(seq)
+            if call is not None:
+                self._end(call, None, failures.from_reply(message._value))
+                return
         else:
-            self._end(call, None, failures.from_reply(message._value))
+            call = self._calls.pop(seq, None)
+            if call is not None:
+                self._replied += 1
+                call.finish(message._value)
+                return
+        self._duplicates += 1  # it was given up, or two servers replied since one died before it could say that it had
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
         """A call's end, if nobody else has ended it."""
@@ -292,10 +298,8 @@ class Client(AsyncClient):
         self._expire()
         done = []
         for call in list(self._calls.values()):
-            if requests.is_done(call):
+            if requests.is_done(call) or (call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call)):
                 done.append(call)
-            elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call):
-                self._end(call, None, failures.died(requests))
         if not done:
             return
         with contextlib.suppress(TimedOut, ClosedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PeerDied, RemoteError, TimedOut, WireError
-from .notes import DIED, DROPPED, NO_ROOM
+from .notes import DIED, DROPPED, NO_ROOM, ONCE
 
 if TYPE_CHECKING:
     from .asking import Requests
@@ -30,7 +30,7 @@ def unanswered(requests: Requests, call: Call) -> Exception:
         return RemoteError(
             "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
         )
-    if code == DIED or not attempt:
+    if code == DIED or call.bits & ONCE or not attempt:
         return died(requests)
     return PeerDied(what + f"each of the {attempt} servers that had this request died (max_attempts)")
 

@@ -10,6 +10,7 @@ from .latest import Latest, LatestDeath, LatestTwoSlots
 from .loop_wait import LoopWait
 from .orphans import Orphans
 from .queue_wake import QueueWake
+from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
 
@@ -21,5 +22,6 @@ MODELS: tuple[type[Model], ...] = (
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
+    *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
 )
