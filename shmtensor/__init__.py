@@ -17,6 +17,7 @@ from .endpoints.workqueue import Consumer, Producer
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     ClosedError,
     EndOfStream,
     ForkedError,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CheckpointError",
     "ClosedError",
     "Consumer",
     "EndOfStream",

@@ -8,6 +8,7 @@
 | `EndOfStream` | nobody: every sender has closed and everything is received |
 | `PeerDied` | whoever runs the peer |
 | `WireError` | whoever wrote the bytes: they are not a valid message or segment |
+| `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
 | `ResourceError`, `PlatformError` | whoever runs the machine: memory, permissions, limits, kernel |
 """
 
@@ -56,6 +57,10 @@ class PeerDied(ShmTensorError, ConnectionError):
 
 class WireError(ShmTensorError, ValueError):
     """Bytes written by a peer are not a valid descriptor, record or segment."""
+
+
+class CheckpointError(WireError):
+    """A checkpoint is damaged, truncated, of another kind, or says what cannot be."""
 
 
 class ResourceError(ShmTensorError, OSError):

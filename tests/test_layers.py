@@ -24,6 +24,7 @@ FLOORS = (
     ("channel",),
     ("endpoints",),
     ("dropins",),
+    ("checkpoint",),
     ("cli",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
