@@ -265,7 +265,7 @@ class Decoder:
             case "B", int():
                 return np.asarray(self._leaf(number(body))).tobytes()
             case "n", [dtype, str() as text]:
-                return _scalar(dtype, base64.b64decode(text, validate=True))
+                return scalar_of(dtype, text)
             case "s", str():
                 return np.str_(body)
             case "size", list() if all(type(n) is int and 0 <= n < 1 << 62 for n in body):
@@ -336,7 +336,9 @@ def check_composite(kind: str, parameters: list[Any], scalars: list[Any], number
     return tuple(parameters)
 
 
-def _scalar(dtype: Any, data: bytes) -> Any:
+def scalar_of(dtype: Any, text: str) -> Any:
+    """The NumPy scalar of an `{"n": [dtype, text]}`."""
+    data = base64.b64decode(text, validate=True)
     if dtype == "bytes":
         return np.bytes_(data)
     kind = numpy_dtype(dtype)

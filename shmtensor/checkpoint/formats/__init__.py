@@ -6,11 +6,13 @@ from pathlib import Path
 
 from ...errors import ArgumentError, CheckpointError
 from .base import FileSpec, Format, Layout, Opened, Piece
+from .npz import Npz
 from .safetensors import Safetensors
+from .torch import Torch
 
 __all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "detect", "get_format"]
 
-FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(),)}
+FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz())}
 
 
 def get_format(name: str) -> Format:
