@@ -2,7 +2,7 @@
 
 A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
 Importing this package imports no torch; torch is imported when the first tensor arrives. The drop-ins for the standard
-library's queues, contexts and executors are imported when they are first asked for.
+library's queues, contexts and executors, and the checkpoints, are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from .errors import (
 from .statistics import ReceiverStatistics, SenderStatistics
 
 if TYPE_CHECKING:
+    from .checkpoint.filling import load_into
+    from .checkpoint.loader import load_arrays, load_checkpoint
     from .dropins.context import get_context
     from .dropins.executor import ProcessPoolExecutor
     from .dropins.joinable import JoinableQueue
@@ -69,14 +71,20 @@ __all__ = [
     "WireError",
     "__version__",
     "get_context",
+    "load_arrays",
+    "load_checkpoint",
+    "load_into",
 ]
 
 _LAZY = {
-    "JoinableQueue": "joinable",
-    "ProcessPoolExecutor": "executor",
-    "Queue": "queues",
-    "SimpleQueue": "queues",
-    "get_context": "context",
+    "JoinableQueue": "dropins.joinable",
+    "ProcessPoolExecutor": "dropins.executor",
+    "Queue": "dropins.queues",
+    "SimpleQueue": "dropins.queues",
+    "get_context": "dropins.context",
+    "load_arrays": "checkpoint.loader",
+    "load_checkpoint": "checkpoint.loader",
+    "load_into": "checkpoint.filling",
 }
 
 
@@ -84,7 +92,7 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".dropins.{module}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
     return value
 
 

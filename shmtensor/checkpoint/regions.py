@@ -162,7 +162,7 @@ class _Run:
     def bytes(self) -> Any:
         first = self._first
         if first.torch:
-            return _storage_bytes(first.source, self.start, self.nbytes)
+            return storage_bytes(first.source, self.start, self.nbytes)
         one = first.source[tuple([slice(0, 1)] * len(first.shape))].reshape(1).view(np.uint8)
         return np.lib.stride_tricks.as_strided(one, (self.nbytes,), (1,), writeable=False)
 
@@ -185,7 +185,7 @@ def _dense(leaf: Leaf) -> tuple[Region, Strides]:
 
 def _whole(leaf: Leaf) -> Any:
     if leaf.torch:
-        return _storage_bytes(leaf.source, leaf.start, leaf.nbytes)
+        return storage_bytes(leaf.source, leaf.start, leaf.nbytes)
     return _array_bytes(leaf.source)
 
 
@@ -205,7 +205,7 @@ def _gather(leaf: Leaf, repeated: Sequence[int]) -> Any:
     if source.dtype != carrier:
         source = source.view(carrier)
     dense = source.clone(memory_format=torch.contiguous_format)
-    return _storage_bytes(dense, dense.data_ptr(), dense.numel() * leaf.itemsize)
+    return storage_bytes(dense, dense.data_ptr(), dense.numel() * leaf.itemsize)
 
 
 def _array_bytes(array: Array) -> Array:
@@ -213,7 +213,8 @@ def _array_bytes(array: Array) -> Array:
     return flat.view(np.uint8)
 
 
-def _storage_bytes(tensor: Any, address: int, nbytes: int) -> Any:
+def storage_bytes(tensor: Any, address: int, nbytes: int) -> Any:
+    """Bytes of a tensor's storage, as `Region.bytes` gives them."""
     import torch
 
     storage = tensor.untyped_storage()
