@@ -35,6 +35,7 @@ from .statistics import ReceiverStatistics, SenderStatistics
 if TYPE_CHECKING:
     from .checkpoint.filling import load_into
     from .checkpoint.loader import load_arrays, load_checkpoint
+    from .checkpoint.writer import CheckpointWriter
     from .dropins.context import get_context
     from .dropins.executor import ProcessPoolExecutor
     from .dropins.joinable import JoinableQueue
@@ -46,6 +47,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CheckpointError",
+    "CheckpointWriter",
     "ClosedError",
     "Consumer",
     "EndOfStream",
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CheckpointWriter": "checkpoint.writer",
     "JoinableQueue": "dropins.joinable",
     "ProcessPoolExecutor": "dropins.executor",
     "Queue": "dropins.queues",

@@ -150,7 +150,7 @@ def read_regions(
                 return
             at = job.chunk * CHUNK
             view = job.target.memory[at : at + CHUNK]
-            _fill(files, job, view, opened)
+            fill(files, job.file, job.offset, view, opened.plan.names(job.target.region))
             job.target.arrived(job.chunk)
             if progress is not None:
                 progress(view.nbytes)
@@ -172,15 +172,14 @@ def read_regions(
     ]  # fmt: skip
 
 
-def _fill(files: Files, job: _Job, view: Any, opened: Opened) -> None:
+def fill(files: Files, file: int, offset: int, view: Any, names: str) -> None:
+    """Read the bytes of a view from a place. `CheckpointError` if the file ends before."""
     rest = memoryview(view)
-    offset = job.offset
     while rest:
-        count = os.preadv(files.fds[job.file], [rest], offset)
+        count = os.preadv(files.fds[file], [rest], offset)
         if not count:
             raise CheckpointError(
-                f"{files.paths[job.file]}: the file ends at offset {offset}, inside tensor "
-                f"{opened.plan.names(job.target.region)}: it is truncated"
+                f"{files.paths[file]}: the file ends at offset {offset}, inside tensor {names}: it is truncated"
             )
         rest, offset = rest[count:], offset + count
 

@@ -108,12 +108,12 @@ class Encoder:
             return self._dict(value, name, depth)
         if isinstance(value, (list, tuple)):
             return self._sequence(value, name, depth)
+        if isinstance(value, np.generic):
+            return _numpy_scalar(value)
         if isinstance(value, bytes):
             if len(value) > _INLINE:
                 return {"B": self._leaf(name, array_leaf(np.frombuffer(value, np.uint8)))}
             return {"b": base64.b64encode(value).decode("ascii")}
-        if isinstance(value, np.generic):
-            return _numpy_scalar(value)
         if isinstance(value, (str, int, float)):  # enums, versions: come back as what they are to JSON
             plain: Any = str.__str__(value) if isinstance(value, str) else None
             return plain if isinstance(value, str) else _int(int(value)) if isinstance(value, int) else _float(value)
