@@ -123,8 +123,8 @@ def _array_dtype(entry: Entry) -> AnyDType:
     return found
 
 
-def tensor_numbers(tree: Any) -> set[int]:
-    """The numbers of all tensors of a tree."""
+def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
+    """The numbers of all tensors of a tree; or of those that are read when it is built: bytes, parts of composites."""
     found: set[int] = set()
     stack = [tree]
     while stack:
@@ -133,7 +133,7 @@ def tensor_numbers(tree: Any) -> set[int]:
             stack.extend(node)
         elif isinstance(node, dict):
             for tag, body in node.items():
-                if tag in ("x", "B"):
+                if tag == "B" or (tag == "x" and not only_read):
                     found.add(body)
                 elif tag == "z" and isinstance(body, list) and len(body) == 4 and isinstance(body[3], list):
                     found.update(n for n in body[3] if type(n) is int)

@@ -35,8 +35,9 @@ def load_checkpoint(
     keys:    dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole
     readers: threads that read, with `map=False`; None: one per core, 2 to 8
     verify:  what is read is compared with the digests in the file. The description, the places and the sizes are
-             checked in any case. So with `map=True` nothing is read, and nothing compared: pass `"all"` to have the
-             mapped bytes read and compared as well. False: no digests
+             checked in any case. With `map=True` nothing is read now (but parts of sparse, quantized and nested tensors,
+             and long `bytes`), so nothing is compared: pass `"all"` to have all that is mapped read and compared.
+             False: no digests
 
     Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of others is a
     flat dict (`.safetensors`, `.npz`) or whatever `torch.load(weights_only=True)` gives. Nothing is ever unpickled
@@ -79,8 +80,9 @@ def _load(
         bytes_of: Callable[[int], Array] = lambda region: opened.plan.regions[region].bytes()  # noqa: E731
     elif map:
         mapped = map_files(opened, wanted)
-        if verify == "all":
-            verify_mapped(opened, wanted, mapped, count)
+        if verify:
+            now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
+            verify_mapped(opened, now, mapped, count)
         bytes_of = mapped.__getitem__
     else:
         bytes_of = read(opened, wanted, readers=count, verify=bool(verify)).__getitem__
