@@ -63,7 +63,8 @@ def test_one_flipped_bit_in_any_tensor(format, path_of):
                 assert opened.plan.names(region) in str(caught.value)
                 assert f"at offset {offset} " in str(caught.value)
                 assert str(path) in str(caught.value)
-            if "#" not in opened.plan.names(region) and "long bytes" not in opened.plan.names(region):
+            name = opened.plan.tensors[opened.plan.members[region][0]].name
+            if not name.startswith(("sparse#", "csr#", "quantized#", "channels#", "nested#", "long bytes")):
                 load_checkpoint(path)
                 load_checkpoint(path, map=False, verify=False)
             else:  # looked at already when it is built
@@ -424,3 +425,19 @@ def test_rubbish(name, contents, tmp_path):
         return
     with pytest.raises(CheckpointError):
         load_checkpoint(path)
+
+
+def test_a_description_that_is_overlooked(path_of, tmp_path):
+    """A changed name must not turn a file of ours into a file of somebody else, whose structure is another one."""
+    state = {"a": [torch.ones(2), np.ones(2)]}
+    for format, name in (("torch", b"shmtensor.json"), ("npz", b"shmtensor.json"), ("safetensors", b'"shmtensor"')):
+        path = save(state, path_of(format), format)
+        data = path.read_bytes()
+        for at in (data.index(name), data.rindex(name)):
+            path.write_bytes(data[: at + 3] + b"X" + data[at + 4 :])
+            with pytest.raises(CheckpointError):
+                load_checkpoint(path)
+    sharded = save(state, tmp_path / "shards", max_shard=8)
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"metadata"', '"mxtadata"'))
+    assert same(load_checkpoint(sharded), state)

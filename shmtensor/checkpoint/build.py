@@ -125,7 +125,7 @@ def _array_dtype(entry: Entry) -> AnyDType:
 
 def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
     """The numbers of all tensors of a tree; or of those that are read when it is built: bytes, parts of composites."""
-    found: set[int] = set()
+    found: list[Any] = []
     stack = [tree]
     while stack:
         node = stack.pop()
@@ -134,9 +134,9 @@ def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
         elif isinstance(node, dict):
             for tag, body in node.items():
                 if tag == "B" or (tag == "x" and not only_read):
-                    found.add(body)
+                    found.append(body)
                 elif tag == "z" and isinstance(body, list) and len(body) == 4 and isinstance(body[3], list):
-                    found.update(n for n in body[3] if type(n) is int)
+                    found += body[3]
                 elif tag == "d" and isinstance(body, dict):
                     stack.extend(body.values())
                 elif tag in ("k", "o", "c", "t", "m"):

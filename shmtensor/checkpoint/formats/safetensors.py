@@ -75,7 +75,9 @@ class Safetensors(Format):
 
     def _open_shards(self, index: Path) -> Opened:
         parts = read_object(index, MAX_HEADER)
-        weight_map, metadata = parts.get("weight_map"), parts.get("metadata")
+        weight_map = parts.get("weight_map")
+        # wherever it is: a description that is there and overlooked would make a flat dict of a state
+        metadata = next((part for part in parts.values() if isinstance(part, dict) and part.keys() & {_KEY, _SUM}), {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map of names")
         names = sorted(set(weight_map.values()))
@@ -96,7 +98,7 @@ class Safetensors(Format):
             if name not in headers[number].tensors:
                 raise CheckpointError(f"tensor {name!r:.80} is not in the shard {file}, where the index says it is")
             stored[name] = (number, headers[number].tensors[name])
-        return _opened(self.name, files, headers, stored, metadata if isinstance(metadata, dict) else {})
+        return _opened(self.name, files, headers, stored, metadata)
 
 
 def _opened(
@@ -107,10 +109,10 @@ def _opened(
     metadata: dict[str, Any],
 ) -> Opened:
     sizes = [header.file_bytes for header in headers]
-    if _KEY not in metadata:
+    if _KEY not in metadata and _SUM not in metadata:
         plan, places = _plan_of(stored)
         return Opened(name, plan, files, sizes, places, None, native=False)
-    described = read_described(metadata[_KEY], metadata.get(_SUM), str(files[0]))
+    described = read_described(metadata.get(_KEY), metadata.get(_SUM), str(files[0]))
     places = []
     for region, where in enumerate(described.stored):
         if where not in stored:

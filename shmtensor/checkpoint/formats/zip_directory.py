@@ -13,6 +13,7 @@ from ..limits import MAX_DESCRIPTION, MAX_TENSORS
 from ..texts import ReadDescription, read_described_file
 
 _LOCAL = struct.Struct("<I22xHH")
+_UTF8 = 0x800
 
 
 class ZipMember(NamedTuple):
@@ -58,6 +59,9 @@ def _member(fd: int, info: zipfile.ZipInfo, size: int, path: Path) -> ZipMember:
     if len(start) < _LOCAL.size or start[:4] != b"PK\x03\x04":
         raise CheckpointError(f"{label} is not there: the file is truncated or damaged")
     _, name, extra = _LOCAL.unpack(start)
+    own_name = os.pread(fd, name, info.header_offset + _LOCAL.size)
+    if own_name.decode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace") != info.orig_filename:
+        raise CheckpointError(f"{label} calls itself {own_name!r:.80}: the file is damaged")
     offset = info.header_offset + _LOCAL.size + name + extra
     if offset + info.compress_size > size:
         raise CheckpointError(f"{label} has {info.compress_size} bytes, the file has {size}: it is truncated")
