@@ -58,6 +58,7 @@ class Verdict:
 _TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "throughput", "large", "dict", "fan-out"
 _TRIP_1K = (_TRIP, "shmtensor, 1 KiB")
 _RATE = "thousand messages/s: "
+_MAPPED, _READ = "call, page cache: shmtensor, mapped, ", "call + sum of every element, "
 _START = "open + first send + first recv: ring of 256 MiB, "
 
 TARGETS: tuple[Target, ...] = (
@@ -85,6 +86,17 @@ TARGETS: tuple[Target, ...] = (
     Target("first message, ring of 256 MiB made by it", ("cold", f"{_START}made at the first send"), None, None),
     Target("recv of 64 MiB, beside 1 KiB", (_LARGE, "recv 64 MiB"), "<=", 1.25, (_LARGE, "recv 1 KiB")),
     Target("loan of 64 MiB, beside 1 KiB", (_LARGE, "loan 64 MiB"), "<=", 1.25, (_LARGE, "loan 1 KiB")),
+    Target(
+        "mapped checkpoint of 1 GiB, beside 16 MiB", ("loading", f"{_MAPPED}1024 MiB"), "<=", 1.5,
+        ("loading", f"{_MAPPED}16 MiB"),
+    ),
+    *(
+        Target(
+            f"checkpoint of 1 GiB read and used, {place}", ("loading", f"{_READ}{place}: shmtensor, read, 1024 MiB"),
+            "<=", 1, ("loading", f"{_READ}{place}: {rival}, 1024 MiB"),
+        )
+        for place in ("page cache", "disk") for rival in ("safetensors load_file", "tensorizer")
+    ),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from . import (
     fan_out,
     idle,
     large,
+    loading,
     loan,
     memory,
     mixed_dict,
@@ -27,6 +28,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for module in (
         round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
         memory, serialize_tensor, serialize_array, pipeline,
+        loading,
     )
 )  # fmt: skip
 

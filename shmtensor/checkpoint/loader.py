@@ -33,7 +33,7 @@ def load_checkpoint(
     map:     True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
              allowed and never changes the file. False: everything is read into memory now
     keys:    dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole
-    readers: threads that read, with `map=False`; None: one per core, 2 to 8
+    readers: threads that read, with `map=False`; None: one per core, 4 to 8
     verify:  what is read is compared with the digests in the file. The description, the places and the sizes are
              checked in any case. With `map=True` nothing is read now (except parts of sparse, quantized, nested tensors
              and long `bytes`), so nothing is compared: pass `"all"` to have all that is mapped read and compared.

@@ -53,8 +53,8 @@ class Files:
 
 
 def default_readers() -> int:
-    """One reader for each core that this process may use, at least 2, at most 8."""
-    return min(8, max(2, len(os.sched_getaffinity(0))))
+    """One reader for each core that this process may use; at least 4, so that a disk is kept busy, and at most 8."""
+    return min(8, max(4, len(os.sched_getaffinity(0))))
 
 
 class _Target:

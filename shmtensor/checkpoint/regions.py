@@ -76,6 +76,11 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
     same: dict[tuple[object, ...], Place] = {}
     for members in _clusters(leaves):
         group = [leaves[index] for index in members]
+        if len(members) == 1:
+            region, strides = _dense(group[0])
+            places[members[0]] = Place(len(regions), 0, strides)
+            regions.append(region)
+            continue
         raw = None if len({_view(leaf) for leaf in group}) == 1 else _Run.of(group)
         if raw is not None:
             regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes))
@@ -170,6 +175,8 @@ class _Run:
 def _dense(leaf: Leaf) -> tuple[Region, Strides]:
     """The region of a leaf alone, and the strides that it has in there."""
     align = min(leaf.itemsize & -leaf.itemsize, _GROUP_ALIGNMENT)
+    if leaf.address and leaf.strides is None:  # nearly all there are
+        return Region(leaf.nbytes, align, lambda: _whole(leaf)), None
     strides = _source_strides(leaf)
     if _is_plain(leaf.shape, strides, leaf.itemsize):
         if leaf.start:

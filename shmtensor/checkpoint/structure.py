@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import math
 import re
 import sys
@@ -153,11 +154,9 @@ class Encoder:
         return nodes if isinstance(value, list) else {"t": nodes}
 
     def _tensor(self, tensor: Any, name: str) -> Any:
-        views = torch_views()
-        from ..views.composites import take_apart
-
+        views, take_apart, known = _tensor_tools()
         try:
-            if type(tensor) not in views.tensor_types() and not views.is_jagged(tensor):
+            if type(tensor) not in known and not views.is_jagged(tensor):
                 raise _refuse(tensor, "save tensor.as_subclass(torch.Tensor); of a DTensor its to_local()")
             apart = take_apart(tensor)
             if apart is None:
@@ -181,6 +180,15 @@ class Encoder:
             if isinstance(value, torch.device):
                 return {"device": str(value)}
         raise _refuse(value, _ALLOWED)
+
+
+@functools.cache
+def _tensor_tools() -> tuple[Any, Any, frozenset[type]]:
+    """What is needed for each tensor, once torch is there."""
+    from ..views.composites import take_apart
+
+    views = torch_views()
+    return views, take_apart, views.tensor_types()
 
 
 def _refuse(value: object, remedy: str) -> Refused:

@@ -30,7 +30,7 @@ app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 2 to 8.")]
+_Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 4 to 8.")]
 _SHOWN = 40
 
 
