@@ -123,6 +123,24 @@ def _array_dtype(entry: Entry) -> AnyDType:
     return found
 
 
+def check_structure(plan: Plan) -> None:
+    """`CheckpointError` unless the tree is a structure whose tensors exist; for those who walk it by themselves."""
+
+    def leaf(number: int) -> Array:
+        if number >= len(plan.tensors):
+            raise CheckpointError(f"invalid structure: tensor {number} of {len(plan.tensors)}")
+        return _NOTHING
+
+    def composite(kind: str, parameters: tuple[int, ...], scalars: list[Any], numbers: list[int]) -> None:
+        for number in numbers:
+            leaf(number)
+
+    Decoder(leaf, composite, torch=False).decode(plan.tree)
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
 def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
     """The numbers of all tensors of a tree; or of those that are read when it is built: bytes, parts of composites."""
     found: list[Any] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, ResourceError
+from .build import check_structure
 from .digests import Summer, combine
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .loader import map_files, raise_damage
@@ -45,6 +46,7 @@ def convert(
     `CheckpointError` for a damaged source.
     """
     target = Path(target)
+    check_structure(opened.plan)
     layout = _format_of(target, format, max_shard).layout(opened.plan, max_shard)
     if os.path.lexists(target):
         if not overwrite:

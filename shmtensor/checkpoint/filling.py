@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..views.numpy import Array
-from .build import build_state, regions_of, tensor_numbers
+from .build import build_state, check_structure, regions_of, tensor_numbers
 from .loader import Path, Verify, check_options, map_files, raise_damage, verify_mapped
 from .plan import Plan
 from .reading import Files, read_regions
@@ -50,6 +50,7 @@ def load_into(
         raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
     count = check_options(readers, verify)
     opened = open_checkpoint(path)
+    check_structure(opened.plan)
     tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
     if not isinstance(tree, dict) or not tree.keys() & {"d", "o", "k"}:
         raise ArgumentError("there is no state dict in the checkpoint: pass key=, the name of the one that is meant")

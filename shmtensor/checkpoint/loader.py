@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..memory.mapped_file import map_private
 from ..views.numpy import Array
-from .build import build_state, regions_of, tensor_numbers
+from .build import build_state, check_structure, regions_of, tensor_numbers
 from .formats import Opened
 from .reading import MAX_READERS, Damage, Files, default_readers, private, read_regions
 from .resolving import open_checkpoint
@@ -74,7 +74,10 @@ def _load(
 ) -> Any:
     count = check_options(readers, verify)
     opened = open_checkpoint(path)
-    tree = opened.plan.tree if keys is None else select(opened.plan.tree, keys)
+    tree = opened.plan.tree
+    if keys is not None:
+        check_structure(opened.plan)
+        tree = select(tree, keys)
     wanted = regions_of(opened.plan, tensor_numbers(tree))
     if opened.places is None:
         bytes_of: Callable[[int], Array] = lambda region: opened.plan.regions[region].bytes()  # noqa: E731
