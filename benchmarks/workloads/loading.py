@@ -147,10 +147,10 @@ WORKLOAD = Workload(
     title="Loading a checkpoint of 64 float32 tensors, ms",
     what=(
         "One process. Each library loads the file that it wrote, in the directory for temporary files. The call, and "
-        "the call with a sum over every tensor: a mapped file is read only then (load_file maps as well). Disk: the "
-        "file was dropped from the page cache by posix_fadvise before; what the disk itself caches is not under "
-        "control. shmtensor's reading rows compare digests, tensorizer's do not (its default), and one of shmtensor's "
-        "does not either. tensorizer has as many readers as there are cores."
+        "the call with a sum over every tensor: a mapped file is read only then. load_file maps as well, so that from "
+        "the page cache it copies nothing, which a reading row does. Disk: the file was dropped from the page cache by "
+        "posix_fadvise before; what the disk itself caches is not under control. shmtensor's reading rows compare "
+        "digests, but for one; tensorizer's do not (its default). tensorizer has as many readers as there are cores."
     ),
     cases=tuple(
         Case(
