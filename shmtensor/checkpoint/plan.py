@@ -122,6 +122,10 @@ class Plan:
 
     def describe(self) -> bytes:
         """The plan as JSON, without bytes of tensors. `ArgumentError` if it is larger than a file may hold."""
+        return self._description
+
+    @cached_property
+    def _description(self) -> bytes:
         tensors = [(*entry[:1], int(entry.torch), *entry[2:]) for entry in self.tensors]
         parts = {
             "version": VERSION, "tree": self.tree, "tensors": tensors,

@@ -156,6 +156,9 @@ class Encoder:
     def _tensor(self, tensor: Any, name: str) -> Any:
         views, take_apart, known = _tensor_tools()
         try:
+            plain = _plain_leaf(tensor, views) if type(tensor) in known else None
+            if plain is not None:
+                return {"x": self._leaf(name, plain)}
             if type(tensor) not in known and not views.is_jagged(tensor):
                 raise _refuse(tensor, "save tensor.as_subclass(torch.Tensor); of a DTensor its to_local()")
             apart = take_apart(tensor)
@@ -189,6 +192,25 @@ def _tensor_tools() -> tuple[Any, Any, frozenset[type]]:
 
     views = torch_views()
     return views, take_apart, views.tensor_types()
+
+
+def _plain_leaf(tensor: Any, views: Any) -> Leaf | None:
+    """The leaf of a contiguous tensor in host memory, which nearly all are, in a third of the time; None: of others."""
+    negative = views.PLAIN.get(tensor.dtype)
+    if (
+        negative is None
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or tensor.layout != views.torch.strided
+        or not tensor.is_contiguous()
+        or (negative and tensor.is_neg())
+    ):
+        return None
+    address = tensor.data_ptr()
+    if not address:
+        return None
+    row = views.ROW[tensor.dtype]
+    return Leaf(tensor, row, row.itemsize, tuple(tensor.shape), None, address, views.copy_strided, torch=True)
 
 
 def _refuse(value: object, remedy: str) -> Refused:
