@@ -518,9 +518,9 @@ def test_a_process_that_cannot_start(make, monkeypatch):
 def test_a_save_that_kills_every_writer_is_given_up(make, monkeypatch):
     """The next save goes well: what kills is passed over."""
     monkeypatch.setattr(link, "_PAUSES", (0.0,) * 5)
-    arm = "from tests.faults import points; points.install(); import sys; "
-    arm += """'"passed_over": []' in sys.argv[1] and points.arm('write.headers', 'kill'); """
-    monkeypatch.setattr(link, "LAUNCH", arm.replace("{", "{{") + link.LAUNCH)
+    arm = "import json, sys; from tests.faults import points; points.install('shmtensor.checkpoint'); "
+    arm += "s = json.loads(sys.argv[1]); (s['live'] or s['next'] == 1) and points.arm('write.headers', 'kill'); "
+    monkeypatch.setattr(link, "LAUNCH", arm + link.LAUNCH)
     monkeypatch.chdir(ROOT)
     writer = make()
     with pytest.raises(shmtensor.PeerDied, match=f"died {flight.ATTEMPTS} times"):

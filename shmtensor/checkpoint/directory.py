@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from ..errors import ResourceError
@@ -109,10 +109,10 @@ class Directory:
             if match is not None:
                 yield self.at(found), match["writer"], int(match["number"])
 
-    def sweep(self, writer: str, numbers: set[int] | None) -> None:
-        """Remove the temporary files of all other writers, and of these saves (None: all) of this one. Needs byte 1."""
+    def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
+        """Remove the temporary files of other writers, and of those saves of this one that are over. Needs byte 1."""
         for path, owner, number in list(self.leftovers()):
-            if owner != writer or numbers is None or number in numbers:
+            if owner != writer or is_over(number):
                 remove(path)
                 # crash: ckptsweep.removed
 

@@ -6,7 +6,6 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any, Final
 
 from ..errors import PeerDied, ResourceError, TimedOut
@@ -28,7 +27,7 @@ class Flight:
         self._handles: dict[int, SaveHandle] = {}
         self._deaths: dict[int, int] = {}
         self._failed: list[SaveHandle] = []
-        self._passed_over: set[int] = set()
+        self._next = 1
         self.counts = {DURABLE: 0, FAILED: 0, REPLACED: 0}
         self.deleted = 0
 
@@ -36,6 +35,7 @@ class Flight:
         """A save begins."""
         with self._changed:
             self._handles[handle.number] = handle
+            self._next = handle.number + 1
 
     @property
     def handles(self) -> list[SaveHandle]:
@@ -48,8 +48,6 @@ class Flight:
         with self._changed:
             handle = self._handles.pop(number, None)
             self._deaths.pop(number, None)
-            if status != DURABLE:
-                self._passed_over.add(number)
             if handle is not None and handle._settle(status, result):
                 self.counts[status] += 1
                 if status == FAILED:
@@ -74,11 +72,10 @@ class Flight:
         found = [(handle, handle.durable.looked, handle.durable.exception()) for handle in failed]
         return [(handle, error) for handle, looked, error in found if error is not None and not looked]
 
-    def pass_over(self, numbers: Iterable[int] = ()) -> list[int]:
-        """Saves that a new writing process must not touch, these included."""
+    def alive(self) -> dict[str, Any]:
+        """What a new writing process must know: which numbers below `next` are not over."""
         with self._changed:
-            self._passed_over.update(numbers)
-            return sorted(self._passed_over)
+            return {"next": self._next, "live": sorted(self._handles)}
 
     # --- the link's thread
 
@@ -101,7 +98,7 @@ class Flight:
         elif kind == "replaced":
             self.settle(number, REPLACED)
 
-    def on_death(self, code: int) -> list[int]:
+    def on_death(self, code: int) -> dict[str, Any]:
         """The writing process died: what was being written gets another attempt, but not for ever."""
         for handle in self.handles:
             if handle.status == WRITING:
@@ -109,7 +106,7 @@ class Flight:
                 if deaths >= ATTEMPTS:
                     text = f"checkpoint {handle.path} was not written: the writing process died {deaths} times at it"
                     self.settle(handle.number, FAILED, PeerDied(f"{text}, last with exit code {code}"))
-        return self.pass_over()
+        return self.alive()
 
     def on_lost(self, error: PeerDied) -> None:
         """There is no writing process any more."""

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..channel.names import socket_dir
+from ..channel.sweep import sweep_channel
 from ..endpoints.workqueue import Consumer
 from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
 
@@ -55,7 +57,7 @@ def check_ionice(ionice: str | None) -> tuple[str, ...]:
 class Link:
     """Thread-safe. `on_report(report)` and `on_death()` are called in the link's thread.
 
-    `on_death` is called before each new start; it returns the numbers of saves that the next process must not touch.
+    `on_death` is called before each new start; it returns what the next process must know of the saves.
     `on_lost(error)` is called when there will be no other process.
     """
 
@@ -64,8 +66,9 @@ class Link:
         channel: str,
         settings: dict[str, Any],
         prefix: tuple[str, ...],
+        alive: dict[str, Any],
         on_report: Callable[[dict[str, Any]], None],
-        on_death: Callable[[int], list[int]],
+        on_death: Callable[[int], dict[str, Any]],
         on_lost: Callable[[PeerDied], None],
     ) -> None:
         self.channel = channel
@@ -80,7 +83,7 @@ class Link:
         self._deaths = 0
         self._results = Consumer(results_channel(channel), acknowledge="next")
         try:
-            self._process = self._spawn([])
+            self._process = self._spawn(alive)
         except BaseException:
             self._results.close()
             self._said.close()
@@ -115,6 +118,8 @@ class Link:
             self._process.send_signal(signal.SIGUSR1 if time.monotonic() < deadline else signal.SIGKILL)
         self._results.close()
         self._said.close()
+        if self._process.returncode:  # it died as the last one on its channel
+            sweep_channel(self.channel, socket_dir(), patience=1.0)
 
     # --- the thread
 
@@ -158,7 +163,7 @@ class Link:
         if self._closing:  # nothing is in flight any more
             return False
         self._deaths += 1
-        passed_over = self._on_death(code)
+        alive = self._on_death(code)
         log.warning("the writing process %d of checkpoints died (%s)", self.pid, self._end_text())
         if self._deaths >= DEATHS:
             self._give_up(PeerDied(self._death_text()))
@@ -168,7 +173,7 @@ class Link:
             return False
         self._ready.clear()
         try:
-            self._process = self._spawn(passed_over)
+            self._process = self._spawn(alive)
         except OSError as error:
             self._give_up(PeerDied(f"the writing process died and cannot be started again: {error}"))
             return False
@@ -180,10 +185,10 @@ class Link:
         self._on_lost(error)
         self._settled.set()
 
-    def _spawn(self, passed_over: list[int]) -> subprocess.Popen[bytes]:
+    def _spawn(self, alive: dict[str, Any]) -> subprocess.Popen[bytes]:
         if not sys.executable:
             raise ResourceError(2, "sys.executable is empty: there is no Python to start the writing process with")
-        settings = json.dumps({**self._settings, "channel": self.channel, "passed_over": passed_over})
+        settings = json.dumps({**self._settings, "channel": self.channel, **alive})
         return subprocess.Popen(
             [*self._prefix, sys.executable, "-c", LAUNCH.format(root=_ROOT), settings],
             stdin=subprocess.DEVNULL,

@@ -165,15 +165,15 @@ class Stager(Producer):
                 )
 
     def fits(self, count: int) -> bool:
-        """Whether so many chunks fit at all."""
+        """Whether so many chunks fit at all, into the rings that `provide` has made."""
         with self._mutex:
-            return count <= self._pool.chunks() + self._pool.possible()
+            return count <= self._pool.chunks()
 
     def has_room(self, count: int) -> bool:
         """Whether so many chunks fit now, beside what is in flight."""
         with self._mutex:
             self._drop_dead()
-            return count <= self._pool.free_chunks(self._is_free) + self._pool.possible()
+            return count <= self._pool.free_chunks(self._is_free)
 
     @property
     def memory(self) -> int:

@@ -90,6 +90,8 @@ class Snapshot:
         entry = directory.recorded(writer, self.number)
         if entry is not None and (entry.is_there(directory.path) or entry.is_at(self._path)):
             return entry
+        if entry is not None and len(self._chunks) < len(self.chunks):
+            raise FileNotFoundError(2, f"{directory.at(self.name)} is gone: somebody removed it while it was finished")
         if directory.is_taken(self.name):
             raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
         self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
@@ -208,25 +210,33 @@ class Snapshot:
 
     # --- the end
 
-    def release(self) -> None:
-        """Give every slot back; the head last, so that a death in between leaves what can be finished again."""
+    def release_chunks(self) -> None:
+        """Give back everything but the head: who comes after a death sees by the list that the save was complete."""
         for message in (*self._chunks.values(), *self._held):
             message.release()
         self._chunks.clear()
         self._held.clear()
-        # crash: finish.released
+
+    def release(self) -> None:
+        """Give every slot back."""
+        self.release_chunks()
         self.head.release()
 
     def discard(self) -> None:
         """Remove what there is of it on disk, and give every slot back."""
+        self.discard_files()
+        # crash: discard.removed
+        if self.begun:
+            self._drop_log()
+        self.release()
+
+    def discard_files(self) -> None:
+        """Remove its files; not the log, by which who comes after a death sees that they were there."""
         if self._output is not None:
             self._output.discard()
         if self.begun:
             with contextlib.suppress(OSError):
                 remove(self._path)
-            self._drop_log()
-        # crash: discard.removed
-        self.release()
 
     def _drop_log(self) -> None:
         fd, self._log = self._log, -1

@@ -5,6 +5,7 @@ Every wait is one of at most a quarter of a second; in between it looks whether 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,11 +90,9 @@ class Staging:
         handle = next((handle for handle in self._flight.handles if handle.number == number), None)
         if handle is None:
             return
-        try:
-            tell = partial(self._stager.tell, ABANDON, number, force=True)
+        tell = partial(self._stager.tell, ABANDON, number, force=True)
+        with contextlib.suppress(PeerDied, TimedOut, ClosedError, _Over):
             self._insist(tell, time.monotonic() + _TAKE_BACK, handle)
-        except (PeerDied, TimedOut, ClosedError, _Over):
-            self._flight.pass_over([number])
         self._flight.settle(number, REPLACED)
 
 

@@ -41,7 +41,7 @@ class Worker:
         self._directory = Directory(settings["directory"])
         self._snapshots: dict[int, Snapshot] = {}
         self._strays: dict[int, list[Message]] = {}  # of snapshots whose head has not come yet
-        self._dropped: set[int] = set(settings["passed_over"])
+        self._dropped: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
         self._told = 0.0
@@ -51,6 +51,8 @@ class Worker:
 
     def run(self) -> None:
         """Work until the trainer has closed or died and everything it staged is finished."""
+        with contextlib.suppress(OSError):  # if it fails, each save will say why
+            self._may_write()
         self._report(r="ready")
         # crash: worker.ready
         messages = self._taker.take_first()
@@ -78,7 +80,7 @@ class Worker:
             self._flush()
         with contextlib.suppress(OSError):
             if self._directory.try_write():
-                self._directory.sweep(self._writer, None)
+                self._directory.sweep(self._writer, lambda number: True)
         # crash: worker.finished
         self._reports.close()
         self._taker.close()
@@ -105,10 +107,12 @@ class Worker:
             self._abandon(number, force=message.meta["force"])
             # crash: abandon.done
             message.release()
-        elif number in self._dropped:
+        elif self._is_over(number):
             message.release()
         elif kind == HEAD:
             snapshot = self._snapshots[number] = Snapshot(message)
+            if message.attempt > 1:
+                snapshot.staged = self._directory.recorded(self._writer, number) is not None
             for stray in self._strays.pop(number, ()):
                 snapshot.add(stray)
         elif number in self._snapshots:
@@ -116,12 +120,18 @@ class Worker:
         else:
             self._strays.setdefault(number, []).append(message)
 
+    def _is_over(self, number: int) -> bool:
+        """Whether a save was finished or given up, by this process or, as the trainer knows, by an earlier one."""
+        if number in self._dropped:
+            return True
+        return number < self._settings["next"] and number not in self._settings["live"]
+
     def _abandon(self, number: int, *, force: bool) -> None:
         """Take a snapshot back, unless it is being written already and that is allowed to go on."""
         snapshot = self._snapshots.get(number)
         if snapshot is not None and (force or not snapshot.begun):
+            self._report(r="replaced", n=number)  # first: if we die at the next step, it is over for who comes after
             self._drop(snapshot)
-            self._report(r="replaced", n=number)
         elif snapshot is None and force:
             self._dropped.add(number)
             for stray in self._strays.pop(number, ()):
@@ -137,6 +147,7 @@ class Worker:
         try:
             if not snapshot.begun:
                 if not self._may_write():
+                    time.sleep(_OTHER)
                     return
                 self._report(r="begun", n=snapshot.number)
                 entry = snapshot.begin(self._directory, self._writer)
@@ -151,10 +162,13 @@ class Worker:
             keep = self._settings["keep_last"], self._settings["keep_every"]
             deleted = snapshot.commit(entry, *keep)
         except (OSError, ShmTensorError) as error:
-            self._drop(snapshot)
+            snapshot.discard_files()
             self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=str(error))
+            self._drop(snapshot)
             return
         # crash: finish.before
+        snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
+        # crash: finish.released
         self._report(
             r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
             digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
@@ -168,10 +182,9 @@ class Worker:
     def _may_write(self) -> bool:
         """Whether no other process writes in the directory; an earlier trainer's may still have something to finish."""
         if not self._directory.try_write():
-            time.sleep(_OTHER)
             return False
         if not self._swept:
-            self._directory.sweep(self._writer, self._dropped)
+            self._directory.sweep(self._writer, self._is_over)
             self._swept = True
         return True
 

@@ -172,13 +172,13 @@ class CheckpointWriter:
             stager = self._stager_for(len(described) + _HEAD_EXTRA, layout.nbytes)
             chunks = cut(layout, stager.chunk)
             handle = SaveHandle(name, self._directory.at(name), 0, layout.nbytes)
+            stager.provide(len(described) + _HEAD_EXTRA, len(chunks) * stager.chunk)
             staging = Staging(stager, self._flight, lambda: self._link is not None and self._link.lost)
             asked = staging.make_room(self._busy, len(chunks))
             if asked is None:
                 self._skipped += 1
                 handle._settle(SKIPPED)
                 return handle
-            stager.provide(len(described) + _HEAD_EXTRA, len(chunks) * stager.chunk)
             self._running()
             self._number += 1
             handle.number, handle._asked = self._number, asked
@@ -214,11 +214,11 @@ class CheckpointWriter:
             if link is not None:
                 self._restarts += link.restarts + 1
                 link.finish()
-            self._settings["passed_over"] = self._flight.pass_over()
             flight = self._flight
             link = self._link = Link(
-                self._channel, self._settings, self._prefix, flight.on_report, flight.on_death, flight.on_lost
-            )
+                self._channel, self._settings, self._prefix, flight.alive(),
+                flight.on_report, flight.on_death, flight.on_lost,
+            )  # fmt: skip
         return link
 
     def _check_open(self) -> None:
