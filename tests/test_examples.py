@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues"}
+DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues", "training": "checkpoints"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
 
 
