@@ -87,6 +87,18 @@ TARGETS: tuple[Target, ...] = (
     Target("recv of 64 MiB, beside 1 KiB", (_LARGE, "recv 64 MiB"), "<=", 1.25, (_LARGE, "recv 1 KiB")),
     Target("loan of 64 MiB, beside 1 KiB", (_LARGE, "loan 64 MiB"), "<=", 1.25, (_LARGE, "loan 1 KiB")),
     Target(
+        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 1.2,
+        ("saving", "bare copy: shmtensor, 1024 MiB"),
+    ),
+    Target(
+        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 0.2,
+        ("saving", "the caller stands still: DCP async_save, threads, 1024 MiB"),
+    ),
+    Target(
+        "1 GiB until it is durable: speed", ("saving", "dd oflag=direct: shmtensor, 1024 MiB"), ">=", 0.85,
+        ("saving", "until it is durable: shmtensor, 1024 MiB"),
+    ),
+    Target(
         "mapped checkpoint of 1 GiB, beside 16 MiB", ("loading", f"{_MAPPED}1024 MiB"), "<=", 1.5,
         ("loading", f"{_MAPPED}16 MiB"),
     ),

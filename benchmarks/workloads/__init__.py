@@ -16,6 +16,7 @@ from . import (
     pipeline,
     reading,
     round_trip,
+    saving,
     serialize_array,
     serialize_tensor,
     throughput,
@@ -27,8 +28,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
         round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, loan, reading, cold, idle,
-        memory, serialize_tensor, serialize_array, pipeline,
-        loading,
+        memory, serialize_tensor, serialize_array, pipeline, loading, saving,
     )
 )  # fmt: skip
 
