@@ -60,6 +60,7 @@ _TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "through
 _RPC = "request-reply"
 _TRIP_1K = (_TRIP, "shmtensor, 1 KiB")
 _RATE = "thousand messages/s: "
+_MAPPED, _USED = "call, page cache: shmtensor, mapped, ", "call + sum of every element, "
 
 
 def _queue(metric: str, transport: str, item: str = queue.TENSOR) -> Key:
@@ -103,6 +104,33 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "batched server of a small model, images/s", (_RPC, "batched server, small convolution"), ">=", 0.9,
         (_RPC, "loop that batches in one process"),
+    ),
+    Target(
+        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 1.2,
+        ("saving", "bare copy: shmtensor, 1024 MiB"),
+    ),
+    Target(
+        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 0.2,
+        ("saving", "the caller stands still: DCP async_save, threads, 1024 MiB"),
+    ),
+    Target(
+        "1 GiB until it is durable: speed", ("saving", "dd oflag=direct: shmtensor, 1024 MiB"), ">=", 0.85,
+        ("saving", "until it is durable: shmtensor, 1024 MiB"),
+    ),
+    Target(
+        "mapped checkpoint of 1 GiB, beside 16 MiB", ("loading", f"{_MAPPED}1024 MiB"), "<=", 1.5,
+        ("loading", f"{_MAPPED}16 MiB"),
+    ),
+    *(
+        Target(
+            f"checkpoint of 1 GiB {how} and used, {place}",
+            ("loading", f"{_USED}{place}: shmtensor, {how}, 1024 MiB"), "<=", 1,
+            ("loading", f"{_USED}{place}: {rival}, 1024 MiB"),
+        )
+        for place in ("page cache", "disk")
+        for how, rival in (
+            ("mapped", "safetensors load_file"), ("read", "safetensors load_file"), ("read", "tensorizer"),
+        )
     ),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(

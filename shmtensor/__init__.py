@@ -2,7 +2,8 @@
 
 A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
 Importing this package imports no torch; torch is imported when the first tensor arrives. The drop-ins for the standard
-library's queues, contexts and executors, and request and reply, are imported when they are first asked for.
+library's queues, contexts and executors, request and reply, and the checkpoints, are imported when they are first
+asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .endpoints.workqueue import Consumer, Producer
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     ClosedError,
     EndOfStream,
     ForkedError,
@@ -34,6 +36,9 @@ from .errors import (
 from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
 
 if TYPE_CHECKING:
+    from .checkpoint.filling import load_into
+    from .checkpoint.loader import load_arrays, load_checkpoint
+    from .checkpoint.writer import CheckpointWriter
     from .dropins.context import get_context
     from .dropins.executor import ProcessPoolExecutor
     from .dropins.joinable import JoinableQueue
@@ -51,6 +56,8 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "Batch",
+    "CheckpointError",
+    "CheckpointWriter",
     "Client",
     "ClientStatistics",
     "ClosedError",
@@ -85,11 +92,15 @@ __all__ = [
     "WorkerPool",
     "__version__",
     "get_context",
+    "load_arrays",
+    "load_checkpoint",
+    "load_into",
     "serve",
 ]
 
 _LAZY = {
     "Batch": "rpc.batching",
+    "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
     "JoinableQueue": "dropins.joinable",
     "ProcessPoolExecutor": "dropins.executor",
@@ -100,6 +111,9 @@ _LAZY = {
     "SimpleQueue": "dropins.queues",
     "WorkerPool": "rpc.workers",
     "get_context": "dropins.context",
+    "load_arrays": "checkpoint.loader",
+    "load_checkpoint": "checkpoint.loader",
+    "load_into": "checkpoint.filling",
     "serve": "rpc.workers",
 }
 

@@ -10,6 +10,7 @@
 | `PeerDied` | whoever runs the peer |
 | `RemoteError` | whoever wrote the server's handler: it raised, or gave no answer |
 | `WireError` | whoever wrote the bytes: they are not a valid message or segment |
+| `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
 | `ResourceError`, `PlatformError` | whoever runs the machine: memory, permissions, limits, kernel |
 """
 
@@ -82,6 +83,10 @@ class RemoteError(ShmTensorError):
 
 class WireError(ShmTensorError, ValueError):
     """Bytes written by a peer are not a valid descriptor, record or segment."""
+
+
+class CheckpointError(WireError):
+    """A checkpoint is damaged, truncated, of another kind, or says what cannot be."""
 
 
 class ResourceError(ShmTensorError, OSError):

@@ -113,3 +113,27 @@ class ServerStatistics:
     """Taken and not answered yet."""
     clients: int
     """Clients that this server has replied to and that are still there."""
+
+
+@dataclass(frozen=True)
+class WriterStatistics:
+    """A checkpoint writer's counters since it was made."""
+
+    saves: int
+    """Saves that were staged, or are being staged."""
+    durable: int
+    """Of these, safe on disk."""
+    failed: int
+    """Of these, not written: `SaveHandle.durable` says why."""
+    replaced: int
+    """Of these, taken back by `busy="replace"` before they were written."""
+    skipped: int
+    """Calls of `save` that `busy="skip"` did not follow."""
+    deleted: int
+    """Old checkpoints that `keep_last` removed."""
+    restarts: int
+    """How often the writing process was started again."""
+    memory_bytes: int
+    """Shared memory of the slots, bytes."""
+    pid: int
+    """Process id of the writing process, 0 while there is none."""

@@ -146,7 +146,9 @@ def test_readme_names_every_command_and_option():
     }
     assert set(said) == set(commands())
     for name, command in commands().items():
-        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        parts = [command, *getattr(command, "commands", {}).values()]
+        parameters = [parameter for part in parts for parameter in part.params]
+        options = {option for parameter in parameters for option in parameter.opts if option.startswith("--")}
         assert options - {"--help"} == set(re.findall(r"--[a-z][a-z-]*", said[name])), name
 
 

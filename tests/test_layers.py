@@ -25,6 +25,7 @@ FLOORS = (
     ("endpoints",),
     ("rpc",),
     ("dropins",),
+    ("checkpoint",),
     ("cli",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -11,6 +11,7 @@ from . import (
     fan_out,
     idle,
     large,
+    loading,
     loan,
     memory,
     mixed_dict,
@@ -19,6 +20,7 @@ from . import (
     reading,
     request_reply,
     round_trip,
+    saving,
     serialize_array,
     serialize_tensor,
     throughput,
@@ -30,7 +32,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
         round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, request_reply, loan, reading,
-        cold, idle, memory, queue, dataloader, executor, serialize_tensor, serialize_array, pipeline,
+        cold, idle, memory, queue, dataloader, executor, saving, loading, serialize_tensor, serialize_array, pipeline,
     )
 )  # fmt: skip
 

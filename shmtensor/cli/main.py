@@ -1,4 +1,4 @@
-"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`, `serve`."""
+"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`, `serve`, `checkpoint`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bench import bench
+from .checkpoint import app as checkpoint
 from .demo.command import demo
 from .doctor import doctor
 from .gc import gc
@@ -45,6 +46,7 @@ app.command()(doctor)
 app.command()(demo)
 app.command()(bench)
 app.command()(serve)
+app.add_typer(checkpoint, name="checkpoint")
 
 if __name__ == "__main__":
     app(prog_name="shmtensor")

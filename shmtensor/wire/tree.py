@@ -92,7 +92,8 @@ def key_token(key: object) -> object:
     raise ArgumentTypeError(f"dict key of type {type(key).__name__}: keys are str, int, float, bool or None")
 
 
-def _key(token: object) -> object:
+def key_of(token: object) -> object:
+    """The dict key of a token; `WireError` if it is none."""
     if isinstance(token, str):
         return token
     match token:
@@ -144,7 +145,7 @@ class _Parser:
             count = self.count()
             keys: tuple[object, ...] = ()
             if token == "d":
-                keys = tuple([_key(self.take()) for _ in range(count)])
+                keys = tuple([key_of(self.take()) for _ in range(count)])
                 if len(set(keys)) != count:
                     raise WireError("dict has a key twice")
             children = tuple([self.value(depth + 1) for _ in range(count)])
@@ -217,6 +218,11 @@ def encode_dynamic(scalars: Sequence[object], meta: object) -> bytes:
             "send many numbers as a tensor, and long text as numpy.frombuffer(text.encode(), 'u1')"
         )
     return data
+
+
+def check_meta(meta: object) -> None:
+    """`ArgumentTypeError` or `ArgumentError` unless it is a dict that JSON can express."""
+    _encode_meta(meta)
 
 
 def _encode_meta(meta: object) -> str:

@@ -26,9 +26,9 @@ class Crash(Exception):
     """What the action "raise" raises."""
 
 
-def names() -> list[str]:
-    """Every point in the package's source."""
-    return sorted(name for path in PACKAGE.rglob("*.py") for _, name in _MARKER.findall(path.read_text()))
+def names(part: str = "") -> list[str]:
+    """Every point in the source of the package, or of one of its folders."""
+    return sorted(name for path in (PACKAGE / part).rglob("*.py") for _, name in _MARKER.findall(path.read_text()))
 
 
 def arm(point: str, action: str, nth: int = 1) -> None:
@@ -66,8 +66,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, within: str) -> None:
+        self._within = within
+
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "shmtensor" and not fullname.startswith("shmtensor."):
+        if fullname != self._within and not fullname.startswith(self._within + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, [str(PACKAGE.parent)] if path is None else path)
         if spec is None or not spec.origin:
@@ -78,8 +81,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         )  # fmt: skip
 
 
-def install() -> None:
-    """Compile the package with its crash points from now on. The package must not have been imported yet."""
+def install(within: str = "shmtensor") -> None:
+    """Compile the package, or a part of it, with its crash points from now on. It must not have been imported yet."""
     assert not any(name.split(".")[0] == "shmtensor" for name in sys.modules), "shmtensor is imported already"
     os.environ["SHMTENSOR_PURE"] = "1"  # the compiled module comes by no point
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder(within))

@@ -1,0 +1,1 @@
+"""Checkpoints: states as files, and back."""

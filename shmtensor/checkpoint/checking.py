@@ -1,0 +1,69 @@
+"""Whether a checkpoint is what was written: every region read, in little memory, and compared with its digest."""
+
+from __future__ import annotations
+
+import threading
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .digests import Summer
+from .formats import Opened
+from .reading import CHUNK, Damage, Files, fill
+
+Progress = Callable[[int], Any]
+
+
+def check(opened: Opened, *, readers: int, progress: Progress | None = None) -> list[Damage]:
+    """The damaged regions. `progress` is called with the bytes of each piece, from any reader.
+
+    Of files without digests nothing can be said, except that the members of a zip archive have their CRC-32: a wrong
+    one is a `CheckpointError`, as is a file that ends early.
+    """
+    digests, places = opened.digests, opened.places
+    if places is None or digests is None:
+        if opened.format != "safetensors":
+            _check_archive(opened)
+        return []
+    own = threading.local()
+
+    def look(region: int) -> Damage | None:
+        if not hasattr(own, "buffer"):
+            own.buffer = np.empty(CHUNK, np.uint8)
+        file, offset = places[region]
+        nbytes = opened.plan.regions[region].nbytes
+        summer = Summer()
+        for at in range(0, nbytes, CHUNK):
+            view = own.buffer[: min(CHUNK, nbytes - at)]
+            fill(files, file, offset + at, view, opened.plan.names(region))
+            summer.update(view)
+            if progress is not None:
+                progress(view.nbytes)
+        if summer.digest == digests[region]:
+            return None
+        names = opened.plan.names(region)
+        return Damage(region, names, opened.files[file], offset, digests[region], summer.digest)
+
+    order = sorted(range(len(places)), key=places.__getitem__)
+    with (
+        Files(opened.files, opened.sizes) as files,
+        ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool,
+    ):
+        return [damage for damage in pool.map(look, order) if damage is not None]
+
+
+def _check_archive(opened: Opened) -> None:
+    for path in opened.files:
+        if not zipfile.is_zipfile(path):
+            continue
+        try:
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip()
+        except Exception as error:  # zlib.error and others, from crafted members
+            raise CheckpointError(f"{path}: {error}") from None
+        if bad is not None:
+            raise CheckpointError(f"{path}: member {bad!r:.80} is damaged: it does not have the CRC-32 that is noted")

@@ -1,0 +1,198 @@
+"""A directory of checkpoints: whose it is, names, `latest`, what is kept, what dead writers left.
+
+Two bytes of `.shmtensor.lock` say who is at work, by locks that the kernel drops at any death:
+
+    0   the trainer: one `CheckpointWriter` per directory
+    1   the process that writes; it may outlive its trainer, and the next trainer's waits for it
+
+Whoever holds byte 1 is the only one to write here, so that temporary files of others were left by the dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from ..errors import ResourceError
+from ..memory.locks import LockFile
+from . import index
+from .index import Saved
+
+LOCK: Final = ".shmtensor.lock"
+LATEST: Final = "latest"
+_TRAINER, _WRITER = 0, 1
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<writer>[0-9a-f]{16})-(?P<number>\d+)\.(?:tmp|log|old)", re.DOTALL)
+_NEW_LATEST: Final = ".shmtensor.latest"
+
+
+class Directory:
+    """An open directory of checkpoints, of the trainer or of the writing process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._locks: LockFile | None = None
+        self._byte = _TRAINER
+
+    # --- who is at work
+
+    def own(self) -> None:
+        """The trainer's part: make the directory if it is missing, and be the only `CheckpointWriter` there.
+
+        Raises `ResourceError` if another one is, or if the directory cannot be made or written.
+        """
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            locks = self._open_locks()
+        except OSError as error:
+            raise ResourceError(
+                error.errno, f"checkpoint directory {self.path}: {error.strerror}: pass one that can be written"
+            ) from None
+        if not locks.try_exclusive(_TRAINER):
+            locks.close()
+            raise ResourceError(
+                errno.EBUSY,
+                f"another CheckpointWriter is open on {self.path}: close it, or use a directory for each (each rank)",
+            )
+        self._locks, self._byte = locks, _TRAINER
+
+    def try_write(self) -> bool:
+        """The writing process's part: become the one that writes here; False while another one does. Raises OSError."""
+        if self._locks is None or not self._is_still():
+            self.close()
+            self._locks, self._byte = self._open_locks(), _WRITER
+        return self._locks.try_exclusive(_WRITER)
+
+    def close(self) -> None:
+        """Let go of the lock. Idempotent."""
+        locks, self._locks = self._locks, None
+        if locks is not None:
+            locks.close()
+
+    def _open_locks(self) -> LockFile:
+        return LockFile(os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+
+    def _is_still(self) -> bool:
+        """Whether our lock file is still the directory's: somebody may have removed the directory and made another."""
+        try:
+            there = os.stat(os.path.join(self.path, LOCK))
+        except OSError:
+            return False
+        return self._locks is not None and os.path.samestat(there, os.fstat(self._locks.fd))
+
+    # --- names
+
+    def at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def is_taken(self, name: str) -> bool:
+        return os.path.lexists(self.at(name))
+
+    def names(self) -> list[str]:
+        """What lies in the directory; nothing if it is gone: the writing process will say so."""
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
+
+    def temporary(self, name: str, writer: str, number: int, ending: str = "tmp") -> str:
+        """Path of a save's file or directory before it is complete (`tmp`), or of its log (`log`)."""
+        return self.at(f".{name}.{writer}-{number}.{ending}")
+
+    def leftovers(self) -> Iterator[tuple[str, str, int]]:
+        """(path, writer, number) of everything that a save has under a temporary name."""
+        for found in os.listdir(self.path):
+            match = _TEMPORARY.fullmatch(found)
+            if match is not None:
+                yield self.at(found), match["writer"], int(match["number"])
+
+    def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
+        """Remove the temporary files of other writers, and of those saves of this one that are over. Needs byte 1."""
+        for path, owner, number in list(self.leftovers()):
+            if owner != writer or is_over(number):
+                remove(path)
+                # crash: ckptsweep.removed
+
+    # --- after a save
+
+    def sync(self) -> None:
+        """Make renames and removals in the directory durable."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def record(self, saved: Saved) -> None:
+        """Note what is about to get its final name, as the newest."""
+        entries = [entry for entry in index.read(self.path) if entry.name != saved.name]
+        index.write(self.path, [*entries, saved])
+
+    def recorded(self, writer: str, number: int) -> Saved | None:
+        """The entry of a save that went so far, if there is one."""
+        return next(
+            (entry for entry in index.read(self.path) if (entry.writer, entry.number) == (writer, number)), None
+        )
+
+    def point_latest(self, name: str) -> None:
+        """Let `latest` lead to a checkpoint, durably."""
+        temporary = self.at(_NEW_LATEST)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.symlink(name, temporary)
+        # crash: latest.made
+        os.replace(temporary, self.at(LATEST))
+        # crash: latest.moved
+        self.sync()
+
+    def retain(self, keep_last: int | None, keep_every: int | None) -> list[str]:
+        """Delete old checkpoints of ours; returns the names. What was changed, or is not in the list, stays."""
+        if keep_last is None:
+            return []
+        entries = index.read(self.path)
+        present = [entry for entry in entries if entry.is_there(self.path)]
+        latest = os.path.basename(os.path.realpath(self.at(LATEST)))
+        doomed = [
+            entry
+            for entry in present[: max(0, len(present) - keep_last)]
+            if entry.name != latest and not (keep_every and entry.step % keep_every == 0)
+        ]
+        for entry in doomed:
+            # crash: retain.before
+            self._delete(entry)
+            # crash: retain.deleted
+        if doomed or len(present) != len(entries):
+            index.write(self.path, [entry for entry in present if entry not in doomed])
+            self.sync()
+        return [entry.name for entry in doomed]
+
+    def _delete(self, entry: Saved) -> None:
+        """Remove what an entry names. A directory loses its name first, so that nobody finds half of it."""
+        path = self.at(entry.name)
+        if entry.files[0][0]:
+            doomed = self.temporary(entry.name, entry.writer, entry.number, "old")
+            os.rename(path, doomed)
+            # crash: retain.renamed
+            path = doomed
+        remove(path)
+
+
+def remove(path: str) -> None:
+    """Remove a temporary file, or a temporary directory of files."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            for name in os.listdir(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+
+def highest_number(names: Iterable[str], prefix: str) -> int:
+    """The largest number that follows `prefix` in any of the names; 0 if there is none."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)(?:\.|\Z)")
+    return max((int(match[1]) for name in names if (match := pattern.match(name))), default=0)

@@ -1,0 +1,118 @@
+"""`load_into`: a module filled in place, its memory read straight from the file."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..views.numpy import Array
+from .build import build_state, check_structure, regions_of, tensor_numbers
+from .loader import Path, Verify, check_options, map_files, raise_damage, verify_mapped
+from .plan import Plan
+from .reading import Files, read_regions
+from .regions import storage_bytes
+from .resolving import open_checkpoint
+from .selection import children, descend
+
+
+def load_into(
+    module: Any,
+    path: Path,
+    key: str | None = None,
+    strict: bool = True,
+    readers: int | None = None,
+    verify: Verify = True,
+) -> Any:
+    """Fill a module's parameters and buffers from a checkpoint; returns what `module.load_state_dict` returns.
+
+    path: as for `load_checkpoint`. key: dotted name of the module's state in it, such as `"model"`; None: the
+    checkpoint is the state dict itself. strict: as for `load_state_dict`.
+
+    Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory;
+    the others (on a device, of another dtype) are copied once, from the mapped file. `load_state_dict` runs with its
+    hooks and checks, and raises its own `RuntimeError`. Digests are compared on the way: if one is wrong,
+    `CheckpointError` is raised, and the module holds what was read. No second copy of the state is made.
+
+    >>> import os, tempfile, torch, safetensors.torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = os.path.join(folder, "a.safetensors")
+    ...     safetensors.torch.save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, file)
+    ...     load_into(model, file)
+    <All keys matched successfully>
+    >>> model.weight.sum().item()
+    4.0
+    """
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
+    count = check_options(readers, verify)
+    opened = open_checkpoint(path)
+    check_structure(opened.plan)
+    tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
+    if not isinstance(tree, dict) or not tree.keys() & {"d", "o", "k"}:
+        raise ArgumentError("there is no state dict in the checkpoint: pass key=, the name of the one that is meant")
+    regions = regions_of(opened.plan, tensor_numbers(tree))
+    if opened.places is None:
+        state = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
+        return module.load_state_dict(state, strict=strict)
+    targets = _targets(opened.plan, tree, module.state_dict(keep_vars=True))
+    direct = {target.region: target for target in targets}
+    memory = map_files(opened, regions)
+    with Files(opened.files, opened.sizes) as files:
+        raise_damage(
+            read_regions(
+                opened, files, list(direct), lambda region: direct[region].memory, readers=count, verify=bool(verify)
+            )
+        )
+    if verify:
+        verify_mapped(opened, [region for region in regions if region not in direct], memory, count)
+    state = build_state(opened.plan, memory.__getitem__, tree=tree)
+    for target in targets:
+        state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
+    return module.load_state_dict(state, strict=strict)
+
+
+class _Target(NamedTuple):
+    """A tensor of the module that a region can be read into."""
+
+    name: str
+    region: int
+    tensor: Any
+    memory: Array
+
+
+def _targets(plan: Plan, tree: Any, own: dict[str, Any]) -> list[_Target]:
+    import torch
+
+    found: dict[int, _Target] = {}
+    for name, node in children(tree):
+        number = node.get("x") if isinstance(node, dict) else None
+        tensor: Any = own.get(name) if isinstance(name, str) else None
+        if type(number) is not int or not 0 <= number < len(plan.tensors):
+            continue
+        entry = plan.tensors[number]
+        if (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.is_cpu
+            and tensor.layout == torch.strided
+            and tensor.is_contiguous()
+            and str(tensor.dtype) == f"torch.{entry.dtype}"
+            and not tensor.is_quantized
+            and tensor.shape == entry.shape
+            and entry.region >= 0
+            and entry.region not in found
+            and entry.strides is None
+            and entry.nbytes == plan.regions[entry.region].nbytes
+        ):
+            memory = storage_bytes(tensor, tensor.data_ptr(), entry.nbytes)
+            found[entry.region] = _Target(name, entry.region, tensor, memory)
+    # Where tensors of the module share memory that the file does not, the last one wins: load_state_dict knows which.
+    ordered = sorted(found.values(), key=lambda target: target.tensor.data_ptr())
+    shared = set()
+    for before, after in pairwise(ordered):
+        if before.tensor.data_ptr() + before.memory.nbytes > after.tensor.data_ptr():
+            shared |= {before.region, after.region}
+    return [target for target in ordered if target.region not in shared]

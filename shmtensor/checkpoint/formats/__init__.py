@@ -1,0 +1,37 @@
+"""The formats, one module each. To add one: subclass `Format` in a module here and list it in `FORMATS`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...errors import ArgumentError, CheckpointError
+from .base import FileSpec, Format, Layout, Opened, Piece
+from .npz import Npz
+from .safetensors import Safetensors
+from .torch import Torch
+
+__all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "detect", "get_format"]
+
+FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz())}
+
+
+def get_format(name: str) -> Format:
+    """The format of a name. `ArgumentError` if there is none."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ArgumentError(f"format={name!r} is not known: choose one of {', '.join(FORMATS)}") from None
+
+
+def detect(path: Path) -> Format:
+    """The format of an existing file or directory, from what it holds. `CheckpointError` if it is none of these."""
+    start = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(16)
+    for each in FORMATS.values():
+        if each.recognizes(path, start):
+            return each
+    if path.is_file():
+        raise CheckpointError(f"{path} is no checkpoint: it begins with {start!r}")
+    raise CheckpointError(f"{path} is no checkpoint: there is neither a file nor an index of shards")

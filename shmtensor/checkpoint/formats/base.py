@@ -1,0 +1,154 @@
+"""What a format is: where the regions of a plan lie in files, and which other bytes there are.
+
+    Format.layout(plan) -> Layout       for writing: sizes and places first, digests last
+    Format.open(path)   -> Opened       for reading: places and digests, checked against the sizes of the files
+
+A writer makes each file of a layout as one run of bytes, piece after piece (`Layout.pieces`), and sums up each region
+on the way; `Layout.finish` then says which bytes remain to be written, at places and of sizes that do not depend on
+the sums. A format is one module with a subclass of `Format`, listed in `shmtensor.checkpoint.formats`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..plan import Plan
+
+Place = tuple[int, int]  # (file, offset)
+Write = tuple[int, int, bytes]  # (file, offset, bytes)
+
+
+class FileSpec(NamedTuple):
+    """One file of a layout: its name inside the checkpoint's directory ("" for the only file), and its size."""
+
+    name: str
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """A run of bytes of one file: of a region (from `start` in it), or `data`, or zeros until `finish`.
+
+    offset: from the start of the file
+    region: index, or -1
+    """
+
+    offset: int
+    nbytes: int
+    region: int
+    start: int
+    data: bytes | None
+
+
+class Layout:
+    """Where everything lies.
+
+    single:    one file (`<name>.<suffix>`); else the files of a directory `<name>/`
+    files:     their names and exact sizes
+    places:    per region (file, offset); regions never overlap, and lie in one file each
+    fill:      bytes that are known already
+    needs_crc: whether `finish` wants the CRC-32 of each region as well
+    """
+
+    def __init__(
+        self,
+        files: Sequence[FileSpec],
+        places: Sequence[Place],
+        sizes: Sequence[int],
+        fill: Sequence[Write],
+        finish: Callable[[Sequence[int], Sequence[int]], list[Write]],
+        *,
+        needs_crc: bool = False,
+    ) -> None:
+        self.files = list(files)
+        self.places = list(places)
+        self.fill = list(fill)
+        self.needs_crc = needs_crc
+        self._sizes = list(sizes)
+        self._finish = finish
+
+    @property
+    def single(self) -> bool:
+        """Whether the checkpoint is one file."""
+        return len(self.files) == 1 and not self.files[0].name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def pieces(self, file: int) -> Iterator[Piece]:
+        """The bytes of one file, in order and without gaps."""
+        parts = [
+            Piece(offset, self._sizes[region], region, 0, None)
+            for region, (where, offset) in enumerate(self.places)
+            if where == file
+        ]
+        parts += [Piece(offset, len(data), -1, 0, data) for where, offset, data in self.fill if where == file]
+        parts.sort()
+        at = 0
+        for piece in [*parts, Piece(self.files[file].nbytes, 0, -1, 0, b"")]:
+            if piece.offset > at:
+                yield Piece(at, piece.offset - at, -1, 0, None)
+            if piece.nbytes:
+                yield piece
+            at = piece.offset + piece.nbytes
+
+    def finish(self, digests: Sequence[int], crcs: Sequence[int] = ()) -> list[Write]:
+        """The last writes, of (file, offset, bytes): headers and tables that hold the regions' digests and CRCs."""
+        return self._finish(digests, crcs)
+
+
+class Opened(NamedTuple):
+    """A checkpoint on disk.
+
+    format:  name of the format
+    plan:    what it holds; its regions have bytes only if `places` is None
+    files:   paths
+    sizes:   bytes of each file
+    places:  per region (file, offset), inside the files; None: read by the format's own library, into memory
+    digests: per region, None if the file has none
+    native:  written by this library, so that the state comes back as it was; else a flat dict or what the file says
+    """
+
+    format: str
+    plan: Plan
+    files: list[Path]
+    sizes: list[int]
+    places: list[Place] | None
+    digests: list[int] | None
+    native: bool
+
+
+class Format(ABC):
+    """One kind of file.
+
+    name:   what `format=` calls it
+    suffix: of a single file, with its dot
+    """
+
+    name: str
+    suffix: str
+
+    @abstractmethod
+    def layout(self, plan: Plan, max_shard: int | None = None) -> Layout:
+        """Where the plan's regions lie. `max_shard` (bytes) asks for several files of about at most that size.
+
+        The plan may have come as a description. Raises `ArgumentError` if the format has no shards, or cannot hold
+        the plan.
+        """
+
+    @abstractmethod
+    def recognizes(self, path: Path, start: bytes) -> bool:
+        """Whether a path (a directory, or a file that begins with these up to 16 bytes) looks like this format."""
+
+    @abstractmethod
+    def open(self, path: Path) -> Opened:
+        """Read what describes a checkpoint, not its tensors. Raises `CheckpointError` for what cannot be."""
+
+
+def align(value: int, to: int) -> int:
+    """The next multiple of `to`."""
+    return -(-value // to) * to

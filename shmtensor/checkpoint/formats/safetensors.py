@@ -1,0 +1,268 @@
+"""safetensors: a header of JSON, then the tensors without gaps; and shards with an index.
+
+| bytes | what |
+|---|---|
+| 8 | size of the header |
+| | the header: JSON, filled up with spaces so that the data begin at a multiple of 4096 |
+| rest | the regions, those that need the largest alignment first |
+
+The header's `__metadata__` has, besides `format` = `pt`, what brings the whole state back:
+
+| key | value |
+|---|---|
+| `shmtensor` | JSON `{"plan": description, "stored": [name per region], "xxh3": [16 hex digits per region]}` |
+| `shmtensor.xxh3` | digest of that text, 16 hex digits |
+
+A region is stored under the name of the tensor that shows all of it; tied and overlapping views of it are in the
+description only. A dtype that safetensors lacks is stored as U8 with the bytes of an element as last dimension; a
+region of which no tensor shows all is stored as U8 under `<name>#storage`. With `max_shard`, the same two keys are in
+the index's `metadata` instead, and `stored` names tensors of any shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import ArgumentError, CheckpointError
+from ..limits import PAGE
+from ..plan import Entry, Plan, stored_shape
+from ..regions import Region
+from ..texts import Described, read_described, read_object
+from .base import FileSpec, Format, Layout, Opened, Place, Write, align
+from .safetensors_header import DTYPES, MAX_HEADER, NEWER, Header, StoredTensor, read_header
+
+INDEX: Final = "model.safetensors.index.json"
+MAX_SHARDS: Final = 99_999
+_KEY, _SUM = "shmtensor", "shmtensor.xxh3"
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
+
+_OF_TABLE: Final = {name: key for key, (name, _) in DTYPES.items()}
+
+
+class Safetensors(Format):
+    """The default format: any safetensors reader sees the tensors by their dotted names."""
+
+    name = "safetensors"
+    suffix = ".safetensors"
+
+    def layout(self, plan: Plan, max_shard: int | None = None) -> Layout:
+        draft = _Draft(plan)
+        if max_shard is None:
+            return draft.single()
+        if max_shard <= 0:
+            raise ArgumentError(f"max_shard must be positive, not {max_shard}")
+        return draft.shards(max_shard)
+
+    def recognizes(self, path: Path, start: bytes) -> bool:
+        if path.is_dir():
+            return (path / INDEX).is_file()
+        if path.name.endswith(".safetensors.index.json"):
+            return True
+        return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] == b"{"
+
+    def open(self, path: Path) -> Opened:
+        if path.is_dir():
+            path = path / INDEX
+        if path.name.endswith(".index.json"):
+            return self._open_shards(path)
+        header = read_header(path)
+        stored = {name: (0, tensor) for name, tensor in header.tensors.items()}
+        return _opened(self.name, [path], [header], stored, header.metadata)
+
+    def _open_shards(self, index: Path) -> Opened:
+        parts = read_object(index, MAX_HEADER)
+        weight_map = parts.get("weight_map")
+        # wherever it is: a description that is there and overlooked would make a flat dict of a state
+        metadata = next((part for part in parts.values() if isinstance(part, dict) and part.keys() & {_KEY, _SUM}), {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map of names")
+        names = sorted(set(weight_map.values()))
+        if len(names) > MAX_SHARDS:
+            raise CheckpointError(f"{index} names {len(names)} shards, at most {MAX_SHARDS} are allowed")
+        files = []
+        for name in names:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise CheckpointError(f"{index} names the shard {name!r:.80}, which is not beside it")
+            files.append(index.parent / name)
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(f"{index} names {len(missing)} shards that are missing: {missing[0]}")
+        headers = [read_header(file) for file in files]
+        stored = {}
+        for name, file in weight_map.items():
+            number = names.index(file)
+            if name not in headers[number].tensors:
+                raise CheckpointError(f"tensor {name!r:.80} is not in the shard {file}, where the index says it is")
+            stored[name] = (number, headers[number].tensors[name])
+        return _opened(self.name, files, headers, stored, metadata)
+
+
+def _opened(
+    name: str,
+    files: list[Path],
+    headers: Sequence[Header],
+    stored: dict[str, tuple[int, StoredTensor]],
+    metadata: dict[str, Any],
+) -> Opened:
+    sizes = [header.file_bytes for header in headers]
+    if _KEY not in metadata and _SUM not in metadata:
+        plan, places = _plan_of(stored)
+        return Opened(name, plan, files, sizes, places, None, native=False)
+    described = read_described(metadata.get(_KEY), metadata.get(_SUM), str(files[0]))
+    places = []
+    for region, where in enumerate(described.stored):
+        if where not in stored:
+            raise CheckpointError(f"{files[0]}: region {region} should lie under {where!r:.80}, which is not there")
+        file, tensor = stored[where]
+        nbytes = described.plan.regions[region].nbytes
+        if tensor.nbytes != nbytes:
+            raise CheckpointError(
+                f"{files[file]}: tensor {where!r:.80} has {tensor.nbytes} bytes at offset {tensor.offset}, "
+                f"its description says {nbytes}"
+            )
+        places.append((file, tensor.offset))
+    return Opened(name, described.plan, files, sizes, places, described.digests, native=True)
+
+
+def _plan_of(stored: dict[str, tuple[int, StoredTensor]]) -> tuple[Plan, list[Place]]:
+    """The plan of files that somebody else wrote: a flat dict of torch tensors."""
+    tensors: list[Entry] = []
+    regions: list[Region] = []
+    places: list[Place] = []
+    for name, (file, tensor) in stored.items():
+        dtype, bits = DTYPES.get(tensor.dtype) or NEWER[tensor.dtype]
+        shape = tensor.shape
+        if bits == 4:  # torch counts two of them as one
+            if not shape or shape[-1] % 2:
+                raise CheckpointError(f"tensor {name!r:.80} of dtype {tensor.dtype} has the shape {shape}")
+            shape = (*shape[:-1], shape[-1] // 2)
+        region = -1
+        if tensor.nbytes:
+            region = len(regions)
+            regions.append(Region(tensor.nbytes, max(bits // 8, 1)))
+            places.append((file, tensor.offset))
+        tensors.append(Entry(name, True, dtype, shape, None, region, 0))
+    tree = {"d": {entry.name: {"x": number} for number, entry in enumerate(tensors)}}
+    return Plan(tree, tensors, regions, None), places
+
+
+class _Draft:
+    """A plan on its way into safetensors files."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.sizes = [region.nbytes for region in plan.regions]
+        taken = {entry.name for entry in plan.tensors}
+        self.stored = [_stored(plan, region, taken) for region in range(len(plan.regions))]
+        self.described = Described(plan.describe(), [name for name, _, _ in self.stored])
+        # what needs the largest alignment first, and last what would disturb the alignment of the next
+        self.order = sorted(
+            range(len(self.sizes)),
+            key=lambda index: (self.sizes[index] % plan.regions[index].align != 0, -plan.regions[index].align),
+        )
+        self.empties = {
+            entry.name: _entry(*_as_stored(entry, entry.shape), 0, 0) for entry in plan.tensors if entry.region < 0
+        }
+
+    def metadata(self, digests: Sequence[int] | None) -> dict[str, str]:
+        data, checksum = self.described.text(digests)
+        return {_KEY: data, _SUM: checksum}
+
+    def header(self, regions: Sequence[int], *, first: bool) -> tuple[dict[str, Any], dict[int, int]]:
+        """The header of a file with these regions, and their offsets in its data."""
+        header = dict(self.empties) if first else {}
+        at = 0
+        offsets = {}
+        for region in regions:
+            name, dtype, shape = self.stored[region]
+            header[name] = _entry(dtype, shape, at, at + self.sizes[region])
+            offsets[region] = at
+            at += self.sizes[region]
+        return header, offsets
+
+    def single(self) -> Layout:
+        tensors, offsets = self.header(self.order, first=True)
+        start = len(_render(tensors, self.metadata(None)))
+        return Layout(
+            [FileSpec("", start + sum(self.sizes))],
+            [(0, start + offsets[region]) for region in range(len(self.sizes))],
+            self.sizes,
+            [],
+            lambda digests, _: [(0, 0, _render(tensors, self.metadata(digests)))],
+        )
+
+    def shards(self, limit: int) -> Layout:
+        parts = self.split(limit)
+        if len(parts) > MAX_SHARDS:
+            raise ArgumentError(f"max_shard={limit} makes {len(parts)} files, at most {MAX_SHARDS} are allowed")
+        files: list[FileSpec] = []
+        fill: list[Write] = []
+        places: list[Place] = [(0, 0)] * len(self.sizes)
+        weight_map: dict[str, str] = {}
+        for index, part in enumerate(parts):
+            tensors, offsets = self.header(part, first=not index)
+            start = _render(tensors, {})
+            fill.append((index, 0, start))
+            name = f"model-{index + 1:05}-of-{len(parts):05}.safetensors"
+            files.append(FileSpec(name, len(start) + sum(self.sizes[region] for region in part)))
+            weight_map |= dict.fromkeys(tensors, name)
+            for region in part:
+                places[region] = (index, len(start) + offsets[region])
+        total = sum(self.sizes)
+
+        def render(digests: Sequence[int] | None) -> bytes:
+            metadata = {"total_size": total, **self.metadata(digests)}
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            return json.dumps(index, indent=2).encode("ascii") + b"\n"
+
+        files.append(FileSpec(INDEX, len(render(None))))
+        last = len(files) - 1
+        return Layout(files, places, self.sizes, fill, lambda digests, _: [(last, 0, render(digests))])
+
+    def split(self, limit: int) -> list[list[int]]:
+        """The regions of each shard; a region larger than the limit gets a shard to itself."""
+        parts: list[list[int]] = [[]]
+        used = 0
+        for region in self.order:
+            if parts[-1] and used + self.sizes[region] > limit:
+                parts.append([])
+                used = 0
+            parts[-1].append(region)
+            used += self.sizes[region]
+        return parts
+
+
+def _stored(plan: Plan, region: int, taken: set[str]) -> tuple[str, str, list[int]]:
+    """Name, dtype and shape under which a region is stored."""
+    entry = plan.covering(region)
+    if entry is None:
+        name = plan.tensors[plan.members[region][0]].name + "#storage"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return name, "U8", [plan.regions[region].nbytes]
+    return (entry.name, *_as_stored(entry, stored_shape(entry)))
+
+
+def _as_stored(entry: Entry, shape: Sequence[int]) -> tuple[str, list[int]]:
+    dtype = _OF_TABLE.get(entry.dtype) if isinstance(entry.dtype, str) else None
+    return ("U8", [*shape, entry.itemsize]) if dtype is None else (dtype, list(shape))
+
+
+def _entry(dtype: str, shape: Sequence[int], low: int, high: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [low, high]}
+
+
+def _render(tensors: dict[str, Any], metadata: dict[str, str]) -> bytes:
+    """The start of a file, up to its data."""
+    data = _encode_json({"__metadata__": {"format": "pt", **metadata}, **tensors}).encode("ascii")
+    length = align(8 + len(data), PAGE) - 8
+    if length > MAX_HEADER:
+        raise ArgumentError(
+            f"the header takes {length} bytes, safetensors allows {MAX_HEADER}: save many numbers as tensors"
+        )
+    return length.to_bytes(8, "little") + data.ljust(length)

@@ -1,0 +1,214 @@
+"""The trainer's hold on its writing process: start it, hear what it reports, notice its death, start it again.
+
+One thread does all of this. It ends when the process has finished and said so, or when it has been given up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..channel.names import socket_dir
+from ..channel.sweep import sweep_channel
+from ..endpoints.workqueue import Consumer
+from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
+
+LAUNCH: Final = (
+    "import sys; sys.path.insert(0, {root!r}); from shmtensor.checkpoint.worker import main; main(sys.argv[1])"
+)
+DEATHS: Final = 5
+"""So many deaths in a row, without a save that was finished in between, and the process is not started again."""
+
+_TICK: Final = 0.25
+_REMINDER: Final = 2.0
+_PATIENCE: Final = 60.0
+_PAUSES: Final = (0.0, 0.1, 0.5, 1.0, 2.0)
+_ROOT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_IONICE: Final = {"idle": ("-c", "3"), "low": ("-c", "2", "-n", "7")}
+
+log = logging.getLogger("shmtensor")
+
+
+def results_channel(channel: str) -> str:
+    """The channel on which a writing process reports."""
+    return f"{channel}-r"
+
+
+def check_ionice(ionice: str | None) -> tuple[str, ...]:
+    """The words to put before the command."""
+    if ionice is None:
+        return ()
+    found = shutil.which("ionice")
+    if found is None:
+        raise ResourceError(2, f"ionice={ionice!r} needs the program ionice (util-linux), which is not installed")
+    return (found, *_IONICE[ionice])
+
+
+class Link:
+    """Thread-safe. `on_report(report)` and `on_death()` are called in the link's thread.
+
+    `on_death` is called before each new start; it returns what the next process must know of the saves.
+    `on_lost(error)` is called when there will be no other process.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        settings: dict[str, Any],
+        prefix: tuple[str, ...],
+        alive: dict[str, Any],
+        on_report: Callable[[dict[str, Any]], None],
+        on_death: Callable[[int], dict[str, Any]],
+        on_lost: Callable[[PeerDied], None],
+    ) -> None:
+        self.channel = channel
+        self.restarts = 0
+        self.lost = False
+        self._settings, self._prefix = settings, prefix
+        self._on_report, self._on_death, self._on_lost = on_report, on_death, on_lost
+        self._said = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
+        self._ready = threading.Event()
+        self._settled = threading.Event()  # what `wait_ready` waits for: ready, or given up
+        self._closing = False
+        self._deaths = 0
+        self._results = Consumer(results_channel(channel), acknowledge="next")
+        try:
+            self._process = self._spawn(alive)
+        except BaseException:
+            self._results.close()
+            self._said.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="shmtensor checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the writing process."""
+        return self._process.pid
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Wait until the process has imported what it needs and is there. `TimedOut`, or `PeerDied` if it is lost."""
+        if not self._settled.wait(timeout):
+            raise TimedOut(f"the writing process was not ready within {timeout:g} s")
+        if self.lost:
+            raise PeerDied(self._death_text())
+
+    def finish(self) -> None:
+        """After the trainer's end of the work queue was closed: wait for the end of process and thread.
+
+        Nothing is left to be written then. A process that joined too late to hear of the end is told by a signal, and
+        one that does not end at all (stopped, or waiting for a dead file system) is killed.
+        """
+        self._closing = True
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            self._thread.join(_REMINDER)
+            if not self._thread.is_alive():
+                break
+            self._process.send_signal(signal.SIGUSR1 if time.monotonic() < deadline else signal.SIGKILL)
+        self._results.close()
+        self._said.close()
+        if self._process.returncode:  # it died as the last one on its channel
+            sweep_channel(self.channel, socket_dir(), patience=1.0)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._hear() or self._restart():
+                pass
+        except Exception as error:
+            log.exception("the thread that watches the writing process %d failed", self.pid)
+            self._give_up(PeerDied(f"the writing process is not watched any more: {error}"))
+
+    def _hear(self) -> bool:
+        """Listen until the process has ended; whether to go on listening."""
+        try:
+            self._take(_TICK)
+        except TimedOut:
+            pass
+        except EndOfStream:  # not there yet, or not there any more
+            time.sleep(0.02)
+        if self._process.poll() is None:
+            return True
+        try:
+            while True:
+                self._take(0)
+        except (TimedOut, EndOfStream):
+            return False
+
+    def _take(self, timeout: float) -> None:
+        with self._results.recv(timeout=timeout) as message:
+            report = message.meta
+        if report["r"] == "ready":
+            self._ready.set()
+            self._settled.set()
+        elif report["r"] in ("durable", "error"):
+            self._deaths = 0
+        self._on_report(report)
+
+    def _restart(self) -> bool:
+        """The process has ended. Whether another one was started."""
+        code = self._process.returncode
+        if self._closing:  # nothing is in flight any more
+            return False
+        self._deaths += 1
+        alive = self._on_death(code)
+        log.warning("the writing process %d of checkpoints died (%s)", self.pid, self._end_text())
+        if self._deaths >= DEATHS:
+            self._give_up(PeerDied(self._death_text()))
+            return False
+        time.sleep(_PAUSES[self._deaths])
+        if self._closing:
+            return False
+        self._ready.clear()
+        try:
+            self._process = self._spawn(alive)
+        except OSError as error:
+            self._give_up(PeerDied(f"the writing process died and cannot be started again: {error}"))
+            return False
+        self.restarts += 1
+        return True
+
+    def _give_up(self, error: PeerDied) -> None:
+        self.lost = True
+        self._on_lost(error)
+        self._settled.set()
+
+    def _spawn(self, alive: dict[str, Any]) -> subprocess.Popen[bytes]:
+        if not sys.executable:
+            raise ResourceError(2, "sys.executable is empty: there is no Python to start the writing process with")
+        settings = json.dumps({**self._settings, "channel": self.channel, **alive})
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, "-c", LAUNCH.format(root=_ROOT), settings],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # it may outlive us, and must not hold whoever reads our output
+            stderr=self._said,
+            start_new_session=True,  # Ctrl-C of the terminal is for the trainer
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def _end_text(self) -> str:
+        code = self._process.returncode
+        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+    def _death_text(self) -> str:
+        return (
+            f"the writing process of checkpoints died {self._deaths} times in a row, last {self._end_text()}: "
+            f"{self._last_words() or 'it said nothing'}"
+        )
+
+    def _last_words(self) -> str:
+        size = self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, size - 2000))
+        return self._said.read().decode("utf-8", "replace").strip()[-1000:]

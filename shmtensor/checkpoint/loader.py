@@ -1,0 +1,156 @@
+"""`load_checkpoint`, `load_arrays`: states from files, mapped or read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..memory.mapped_file import map_private
+from ..views.numpy import Array
+from .build import build_state, check_structure, regions_of, tensor_numbers
+from .formats import Opened
+from .reading import MAX_READERS, Damage, Files, default_readers, private, read_regions
+from .resolving import open_checkpoint
+from .selection import select
+
+Verify = bool | Literal["all"]
+Path = str | os.PathLike[str]
+
+
+def load_checkpoint(
+    path: Path,
+    map: bool = True,
+    keys: Iterable[str] | str | None = None,
+    readers: int | None = None,
+    verify: Verify = True,
+) -> Any:
+    """The state of a checkpoint, as it was saved.
+
+    path:    a file (`.safetensors`, `.pt`, `.npz`), a directory of shards, `latest`, or a directory of checkpoints,
+             which means its `latest`, else the newest complete one
+    map:     True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
+             allowed and never changes the file. False: everything is read into memory now
+    keys:    dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole
+    readers: threads that read, with `map=False`; None: one per core, 4 to 8
+    verify:  what is read is compared with the digests in the file. The description, the places and the sizes are
+             checked in any case. With `map=True` nothing is read now (except parts of sparse, quantized, nested tensors
+             and long `bytes`), so nothing is compared: pass `"all"` to have all that is mapped read and compared.
+             False: no digests
+
+    Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of others is a
+    flat dict (`.safetensors`, `.npz`) or whatever `torch.load(weights_only=True)` gives. Nothing is ever unpickled
+    otherwise. Raises `FileNotFoundError`, `CheckpointError` (which names tensor and offset), `ArgumentError`.
+
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(os.path.join(folder, "a.npz"), x=np.arange(3))
+    ...     load_checkpoint(os.path.join(folder, "a.npz"))
+    {'x': array([0, 1, 2])}
+    """
+    return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=False)
+
+
+def load_arrays(
+    path: Path,
+    map: bool = True,
+    keys: Iterable[str] | str | None = None,
+    readers: int | None = None,
+    verify: Verify = True,
+) -> Any:
+    """The same as `load_checkpoint` with every tensor as NumPy array; does not import torch (except for a `.pt` of
+    torch's own).
+
+    Types that NumPy lacks come as those of `ml_dtypes` if it is installed. A `torch.Size` is a tuple, a `torch.dtype`
+    or `torch.device` a string. Sparse, quantized and nested tensors raise `CheckpointError`.
+    """
+    return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=True)
+
+
+def _load(
+    path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, arrays: bool
+) -> Any:
+    count = check_options(readers, verify)
+    opened = open_checkpoint(path)
+    tree = opened.plan.tree
+    if keys is not None:
+        check_structure(opened.plan)
+        tree = select(tree, keys)
+    wanted = regions_of(opened.plan, tensor_numbers(tree))
+    if opened.places is None:
+        bytes_of: Callable[[int], Array] = lambda region: opened.plan.regions[region].bytes()  # noqa: E731
+    elif map:
+        mapped = map_files(opened, wanted)
+        if verify:
+            now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
+            verify_mapped(opened, now, mapped, count)
+        bytes_of = mapped.__getitem__
+    else:
+        bytes_of = read(opened, wanted, readers=count, verify=bool(verify)).__getitem__
+    return build_state(opened.plan, bytes_of, tree=tree, arrays=arrays)
+
+
+def check_options(readers: int | None, verify: Verify) -> int:
+    """The number of readers; raises for options that cannot be."""
+    if verify not in (True, False, "all"):
+        raise ArgumentError(f'verify={verify!r}: pass True, False or "all"')
+    if readers is None:
+        return default_readers()
+    if isinstance(readers, bool) or not isinstance(readers, int):
+        raise ArgumentTypeError(f"readers must be an int, not {type(readers).__name__}")
+    if not 1 <= readers <= MAX_READERS:
+        raise ArgumentError(f"readers={readers}: pass 1 to {MAX_READERS}")
+    return readers
+
+
+def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
+    """Some regions, as parts of the mapped files; only files with any of them are mapped."""
+    places = opened.places or []
+    with Files(opened.files, opened.sizes) as files:
+        mapped: dict[int, Array] = {}
+        result = {}
+        for region in regions:
+            file, offset = places[region]
+            if file not in mapped:
+                mapped[file] = map_private(files.fds[file], opened.sizes[file])
+            result[region] = mapped[file][offset : offset + opened.plan.regions[region].nbytes]
+        return result
+
+
+def read(opened: Opened, regions: Sequence[int], *, readers: int, verify: bool) -> dict[int, Array]:
+    """Some regions, read into memory of their own. Raises `CheckpointError` if any is damaged."""
+    memory = {region: private(opened.plan.regions[region].nbytes) for region in regions}
+    with Files(opened.files, opened.sizes) as files:
+        raise_damage(read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify))
+    return memory
+
+
+def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Array], readers: int) -> None:
+    """Read what is mapped, and compare it with its digests."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from .digests import digest
+
+    digests = opened.digests
+    places = opened.places
+    if digests is None or places is None:
+        return
+    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
+        found = list(pool.map(digest, [mapped[region] for region in regions]))
+    raise_damage(
+        [
+            Damage(region, opened.plan.names(region), opened.files[places[region][0]], places[region][1],
+                   digests[region], value)
+            for region, value in zip(regions, found, strict=True)
+            if value != digests[region]
+        ]
+    )  # fmt: skip
+
+
+def raise_damage(damage: Sequence[Damage]) -> None:
+    """`CheckpointError` if there is any."""
+    if damage:
+        more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
+        raise CheckpointError(f"{damage[0]}{more}")

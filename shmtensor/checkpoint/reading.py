@@ -1,0 +1,189 @@
+"""Read regions of files into memory, with several readers, and sum them up on the way.
+
+The regions are cut into chunks, in the order of the files. Each reader takes the next chunk, reads it, and then sums
+up what is ready of its region: chunks of one region are read at the same time, and summed up one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..views.numpy import Array
+from .digests import Summer, text
+from .formats import Opened
+
+CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is summed up, large enough for the disk
+MAX_READERS: Final = 64
+
+
+class Files:
+    """The open files of a checkpoint. Close it; what was mapped stays."""
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
+        self.paths = list(paths)
+        self.fds: list[int] = []
+        try:
+            for path, size in zip(paths, sizes, strict=True):
+                self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                now = os.fstat(self.fds[-1]).st_size
+                if now != size:
+                    raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def default_readers() -> int:
+    """One reader for each core that this process may use; at least 4, so that a disk is kept busy, and at most 8."""
+    return min(8, max(4, len(os.sched_getaffinity(0))))
+
+
+class _Target:
+    """A region on its way into memory."""
+
+    def __init__(self, region: int, memory: Array, summer: Summer | None) -> None:
+        self.region, self.memory, self._summer = region, memory, summer
+        self._lock = threading.Lock()
+        self._ready: set[int] = set()
+        self._next = 0
+        self._busy = False
+
+    def arrived(self, chunk: int) -> None:
+        """Sum up this chunk and those after it that are here, unless another reader is at it."""
+        if self._summer is None:
+            return
+        with self._lock:
+            self._ready.add(chunk)
+            if self._busy:
+                return
+            self._busy = True
+        while True:
+            with self._lock:
+                if self._next not in self._ready:
+                    self._busy = False
+                    return
+                at = self._next * CHUNK
+                self._next += 1
+            self._summer.update(self.memory[at : at + CHUNK])
+
+    @property
+    def digest(self) -> int:
+        return 0 if self._summer is None else self._summer.digest
+
+
+class _Job(NamedTuple):
+    target: _Target
+    chunk: int
+    file: int
+    offset: int
+
+
+class Damage(NamedTuple):
+    """A region whose bytes are not what was written: the message, and where it is."""
+
+    region: int
+    names: str
+    path: Path
+    offset: int
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: tensor {self.names} at offset {self.offset} is damaged: its digest is {text(self.found)}, "
+            f"{text(self.expected)} was written"
+        )
+
+
+def read_regions(
+    opened: Opened,
+    files: Files,
+    regions: Sequence[int],
+    memory_of: Callable[[int], Array],
+    *,
+    readers: int,
+    verify: bool,
+    progress: Callable[[int], Any] | None = None,
+) -> list[Damage]:
+    """Fill the memory of some regions from the files; the damaged ones, if their digests are to be verified.
+
+    `memory_of(region)` gives a writable uint8 array of the region's size. `progress` is called with bytes as they
+    come, from any reader. Raises `CheckpointError` where a file ends early.
+    """
+    places = opened.places or []
+    digests = opened.digests if verify else None
+    targets = []
+    jobs: list[_Job] = []
+    for region in sorted(regions, key=lambda region: places[region]):
+        target = _Target(region, memory_of(region), Summer() if digests is not None else None)
+        targets.append(target)
+        file, offset = places[region]
+        count = -(-target.memory.nbytes // CHUNK)
+        jobs += [_Job(target, chunk, file, offset + chunk * CHUNK) for chunk in range(count)]
+    queue = iter(jobs)
+    gate = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with gate:
+                job = next(queue, None)
+            if job is None:
+                return
+            at = job.chunk * CHUNK
+            view = job.target.memory[at : at + CHUNK]
+            fill(files, job.file, job.offset, view, opened.plan.names(job.target.region))
+            job.target.arrived(job.chunk)
+            if progress is not None:
+                progress(view.nbytes)
+
+    count = max(1, min(readers, len(jobs)))
+    if count == 1:
+        work()
+    else:
+        with ThreadPoolExecutor(count, thread_name_prefix="shmtensor-read") as pool:
+            for done in [pool.submit(work) for _ in range(count)]:
+                done.result()
+    if digests is None:
+        return []
+    return [
+        Damage(each.region, opened.plan.names(each.region), files.paths[places[each.region][0]],
+               places[each.region][1], digests[each.region], each.digest)
+        for each in targets
+        if each.digest != digests[each.region]
+    ]  # fmt: skip
+
+
+def fill(files: Files, file: int, offset: int, view: Any, names: str) -> None:
+    """Read the bytes of a view from a place. `CheckpointError` if the file ends before."""
+    rest = memoryview(view)
+    while rest:
+        count = os.preadv(files.fds[file], [rest], offset)
+        if not count:
+            raise CheckpointError(
+                f"{files.paths[file]}: the file ends at offset {offset}, inside tensor {names}: it is truncated"
+            )
+        rest, offset = rest[count:], offset + count
+
+
+def private(nbytes: int) -> Array:
+    """Fresh memory."""
+    return np.empty(nbytes, np.uint8)

@@ -1,0 +1,248 @@
+"""The slots between a trainer and its writing process: a work queue whose ring is made for snapshots.
+
+A snapshot is a `head` message (description of the plan and the options), one message per chunk and an `end`; `abandon`
+takes one back. Chunks fill a slot of a ring of chunks, everything else goes through a ring of small slots.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any, Final
+
+import numpy as np
+
+from ..channel.membership import Member
+from ..channel.names import ring_name
+from ..endpoints.loan import Loan
+from ..endpoints.message import Message
+from ..endpoints.workqueue import Consumer, Producer
+from ..errors import ArgumentError, EndOfStream, ResourceError, TimedOut
+from ..memory.segment import PAGE, free_bytes
+from ..memory.words import store
+from ..ring.layout import R_RECORDS, RECORD_WORDS, RingShape
+from ..ring.pool import Place, Pool
+from ..ring.ring import Ring
+from ..units import format_bytes
+
+HEAD: Final = "head"
+CHUNK: Final = "chunk"
+END: Final = "end"
+ABANDON: Final = "abandon"
+
+LEAST_MEMORY: Final = 1 << 20
+_AROUND: Final = 384 << 10
+"""Shared memory besides the rings: the tables of members and messages of both channels."""
+_SMALL_SLOT: Final = 4096
+_SMALL_SLOTS: Final = 64
+_LEAST_CHUNK: Final = 64 << 10
+_USUAL_CHUNK: Final = 16 << 20
+_MOST_CHUNKS: Final = 4000
+_NOTHING: Final = np.empty(0, np.uint8)
+
+
+def chunk_size(total: int, memory: int) -> int:
+    """Bytes of a chunk for states of about `total` bytes in `memory`: large enough for a disk, enough to flow."""
+    size = min(max(total // 8, memory // _MOST_CHUNKS, _LEAST_CHUNK), max(_USUAL_CHUNK, memory // _MOST_CHUNKS))
+    size = min(size, max(_LEAST_CHUNK, memory // 8))
+    return -(-size // PAGE) * PAGE
+
+
+class ChunkPool(Pool):
+    """A ring of small slots, and rings of chunks that are made as snapshots need them, up to `max_bytes`."""
+
+    __slots__ = ("_wanted", "chunk")
+
+    chunk: int
+    """Bytes of a chunk; 0 until the first state has told."""
+
+    def setup(self) -> None:
+        self.chunk = self._wanted = 0
+
+    def _fits(self, ring: Ring, nbytes: int) -> bool:
+        return (ring.slot_bytes == self.chunk) == (nbytes == self.chunk) and nbytes <= ring.slots * ring.slot_bytes
+
+    def make_room(self, nbytes: int) -> None:
+        if not any(self._fits(ring, nbytes) for ring in self.rings):
+            self._wanted = 1
+            self.add(nbytes)
+
+    def find(self, nbytes: int, is_free: Any) -> Place | None:
+        for ring in self.rings:
+            if self._fits(ring, nbytes):
+                slot = ring.find(ring.span(nbytes), is_free)
+                if slot >= 0:
+                    # nobody may take the old record for a new one
+                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
+                    return ring, slot
+        return None
+
+    def chunks(self) -> int:
+        """Slots for chunks."""
+        return sum(ring.slots for ring in self.rings if ring.slot_bytes == self.chunk)
+
+    def free_chunks(self, is_free: Any) -> int:
+        """Slots for chunks that hold nothing."""
+        count = 0
+        for ring in self.rings:
+            if ring.slot_bytes == self.chunk:
+                for entry in ring.busy:
+                    if entry is None:
+                        count += 1
+                    elif is_free(ring, entry):
+                        ring.forget(entry)
+                        count += 1
+        return count
+
+    def possible(self) -> int:
+        """Slots for chunks that `max_bytes` still admits."""
+        left = (self._max_bytes or 0) - self.nbytes
+        count = min(max(0, left) // self.chunk, self._ledger.mask - self.slots)
+        while count and self._chunk_shape(count).nbytes > left:
+            count -= 1
+        return count
+
+    def provide(self, count: int) -> int:
+        """Make another ring of `count` chunks, or as many as `max_bytes` and `/dev/shm` admit; how many."""
+        self._wanted = min(count, self.possible())
+        while self._wanted > 0:
+            if self._chunk_shape(self._wanted).nbytes <= free_bytes():
+                self.add(self.chunk)
+                return self._wanted
+            self._wanted //= 2
+        return 0
+
+    def _chunk_shape(self, count: int) -> RingShape:
+        return RingShape(self._kind, count, self.chunk, self._capacity)
+
+    def _shape(self, nbytes: int) -> RingShape:
+        if nbytes == self.chunk:
+            return self._chunk_shape(self._wanted)
+        slots = max(_SMALL_SLOTS, 4 * -(-nbytes // _SMALL_SLOT))
+        return RingShape(self._kind, slots, _SMALL_SLOT, self._capacity)
+
+
+class Stager(Producer):
+    """The trainer's end. `memory` bounds all shared memory of a writer, both channels together."""
+
+    def __init__(self, channel: str, memory: int) -> None:
+        self._loud = True
+        super().__init__(channel, slots=_MOST_CHUNKS, full="block", max_bytes=memory - _AROUND)
+
+    def _prepare(self, member: Member) -> None:
+        super()._prepare(member)
+        self._pool: ChunkPool = ChunkPool(
+            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
+            kind=self._kind, slots=self._slots, slot_bytes=None, max_bytes=self._max_bytes,
+        )  # fmt: skip
+        self._pool.setup()
+        self._rings = self._pool.rings
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of a chunk."""
+        return self._pool.chunk
+
+    def provide(self, head: int, total: int) -> None:
+        """Before the first snapshot, and before each: rings for a head of `head` bytes and chunks of `total` bytes.
+
+        Makes no more than `max_bytes` admits. `ResourceError` if not even one chunk fits.
+        """
+        with self._mutex:
+            if self._state:
+                self._refuse()
+            pool = self._pool
+            if not pool.chunk:
+                pool.chunk = chunk_size(total, self._max_bytes or 0)
+            if head:
+                pool.make_room(head)
+            missing = -(-total // pool.chunk) - pool.free_chunks(self._is_free)
+            if missing > 0 and not pool.provide(missing) and not pool.chunks():
+                raise ResourceError(
+                    errno.ENOMEM,
+                    f"not even one chunk of {format_bytes(pool.chunk)} fits into memory="
+                    f"{format_bytes(self._max_bytes or 0)} and the {format_bytes(free_bytes())} that /dev/shm has "
+                    "free: pass a larger memory=, or give /dev/shm more room (containers: --shm-size)",
+                )
+
+    def fits(self, count: int) -> bool:
+        """Whether so many chunks fit at all, into the rings that `provide` has made."""
+        with self._mutex:
+            return count <= self._pool.chunks()
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many chunks fit now, beside what is in flight."""
+        with self._mutex:
+            self._drop_dead()
+            return count <= self._pool.free_chunks(self._is_free)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of shared memory in use: never more than was given."""
+        return self._pool.nbytes + _AROUND
+
+    def tell(self, kind: str, number: int, data: Any = _NOTHING, *, loud: bool = True, **more: Any) -> None:
+        """Send a head, end or abandon. Waits for a small slot as `lend` does for a chunk: `RingFull` after a tick."""
+        self._loud = loud
+        try:
+            self.send(data, {"k": kind, "n": number, **more}, timeout=0.25)
+        finally:
+            self._loud = True
+
+    def lend(self, number: int, index: int) -> Loan:
+        """A slot for a chunk; `RingFull` if none is given back within a tick."""
+        return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=0.25)
+
+    def publish(self, loan: Loan, *, loud: bool) -> None:
+        """Publish a chunk; only a loud one wakes the writing process."""
+        self._loud = loud
+        try:
+            loan.send()
+        finally:
+            self._loud = True
+
+    def _wake(self, ring: Ring, slot: int) -> None:
+        if self._loud:
+            super()._wake(ring, slot)
+
+
+class Taker(Consumer):
+    """The writing process's end. Holds any number of messages; releases each one when it is finished with it."""
+
+    def __init__(self, channel: str) -> None:
+        self.over = False
+        """Nothing more comes: the trainer has closed or died."""
+        super().__init__(channel, acknowledge="release", max_attempts=250)
+
+    def take(self, timeout: float) -> list[Message]:
+        """Everything that is there, waiting for the first one if there is nothing."""
+        taken: list[Message] = []
+        try:
+            while True:
+                taken.append(self.recv(timeout=0 if taken else timeout))
+        except TimedOut:
+            pass
+        except EndOfStream:
+            self.over = not taken and not self._take_left(taken)
+        return taken
+
+    def take_first(self) -> list[Message]:
+        """Everything that is there when the process starts, what an earlier one had taken included."""
+        taken = self.take(0)
+        self._take_left(taken)
+        return taken
+
+    def _take_left(self, taken: list[Message]) -> bool:
+        """What a writer before us claimed is found by a look through all records only."""
+        self._scan_wanted = True
+        try:
+            while True:
+                taken.append(self.recv(timeout=0))
+        except (TimedOut, EndOfStream):
+            return bool(taken)
+
+
+def check_memory(memory: int) -> int:
+    """The bound on shared memory; `ArgumentError` if nothing could be done with it."""
+    if memory < LEAST_MEMORY:
+        raise ArgumentError(f"memory={memory}: at least {format_bytes(LEAST_MEMORY)} are needed")
+    return memory

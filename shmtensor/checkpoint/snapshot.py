@@ -1,0 +1,246 @@
+"""One save in the writing process: from messages to a durable file, step by step.
+
+    gathering -> writing -> complete -> done            `failed` and `dropped` from any but the last
+
+With room for all of it the messages are held until the checkpoint is durable: after a death the next process gets all
+of them again, and begins anew. A save that streams gives each chunk back once it is written into the temporary file;
+a log beside that file says how far it is, and the next process goes on there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from concurrent.futures import Executor
+from functools import cached_property
+from typing import Any
+
+from ..endpoints.message import Message
+from .chunks import Chunk, cut
+from .digests import Summer, combine
+from .directory import Directory, remove
+from .formats import Layout, get_format
+from .index import Saved
+from .limits import PAGE
+from .output import Output
+from .plan import Plan
+
+_READ = 1 << 20
+
+
+class Snapshot:
+    """The messages of one save and what was made of them so far."""
+
+    def __init__(self, head: Message) -> None:
+        self.head = head
+        self.options: dict[str, Any] = head.meta
+        self.number: int = self.options["n"]
+        self.name: str = self.options["name"]
+        self.streams: bool = self.options["streams"]
+        self.begun = False
+        self.staged = False  # the trainer has published all of it
+        self.written = 0
+        self._chunks: dict[int, Message] = {}
+        self._held: list[Message] = []
+        self._next = 0
+        self._output: Output | None = None
+        self._log = -1
+
+    # --- gathering
+
+    @cached_property
+    def layout(self) -> Layout:
+        plan = Plan.from_description(self.head.value.tobytes())
+        return get_format(self.options["format"]).layout(plan, self.options["max_shard"])
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        return cut(self.layout, self.options["chunk"])
+
+    def add(self, message: Message) -> None:
+        """A chunk, or the end."""
+        index = message.meta.get("i")
+        if index is None:
+            self.staged = True
+            self._held.append(message)
+        elif index < self._next:  # a writer before us had written it and not given it back
+            message.release()
+        else:
+            self._chunks[index] = message
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to do now: the next chunk, or the end when all are written."""
+        if not self.staged and not self.streams:
+            return False  # the copy has the memory and the cores for itself
+        if not self.begun:
+            return True
+        return self._next in self._chunks or (self.staged and self._next == len(self.chunks))
+
+    # --- writing
+
+    def begin(self, directory: Directory, writer: str) -> Saved | None:
+        """Open the files; the entry if they were complete already, when an earlier process died. Raises OSError."""
+        self.begun = True
+        self._directory, self._writer = directory, writer
+        self._path = directory.temporary(self.name, writer, self.number)
+        self._log_path = directory.temporary(self.name, writer, self.number, "log")
+        entry = directory.recorded(writer, self.number)
+        if entry is not None and (entry.is_there(directory.path) or entry.is_at(self._path)):
+            return entry
+        if entry is not None and len(self._chunks) < len(self.chunks):
+            raise FileNotFoundError(2, f"{directory.at(self.name)} is gone: somebody removed it while it was finished")
+        if directory.is_taken(self.name):
+            raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
+        self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
+        lines = self._read_log() if self.streams else []
+        # crash: write.begun
+        self._output = Output(self._path, self.layout.files, resume=bool(lines))
+        if self.streams:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._log = os.open(self._log_path, flags | (0 if lines else os.O_TRUNC), 0o644)
+        self._catch_up(len(lines))
+        # crash: write.created
+        return None
+
+    def _read_log(self) -> list[int]:
+        """Which chunks are in the temporary files for sure: 0, 1, 2, ..."""
+        try:
+            with open(self._log_path, encoding="ascii") as file:
+                lines = [json.loads(line) for line in file if line.endswith("\n")]
+        except FileNotFoundError:
+            return []
+        if lines != list(range(len(lines))):
+            raise OSError(5, f"{self._log_path} is damaged")
+        return lines
+
+    def _catch_up(self, count: int) -> None:
+        """Sum up again what an earlier process wrote: the page cache, or the disk, still has it."""
+        buffer = memoryview(bytearray(_READ if count else 0))
+        for chunk in self.chunks[:count]:
+            for at, nbytes, region, _, _ in chunk.runs:
+                done = 0
+                while region >= 0 and done < nbytes:
+                    part = buffer[: min(nbytes - done, len(buffer))]
+                    self._files.read(chunk.file, chunk.offset + at + done, part)
+                    self._sums[region].update(part)
+                    done += len(part)
+            self.written += chunk.nbytes
+        self._next = count
+        for index in [index for index in self._chunks if index < count]:
+            self._chunks.pop(index).release()
+
+    @property
+    def _files(self) -> Output:
+        if self._output is None:
+            raise RuntimeError("the files are not open")
+        return self._output
+
+    @property
+    def is_written(self) -> bool:
+        return self._next == len(self.chunks)
+
+    def write_next(self, executor: Executor) -> None:
+        """Write one chunk from its slot, and sum up its regions meanwhile. Raises OSError."""
+        message = self._chunks.pop(self._next)
+        chunk = self.chunks[self._next]
+        view: memoryview = message.value.data
+        # crash: write.chunk
+        writing = executor.submit(self._files.write, chunk.file, chunk.offset, view[: -(-chunk.nbytes // PAGE) * PAGE])
+        try:
+            for at, nbytes, region, _, _ in chunk.runs:
+                if region >= 0:
+                    self._sums[region].update(view[at : at + nbytes])
+        finally:
+            writing.result()
+        del view
+        self._next += 1
+        self.written += chunk.nbytes
+        if not self.streams:
+            self._held.append(message)
+            return
+        # crash: stream.written
+        line = b"%d\n" % chunk.index
+        if os.write(self._log, line) != len(line):
+            raise OSError(28, f"{self._log_path}: No space left on device")
+        # crash: stream.logged
+        message.release()
+        # crash: stream.released
+
+    def complete(self) -> Saved:
+        """Write what holds the sums, make the files durable and note them. Raises OSError."""
+        sums = self._sums
+        digests = [each.digest for each in sums]
+        # crash: write.finishing
+        for file, offset, data in self.layout.finish(digests, [each.crc for each in sums]):
+            self._files.patch(file, offset, data)
+        # crash: write.headers
+        files = self._files.finish()
+        self._files.close()
+        entry = Saved(
+            self.name, self._writer, self.number, self.options["step"], self.layout.nbytes, combine(digests),
+            tuple(files),
+        )  # fmt: skip
+        # crash: commit.before
+        self._directory.record(entry)
+        # crash: commit.recorded
+        return entry
+
+    def commit(self, entry: Saved, keep_last: int | None, keep_every: int | None) -> list[str]:
+        """Give the files their name, then `latest`, then delete old ones; the names of these. May be repeated."""
+        directory = self._directory
+        if not entry.is_there(directory.path):
+            if directory.is_taken(self.name):
+                raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
+            os.rename(self._path, directory.at(self.name))
+        # crash: commit.renamed
+        directory.sync()
+        # crash: commit.durable
+        directory.point_latest(self.name)
+        deleted = directory.retain(keep_last, keep_every)
+        self._drop_log()
+        return deleted
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning of `save`."""
+        return time.monotonic() - float(self.options["began"])
+
+    # --- the end
+
+    def release_chunks(self) -> None:
+        """Give back everything but the head: who comes after a death sees by the list that the save was complete."""
+        for message in (*self._chunks.values(), *self._held):
+            message.release()
+        self._chunks.clear()
+        self._held.clear()
+
+    def release(self) -> None:
+        """Give every slot back."""
+        self.release_chunks()
+        self.head.release()
+
+    def discard(self) -> None:
+        """Remove what there is of it on disk, and give every slot back."""
+        self.discard_files()
+        # crash: discard.removed
+        if self.begun:
+            self._drop_log()
+        self.release()
+
+    def discard_files(self) -> None:
+        """Remove its files; not the log, by which who comes after a death sees that they were there."""
+        if self._output is not None:
+            self._output.discard()
+        if self.begun:
+            with contextlib.suppress(OSError):
+                remove(self._path)
+
+    def _drop_log(self) -> None:
+        fd, self._log = self._log, -1
+        if fd >= 0:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            remove(self._log_path)

@@ -1,0 +1,377 @@
+"""The structure of a state as JSON, and back.
+
+| JSON | value |
+|---|---|
+| null, true, false, string, number | itself |
+| array | list |
+| `{"d": {key: node}}` | dict whose keys are all strings |
+| `{"k": [[key, node], ...]}` | dict with other keys, written as in `shmtensor.wire.tree` |
+| `{"o": [[key, node], ...]}` | OrderedDict |
+| `{"o": [...], "m": node}` | OrderedDict with the `_metadata` that torch gives a state dict |
+| `{"c": [[key, node], ...]}` | Counter |
+| `{"t": [node, ...]}` | tuple |
+| `{"x": n}` | tensor or array number n |
+| `{"z": [kind, parameters, [scalar, ...], [n, ...]]}` | sparse, quantized or nested tensor of these tensors |
+| `{"f": "nan"}` (`"inf"`, `"-inf"`) | a float that JSON lacks |
+| `{"i": hex}` | int of more than 1024 bits |
+| `{"b": base64}` | bytes |
+| `{"B": n}` | bytes that lie in array number n |
+| `{"n": [dtype, base64]}` | NumPy scalar, its dtype as in `Entry.dtype` |
+| `{"s": string}` | `numpy.str_` |
+| `{"size": [int, ...]}` | `torch.Size` |
+| `{"dtype": name}`, `{"device": name}` | `torch.dtype`, `torch.device` |
+
+An object always has one of these tags, so that no string or key can be mistaken for one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import math
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
+from ..views.leaf import Leaf, Refused
+from ..views.numpy import CARRIER, ROW, AnyDType, array_leaf, build, describe
+from ..views.walk import is_tensor, torch_views
+from ..wire import tree
+from ..wire.dtypes import BY_NAME
+from .limits import MAX_DEPTH, MAX_TENSORS
+
+_INLINE = 4096  # longer bytes lie with the tensors
+_MAX_PLAIN_BITS = 1024
+_HEX = re.compile(r"-?0x[0-9a-f]+\Z")
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?\Z")
+_ALLOWED = (
+    "allowed are torch tensors, NumPy arrays and scalars, nn.Module, dict, list, tuple, str, bytes, int, float, bool, "
+    "None, torch.Size, torch.dtype and torch.device"
+)
+
+
+def dtype_name(dtype: AnyDType) -> Any:
+    """The name of a NumPy dtype in the table, else its description (JSON)."""
+    row = ROW.get(dtype)
+    return describe(dtype) if row is None else row.name
+
+
+def numpy_dtype(name: Any) -> AnyDType:
+    """The NumPy dtype of a name or description; the carrier where NumPy lacks the type. `WireError` if invalid."""
+    row = BY_NAME.get(name) if isinstance(name, str) else None
+    return build(name) if row is None else CARRIER[row.code]
+
+
+class Encoder:
+    """One walk over a state.
+
+    leaves: (dotted name, leaf) of each tensor and array, in the order of their numbers
+    """
+
+    def __init__(self) -> None:
+        self.leaves: list[tuple[str, Leaf]] = []
+
+    def encode(self, state: object) -> Any:
+        """The state's structure. Raises `ArgumentTypeError` or `ArgumentError` that names the path."""
+        try:
+            return self._node(state, "", 0)
+        except Refused as refused:
+            path = "".join(reversed(refused.path)).removeprefix(".")
+            raise refused.error(f"{path or 'state'}: {refused.reason}") from None
+
+    def _leaf(self, name: str, leaf: Leaf) -> int:
+        if len(self.leaves) >= MAX_TENSORS:
+            raise Refused(ArgumentError, f"state has more than {MAX_TENSORS} tensors: stack some")
+        self.leaves.append((name or "tensor", leaf))
+        return len(self.leaves) - 1
+
+    def _node(self, value: Any, name: str, depth: int) -> Any:
+        kind = type(value)
+        if kind is str or kind is bool or value is None:
+            return value
+        if kind is int:
+            return _int(value)
+        if kind is float:
+            return _float(value)
+        if is_tensor(value):
+            return self._tensor(value, name)
+        if isinstance(value, np.ndarray):
+            if kind is not np.ndarray and kind is not np.memmap:
+                raise _refuse(value, "save numpy.asarray(array)")
+            return {"x": self._leaf(name, array_leaf(value))}
+        if isinstance(value, dict):
+            return self._dict(value, name, depth)
+        if isinstance(value, (list, tuple)):
+            return self._sequence(value, name, depth)
+        if isinstance(value, np.generic):
+            return _numpy_scalar(value)
+        if isinstance(value, bytes):
+            if len(value) > _INLINE:
+                return {"B": self._leaf(name, array_leaf(np.frombuffer(value, np.uint8)))}
+            return {"b": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, (str, int, float)):  # enums, versions: come back as what they are to JSON
+            plain: Any = str.__str__(value) if isinstance(value, str) else None
+            return plain if isinstance(value, str) else _int(int(value)) if isinstance(value, int) else _float(value)
+        return self._of_torch(value, name, depth)
+
+    def _dict(self, value: dict[Any, Any], name: str, depth: int) -> Any:
+        _check_depth(depth)
+        plain = not isinstance(value, (OrderedDict, Counter))
+        if plain and all(type(key) is str for key in value):
+            return {"d": {key: self._child(child, name, key, depth) for key, child in value.items()}}
+        pairs = []
+        for key, child in value.items():
+            try:
+                token = tree.key_token(key)
+            except ArgumentTypeError as error:
+                raise Refused(ArgumentTypeError, str(error)) from None
+            pairs.append([token, self._child(child, name, key, depth)])
+        node: dict[str, Any] = {"k" if plain else "c" if isinstance(value, Counter) else "o": pairs}
+        metadata = getattr(value, "_metadata", None) if isinstance(value, OrderedDict) else None
+        if metadata is not None:
+            node["m"] = self._child(metadata, name, "_metadata", depth)
+        return node
+
+    def _child(self, value: Any, name: str, key: Any, depth: int) -> Any:
+        try:
+            return self._node(value, f"{name}.{key}" if name else str(key), depth + 1)
+        except Refused as refused:
+            refused.path.append(f".{key}" if isinstance(key, str) else f"[{key!r}]")
+            raise
+
+    def _sequence(self, value: Sequence[Any], name: str, depth: int) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Size):
+            return {"size": [int(n) for n in value]}
+        _check_depth(depth)
+        nodes = [self._child(child, name, index, depth) for index, child in enumerate(value)]
+        return nodes if isinstance(value, list) else {"t": nodes}
+
+    def _tensor(self, tensor: Any, name: str) -> Any:
+        views, take_apart, known = _tensor_tools()
+        try:
+            plain = _plain_leaf(tensor, views) if type(tensor) in known else None
+            if plain is not None:
+                return {"x": self._leaf(name, plain)}
+            if type(tensor) not in known and not views.is_jagged(tensor):
+                raise _refuse(tensor, "save tensor.as_subclass(torch.Tensor); of a DTensor its to_local()")
+            apart = take_apart(tensor)
+            if apart is None:
+                return {"x": self._leaf(name, views.tensor_leaf(tensor))}
+            token, scalars, parts = apart
+            numbers = [
+                self._leaf(f"{name}#{index}", part if isinstance(part, Leaf) else views.tensor_leaf(part))
+                for index, part in enumerate(parts)
+            ]
+        except (RuntimeError, NotImplementedError) as error:
+            raise Refused(ArgumentTypeError, f"tensor cannot be read: {error}") from error
+        return {"z": [token[0], list(token[1:]), [self._node(scalar, "", 0) for scalar in scalars], numbers]}
+
+    def _of_torch(self, value: Any, name: str, depth: int) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if isinstance(value, torch.nn.Module):
+                return self._node(value.state_dict(), name, depth)
+            if isinstance(value, torch.dtype):
+                return {"dtype": str(value).removeprefix("torch.")}
+            if isinstance(value, torch.device):
+                return {"device": str(value)}
+        raise _refuse(value, _ALLOWED)
+
+
+@functools.cache
+def _tensor_tools() -> tuple[Any, Any, frozenset[type]]:
+    """What is needed for each tensor, once torch is there."""
+    from ..views.composites import take_apart
+
+    views = torch_views()
+    return views, take_apart, views.tensor_types()
+
+
+def _plain_leaf(tensor: Any, views: Any) -> Leaf | None:
+    """The leaf of a contiguous tensor in host memory, which nearly all are, in a third of the time; None: of others."""
+    negative = views.PLAIN.get(tensor.dtype)
+    if (
+        negative is None
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or tensor.layout != views.torch.strided
+        or not tensor.is_contiguous()
+        or (negative and tensor.is_neg())
+    ):
+        return None
+    address = tensor.data_ptr()
+    if not address:
+        return None
+    row = views.ROW[tensor.dtype]
+    return Leaf(tensor, row, row.itemsize, tuple(tensor.shape), None, address, views.copy_strided, torch=True)
+
+
+def _refuse(value: object, remedy: str) -> Refused:
+    kind = type(value)
+    return Refused(ArgumentTypeError, f"object of type {kind.__module__}.{kind.__qualname__} is not saved: {remedy}")
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= MAX_DEPTH:
+        raise Refused(ArgumentError, f"containers are nested more than {MAX_DEPTH} deep, or one contains itself")
+
+
+def _int(value: int) -> Any:
+    return value if value.bit_length() <= _MAX_PLAIN_BITS else {"i": hex(value)}
+
+
+def _float(value: float) -> Any:
+    return float(value) if math.isfinite(value) else {"f": repr(float(value))}
+
+
+def _numpy_scalar(value: Any) -> Any:
+    if isinstance(value, np.str_):
+        return {"s": str.__str__(value)}
+    if isinstance(value, np.bytes_):
+        return {"n": ["bytes", base64.b64encode(bytes(value)).decode("ascii")]}
+    array = np.array(value)
+    return {"n": [dtype_name(array.dtype), base64.b64encode(array.tobytes()).decode("ascii")]}
+
+
+# (number of the tensor) -> tensor or array, and (kind, parameters, scalars, numbers) -> composite
+MakeLeaf = Callable[[int], Any]
+MakeComposite = Callable[[str, tuple[int, ...], list[Any], list[int]], Any]
+
+
+class Decoder:
+    """Structures back to states. With `torch`, the three torch types come back as such, else as tuple and strings."""
+
+    def __init__(self, leaf: MakeLeaf, composite: MakeComposite, *, torch: bool = True) -> None:
+        self._leaf = leaf
+        self._composite = composite
+        self._torch = torch
+
+    def decode(self, node: Any, depth: int = 0) -> Any:
+        """The value of a node. Raises `CheckpointError` on anything that is no node."""
+        if depth > MAX_DEPTH + 2:
+            raise CheckpointError(f"structure is nested more than {MAX_DEPTH} deep")
+        if node is None or isinstance(node, (str, bool, int, float)):
+            return node
+        if isinstance(node, list):
+            return [self.decode(child, depth + 1) for child in node]
+        if isinstance(node, dict) and node:
+            tag = next(iter(node))
+            body = node[tag]
+            if len(node) == 1 or (tag == "o" and set(node) == {"o", "m"}):
+                try:
+                    return self._tagged(tag, body, node, depth)
+                except (WireError, binascii.Error) as error:
+                    if isinstance(error, CheckpointError):
+                        raise
+                    raise CheckpointError(f"invalid structure: {error}") from None
+        raise CheckpointError(f"invalid structure: {node!r:.80}")
+
+    def _tagged(self, tag: str, body: Any, node: dict[str, Any], depth: int) -> Any:
+        match tag, body:
+            case "x", int():
+                return self._leaf(number(body))
+            case "d", dict():
+                return {key: self.decode(child, depth + 1) for key, child in body.items()}
+            case (("k" | "o" | "c"), list()):
+                return self._pairs(tag, body, node.get("m"), depth)
+            case "t", list():
+                return tuple([self.decode(child, depth + 1) for child in body])
+            case "z", [str() as kind, list() as parameters, list() as scalars, list() as numbers]:
+                values = [self.decode(scalar, depth + 1) for scalar in scalars]
+                return self._composite(kind, check_composite(kind, parameters, values, numbers), values, numbers)
+            case "f", ("nan" | "inf" | "-inf"):
+                return float(body)
+            case "i", str() if _HEX.match(body):
+                return int(body, 16)
+            case "b", str():
+                return base64.b64decode(body, validate=True)
+            case "B", int():
+                return np.asarray(self._leaf(number(body))).tobytes()
+            case "n", [dtype, str() as text]:
+                return scalar_of(dtype, text)
+            case "s", str():
+                return np.str_(body)
+            case "size", list() if all(type(n) is int and 0 <= n < 1 << 62 for n in body):
+                return _torch().Size(body) if self._torch else tuple(body)
+            case "dtype", str() if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", body):
+                return self._dtype(body)
+            case "device", str() if _DEVICE.match(body):
+                return self._device(body)
+        raise CheckpointError(f"invalid structure: {node!r:.80}")
+
+    def _pairs(self, tag: str, body: list[Any], metadata: Any, depth: int) -> Any:
+        pairs = []
+        for pair in body:
+            if not (isinstance(pair, list) and len(pair) == 2):
+                raise CheckpointError(f"invalid structure: {pair!r:.80} is no key and value")
+            pairs.append((tree.key_of(pair[0]), self.decode(pair[1], depth + 1)))
+        value: Any = dict(pairs) if tag == "k" else OrderedDict(pairs) if tag == "o" else Counter(dict(pairs))
+        if len(value) != len(pairs):
+            raise CheckpointError("invalid structure: a dict has a key twice")
+        if metadata is not None:
+            value._metadata = self.decode(metadata, depth + 1)
+        return value
+
+    def _dtype(self, name: str) -> Any:
+        if not self._torch:
+            return f"torch.{name}"
+        torch = _torch()
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"torch.{name} is no dtype of torch {torch.__version__}")
+        return dtype
+
+    def _device(self, name: str) -> Any:
+        if not self._torch:
+            return name
+        try:
+            return _torch().device(name)
+        except RuntimeError:
+            raise CheckpointError(f"torch knows no device {name!r}") from None
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def number(value: Any) -> int:
+    """A tensor's number; `CheckpointError` if it cannot be one."""
+    if type(value) is not int or not 0 <= value < MAX_TENSORS:
+        raise CheckpointError(f"invalid structure: tensor number {value!r:.40}")
+    return value
+
+
+def check_composite(kind: str, parameters: list[Any], scalars: list[Any], numbers: list[Any]) -> tuple[int, ...]:
+    """The parameters of a composite; `CheckpointError` unless its parts are as many as its kind has."""
+    shape = tree.COMPOSITES.get(kind)
+    if (
+        shape is None
+        or len(numbers) != shape.leaves
+        or len(scalars) != shape.scalars
+        or not (shape.parameters <= len(parameters) <= (80 if shape.sized else shape.parameters))
+        or not all(type(p) is int and -1 <= p < 1 << 62 for p in parameters)
+    ):
+        raise CheckpointError(f"invalid structure: composite {kind!r:.20}")
+    for value in numbers:
+        number(value)
+    return tuple(parameters)
+
+
+def scalar_of(dtype: Any, text: str) -> Any:
+    """The NumPy scalar of an `{"n": [dtype, text]}`."""
+    data = base64.b64decode(text, validate=True)
+    if dtype == "bytes":
+        return np.bytes_(data)
+    kind = numpy_dtype(dtype)
+    if kind.itemsize != len(data):
+        raise CheckpointError(f"invalid structure: NumPy scalar of {len(data)} bytes, its dtype has {kind.itemsize}")
+    return np.frombuffer(data, kind, 1)[0] if data else np.zeros((), kind)[()]

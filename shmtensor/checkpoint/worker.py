@@ -1,0 +1,224 @@
+"""The writing process: takes snapshots out of their slots and makes durable files of them, one after the other.
+
+Started by `link.py`, once per `CheckpointWriter`, and again if it dies. It outlives its trainer until everything that
+was staged is written. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ..endpoints.message import Message
+from ..endpoints.workqueue import Producer
+from ..errors import RingFull, ShmTensorError, TimedOut
+from .directory import Directory
+from .link import results_channel
+from .slots import ABANDON, HEAD, Taker
+from .snapshot import Snapshot
+
+_TICK: Final = 1.0
+_OTHER: Final = 0.05
+"""Seconds between two looks whether the writer of an earlier trainer has finished."""
+_LAST_WORDS: Final = 10.0
+"""Seconds that a trainer who lives and listens to nothing is waited for at the end."""
+_PROGRESS: Final = 0.05
+"""Seconds between two reports of how far a save is."""
+
+
+class Worker:
+    """Everything that the writing process knows."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._writer: str = settings["writer"]
+        self._directory = Directory(settings["directory"])
+        self._snapshots: dict[int, Snapshot] = {}
+        self._strays: dict[int, list[Message]] = {}  # of snapshots whose head has not come yet
+        self._dropped: set[int] = set()
+        self._unsent: list[dict[str, Any]] = []
+        self._swept = False
+        self._told = 0.0
+        self._executor = ThreadPoolExecutor(1, "shmtensor disk")
+        self._reports = Producer(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
+        self._taker = Taker(settings["channel"])
+
+    def run(self) -> None:
+        """Work until the trainer has closed or died and everything it staged is finished."""
+        with contextlib.suppress(OSError):  # if it fails, each save will say why
+            self._may_write()
+        self._report(r="ready")
+        # crash: worker.ready
+        messages = self._taker.take_first()
+        while True:
+            for message in messages:
+                self._sort(message)
+            messages.clear()
+            self._flush()
+            snapshot = self._current()
+            if snapshot is not None:
+                self._work_on(snapshot)
+            elif self._taker.over:
+                break
+            elif self._is_alone():
+                messages = self._taker.take_first()  # what the trainer left is there by now
+                if not messages:
+                    break
+                continue
+            messages = self._taker.take(_TICK if self._current() is None else 0)
+        for snapshot in list(self._snapshots.values()):  # the trainer died while it copied
+            self._drop(snapshot)
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._unsent and self._reports.statistics().receivers and time.monotonic() < deadline:
+            time.sleep(_OTHER)
+            self._flush()
+        with contextlib.suppress(OSError):
+            if self._directory.try_write():
+                self._directory.sweep(self._writer, lambda number: True)
+        # crash: worker.finished
+        self._reports.close()
+        self._taker.close()
+        self._directory.close()
+
+    def _is_alone(self) -> bool:
+        """Whether the trainer has said that it is over, or died before this process could join its channel."""
+        if _ending:
+            return True
+        try:
+            self._reports.wait_for_consumers(1, timeout=0)
+        except TimedOut:
+            return True
+        return False
+
+    def _current(self) -> Snapshot | None:
+        """The oldest snapshot, if something can be done for it now."""
+        oldest = self._snapshots.get(min(self._snapshots, default=0))
+        return oldest if oldest is not None and oldest.can_step else None
+
+    def _sort(self, message: Message) -> None:
+        kind, number = message.meta["k"], message.meta["n"]
+        if kind == ABANDON:
+            self._abandon(number, force=message.meta["force"])
+            # crash: abandon.done
+            message.release()
+        elif self._is_over(number):
+            message.release()
+        elif kind == HEAD:
+            snapshot = self._snapshots[number] = Snapshot(message)
+            if message.attempt > 1:
+                snapshot.staged = self._directory.recorded(self._writer, number) is not None
+            for stray in self._strays.pop(number, ()):
+                snapshot.add(stray)
+        elif number in self._snapshots:
+            self._snapshots[number].add(message)
+        else:
+            self._strays.setdefault(number, []).append(message)
+
+    def _is_over(self, number: int) -> bool:
+        """Whether a save was finished or given up, by this process or, as the trainer knows, by an earlier one."""
+        if number in self._dropped:
+            return True
+        return number < self._settings["next"] and number not in self._settings["live"]
+
+    def _abandon(self, number: int, *, force: bool) -> None:
+        """Take a snapshot back, unless it is being written already and that is allowed to go on."""
+        snapshot = self._snapshots.get(number)
+        if snapshot is not None and (force or not snapshot.begun):
+            self._report(r="replaced", n=number)  # first: if we die at the next step, it is over for who comes after
+            self._drop(snapshot)
+        elif snapshot is None and force:
+            self._dropped.add(number)
+            for stray in self._strays.pop(number, ()):
+                stray.release()
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._dropped.add(snapshot.number)
+        del self._snapshots[snapshot.number]
+        snapshot.discard()
+
+    def _work_on(self, snapshot: Snapshot) -> None:
+        """One step: begin, write a chunk, or finish."""
+        try:
+            if not snapshot.begun:
+                if not self._may_write():
+                    time.sleep(_OTHER)
+                    return
+                self._report(r="begun", n=snapshot.number)
+                entry = snapshot.begin(self._directory, self._writer)
+                if entry is None:
+                    return
+            elif not snapshot.is_written:
+                snapshot.write_next(self._executor)
+                self._tell_progress(snapshot)
+                return
+            else:
+                entry = snapshot.complete()
+            keep = self._settings["keep_last"], self._settings["keep_every"]
+            deleted = snapshot.commit(entry, *keep)
+        except (OSError, ShmTensorError) as error:
+            snapshot.discard_files()
+            self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=str(error))
+            self._drop(snapshot)
+            return
+        # crash: finish.before
+        snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
+        # crash: finish.released
+        self._report(
+            r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
+            digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
+        )  # fmt: skip
+        # crash: finish.reported
+        del self._snapshots[snapshot.number]
+        self._dropped.add(snapshot.number)
+        snapshot.release()
+        # crash: finish.done
+
+    def _may_write(self) -> bool:
+        """Whether no other process writes in the directory; an earlier trainer's may still have something to finish."""
+        if not self._directory.try_write():
+            return False
+        if not self._swept:
+            self._directory.sweep(self._writer, self._is_over)
+            self._swept = True
+        return True
+
+    # --- reports
+
+    def _report(self, **report: Any) -> None:
+        self._unsent.append(report)
+        self._flush()
+
+    def _tell_progress(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        if now - self._told >= _PROGRESS and not self._unsent:
+            self._told = now
+            self._report(r="progress", n=snapshot.number, written=snapshot.written)
+
+    def _flush(self) -> None:
+        """Send what was to be told. A trainer that is stopped, or dead, holds nobody up."""
+        while self._unsent:
+            try:
+                self._reports.send({}, self._unsent[0], timeout=0)
+            except RingFull:
+                return
+            del self._unsent[0]
+
+
+_ending: list[int] = []
+
+
+def main(settings: str) -> None:
+    """The program of the writing process."""
+    options = json.loads(settings)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends by itself, after its trainer
+    signal.signal(signal.SIGUSR1, lambda number, _: _ending.append(number))
+    os.nice(options["nice"])
+    Worker(options).run()
+    sys.stderr.flush()

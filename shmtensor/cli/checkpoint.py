@@ -1,0 +1,268 @@
+"""`shmtensor checkpoint`: look at checkpoints, check them, convert them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from ..checkpoint.checking import check
+from ..checkpoint.converting import convert as convert_checkpoint
+from ..checkpoint.digests import combine
+from ..checkpoint.formats import FORMATS, Opened, detect
+from ..checkpoint.loader import check_options
+from ..checkpoint.plan import Entry
+from ..checkpoint.resolving import LATEST, candidates, open_checkpoint, resolve
+from ..errors import ArgumentError, CheckpointError, ShmTensorError
+from ..units import format_bytes, parse_bytes
+from .output import console, fail, guarded, print_json, seconds
+
+app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 4 to 8.")]
+_SHOWN = 40
+
+
+def _with_files(function: _F) -> _F:
+    """What the system says about a path is one line and exit code 1, as the library's own errors are."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ShmTensorError:
+            raise
+        except OSError as error:
+            raise fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")) from None
+
+    return run  # type: ignore[return-value]
+
+
+@app.command()
+@guarded
+@_with_files
+def info(
+    path: Annotated[Path, typer.Argument(help="A file, a directory of shards, or a directory of checkpoints.")],
+    every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened."""
+    opened = open_checkpoint(path)
+    if as_json:
+        print_json(_as_dict(opened))
+        return
+    out = console()
+    plan = opened.plan
+    size = format_bytes(sum(opened.sizes))
+    by = "" if opened.native else ", written by another program"
+    out.print(f"[bold]{escape(str(_main_file(opened)))}[/]  {opened.format}{by}, {size}", soft_wrap=True)
+    if len(opened.files) > 1:
+        out.print(f"  {len(opened.files)} files")
+    digest = combine(opened.digests) if opened.digests is not None else "none"
+    out.print(f"  {len(plan.tensors)} tensors, {format_bytes(plan.nbytes)}, digest {digest}")
+    kinds = Counter(_dtype(entry) for entry in plan.tensors)
+    out.print("  " + escape(", ".join(f"{count} {name}" for name, count in kinds.most_common())))
+    if plan.meta is not None:
+        out.print(f"  meta {escape(str(plan.meta))}", soft_wrap=True)
+    shown = plan.tensors if every else plan.tensors[:_SHOWN]
+    if shown:
+        out.print(_tensor_table(shown))
+    if len(shown) < len(plan.tensors):
+        out.print(f"  and {len(plan.tensors) - len(shown)} more: --all")
+
+
+@app.command()
+@guarded
+@_with_files
+def verify(
+    paths: Annotated[list[Path], typer.Argument(help="Files, directories of shards, or directories of checkpoints.")],
+    readers: _Readers = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Read every byte and compare it with the digests in the files.
+
+    Exit code 1 if anything is damaged or cannot be opened. Files without digests (of other programs) are only checked
+    for their structure, and said to be so.
+    """
+    count = _number_of_readers(readers)
+    reports = []
+    for path in paths:
+        report = _verify(path, count, bar=not as_json)
+        reports.append(report)
+        if not as_json:
+            _show_report(report)
+    if as_json:
+        print_json({"checkpoints": reports})
+    if not all(report["ok"] for report in reports):
+        raise typer.Exit(1)
+
+
+@app.command()
+@guarded
+@_with_files
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(help="The new file; with --max-shard a directory.")],
+    format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; else by the suffix.")] = None,
+    max_shard: Annotated[str | None, typer.Option("--max-shard", help='Bytes of a file, such as "4GiB".')] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Write a checkpoint again in another format. It appears under its name when it is complete and on disk."""
+    try:
+        limit = None if max_shard is None else parse_bytes(max_shard, "--max-shard")
+        opened = open_checkpoint(source)
+        with _bar("converting", opened.plan.nbytes, shown=not as_json) as progress:
+            made = convert_checkpoint(opened, target, format, max_shard=limit, overwrite=overwrite, progress=progress)
+    except ArgumentError as error:
+        raise fail(str(error), 2) from None
+    if as_json:
+        print_json({"path": str(made.path), "bytes": made.nbytes, "digest": made.digest})
+    else:
+        console().print(
+            f"wrote {escape(str(made.path))}  {format_bytes(made.nbytes)}, digest {made.digest}", soft_wrap=True
+        )
+
+
+@app.command()
+@guarded
+@_with_files
+def ls(
+    directory: Annotated[Path, typer.Argument(help="A directory of checkpoints.")] = Path(),
+    as_json: _AsJson = False,
+) -> None:
+    """List the checkpoints of a directory, the newest first; where `latest` leads, and which are not complete."""
+    if not directory.is_dir():
+        raise fail(f"{directory} is no directory")
+    target = resolve(directory / LATEST) if (directory / LATEST).exists() else None
+    rows = [_row(path, changed, target) for changed, path in sorted(candidates(directory), reverse=True)]
+    if as_json:
+        print_json({"directory": str(directory), "checkpoints": rows})
+        return
+    out = console()
+    if not rows:
+        out.print("no checkpoints")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("name", "format", "bytes", "tensors", "age", ""):
+        table.add_column(heading, justify="right" if heading in ("bytes", "tensors", "age") else "left", no_wrap=True)
+    for row in rows:
+        note = f"[red]{escape(row['error'])}[/]" if row["error"] else "latest" if row["latest"] else ""
+        table.add_row(
+            escape(row["name"]), row["format"] or "", format_bytes(row["bytes"]) if row["format"] else "",
+            str(row["tensors"]) if row["format"] else "", seconds(max(0.0, time.time() - row["changed"])), note,
+        )  # fmt: skip
+    out.print(table, soft_wrap=True)
+
+
+def _row(path: Path, changed: int, target: Any) -> dict[str, Any]:
+    latest = isinstance(target, Path) and target.exists() and target.resolve() == path.resolve()
+    row: dict[str, Any] = {
+        "name": path.name, "format": None, "bytes": 0, "tensors": 0, "changed": changed / 1e9, "latest": latest,
+        "error": None,
+    }  # fmt: skip
+    try:
+        opened = detect(path).open(path)
+    except (CheckpointError, OSError) as error:
+        return row | {"error": str(error)}
+    return row | {"format": opened.format, "bytes": sum(opened.sizes), "tensors": len(opened.plan.tensors)}
+
+
+def _number_of_readers(readers: int | None) -> int:
+    try:
+        return check_options(readers, True)
+    except ShmTensorError as error:
+        raise fail(str(error), 2) from None
+
+
+def _verify(path: Path, readers: int, *, bar: bool) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "path": str(path), "ok": False, "format": None, "digests": False, "bytes": 0, "damaged": [], "error": None,
+    }  # fmt: skip
+    try:
+        opened = open_checkpoint(path)
+        report |= {
+            "path": str(_main_file(opened)), "format": opened.format, "digests": opened.digests is not None,
+            "bytes": opened.plan.nbytes,
+        }  # fmt: skip
+        with _bar(path.name, opened.plan.nbytes, shown=bar) as progress:
+            damaged = check(opened, readers=readers, progress=progress)
+    except (CheckpointError, OSError) as error:
+        return report | {"error": str(error)}
+    report["damaged"] = [
+        {"tensors": each.names, "file": str(each.path), "offset": each.offset, "error": str(each)} for each in damaged
+    ]
+    return report | {"ok": not damaged}
+
+
+def _show_report(report: dict[str, Any]) -> None:
+    out = console()
+    path = escape(report["path"])
+    if report["ok"]:
+        note = "" if report["digests"] else ", [yellow]no digests: only its structure was checked[/]"
+        out.print(f"[green]ok[/] {path}  {format_bytes(report['bytes'])}{note}", soft_wrap=True)
+        return
+    out.print(f"[red]bad[/] {path}", soft_wrap=True)
+    for text in [report["error"]] if report["error"] else [each["error"] for each in report["damaged"]]:
+        out.print(f"  {escape(text)}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on stderr, if that is a terminal."""
+    out = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=out, disable=not (shown and out.is_terminal), transient=True) as progress:
+        task = progress.add_task(escape(label), total=total)
+        yield functools.partial(progress.advance, task)
+
+
+def _main_file(opened: Opened) -> Path:
+    return opened.files[0] if len(opened.files) == 1 else opened.files[0].parent
+
+
+def _dtype(entry: Entry) -> str:
+    return entry.dtype if isinstance(entry.dtype, str) else str(entry.numpy)
+
+
+def _tensor_table(entries: list[Entry]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    for heading in ("tensor", "dtype", "shape", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
+    for entry in entries:
+        table.add_row(escape(entry.name), escape(_dtype(entry)), escape(str(list(entry.shape))), str(entry.nbytes))
+    return table
+
+
+def _as_dict(opened: Opened) -> dict[str, Any]:
+    plan = opened.plan
+    places = opened.places
+    return {
+        "path": str(_main_file(opened)),
+        "format": opened.format,
+        "native": opened.native,
+        "files": [{"name": file.name, "bytes": size} for file, size in zip(opened.files, opened.sizes, strict=True)],
+        "bytes": plan.nbytes,
+        "digest": combine(opened.digests) if opened.digests is not None else None,
+        "meta": plan.meta,
+        "tensors": [
+            {
+                "name": entry.name, "library": "torch" if entry.torch else "numpy", "dtype": _dtype(entry),
+                "shape": list(entry.shape), "bytes": entry.nbytes,
+                "file": opened.files[places[entry.region][0]].name if places and entry.region >= 0 else None,
+                "offset": places[entry.region][1] + entry.offset if places and entry.region >= 0 else None,
+            }
+            for entry in plan.tensors
+        ],
+    }  # fmt: skip

@@ -1,0 +1,392 @@
+"""Checkpoints and deaths: of the writing process, of the trainer, of both; and a disk that fails.
+
+Each scenario looks at what is on disk afterwards: everything under a final name is whole, `latest` leads to what was
+durable last, and nothing else is left, neither there nor in `/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import shmtensor
+from shmtensor.channel.names import socket_dir
+from shmtensor.channel.sweep import sweep_all
+from shmtensor.checkpoint import index, link, names
+from shmtensor.checkpoint.directory import LOCK
+from shmtensor.checkpoint.loader import load_arrays
+from shmtensor.checkpoint.writer import CheckpointWriter
+
+from .faults import points
+from .rooms import ROOT, play
+
+PATIENCE = 120.0
+SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
+
+# the points of a save in the writing process, in the order in which a save comes by them
+WRITER_POINTS = [
+    "worker.ready", "write.begun", "write.created", "write.chunk", "write.finishing", "write.headers", "write.sized",
+    "write.synced", "commit.before", "commit.recorded", "commit.renamed", "commit.durable", "latest.made",
+    "latest.moved", "retain.before", "retain.renamed", "retain.deleted", "finish.before", "finish.reported",
+    "finish.released", "finish.done",
+]  # fmt: skip
+STREAM_POINTS = ["stream.written", "stream.logged", "stream.released"]
+TRAINER_POINTS = ["stage.begun", "stage.copied", "stage.filled", "stage.ended"]
+OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.finished"]
+CHECKPOINT_POINTS = [*WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS]
+"""Every point of `shmtensor/checkpoint/`; `test_faults.py` has those of the rest."""
+
+WHOLE = "8MiB"  # room for two states
+LITTLE = "1MiB"  # a state streams
+ELEMENTS = 150_000
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
+
+
+@pytest.fixture
+def own_channels(monkeypatch, channel):
+    """Channel names that the leak check knows as this run's own."""
+    monkeypatch.setattr(names, "PREFIX", channel)
+
+
+def state_of(number: int) -> dict:
+    return {"w": np.full(ELEMENTS, number), "v": np.full(1000, number), "step": number}
+
+
+def names_in(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()} - {LOCK, index.INDEX, "latest"}
+
+
+def check(path: Path, numbers: list[int], latest: int | None, *, swept: bool = True) -> None:
+    """Exactly these are there, whole; `latest` leads to that one; nothing else is left."""
+    found = {name for name in names_in(path) if swept or not name.startswith(".")}
+    assert {int(name.split("-")[1].split(".")[0]) for name in found} == set(numbers), found
+    assert len(found) == len(numbers)
+    for name in found:
+        state = load_arrays(path / name, verify="all")
+        assert (state["w"] == state["step"]).all()
+        assert (state["v"] == state["step"]).all()
+    if latest is not None:
+        assert load_arrays(path / "latest")["step"] == latest
+
+
+def arm(point: str, action: str, nth: int, flag: Path) -> str:
+    """Code for the start of a process: at its first start it dies at the point."""
+    return (
+        f"import os; from tests.faults import points; points.install('shmtensor.checkpoint'); flag = {str(flag)!r}; "
+        f"os.path.exists(flag) or (os.close(os.open(flag, os.O_CREAT)), points.arm({point!r}, {action!r}, {nth})); "
+    )
+
+
+@pytest.fixture
+def dies(monkeypatch, tmp_path):
+    """Lets the first writing process die at a point."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(link, "_PAUSES", (0.0,) * 5)
+
+    def arrange(point: str, action: str = "kill", nth: int = 1) -> None:
+        code = arm(point, action, nth, tmp_path / "flag")
+        monkeypatch.setattr(link, "LAUNCH", code + link.LAUNCH)
+
+    return arrange
+
+
+# --- the writing process dies
+
+
+def writer_cases():
+    often = ["worker.ready", "write.created", "write.chunk", "write.headers", "commit.recorded", "commit.renamed"]
+    often += ["latest.made", "latest.moved", "retain.deleted", "finish.reported", "finish.released"]
+    cases = [(point, WHOLE, 1) for point in often]
+    cases += [(point, LITTLE, 3) for point in STREAM_POINTS]
+    cases += [(point, LITTLE, 1) for point in ("write.finishing", "commit.renamed")]
+    if SOAK:
+        cases += [(point, WHOLE, 1) for point in WRITER_POINTS]
+        cases += [(point, LITTLE, nth) for point in (*WRITER_POINTS, *STREAM_POINTS) for nth in (1, 2)]
+        cases += [(point, WHOLE, 2) for point in WRITER_POINTS if point != "retain.renamed"]
+        cases = sorted({case for case in cases if case[0] != "retain.renamed"})
+    return cases
+
+
+@pytest.mark.parametrize("action", ["kill", "exit"] if SOAK else ["kill"])
+@pytest.mark.parametrize(("point", "memory", "nth"), writer_cases())
+def test_writer_dies(dies, tmp_path, point, memory, nth, action):
+    """It is started again, and every save is durable all the same."""
+    path = tmp_path / "a"
+    dies(point, action, nth)
+    with CheckpointWriter(path, memory=memory, keep_last=2) as writer:
+        handles = [writer.save(state_of(number)) for number in range(1, 5)]
+        done = [handle.durable.result(PATIENCE) for handle in handles]
+        assert writer.statistics().restarts == (1 if point != "worker.ready" or nth == 1 else 0)
+    assert [each.nbytes for each in done] == [handle.progress.total for handle in handles]
+    check(path, [3, 4], 4)
+    assert [entry.step for entry in index.read(str(path))] == [3, 4]
+
+
+def test_writer_dies_between_the_names_of_a_deletion(dies, tmp_path):
+    path = tmp_path / "a"
+    dies("retain.renamed")
+    with CheckpointWriter(path, keep_last=1, max_shard=400_000) as writer:
+        for number in range(1, 4):
+            writer.save(state_of(number))
+    assert writer.statistics().restarts == 1
+    check(path, [3], 3)
+
+
+def test_writer_dies_while_it_takes_a_save_back(dies, tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    dies("abandon.done")
+    writer = CheckpointWriter(path, memory="3MiB", busy="replace")
+    writer.start(state_of(0), timeout=PATIENCE)
+    os.kill(writer.statistics().pid, signal.SIGSTOP)
+    handles = [writer.save(state_of(number)) for number in (1, 2)]
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {writer.statistics().pid}"]).wait()
+    handles.append(writer.save(state_of(3)))
+    assert handles[2].durable.result(PATIENCE)
+    writer.close()
+    assert {handle.status for handle in handles} <= {"durable", "replaced"}
+    check(path, [n + 1 for n, handle in enumerate(handles) if handle.status == "durable"], 3)
+
+
+def test_writer_dies_while_it_sweeps(dies, tmp_path):
+    path = tmp_path / "a"
+    path.mkdir()
+    for number in range(3):
+        (path / f".step-0000000{number}.safetensors.{'0' * 16}-{number}.tmp").write_bytes(b"left")
+    (path / f".shards.{'0' * 16}-1.tmp").mkdir()
+    (path / f".shards.{'0' * 16}-1.tmp" / "x").write_bytes(b"left")
+    (path / ".somebody.tmp").write_bytes(b"not ours")
+    dies("ckptsweep.removed")
+    with CheckpointWriter(path) as writer:
+        writer.save(state_of(1))
+    assert names_in(path) == {".somebody.tmp", "step-00000001.safetensors"}
+
+
+def test_writer_dies_when_all_is_done(dies, tmp_path):
+    path = tmp_path / "a"
+    dies("worker.finished")
+    with CheckpointWriter(path) as writer:
+        writer.save(state_of(1))
+    check(path, [1], 1)
+
+
+def test_writer_is_killed_idle_and_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(link, "_PAUSES", (0.0,) * 5)
+    path = tmp_path / "a"
+    with CheckpointWriter(path) as writer:
+        for number in range(1, 4):
+            writer.start(timeout=PATIENCE)
+            os.kill(writer.statistics().pid, signal.SIGKILL)
+            writer.save(state_of(number)).durable.result(PATIENCE)
+    check(path, [1, 2, 3], 3)
+
+
+def test_a_trainer_that_waits_for_room_notices_the_death(dies, tmp_path):
+    """In the middle of a save that streams, and is never started again: an error, not a hang."""
+    path = tmp_path / "a"
+    writer = CheckpointWriter(path, memory=LITTLE)
+    writer.start(timeout=PATIENCE)
+    os.kill(writer.statistics().pid, signal.SIGSTOP)
+    link_of_writer = writer._link
+    link_of_writer._spawn = lambda passed_over: (_ for _ in ()).throw(OSError(12, "no memory"))
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {writer.statistics().pid}"])
+    try:
+        handle = writer.save(state_of(1))
+    except shmtensor.PeerDied:
+        pass
+    else:
+        with pytest.raises(shmtensor.PeerDied, match="cannot be started again"):
+            handle.durable.result(PATIENCE)
+    killer.wait()
+    assert writer.save(state_of(2)).durable.result(PATIENCE)  # by a new one
+    writer.close()
+    check(path, [2], 2)
+
+
+# --- the trainer dies
+
+TRAINER = """
+    import os, signal, sys, time
+    prefix, path, memory, launch, point, nth, end = sys.argv[1:]
+    from tests.faults import points
+    points.install("shmtensor.checkpoint")
+    from shmtensor.checkpoint import link, names
+    from shmtensor.checkpoint.writer import CheckpointWriter
+    from tests.test_checkpoint_deaths import state_of
+    names.PREFIX = prefix
+    link.LAUNCH = launch + link.LAUNCH
+    w = CheckpointWriter(path, memory=memory, keep_last=3)
+    w.save(state_of(1)).durable.result(120)
+    print(w.statistics().pid, flush=True)
+    if point:
+        points.arm(point, "kill", int(nth))
+"""
+
+
+def trainer(path: Path, memory: str, *, launch: str = "", point: str = "", nth: int = 1, end: str = "") -> int:
+    """Run a trainer that dies; the process id of its writing process."""
+    code = textwrap.dedent(TRAINER) + textwrap.dedent(end) + "\nos.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, names.PREFIX, str(path), memory, launch, point, str(nth), end],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def ends(pid: int) -> None:
+    """Wait for the end of a process that is nobody's child here."""
+    deadline = time.monotonic() + PATIENCE
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the writing process does not end"
+        time.sleep(0.01)
+    sweep_all(socket_dir(), patience=PATIENCE)  # as the next user of any channel does
+
+
+@pytest.mark.parametrize("memory", [WHOLE, LITTLE])
+@pytest.mark.parametrize(("point", "nth"), [("stage.begun", 1), ("stage.copied", 2), ("stage.filled", 1)])
+def test_trainer_dies_inside_save(tmp_path, memory, point, nth):
+    """What was not staged to its end is discarded, and the writing process ends."""
+    ends(trainer(tmp_path / "a", memory, point=point, nth=nth, end="w.save(state_of(2))"))
+    check(tmp_path / "a", [1], 1)
+
+
+@pytest.mark.parametrize("memory", [WHOLE, LITTLE])
+@pytest.mark.parametrize("point", ["stage.ended", ""])
+def test_trainer_dies_after_save(tmp_path, memory, point):
+    """The writing process finishes it, and ends."""
+    ends(trainer(tmp_path / "a", memory, point=point, end="w.save(state_of(2)); w.save(state_of(3))"))
+    check(tmp_path / "a", [1, 2] if point else [1, 2, 3], 2 if point else 3)
+
+
+def test_trainer_dies_and_the_next_one_waits_for_what_it_left(tmp_path):
+    """The old writing process is stopped, as by a slow disk; the new one takes its turn."""
+    path = tmp_path / "a"
+    stop = "os.kill(w.statistics().pid, signal.SIGSTOP)"
+    pid = trainer(path, WHOLE, end=f"{stop}; w.save(state_of(2)); w.save(state_of(3))")
+    with CheckpointWriter(path) as writer:
+        writer.start(timeout=PATIENCE)
+        handle = writer.save(state_of(4))
+        with pytest.raises(TimeoutError):
+            handle.durable.result(0.3)
+        os.kill(pid, signal.SIGCONT)
+        handle.durable.result(PATIENCE)
+    ends(pid)
+    check(path, [1, 2, 3, 4], 4)
+
+
+def test_trainer_dies_while_a_writer_starts(tmp_path):
+    """A writing process that finds no trainer any more does what is to be done, and ends."""
+    launch = "import time; time.sleep(1.0); "
+    end = """
+        os.kill(w.statistics().pid, signal.SIGSTOP)
+        w.save(state_of(2))
+        os.kill(w.statistics().pid, signal.SIGKILL)
+        old = w.statistics().pid
+        while w.statistics().pid == old: time.sleep(0.01)
+        print(w.statistics().pid, flush=True)
+    """
+    ends(trainer(tmp_path / "a", WHOLE, launch=launch, end=end))
+    found = names_in(tmp_path / "a")
+    assert found in ({"step-00000001.safetensors"}, {"step-00000001.safetensors", "step-00000002.safetensors"})
+
+
+# --- both die
+
+BOTH = (
+    "import os, signal; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+    "def both(point):\n"
+    "    if point in points.armed and points.hits.__setitem__(point, points.hits[point] + 1) is None "
+    "and points.hits[point] == points.armed[point][1]:\n"
+    "        os.kill(os.getppid(), signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)\n"
+    "points.hit = both; points.arm({point!r}, 'kill', {nth})\n"
+)
+BOTH_POINTS = [
+    "write.created", "write.chunk", "write.headers", "write.synced", "commit.recorded", "commit.renamed",
+    "commit.durable", "latest.made", "latest.moved", "finish.reported",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("point", "memory"),
+    [*((point, WHOLE) for point in BOTH_POINTS), ("stream.logged", LITTLE), ("write.synced", LITTLE)],
+)
+def test_both_die(tmp_path, point, memory):
+    """What was durable is intact and `latest` leads to it; the next writer sweeps what is left."""
+    path = tmp_path / "a"
+    chunk_points = ("write.chunk", "stream.logged")
+    launch = BOTH.format(point=point, nth=2 if point not in chunk_points else 20 if memory == LITTLE else 10)
+    launch = launch.replace("{", "{{").replace("}", "}}")
+    ends(trainer(path, memory, launch=launch, end="w.save(state_of(2))\ntime.sleep(120)"))
+    renamed = point in ("commit.renamed", "commit.durable", "latest.made", "latest.moved", "finish.reported")
+    check(path, [1, 2] if renamed else [1], 2 if point in ("latest.moved", "finish.reported") else 1, swept=False)
+    with CheckpointWriter(path, keep_last=3) as writer:
+        writer.save(state_of(5)).durable.result(PATIENCE)
+    check(path, [1, 2, 5] if renamed else [1, 5], 5)
+    assert [entry.step for entry in index.read(str(path)) if entry.is_there(str(path))] == (
+        [1, 2, 5] if renamed else [1, 5]
+    )
+
+
+# --- the disk fails
+
+
+def scene_of_a_full_disk(directory: str, memory: str) -> None:
+    with CheckpointWriter(directory, memory=memory, on_error="warn") as writer:
+        writer.save(state_of(1)).durable.result(PATIENCE)
+        error = writer.save({"w": np.ones(1 << 20), "step": 2}).durable.exception(PATIENCE)
+        assert isinstance(error, shmtensor.ResourceError), "8 MiB fit into 4"
+        assert error.errno == 28, error
+        assert "No space left" in str(error)
+        check(Path(directory), [1], 1)
+        writer.save(state_of(3)).durable.result(PATIENCE)
+        check(Path(directory), [1, 3], 3)
+        assert writer.statistics().restarts == 0
+
+
+@pytest.mark.parametrize("memory", ["32MiB", LITTLE])
+def test_the_disk_is_full(tmp_path, memory):
+    play(scene_of_a_full_disk, str(tmp_path), memory, mounts=(f"size=4m tmpfs {tmp_path}",))
+
+
+def scene_of_a_lost_permission(directory: str) -> None:
+    with CheckpointWriter(directory) as writer:
+        writer.save(state_of(1)).durable.result(PATIENCE)
+        subprocess.run(["mount", "--bind", directory, directory], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
+        handle = writer.save(state_of(2))
+        error = handle.durable.exception(PATIENCE)
+        assert isinstance(error, shmtensor.ResourceError), error
+        assert error.errno == 30, error
+        subprocess.run(["umount", directory], check=True)
+        writer.save(state_of(3)).durable.result(PATIENCE)
+    check(Path(directory), [1, 3], 3)
+
+
+def test_the_permission_is_lost(tmp_path):
+    play(scene_of_a_lost_permission, str(tmp_path), mounts=(f"size=40m tmpfs {tmp_path}",))
+
+
+def scene_of_a_small_shm(directory: str) -> None:
+    """Less shared memory than `memory=` admits: the state streams, or the error says so."""
+    with CheckpointWriter(directory, memory="64MiB") as writer:
+        state = {"w": np.arange(2 << 20), "step": 1}  # 16 MiB through 8
+        done = writer.save(state).durable.result(PATIENCE)
+        assert (load_arrays(done.path)["w"] == state["w"]).all()
+
+
+def test_dev_shm_is_small(tmp_path):
+    play(scene_of_a_small_shm, str(tmp_path), mounts=("mode=1777,size=8m tmpfs /dev/shm",))
+
+
+def test_every_point_is_in_a_list():
+    assert sorted(CHECKPOINT_POINTS) == points.names("checkpoint")
