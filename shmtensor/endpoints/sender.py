@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import hot
 from ..channel import control as ctl
 from ..channel import membership
 from ..channel.inbox import Doorbells
@@ -134,7 +135,7 @@ class Sender(Audience):
             outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
             # crash: send.copied
             seq = self._publish(ring, slot, out, None)
-            if out.is_plan:
+            if out.is_plan and hot.BUILT:
                 self._learn(value, out, ring, slot)
             return seq
 

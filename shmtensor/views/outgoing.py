@@ -28,25 +28,20 @@ EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 
 
 
 class Outgoing:
-    """The description of a value and the room it takes. Shared by all sends of an equal-looking plain value."""
+    """The description of a value and the room it takes. Shared by all sends of an equal-looking plain value.
 
-    __slots__ = ("dynamic", "kind", "nbytes", "source", "spilled", "static", "total")
+    is_plan, is_tensor: whether it describes every tensor or array, every tensor, of this dtype and shape
+    """
+
+    __slots__ = ("dynamic", "is_plan", "is_tensor", "kind", "nbytes", "source", "spilled", "static", "total")
 
     def __init__(self, kind: int, static: bytes, dynamic: bytes, nbytes: int, source: Any = None) -> None:
         self.kind, self.static, self.dynamic, self.nbytes, self.source = kind, static, dynamic, nbytes, source
+        self.is_tensor = kind == _TENSOR
+        self.is_plan = self.is_tensor or kind == _ARRAY
         description = len(static) + len(dynamic)
         self.spilled = description > INLINE
         self.total = padded(nbytes) + description if self.spilled else nbytes
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether it describes every tensor of this dtype and shape."""
-        return self.kind == _TENSOR
-
-    @property
-    def is_plan(self) -> bool:
-        """Whether it describes every tensor, or array, of this dtype and shape."""
-        return self.kind == _TENSOR or self.kind == _ARRAY
 
 
 _plans: dict[tuple[Any, Any, Any], Outgoing] = {}
