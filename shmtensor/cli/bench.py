@@ -113,22 +113,32 @@ def _show(nbytes: int, ours: dict[str, Any], rivals: list[dict[str, Any]]) -> No
         title=f"A tensor of {format_bytes(nbytes)} between two processes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("", no_wrap=True)
-    for heading in ("round trip", "p10 … p90", "", "one way", "", ""):
+    for heading in ("trip, µs", "p10 … p90", "one way, /s", "bytes/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in (ours, *rivals):
         trip, way = each["round_trip_us"], each["one_way"]
-        slower = trip["median"] / ours["round_trip_us"]["median"]
-        less = ours["one_way"]["messages_per_second"] / way["messages_per_second"]
         table.add_row(
             each["name"],
-            f"{trip['median']:,.1f} µs",
-            f"{trip['p10']:,.1f} … {trip['p90']:,.1f}",
-            "" if each is ours else f"{slower:.1f} ×",
-            f"{way['messages_per_second']:,.0f}/s",
-            f"{format_bytes(int(way['bytes_per_second']))}/s",
-            "" if each is ours else f"1/{less:.1f}",
+            f"{trip['median']:,.1f}",
+            f"{trip['p10']:,.0f} … {trip['p90']:,.0f}",
+            f"{way['messages_per_second']:,.0f}",
+            format_bytes(int(way["bytes_per_second"])),
         )
-    console().print(table)
+    out = console()
+    out.print(table)
+    for rival in rivals:
+        trip = rival["round_trip_us"]["median"] / ours["round_trip_us"]["median"]
+        way = ours["one_way"]["messages_per_second"] / rival["one_way"]["messages_per_second"]
+        out.print(
+            f"{OURS} beside {rival['name']}: there and back {trip:.1f} × as fast, one way {way:.1f} ×", soft_wrap=True
+        )
+    waiting, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if waiting > cores:
+        out.print(
+            f"Other work keeps this machine's {cores} cores busy (load {waiting:.1f}): who is woken waits for a core, "
+            "which these figures include. Measure again when it is idle.",
+            soft_wrap=True,
+        )
 
 
 def _run(nbytes: int, seconds: float) -> list[Figures]:
