@@ -348,13 +348,13 @@ WORKLOAD = Workload(
         "client's call and the death of the reply before. The bare trip is that of round-trip: two channels, no "
         "request, no time-out. ROUTER/DEALER: torch.save and torch.load on both sides, blocking in recv. Manager: a "
         f"method call on an object in a manager's process. Busy servers: each handler sleeps 1 ms, each client keeps "
-        f"{WINDOW} requests on their way by map; ideal is what the {SERVERS} servers' handlers reach in bare loops, both "
-        "at once, just before (the timer makes more than 1 ms of it); efficiency is the rate of the clients' loops, "
-        f"first request to last reply, over that. Batches: {SUPPLIERS} clients map images of 3 x 128 x 128 float32, up "
-        f"to {2 * BATCH} on their way from each, to one server with max_batch={BATCH}; the loop stacks {BATCH} images of "
-        "its own and calls the same model (three convolutions of stride 2, 16, 32 and 32 channels, and a linear layer) "
-        "on as many; one torch thread in each process, so that the server's model has one core as the loop's has, and "
-        "the clients the other ones. The first batches are not counted."
+        f"{WINDOW} requests on their way by map; ideal is what the {SERVERS} servers' handlers reach in bare loops, "
+        "both at once, just before (the timer makes more than 1 ms of it); efficiency is the rate of the clients' "
+        f"loops, first request to last reply, over that. Batches: {SUPPLIERS} clients map images of 3 x 128 x 128 "
+        f"float32, up to {2 * BATCH} on their way from each, to one server with max_batch={BATCH}; the loop stacks "
+        f"{BATCH} images of its own and calls the same model (three convolutions of stride 2, 16, 32 and 32 channels, "
+        "and a linear layer) on as many; one torch thread in each process, so that the server's model has one core as "
+        "the loop's has, and the clients the other ones. The first batches are not counted."
     ),
     cases=(
         Case(_TRIP, SHMTENSOR, measure_trip),
