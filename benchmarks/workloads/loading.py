@@ -20,7 +20,7 @@ from .base import Case, Effort, Workload
 TENSORS = 64
 SMALL, LARGE = 16 * MIB, 1024 * MIB
 TINY = 1 * MIB
-MOST = 5
+MOST = 3
 
 
 def _save_ours(state: Any, folder: Path) -> Path:
