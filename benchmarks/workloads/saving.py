@@ -35,9 +35,11 @@ def _state(what: str, effort: Effort) -> Any:
     return states.flat(TINY if effort.scale == "tiny" else _BYTES[what])
 
 
-def _run(function: Callable[..., Samples], *args: Any, effort: Effort, threads: int = DEFAULT_THREADS) -> Samples:
-    """In a process of its own: a spawned one, as a forked one copies with one thread."""
-    return run_roles([Role(function, (*args, effort), threads, forked=effort.scale == "tiny")])[0]
+def _run(
+    function: Callable[..., Samples], *args: Any, effort: Effort, threads: int = DEFAULT_THREADS, copies: bool = True
+) -> Samples:
+    """In a process of its own: a spawned one where torch copies, as it does so with one thread in a forked one."""
+    return run_roles([Role(function, (*args, effort), threads, forked=not copies or effort.scale == "tiny")])[0]
 
 
 def _lacks_room(nbytes: int) -> str | None:
@@ -55,7 +57,7 @@ def _lacks_room(nbytes: int) -> str | None:
 
 def measure_rival(effort: Effort, *, way: str, what: str) -> Samples:
     """Seconds of one save, after one that is not counted: of a small state, or of the same where buffers are kept."""
-    return _run(_rival, way, what, effort=effort)
+    return _run(_rival, way, what, effort=effort, copies=SAVERS[way].background)
 
 
 def _rival(meet: Callable[[], object], way: str, what: str, effort: Effort) -> Samples:
@@ -128,7 +130,7 @@ def _compare(back: Any, state: Any) -> None:
 
 def measure_steps(effort: Effort) -> Samples:
     """Seconds of ten steps of training, by turns alone and right after a save; with one torch thread."""
-    return _run(_steps, effort=effort, threads=1)
+    return _run(_steps, effort=effort, threads=1, copies=False)
 
 
 def _steps(meet: Callable[[], object], effort: Effort) -> Samples:
