@@ -38,8 +38,13 @@ def _state(what: str, effort: Effort) -> Any:
 def _run(
     function: Callable[..., Samples], *args: Any, effort: Effort, threads: int = DEFAULT_THREADS, copies: bool = True
 ) -> Samples:
-    """In a process of its own: a spawned one where torch copies, as it does so with one thread in a forked one."""
-    return run_roles([Role(function, (*args, effort), threads, forked=not copies or effort.scale == "tiny")])[0]
+    """In a process of its own, a spawned one where torch copies: it does so with one thread in a forked one.
+
+    The directory for what is saved is made here, so that nothing is left if the process must be killed.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        forked = not copies or effort.scale == "tiny"
+        return run_roles([Role(function, (Path(folder), *args, effort), threads, forked=forked)])[0]
 
 
 def _lacks_room(nbytes: int) -> str | None:
@@ -60,14 +65,13 @@ def measure_rival(effort: Effort, *, way: str, what: str) -> Samples:
     return _run(_rival, way, what, effort=effort, copies=SAVERS[way].background)
 
 
-def _rival(meet: Callable[[], object], way: str, what: str, effort: Effort) -> Samples:
+def _rival(meet: Callable[[], object], folder: Path, way: str, what: str, effort: Effort) -> Samples:
     saver, state = SAVERS[way], _state(what, effort)
     first = state if saver.background and way != "tensorizer, subprocess" else states.flat(TINY)
-    with tempfile.TemporaryDirectory() as folder:
-        with savers.silence():
-            saver.save(first, Path(folder) / "first")
-        _remove(Path(folder) / "first")
-        found = saver.save(state, Path(folder) / "second")
+    with savers.silence():
+        saver.save(first, folder / "first")
+    _remove(folder / "first")
+    found = saver.save(state, folder / "second")
     return {metric: [seconds] for metric, seconds in found.items()}
 
 
@@ -86,7 +90,7 @@ def measure_ours(effort: Effort, *, what: str) -> Samples:
     return _run(_ours, what, effort=effort)
 
 
-def _ours(meet: Callable[[], object], what: str, effort: Effort) -> Samples:
+def _ours(meet: Callable[[], object], folder: Path, what: str, effort: Effort) -> Samples:
     import torch
 
     import shmtensor
@@ -95,7 +99,7 @@ def _ours(meet: Callable[[], object], what: str, effort: Effort) -> Samples:
     sources, nbytes = states.storages(state), states.size(state)
     copies = [torch.zeros_like(tensor) for tensor in sources]
     samples: Samples = {metric: [] for metric in ("stall", "durable", "after", "copy", "dd")}
-    with tempfile.TemporaryDirectory() as folder, shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
+    with shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
         writer.start(state)
         for number in range(4 if what == SMALL else 3):
             start = clock()
@@ -108,7 +112,7 @@ def _ours(meet: Callable[[], object], what: str, effort: Effort) -> Samples:
             done = handle.durable.result(PATIENCE)
             found = {
                 "copy": copied, "stall": stall, "durable": done.seconds, "after": done.seconds - stall,
-                "dd": savers.dd(Path(folder), nbytes) * done.nbytes / nbytes,
+                "dd": savers.dd(folder, nbytes) * done.nbytes / nbytes,
             }  # fmt: skip
             for metric, seconds in found.items() if number else ():
                 samples[metric].append(seconds)
@@ -133,13 +137,13 @@ def measure_steps(effort: Effort) -> Samples:
     return _run(_steps, effort=effort, threads=1, copies=False)
 
 
-def _steps(meet: Callable[[], object], effort: Effort) -> Samples:
+def _steps(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples:
     import shmtensor
 
     training = states.Training(states.TOY if effort.scale == "tiny" else states.TRAINED, batch=2, length=63)
     samples: Samples = {"alone": [], "beside": [], "with": []}
     clock = time.perf_counter
-    with tempfile.TemporaryDirectory() as folder, shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
+    with shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
         for _ in range(2):
             training.step()
         writer.start(training.state)
@@ -168,12 +172,12 @@ def measure_memory(effort: Effort) -> Samples:
     return _run(_memory, effort=effort)
 
 
-def _memory(meet: Callable[[], object], effort: Effort) -> Samples:
+def _memory(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples:
     import shmtensor
 
     state = _state(LARGE, effort)
     memory = 2 * MIB if effort.scale == "tiny" else STREAMED
-    with tempfile.TemporaryDirectory() as folder, shmtensor.CheckpointWriter(folder, memory=memory) as writer:
+    with shmtensor.CheckpointWriter(folder, memory=memory) as writer:
         writer.start()
         pids = os.getpid(), writer.statistics().pid
         idle, rings = sum(map(_own, pids)), _shared()
