@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from . import savers
 from .measure import Row, ratios, summarize
-from .workloads import executor, queue
+from .workloads import executor, queue, saving
 
 Key = tuple[str, str]
 """Workload and row."""
@@ -67,6 +68,10 @@ def _queue(metric: str, transport: str, item: str = queue.TENSOR) -> Key:
     return "queue", f"{metric}, {transport}, {item}"
 
 
+def _save(metric: str, what: str, way: str = saving.OURS) -> Key:
+    return "saving", saving.row_name(metric, way, what)
+
+
 _START = "open + first send + first recv: ring of 256 MiB, "
 
 TARGETS: tuple[Target, ...] = (
@@ -105,17 +110,27 @@ TARGETS: tuple[Target, ...] = (
         "batched server of a small model, images/s", (_RPC, "batched server, small convolution"), ">=", 0.9,
         (_RPC, "loop that batches in one process"),
     ),
-    Target(
-        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 1.2,
-        ("saving", "bare copy: shmtensor, 1024 MiB"),
+    *(
+        target
+        for what, text in ((saving.LARGE, "1 GiB"), (saving.MODEL, "GPT-2 and its optimizer"))
+        for target in (
+            Target(
+                f"save of {text} into warm slots", _save("stall", what), "<=", 1.2, _save("copy", what)
+            ),
+            *(
+                Target(f"save of {text} into warm slots", _save("stall", what), "<=", 0.2, _save("stall", what, way))
+                for way in (savers.THREADS, savers.PROCESS)
+            ),
+            Target(f"{text} until it is durable: speed", _save("dd", what), ">=", 0.85, _save("durable", what)),
+        )
     ),
     Target(
-        "save of 1 GiB into warm slots", ("saving", "the caller stands still: shmtensor, 1024 MiB"), "<=", 0.2,
-        ("saving", "the caller stands still: DCP async_save, threads, 1024 MiB"),
+        "ten training steps after a save", ("saving", "ten training steps after a save"), "<=", 1.1,
+        ("saving", "ten training steps alone"),
     ),
     Target(
-        "1 GiB until it is durable: speed", ("saving", "dd oflag=direct: shmtensor, 1024 MiB"), ">=", 0.85,
-        ("saving", "until it is durable: shmtensor, 1024 MiB"),
+        "saving 1 GiB with memory=256 MiB: memory above the idle writer",
+        ("saving", "above the idle writer: memory, 1024 MiB through 256 MiB"), "<=", 256 + 64,
     ),
     Target(
         "mapped checkpoint of 1 GiB, beside 16 MiB", ("loading", f"{_MAPPED}1024 MiB"), "<=", 1.5,

@@ -16,7 +16,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import crossover, document, instructions, machine, payloads, plots, processes, report, targets
+from benchmarks import (
+    crossover,
+    document,
+    instructions,
+    machine,
+    payloads,
+    plots,
+    processes,
+    report,
+    savers,
+    states,
+    targets,
+)
 from benchmarks.measure import PERCENTILES, Outcome, Row, RowSpec, make_rows, summarize
 from benchmarks.processes import NO_TORCH, Role, RoleFailed, run_roles
 from benchmarks.run import app
@@ -24,7 +36,7 @@ from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
 from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS
-from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, mixed_dict, round_trip, throughput
+from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, mixed_dict, round_trip, saving, throughput
 from shmtensor.cli import main as cli
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
@@ -302,6 +314,36 @@ def test_every_workload_runs_with_shmtensor_alone(workload, own_names):
         assert row.p10 <= row.median <= row.p90
     for entry in report.summarize_samples(workload.name, outcomes):
         assert entry["count"] > 0
+
+
+SAVING = {
+    "a module with its optimizer": (lambda effort: saving.measure_ours(effort, what=saving.MODEL), "stall durable dd"),
+    "training steps": (saving.measure_steps, "alone beside with"),
+    "memory": (saving.measure_memory, "all rings processes"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVING)
+def test_what_only_a_full_run_saves_runs_too(name):
+    measure, metrics = SAVING[name]
+    samples = measure(TINY)
+    assert all(value > 0 for metric in metrics.split() for value in samples[metric])
+
+
+@pytest.mark.slow
+def test_a_rival_saves_a_module_with_its_optimizer():
+    samples = saving.measure_rival(TINY, way=savers.THREADS, what=saving.MODEL)
+    (stall,), (written,), (durable,) = samples["stall"], samples["written"], samples["durable"]
+    assert 0 < stall <= written <= durable
+
+
+def test_states_count_each_storage_once():
+    model = torch.nn.Linear(4, 4)
+    state = {"a": model.weight, "b": [model.weight, {"c": model.bias}], "step": 3}
+    assert len(list(states.tensors(state))) == 3
+    assert states.size(state) == 4 * (16 + 4)
+    assert states.size(states.flat(1 << 20)) == 1 << 20
 
 
 LINKED = [transport for transport in TRANSPORTS if not transport.own_processes]

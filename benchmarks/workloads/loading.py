@@ -20,7 +20,7 @@ from .base import Case, Effort, Workload
 TENSORS = 64
 SMALL, LARGE = 16 * MIB, 1024 * MIB
 TINY = 1 * MIB
-MOST = 5
+MOST = 3
 
 
 def _save_ours(state: Any, folder: Path) -> Path:
@@ -78,35 +78,36 @@ WAYS: dict[str, tuple[_Save, _Load]] = {
 
 def measure(effort: Effort, *, way: str, nbytes: int) -> Samples:
     """Seconds of the call, and until every element was added up; warm, and after the file left the page cache."""
-    return run_roles([Role(_measure, (way, TINY if effort.scale == "tiny" else nbytes, effort))])[0]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # nothing stays if the process is killed
+        nbytes = TINY if effort.scale == "tiny" else nbytes
+        return run_roles([Role(_measure, (Path(folder), way, nbytes, effort))])[0]
 
 
-def _measure(meet: Callable[[], object], way: str, nbytes: int, effort: Effort) -> Samples:
+def _measure(meet: Callable[[], object], folder: Path, way: str, nbytes: int, effort: Effort) -> Samples:
     import torch
 
     save, load = WAYS[way]
     state = {f"layer.{index}": torch.randn(nbytes // TENSORS // 4) for index in range(TENSORS)}
     expected = {name: tensor.sum().item() for name, tensor in state.items()}
     samples: Samples = {f"{what}, {heat}": [] for what in ("call", "used") for heat in ("warm", "cold")}
-    with tempfile.TemporaryDirectory() as folder:
-        path = save(state, Path(folder))
-        del state
-        _forget(path)
-        for number in range(2 * min(effort.least, MOST) + 2):
-            heat = "cold" if number % 2 else "warm"
-            if heat == "cold":
-                _forget(path)
-            start = time.perf_counter()
-            loaded = load(path)
-            called = time.perf_counter()
-            sums = {name: tensor.sum().item() for name, tensor in loaded.items()}
-            used = time.perf_counter()
-            if sums != expected:
-                raise AssertionError("other values were loaded")
-            del loaded
-            if number > 1:  # imports, and the first fill of the page cache
-                samples[f"call, {heat}"].append(called - start)
-                samples[f"used, {heat}"].append(used - start)
+    path = save(state, folder)
+    del state
+    _forget(path)
+    for number in range(2 * min(effort.least, MOST) + 2):
+        heat = "cold" if number % 2 else "warm"
+        if heat == "cold":
+            _forget(path)
+        start = time.perf_counter()
+        loaded = load(path)
+        called = time.perf_counter()
+        sums = {name: tensor.sum().item() for name, tensor in loaded.items()}
+        used = time.perf_counter()
+        if sums != expected:
+            raise AssertionError("other values were loaded")
+        del loaded
+        if number > 1:  # imports, and the first fill of the page cache
+            samples[f"call, {heat}"].append(called - start)
+            samples[f"used, {heat}"].append(used - start)
     return samples
 
 

@@ -1,223 +1,305 @@
-"""Saving a checkpoint of float32 tensors: how long the caller stands still, and until when it is safe on disk."""
+"""Saving checkpoints: how long the caller stands still, until when it is safe on disk, what it costs besides."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
+import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import savers, states
 from ..measure import RowSpec, Samples
 from ..processes import DEFAULT_THREADS, Role, run_roles
+from ..savers import SAVERS
 from ..sizes import MIB
 from ..transports import SHMTENSOR, TORCH_DESCRIPTOR
 from .base import Case, Effort, Workload
 
-TENSORS = 64
-SMALL, LARGE = 64 * MIB, 1024 * MIB
+SMALL, LARGE, MODEL = "64 MiB", "1024 MiB", "GPT-2 + Adam"
+_BYTES = {SMALL: 64 * MIB, LARGE: 1024 * MIB, MODEL: 1430 * MIB}
 TINY = 1 * MIB
-MOST = 5
+STREAMED = 256 * MIB
 PATIENCE = 300.0
-
-Times = dict[str, float]
-
-
-def _synced(path: Path) -> None:
-    """Make a file, or the files of a directory, durable."""
-    for each in (*(path.rglob("*") if path.is_dir() else ()), path, path.parent):
-        fd = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+STEPS = 10
+OURS = "shmtensor"
 
 
-def _timed(save: Callable[[Any, Path], object], state: Any, path: Path) -> Times:
-    start = time.perf_counter()
-    save(state, path)
-    stall = time.perf_counter() - start
-    _synced(path)
-    return {"stall": stall, "durable": time.perf_counter() - start}
+def _state(what: str, effort: Effort) -> Any:
+    if what == MODEL:
+        return states.gpt2(states.TOY if effort.scale == "tiny" else states.GPT2)
+    return states.flat(TINY if effort.scale == "tiny" else _BYTES[what])
 
 
-def _torch_save(state: Any, path: Path) -> None:
-    import torch
+def _run(
+    function: Callable[..., Samples], *args: Any, effort: Effort, threads: int = DEFAULT_THREADS, copies: bool = True
+) -> Samples:
+    """In a process of its own, a spawned one where torch copies: it does so with one thread in a forked one.
 
-    torch.save(state, path)
-
-
-def _safetensors(state: Any, path: Path) -> None:
-    import safetensors.torch
-
-    safetensors.torch.save_file(state, path)
-
-
-def _tensorizer(state: Any, path: Path) -> None:
-    from tensorizer import TensorSerializer
-
-    serializer = TensorSerializer(str(path))
-    serializer.write_state_dict(state)
-    serializer.close()
+    The directory for what is saved is made here, so that nothing is left if the process must be killed.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        forked = not copies or effort.scale == "tiny"
+        return run_roles([Role(function, (Path(folder), *args, effort), threads, forked=forked)])[0]
 
 
-def _dcp(state: Any, path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def _dcp_async(state: Any, path: Path) -> Times:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    start = time.perf_counter()
-    future = dcp.async_save(state, checkpoint_id=path)
-    stall = time.perf_counter() - start
-    future.result()  # type: ignore[union-attr]
-    _synced(path)
-    return {"stall": stall, "durable": time.perf_counter() - start}
+def _lacks_room(nbytes: int) -> str | None:
+    """Why there is no room for a state of so many bytes: two files of it, and two copies of it in shared memory."""
+    for place, factor in ((tempfile.gettempdir(), 3), ("/dev/shm", 2.5)):
+        if shutil.disk_usage(place).free < factor * nbytes:
+            return f"less than {factor * nbytes / MIB:.0f} MiB are free in the directory for " + (
+                "shared memory" if place == "/dev/shm" else "temporary files"
+            )
+    return None
 
 
-RIVALS: dict[str, tuple[Callable[[Any, Path], Times], str]] = {
-    "torch.save": (partial(_timed, _torch_save), "torch"),
-    "safetensors save_file": (partial(_timed, _safetensors), "safetensors"),
-    "tensorizer": (partial(_timed, _tensorizer), "tensorizer"),
-    "DCP save": (partial(_timed, _dcp), "torch"),
-    "DCP async_save, threads": (_dcp_async, "torch"),
-}
+# --- rivals
 
 
-def measure_rival(effort: Effort, *, way: str, nbytes: int) -> Samples:
-    """Seconds that the caller stands still, and until the files are durable, in a process of its own."""
-    size = TINY if effort.scale == "tiny" else nbytes
-    return run_roles([Role(_rival, (way, size, effort), DEFAULT_THREADS, forked=False)])[0]
+def measure_rival(effort: Effort, *, way: str, what: str) -> Samples:
+    """Seconds of one save, after one that is not counted: of a small state, or of the same where buffers are kept."""
+    return _run(_rival, way, what, effort=effort, copies=SAVERS[way].background)
 
 
-def _rival(meet: Callable[[], object], way: str, nbytes: int, effort: Effort) -> Samples:
-    state, samples = _state(nbytes), dict[str, list[float]]()
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(min(effort.least, MOST) + 1):
-            for what, seconds in RIVALS[way][0](state, Path(folder) / str(number)).items():
-                if number:  # imports, and whatever else happens once
-                    samples.setdefault(what, []).append(seconds)
-    return samples
+def _rival(meet: Callable[[], object], folder: Path, way: str, what: str, effort: Effort) -> Samples:
+    saver, state = SAVERS[way], _state(what, effort)
+    first = state if saver.background and way != "tensorizer, subprocess" else states.flat(TINY)
+    with savers.silence():
+        saver.save(first, folder / "first")
+    _remove(folder / "first")
+    found = saver.save(state, folder / "second")
+    return {metric: [seconds] for metric, seconds in found.items()}
 
 
-def measure_ours(effort: Effort, *, nbytes: int) -> Samples:
-    """The same of `save` into warm slots, by turns with a bare copy and with dd of as many bytes."""
-    size = TINY if effort.scale == "tiny" else nbytes
-    return run_roles([Role(_ours, (size, effort), DEFAULT_THREADS, forked=False)])[0]
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
-def _ours(meet: Callable[[], object], nbytes: int, effort: Effort) -> Samples:
+# --- shmtensor
+
+
+def measure_ours(effort: Effort, *, what: str) -> Samples:
+    """`save` into warm slots, by turns with a bare copy and with dd of as many bytes."""
+    return _run(_ours, what, effort=effort)
+
+
+def _ours(meet: Callable[[], object], folder: Path, what: str, effort: Effort) -> Samples:
     import torch
 
     import shmtensor
 
-    state, clock = _state(nbytes), time.perf_counter
-    copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    samples: Samples = {"stall": [], "durable": [], "copy": [], "dd": []}
-    with tempfile.TemporaryDirectory() as folder, shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
+    state, clock = _state(what, effort), time.perf_counter
+    sources, nbytes = states.storages(state), states.size(state)
+    copies = [torch.zeros_like(tensor) for tensor in sources]
+    samples: Samples = {metric: [] for metric in ("stall", "durable", "after", "copy", "dd")}
+    with shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
         writer.start(state)
-        for number in range(min(effort.least, MOST) + 1):
+        for number in range(4 if what == SMALL else 3):
             start = clock()
-            for name, tensor in state.items():
-                copies[name].copy_(tensor)
+            for copy, tensor in zip(copies, sources, strict=True):
+                copy.copy_(tensor)
             copied = clock() - start
             start = clock()
             handle = writer.save(state)
             stall = clock() - start
             done = handle.durable.result(PATIENCE)
-            found = {"copy": copied, "stall": stall, "durable": done.seconds, "dd": _dd(Path(folder), nbytes)}
-            for what, seconds in found.items() if number else ():
-                samples[what].append(seconds)
-        back = shmtensor.load_checkpoint(done.path, verify="all")
-        if not all(torch.equal(back[name], tensor) for name, tensor in state.items()):
-            raise AssertionError("other values were saved")
+            found = {
+                "copy": copied, "stall": stall, "durable": done.seconds, "after": done.seconds - stall,
+                "dd": savers.dd(folder, nbytes) * done.nbytes / nbytes,
+            }  # fmt: skip
+            for metric, seconds in found.items() if number else ():
+                samples[metric].append(seconds)
+        del copies
+        _compare(shmtensor.load_checkpoint(done.path, verify="all"), state)
     return samples
 
 
-def _dd(folder: Path, nbytes: int) -> float:
-    """Seconds that dd takes to write as many zeros, past the page cache where it can be passed."""
-    target = folder / "dd"
-    command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={nbytes // MIB}"]
-    for flag in ("oflag=direct", "conv=fsync"):
-        start = time.perf_counter()
-        if subprocess.run([*command, flag], capture_output=True).returncode == 0:
-            seconds = time.perf_counter() - start
-            target.unlink()
-            return seconds
-    raise RuntimeError("dd cannot write here")
-
-
-def _state(nbytes: int) -> dict[str, Any]:
+def _compare(back: Any, state: Any) -> None:
     import torch
 
-    return {f"layer.{index}": torch.randn(nbytes // TENSORS // 4) for index in range(TENSORS)}
+    found, expected = list(states.tensors(back)), list(states.tensors(state))
+    if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+        raise AssertionError("other values were saved")
 
 
-def _needs(way: str) -> str | None:
-    module = RIVALS[way][1]
-    return None if importlib.util.find_spec(module) is not None else f"{module} is not installed"
+# --- training goes on
 
 
-_SIZES = (SMALL, LARGE)
+def measure_steps(effort: Effort) -> Samples:
+    """Seconds of ten steps of training, by turns alone and right after a save; with one torch thread."""
+    return _run(_steps, effort=effort, threads=1, copies=False)
+
+
+def _steps(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples:
+    import shmtensor
+
+    training = states.Training(states.TOY if effort.scale == "tiny" else states.TRAINED, batch=2, length=63)
+    samples: Samples = {"alone": [], "beside": [], "with": []}
+    clock = time.perf_counter
+    with shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
+        for _ in range(2):
+            training.step()
+        writer.start(training.state)
+        writer.save(training.state).durable.result(PATIENCE)
+        for saves in (False, True, True, False):
+            start = clock()
+            handle = writer.save(training.state) if saves else None
+            saved = clock()
+            for _ in range(STEPS):
+                training.step()
+            end = clock()
+            if handle is None:
+                samples["alone"].append(end - start)
+                continue
+            samples["beside"].append(end - saved)
+            samples["with"].append(end - start)
+            handle.durable.result(PATIENCE)
+    return samples
+
+
+# --- memory
+
+
+def measure_memory(effort: Effort) -> Samples:
+    """Bytes that trainer and writing process take above the idle writer while a state streams through `memory=`."""
+    return _run(_memory, effort=effort)
+
+
+def _memory(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples:
+    import shmtensor
+
+    state = _state(LARGE, effort)
+    memory = 2 * MIB if effort.scale == "tiny" else STREAMED
+    with shmtensor.CheckpointWriter(folder, memory=memory) as writer:
+        writer.start()
+        pids = os.getpid(), writer.statistics().pid
+        idle, rings = sum(map(_own, pids)), _shared()
+        most, done = [idle], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                most.append(sum(map(_own, pids)))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            writer.save(state).durable.result(PATIENCE)
+        finally:
+            done.set()
+            watching.join()
+        most.append(sum(map(_own, pids)))
+        shared = _shared() - rings
+    return {"all": [max(most) - idle + shared], "rings": [shared], "processes": [max(most) - idle]}
+
+
+def _own(pid: int) -> int:
+    """Bytes of resident memory of a process without shared memory."""
+    with open(f"/proc/{pid}/status", encoding="utf-8") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssFile:"))) << 10
+
+
+def _shared() -> int:
+    """Bytes that the files in `/dev/shm` take which this process maps."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        paths = {line.split(maxsplit=5)[5].strip() for line in lines if " /dev/shm/" in line}
+    return sum(os.stat(path).st_blocks * 512 for path in paths if os.path.exists(path))
+
+
+# --- the table
+
 _LINES = {
-    "stall": "the caller stands still", "durable": "until it is durable", "copy": "bare copy", "dd": "dd oflag=direct",
+    "stall": "the caller stands still", "copy": "bare copy", "durable": "until it is durable",
+    "after": "from the return of save until it is durable", "dd": "dd oflag=direct",
+    "written": "until it is written, not synced",
 }  # fmt: skip
+_STEPS, _MEMORY = "ten training steps", "memory, 1024 MiB through 256 MiB"
 
 
-def _label(way: str, nbytes: int) -> str:
-    return f"{way}, {nbytes // MIB} MiB"
+def row_name(metric: str, way: str, what: str) -> str:
+    return f"{_LINES[metric]}: {way}, {what}"
 
 
-def _rows(way: str, nbytes: int, transport: str, metrics: tuple[str, ...]) -> tuple[RowSpec, ...]:
-    label = _label(way, nbytes)
-    against = {"stall": f"{_LINES['copy']}: {label}", "durable": f"{_LINES['dd']}: {label}"} if "dd" in metrics else {}
+def _rows(way: str, what: str) -> tuple[RowSpec, ...]:
+    name, transport = f"{way}, {what}", SHMTENSOR if way == OURS else TORCH_DESCRIPTOR
+    metrics = ("stall", "durable") if way != OURS else ("stall", "copy", "durable", "after", "dd")
+    if way != OURS and SAVERS[way].background:
+        metrics = ("stall", "written", "durable")
+    against = {"stall": "copy", "durable": "dd", "after": "dd"} if way == OURS else {}
     return tuple(
-        RowSpec(f"{_LINES[metric]}: {label}", transport, label, metric, "ms", 1e3, against.get(metric))
+        RowSpec(
+            row_name(metric, way, what), transport.name, name, metric, "ms", 1e3,
+            row_name(against[metric], way, what) if metric in against else None,
+        )
         for metric in metrics
-    )
+    )  # fmt: skip
+
+
+_QUICK = {"torch.save", "safetensors save_file", savers.THREADS}
+_PAIRS = [
+    *((way, SMALL) for way in SAVERS if way in _QUICK),
+    *((way, LARGE) for way in SAVERS),
+    *((way, MODEL) for way, saver in SAVERS.items() if saver.judged or way == "torch.save"),
+]
+
+
+def _needs(what: str, way: str | None = None) -> str | None:
+    return (SAVERS[way].lacks() if way else None) or _lacks_room(_BYTES[what])
 
 
 WORKLOAD = Workload(
     name="saving",
-    title="Saving a checkpoint of 64 float32 tensors, ms",
+    title="Saving a checkpoint",
     what=(
-        "One process per row's library, with torch's usual number of threads, into the directory for temporary files. "
-        "The caller stands still: until the call returns. Until it is durable: shmtensor's own figure; the others' "
-        "files and directory are synced afterwards. shmtensor saves into slots that exist (start(state)), by turns "
-        "with a bare copy_ of the same tensors and with dd of as many zeros; what it wrote last is loaded and "
-        "compared. The first of each is not counted."
+        "States: so many MiB of float32 in 64 tensors; a module of GPT-2's size (124 million parameters, tied output) "
+        "with the state of AdamW after a real step. One process per row's library, with torch's usual number of "
+        "threads, into the directory for temporary files. The caller stands still: until the call returns. Until it "
+        "is durable: from the call; the others' files and directory are synced afterwards, and what returns in the "
+        "background also has the time when its files were complete, without fsync (of the others that is the call "
+        "itself). shmtensor saves into slots that exist (start(state)), by turns with a bare copy_ of the same "
+        "tensors into memory that was written before, with as many threads, and with dd of as many zeros in blocks "
+        "of 16 MiB in the same directory; the first turn is not counted; what it wrote last is loaded and compared. "
+        "DCP async_save saved the same state once before, the others a small one. tensorizer's subprocess is spawned "
+        "for each save, which is most of it; it shares the caller's tensors, which must not change until it is done. "
+        "Ten training steps: a transformer of 11 million parameters (128 MiB with AdamW's state), one torch thread, "
+        "alone and after a save by turns; the writing process needs a second core to leave them alone. Memory: 1 GiB "
+        "through memory=256 MiB; what the files in /dev/shm take, and the most that both processes' resident memory "
+        "without shared memory (RssAnon + RssFile, looked at every 5 ms) grew by, above the writer that was started "
+        "and had nothing to do."
     ),
     cases=(
         *(
-            Case(_label("shmtensor", n), SHMTENSOR, partial(measure_ours, nbytes=n), quick=n == SMALL) for n in _SIZES
+            Case(
+                f"{OURS}, {what}", SHMTENSOR, partial(measure_ours, what=what), quick=what == SMALL,
+                rounds=None if what == LARGE else 1, needs=partial(_needs, what),
+            )
+            for what in _BYTES
         ),
+        Case(_STEPS, SHMTENSOR, measure_steps, quick=False, rounds=1),
+        Case(_MEMORY, SHMTENSOR, measure_memory, quick=False, rounds=1, needs=partial(_needs, LARGE)),
         *(
             Case(
-                _label(way, n), TORCH_DESCRIPTOR, partial(measure_rival, way=way, nbytes=n), quick=n == SMALL,
-                needs=partial(_needs, way),
+                f"{way}, {what}", TORCH_DESCRIPTOR, partial(measure_rival, way=way, what=what), quick=what == SMALL,
+                rounds=None if what == LARGE and SAVERS[way].judged else 1, needs=partial(_needs, what, way),
             )
-            for way in RIVALS
-            for n in _SIZES
+            for way, what in _PAIRS
         ),
     ),
     rows=(
-        *(row for n in _SIZES for row in _rows("shmtensor", n, SHMTENSOR.name, ("stall", "copy", "durable", "dd"))),
-        *(
-            row
-            for way in RIVALS
-            for n in _SIZES
-            for row in _rows(way, n, TORCH_DESCRIPTOR.name, ("stall", "durable"))
-        ),
+        *(row for what in _BYTES for row in _rows(OURS, what)),
+        RowSpec(f"{_STEPS} after a save", SHMTENSOR.name, _STEPS, "beside", "ms", 1e3, f"{_STEPS} alone"),
+        RowSpec(f"{_STEPS} and the save", SHMTENSOR.name, _STEPS, "with", "ms", 1e3, f"{_STEPS} alone"),
+        RowSpec(f"{_STEPS} alone", SHMTENSOR.name, _STEPS, "alone", "ms", 1e3),
+        RowSpec(f"above the idle writer: {_MEMORY}", SHMTENSOR.name, _MEMORY, "all", "MiB", 1 / MIB),
+        RowSpec(f"of it shared: {_MEMORY}", SHMTENSOR.name, _MEMORY, "rings", "MiB", 1 / MIB),
+        RowSpec(f"of it the processes' own: {_MEMORY}", SHMTENSOR.name, _MEMORY, "processes", "MiB", 1 / MIB),
+        *(row for way, what in _PAIRS for row in _rows(way, what)),
     ),
     rounds={"full": 2, "quick": 1},
 )  # fmt: skip
