@@ -209,3 +209,26 @@ def test_a_sweep_removes_the_sockets_of_a_channel_that_keeps_them_elsewhere(chan
     assert os.listdir(path)
     shmtensor.Publisher(channel + "-other").close()
     assert not os.listdir(path)
+
+
+def test_a_removal_of_rings_that_was_interrupted_can_be_repeated(channel, socket_directory, monkeypatch):
+    uid, removed = 7, []
+    paths = [f"/dev/shm/shmtensor.{channel},{uid:016x},{index}" for index in range(3)]
+    for path in paths:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+    unlink = os.unlink
+
+    def unlink_one(path):
+        if path in paths:
+            if removed:
+                raise KeyboardInterrupt
+            removed.append(path)
+        unlink(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink_one)
+        sweep.unlink_member(channel, uid, socket_directory)
+    assert sum(map(os.path.exists, paths)) == 2
+    sweep.unlink_member(channel, uid, socket_directory)
+    assert not any(map(os.path.exists, paths))

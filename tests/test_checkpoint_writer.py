@@ -20,10 +20,12 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import flight, index, link, names, staging
+from shmtensor.checkpoint import flight, index, link, names, staged, staging
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.loader import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
+
+from .checkpoint_files import mixed_state, same
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0
@@ -612,3 +614,54 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path):
 def test_numpy_only_imports_no_torch(tmp_path):
     run("with CheckpointWriter(sys.argv[2]) as w: w.save(state(1))\nassert 'torch' not in sys.modules", tmp_path)
     assert checkpoints(tmp_path) == ["step-00000001.safetensors"]
+
+
+# --- from memory
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|quantize|nested).*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
+def test_a_living_trainer_s_staged_state_can_be_read(make):
+    """Exactly as it was saved, and with everything that a state may hold."""
+    state = mixed_state()
+    with make(memory="8MiB") as writer:
+        writer.start(timeout=PATIENCE)
+        with stopped(writer):
+            writer.save(state, name="one")
+            assert same(load_checkpoint(writer.directory, from_memory=True), state)
+            part = load_checkpoint(writer.directory, keys=["weight", "rows"], from_memory=True)
+            assert part["rows"].untyped_storage().data_ptr() == part["weight"].untyped_storage().data_ptr()
+
+
+def test_a_slot_that_is_used_again_while_it_is_copied_is_noticed(make, monkeypatch):
+    """The writing process finishes, and the trainer saves again, in the middle of the copy: an error, not a mixture."""
+    writer = make(memory="2MiB")
+    writer.start(state_of(1), timeout=PATIENCE)
+    pid = writer.statistics().pid
+    os.kill(pid, signal.SIGSTOP)
+    handle = writer.save(state_of(1))
+    plain = staged.copy
+
+    def disturbed(target, source):
+        if not handle.durable.done():
+            os.kill(pid, signal.SIGCONT)
+            handle.durable.result(PATIENCE)
+            writer.save(state_of(2)).durable.result(PATIENCE)
+        plain(target, source)
+
+    monkeypatch.setattr(staged, "copy", disturbed)
+    with pytest.raises(FileNotFoundError, match=r"given back while they were copied.*on disk.*step-00000002"):
+        load_checkpoint(writer.directory, from_memory=True)
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"verify": "all"}, {"readers": 0}])
+def test_from_memory_takes_no_options_that_it_has_no_use_for(tmp_path, options):
+    with pytest.raises(shmtensor.ArgumentError):
+        load_checkpoint(tmp_path, from_memory=True, **options)
+
+
+def test_from_memory_takes_a_directory(tmp_path):
+    with pytest.raises(shmtensor.ArgumentError, match="directory of a CheckpointWriter"):
+        load_checkpoint(tmp_path / "a.safetensors", from_memory=True)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint either"):
+        load_checkpoint(tmp_path, from_memory=True)

@@ -33,11 +33,11 @@ def unlink_member(channel: str, uid: int, directory: str) -> None:
         os.unlink(socket_path(directory, uid))
     unlink_semaphore(ledger_name(channel, uid))
     # crash: sweep.names
-    for index in range(MAX_RINGS):
-        try:
-            os.unlink(shm.SHM_DIR + ring_name(channel, uid, index))
-        except FileNotFoundError:
-            break
+    count = 0
+    while count < MAX_RINGS and os.path.exists(shm.SHM_DIR + ring_name(channel, uid, count)):
+        count += 1
+    for index in reversed(range(count)):  # whoever repeats this after a death in between finds the rest by the first
+        shm.unlink(ring_name(channel, uid, index))
     shm.unlink(ledger_name(channel, uid))
 
 

@@ -25,6 +25,7 @@ def load_checkpoint(
     keys: Iterable[str] | str | None = None,
     readers: int | None = None,
     verify: Verify = True,
+    from_memory: bool = False,
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
@@ -38,6 +39,10 @@ def load_checkpoint(
              checked in any case. With `map=True` nothing is read now (except parts of sparse, quantized, nested tensors
              and long `bytes`), so nothing is compared: pass `"all"` to have all that is mapped read and compared.
              False: no digests
+    from_memory: instead of a file, after the crash of a trainer: the newest snapshot that `CheckpointWriter.save` had
+             copied to its end and whose writing process has not finished with it, copied out of shared memory. `path`
+             is the writer's directory. If there is none, `FileNotFoundError` says why and names what is on disk; a file
+             is never loaded in its place. There are no digests yet: `readers=` and `verify="all"` are refused
 
     Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of others is a
     flat dict (`.safetensors`, `.npz`) or whatever `torch.load(weights_only=True)` gives. Nothing is ever unpickled
@@ -50,6 +55,8 @@ def load_checkpoint(
     ...     load_checkpoint(os.path.join(folder, "a.npz"))
     {'x': array([0, 1, 2])}
     """
+    if from_memory:
+        return _load_staged(path, keys=keys, readers=readers, verify=verify, arrays=False)
     return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=False)
 
 
@@ -59,6 +66,7 @@ def load_arrays(
     keys: Iterable[str] | str | None = None,
     readers: int | None = None,
     verify: Verify = True,
+    from_memory: bool = False,
 ) -> Any:
     """The same as `load_checkpoint` with every tensor as NumPy array; does not import torch (except for a `.pt` of
     torch's own).
@@ -66,6 +74,8 @@ def load_arrays(
     Types that NumPy lacks come as those of `ml_dtypes` if it is installed. A `torch.Size` is a tuple, a `torch.dtype`
     or `torch.device` a string. Sparse, quantized and nested tensors raise `CheckpointError`.
     """
+    if from_memory:
+        return _load_staged(path, keys=keys, readers=readers, verify=verify, arrays=True)
     return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=True)
 
 
@@ -90,6 +100,25 @@ def _load(
     else:
         bytes_of = read(opened, wanted, readers=count, verify=bool(verify)).__getitem__
     return build_state(opened.plan, bytes_of, tree=tree, arrays=arrays)
+
+
+def _load_staged(
+    path: Path, *, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, arrays: bool
+) -> Any:
+    from .staged import open_staged
+
+    check_options(readers, verify)
+    if readers is not None or verify == "all":
+        raise ArgumentError(
+            'from_memory= copies out of shared memory, where no digests are yet: leave out readers= and verify="all"'
+        )
+    staged = open_staged(path)
+    tree = staged.plan.tree
+    if keys is not None:
+        check_structure(staged.plan)
+        tree = select(tree, keys)
+    memory = staged.read(regions_of(staged.plan, tensor_numbers(tree)))
+    return build_state(staged.plan, memory.__getitem__, tree=tree, arrays=arrays)
 
 
 def check_options(readers: int | None, verify: Verify) -> int:

@@ -82,19 +82,34 @@ class Worker:
             if self._directory.try_write():
                 self._directory.sweep(self._writer, lambda number: True)
         # crash: worker.finished
+        self._outlast()
         self._reports.close()
         self._taker.close()
         self._directory.close()
 
-    def _is_alone(self) -> bool:
-        """Whether the trainer has said that it is over, or died before this process could join its channel."""
-        if _ending:
-            return True
+    def _outlast(self) -> None:
+        """Be the last one on both channels if the trainer is dying, for the last one removes what the dead left.
+
+        The kernel drops a dying process's locks one after the other, so that it may seem to be dead on one channel and
+        to live on the other. One that has closed lives until we have ended, and is the last one itself.
+        """
+        deadline = time.monotonic() + _LAST_WORDS
+        while not (_ending or self._taker.was_closed or (self._taker.is_alone and not self._is_heard())):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_OTHER)
+
+    def _is_heard(self) -> bool:
+        """Whether the trainer still listens to reports."""
         try:
             self._reports.wait_for_consumers(1, timeout=0)
         except TimedOut:
-            return True
-        return False
+            return False
+        return True
+
+    def _is_alone(self) -> bool:
+        """Whether the trainer has said that it is over, or died before this process could join its channel."""
+        return bool(_ending) or not self._is_heard()
 
     def _current(self) -> Snapshot | None:
         """The oldest snapshot, if something can be done for it now."""
