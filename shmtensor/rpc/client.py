@@ -22,7 +22,7 @@ from ..statistics import ClientStatistics
 from . import failures
 from .aclient import AsyncClient
 from .asking import Answers, Requests
-from .call import Call, RequestFuture
+from .call import Call, Ended, RequestFuture
 from .driver import Driver
 from .notes import ONCE, check_service, reply_channel
 
@@ -47,7 +47,7 @@ class Client(AsyncClient):
 
     >>> import shmtensor, threading, torch
     >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
-    ...     threading.Thread(target=server.run, args=(torch.neg,)).start()
+    ...     threading.Thread(target=server.run, args=(torch.neg,), daemon=True).start()
     ...     client.request(torch.arange(3), timeout=5)
     ...     server.stop()
     tensor([ 0, -1, -2])
@@ -77,6 +77,7 @@ class Client(AsyncClient):
         self._leading = threading.Lock()
         self._followers: deque[threading.Event] = deque()
         self._driver = Driver(self)
+        self._ended = Ended()
         self._look_due = 0.0
         self._nearest = 0  # no call expires before
         self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
@@ -111,8 +112,7 @@ class Client(AsyncClient):
                         self._hand_out(message)
                 finally:
                     self._leading.release()
-                    if self._calls:
-                        self._promote()
+                    self._let_others_lead()
             return self._wait(call)
         finally:
             if not call.done:
@@ -197,15 +197,17 @@ class Client(AsyncClient):
                 if until is not None and time.monotonic() >= until:
                     return
                 self._expire()
+                self._ended.tell()
             elif leading.acquire(blocking=False):
                 try:
                     while not call.done and seconds > 0:
                         self._receive(seconds)
+                        if self._ended.futures and not self._ended.is_telling():
+                            break
                         seconds = self._patience(call, until)
                 finally:
                     leading.release()
-                    if self._calls:
-                        self._promote()
+                    self._let_others_lead()
             else:
                 self._follow(call, seconds)
 
@@ -232,6 +234,12 @@ class Client(AsyncClient):
                 self._followers.remove(bell)
             if call.done and not self._leading.locked():  # we may have been made the successor
                 self._promote()
+
+    def _let_others_lead(self) -> None:
+        """This thread has stopped receiving: another one goes on, and the callbacks of what has ended run here."""
+        if self._calls or self._ended.futures:
+            self._promote()
+            self._ended.tell()
 
     def _promote(self) -> None:
         """The thread that received has what it wanted: another one goes on."""
@@ -329,6 +337,7 @@ class Client(AsyncClient):
         if not self._requests._state:
             self._requests.cancel(call)
         call.finish(None, CancelledError())
+        self._ended.tell()
 
     def _end_all(self, error: BaseException) -> None:
         for call in list(self._calls.values()):
@@ -349,6 +358,7 @@ class Client(AsyncClient):
         self._driver.stop()
         self._end_all(ClosedError(f'Client of service "{requests.name}" is closed'))
         self._promote()
+        self._ended.tell()
 
     # --- looking
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..endpoints.base import FORKED, OPEN, TICK, check_count, check_timeout
+from ..endpoints.base import FORKED, OPEN, TICK, check_timeout
 from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
 from .answering import Intake, Replies
 from .batching import Batch, Collector
+from .checks import check_handler, check_options
 from .notes import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, check_service, reply_channel
 from .request import Request
 
@@ -44,7 +45,7 @@ class Server:
     ...     for req in server:
     ...         req.reply(req.value + 1)
     >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
-    ...     threading.Thread(target=serve, args=(server,)).start()
+    ...     threading.Thread(target=serve, args=(server,), daemon=True).start()
     ...     client.request(np.arange(3), timeout=5)
     ...     server.stop()
     array([1, 2, 3])
@@ -62,11 +63,8 @@ class Server:
         spin: float = 100e-6,
     ) -> None:
         check_service(service)
-        if max_batch is not None:
-            check_count("max_batch", max_batch, 1, 1 << 16)
-        check_timeout(max_wait)
+        check_options(max_batch, max_wait, max_attempts, slots, max_bytes)
         self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
-        check_count("slots", slots, 1, 1 << 16)
         self._collector = None if max_batch is None else Collector(self, max_batch, max_wait)
         self._replies: dict[int, Replies] = {}
         self._replies_epoch = -1
@@ -172,7 +170,10 @@ class Server:
         """Answer requests with `handler(value)` until `stop()` or `close()`; an exception of it becomes an error reply.
 
         With `max_batch` the handler gets the stacked value of a batch and returns what is split for the replies.
+
+        Raises `ArgumentTypeError` at once for what cannot be called, and for an async function.
         """
+        check_handler(handler)
         for request in self:
             self.answer(request, handler)
 
