@@ -439,6 +439,32 @@ def test_arguments(channel):
             end(channel, slots=0)
 
 
+def test_large_messages_get_fewer_slots(channel):
+    value = np.zeros(1 << 20, np.uint8)
+    with shmtensor.Server(channel, max_bytes="3MiB") as server, shmtensor.Client(channel, max_bytes="5MiB") as client:
+        with serving(server, lambda value: value):
+            assert all(client.request(value, timeout=PATIENCE).nbytes == 1 << 20 for _ in range(6))
+        assert client._requests.window == 4
+        assert [replies._pool.slots for replies in server._replies.values()] == [2]
+    with shmtensor.Client(channel, max_bytes="5MiB", slots=16) as client, pytest.raises(shmtensor.ResourceError):
+        client.submit(value)  # what is asked for is obeyed
+
+
+@pytest.mark.parametrize(("mib", "slots"), [(1, 16), (64, 4), (100, 2), (1000, 2)])
+def test_default_slots(channel, mib, slots):
+    with shmtensor.Client(channel) as client:
+        assert client._requests._pool._shape(mib * (1 << 20)).slots == slots
+    with shmtensor.Client(channel, slots=16) as client:
+        assert client._requests._pool._shape(mib * (1 << 20)).slots == 16
+
+
+def test_options_of_a_request(pair):
+    with pytest.raises(shmtensor.ArgumentTypeError, match="retry"):
+        pair[0].submit(1, retry="x")
+    with pytest.raises(ArgumentError, match="window"):
+        pair[0].map([1], window=0)
+
+
 async def answer_later(value):
     return value
 

@@ -36,7 +36,7 @@ def check_handler(handler: Any, what: str = "the handler") -> None:
         raise ArgumentTypeError(f"{what} is a {type(handler).__name__}, which cannot be called")
     else:
         call = handler
-    if any(inspect.iscoroutinefunction(each) for each in (call, getattr(type(call), "__call__", None))):
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(vars(type(call)).get("__call__")):
         raise ArgumentTypeError(
             f"{what} is an async function, and servers call plain ones: wrap it in a function that returns "
             "asyncio.run(handler(value))"

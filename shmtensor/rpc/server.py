@@ -34,6 +34,7 @@ class Server:
         max_wait: seconds that a batch waits for more after its first request was taken.
         max_attempts: so many servers may die with a request; then it fails with `PeerDied`.
         slots: slots of the first ring of replies to a client; a client that keeps its replies makes rings be added.
+            None: 8, or as many of large replies as take 256 MiB, at least 2; fewer where `max_bytes` is less.
         max_bytes: most shared memory for the replies to one client; None: as much as `/dev/shm` gives.
         spin: seconds that a server without work stays awake before it sleeps.
 
@@ -58,7 +59,7 @@ class Server:
         max_batch: int | None = None,
         max_wait: float = 0.002,
         max_attempts: int = 3,
-        slots: int = 8,
+        slots: int | None = None,
         max_bytes: int | str | None = None,
         spin: float = 100e-6,
     ) -> None:

@@ -86,7 +86,7 @@ class WorkerPool:
         max_batch: int | None = None,
         max_wait: float = 0.002,
         max_attempts: int = 3,
-        slots: int = 8,
+        slots: int | None = None,
         max_bytes: int | str | None = None,
         max_restarts: int = 10,
         grace: float | None = 30.0,
