@@ -83,11 +83,22 @@ class Model:
         return value + self.pid - os.getpid()
 
 
+async def later(value):
+    return value
+
+
+class Mute:
+    """Its instances cannot be called."""
+
+
 class Broken:
     """Cannot be made."""
 
     def __init__(self):
         os._exit(9)
+
+    def __call__(self, value):
+        return value
 
 
 def patient(value):

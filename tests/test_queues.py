@@ -854,3 +854,12 @@ print(q.get(), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG)
     assert done.stdout == "{'a': [1, 2], 'b': array([0, 1, 2])} False\n", done.stderr
+
+
+def test_contexts_by_name():
+    q = Queue(ctx="spawn")
+    q.close()
+    with pytest.raises(shmtensor.ArgumentError, match="ctx='no such'"):
+        Queue(ctx="no such")
+    with pytest.raises(shmtensor.ArgumentTypeError, match="start method"):
+        Queue(ctx=7)

@@ -195,6 +195,55 @@ def test_futures_work_with_the_standard_library(pair):
         assert len(list(concurrent.futures.as_completed([client.submit(1) for _ in range(5)], PATIENCE))) == 5
 
 
+def test_a_callback_may_ask_again(pair):
+    client, server = pair
+    got: list[int] = []
+    ended = threading.Event()
+
+    def ask_again(future):
+        try:
+            got.append(int(client.request(future.result() + 1, timeout=PATIENCE)))
+            got.append(int(client.submit(np.array(7), timeout=PATIENCE).result()))
+        finally:
+            ended.set()
+
+    with serving(server, lambda value: value):
+        client.submit(np.array(1), timeout=PATIENCE).add_done_callback(ask_again)
+        assert ended.wait(PATIENCE)  # by the library's thread
+        assert got == [2, 7]
+        future = client.submit(np.array(4), timeout=PATIENCE)
+        future.add_done_callback(ask_again)
+        assert int(future.result()) == 4  # by this thread, or that one
+        wait_until(lambda: len(got) == 4)
+        assert got[2:] == [5, 7]
+
+
+def test_callbacks_that_ask_do_not_nest(pair):
+    """Each may receive the replies of all others, whose callbacks do the same."""
+    client, server = pair
+    depths, inside = [], threading.local()
+
+    def ask_again(future):
+        inside.depth = getattr(inside, "depth", 0) + 1
+        client.request(future.result(), timeout=PATIENCE)
+        depths.append(inside.depth)
+        inside.depth -= 1
+
+    futures = [client.submit(np.array(number), timeout=PATIENCE) for number in range(15)]
+    for future in futures:
+        future.add_done_callback(ask_again)
+    with serving(server, lambda value: value):
+        wait_until(lambda: len(depths) == len(futures))
+    assert max(depths) == 1
+
+
+def wait_until(what) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_many_threads_share_a_client(pair):
     client, server = pair
 
@@ -383,6 +432,55 @@ def test_arguments(channel):
         shmtensor.Server(channel, max_wait="long")
     with shmtensor.Client(channel) as client, pytest.raises(ArgumentError):
         client.request(1, timeout=-1)
+    for end in (shmtensor.Server, shmtensor.Client):
+        with pytest.raises(ArgumentError, match="max_bytes='foo' is not a size"):
+            end(channel, max_bytes="foo")
+        with pytest.raises(ArgumentError, match="slots"):
+            end(channel, slots=0)
+
+
+def test_large_messages_get_fewer_slots(channel):
+    value = np.zeros(1 << 20, np.uint8)
+    with shmtensor.Server(channel, max_bytes="3MiB") as server, shmtensor.Client(channel, max_bytes="5MiB") as client:
+        with serving(server, lambda value: value):
+            assert all(client.request(value, timeout=PATIENCE).nbytes == 1 << 20 for _ in range(6))
+        assert client._requests.window == 4
+        assert [replies._pool.slots for replies in server._replies.values()] == [2]
+    with shmtensor.Client(channel, max_bytes="5MiB", slots=16) as client, pytest.raises(shmtensor.ResourceError):
+        client.submit(value)  # what is asked for is obeyed
+
+
+@pytest.mark.parametrize(("mib", "slots"), [(1, 16), (64, 4), (100, 2), (1000, 2)])
+def test_default_slots(channel, mib, slots):
+    with shmtensor.Client(channel) as client:
+        assert client._requests._pool._shape(mib * (1 << 20)).slots == slots
+    with shmtensor.Client(channel, slots=16) as client:
+        assert client._requests._pool._shape(mib * (1 << 20)).slots == 16
+
+
+def test_options_of_a_request(pair):
+    with pytest.raises(shmtensor.ArgumentTypeError, match="retry"):
+        pair[0].submit(1, retry="x")
+    with pytest.raises(ArgumentError, match="window"):
+        pair[0].map([1], window=0)
+
+
+async def answer_later(value):
+    return value
+
+
+class Later:
+    async def __call__(self, value):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("handler", "text"),
+    [(5, "is a int, which cannot be called"), (answer_later, "asyncio.run"), (Later(), "asyncio.run")],
+)
+def test_a_handler_that_cannot_answer_is_refused(pair, handler, text):
+    with pytest.raises(shmtensor.ArgumentTypeError, match=text):
+        pair[1].run(handler)
 
 
 def test_a_message_of_a_mere_producer_is_not_a_request(pair):
@@ -667,7 +765,20 @@ def test_a_request_may_not_kill_them_all(forks, channel):
             victim.kill()
         with shmtensor.Server(channel, max_attempts=2) as server, pytest.raises(TimedOut):
             server.recv(timeout=0.5)
-        with pytest.raises(PeerDied, match="max_attempts"):
+        with pytest.raises(PeerDied, match=r"each of the 2 servers .* died \(max_attempts=2\)"):
+            future.result(timeout=PATIENCE)
+
+
+@pytest.mark.slow
+def test_one_attempt_is_one_death(forks, channel):
+    with shmtensor.Client(channel) as client:
+        future = client.submit(1)
+        victim = Process(forks, services.hold, channel, {"max_attempts": 1})
+        assert victim.hear() == (1, 1)
+        victim.kill()
+        with shmtensor.Server(channel, max_attempts=1) as server, pytest.raises(TimedOut):
+            server.recv(timeout=0.5)
+        with pytest.raises(PeerDied, match=r"the server that had this request died \(max_attempts=1\)"):
             future.result(timeout=PATIENCE)
 
 

@@ -169,10 +169,23 @@ def test_a_worker_that_does_not_finish_is_killed(forks, channel, tmp_path, caplo
         future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "never")}, retry=False)
         wait_for((tmp_path / "begun").exists)
         pool.stop()
-        assert pool.join(timeout=PATIENCE) == 0
+        assert pool.join(timeout=PATIENCE) == workers.KILLED
         with pytest.raises(PeerDied):
             future.result(timeout=PATIENCE)
-    assert any("killed before it had finished" in line for line in events(caplog))
+    assert sum("killed before it had finished" in line for line in events(caplog)) == 1
+
+
+def test_a_pool_whose_workers_cannot_start_has_failed(forks, channel, caplog, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not from here")
+
+    monkeypatch.setattr(forks.Process, "start", refuse)
+    pool = shmtensor.WorkerPool(services.negate, name=channel, mp_context=forks)
+    assert pool.join(timeout=PATIENCE) == 1
+    assert pool.exit_code == 1
+    assert "not from here" in caplog.text
+    with pytest.raises(ClosedError, match="failed"):
+        pool.wait_ready(timeout=PATIENCE)
 
 
 def test_workers_end_when_their_pool_dies(forks, channel):
@@ -209,6 +222,12 @@ def test_arguments(channel):
         shmtensor.WorkerPool(lambda value: value, name=channel)
     with pytest.raises(ArgumentError, match="workers"):
         shmtensor.WorkerPool(services.negate, name=channel, workers=0)
+    with pytest.raises(ArgumentError, match="max_bytes='foo' is not a size"):
+        shmtensor.WorkerPool(services.negate, name=channel, max_bytes="foo")
+    with pytest.raises(shmtensor.ArgumentTypeError, match="async function"):
+        shmtensor.WorkerPool(services.later, name=channel)
+    with pytest.raises(shmtensor.ArgumentTypeError, match="instances cannot be called"):
+        shmtensor.WorkerPool(services.Mute, name=channel)
 
 
 def test_handlers_by_name(monkeypatch, tmp_path):
@@ -226,6 +245,8 @@ def test_handlers_by_name(monkeypatch, tmp_path):
             worker.load(path)
     with pytest.raises(shmtensor.ArgumentTypeError, match="cannot be called"):
         worker.load("tests.services:PATIENCE")
+    with pytest.raises(shmtensor.ArgumentTypeError, match="async function"):
+        worker.load("tests.services:later")
 
 
 # --- the command
@@ -266,7 +287,11 @@ def test_the_command_serves_until_a_signal(channel, tmp_path, number):
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(("nothing", "--name", "x"), "module:function"), (("no_such_module:f", "--name", "x"), "no_such_module")],
+    [
+        (("nothing", "--name", "x"), "module:function"),
+        (("no_such_module:f", "--name", "x"), "no_such_module"),
+        (("tests.services:negate", "--name", "x", "--max-bytes", "foo"), "max_bytes='foo' is not a size"),
+    ],
 )
 def test_the_command_says_what_is_wrong(arguments, text):
     with command(*arguments) as process:
@@ -274,6 +299,17 @@ def test_the_command_says_what_is_wrong(arguments, text):
     assert process.returncode == 1
     assert text in err
     assert not out
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["no_such_name", "PATIENCE", "Mute", "later"])
+def test_a_handler_that_cannot_serve_ends_the_pool_at_once(channel, name):
+    with command(f"tests.services:{name}", "--name", channel, "--workers", "2") as process:
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert err.count(f"handler 'tests.services:{name}'") >= 1
+    assert " ERROR " in err
+    assert "restart" not in err
     assert "Traceback" not in err
 
 

@@ -46,7 +46,8 @@ def serve(
     """Answer requests with worker processes; restart those that die.
 
     SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. One line per
-    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying.
+    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying or the handler cannot serve, 3 if
+    workers had to be killed before they had finished.
 
     Example: shmtensor serve mymodel:predict --name model --workers 4 --max-batch 32
     """

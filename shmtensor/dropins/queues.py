@@ -6,7 +6,6 @@ How they differ from the standard library's, and why, is listed in docs/queues.m
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from ..errors import ArgumentTypeError, TimedOut
 from ..units import parse_bytes
 from . import pickling
 from .link import Link
+from .startmethod import context_of
 
 _EXIT_PRIORITY: Final = -10
 """Of the finalizers: after `multiprocessing` has joined its children, as the last one to let go removes the queue."""
@@ -48,7 +48,8 @@ class SimpleQueue:
     """`multiprocessing.SimpleQueue` through shared memory: put, get, empty, close.
 
     Args:
-        ctx: a `multiprocessing` context; None for the default one. It must be that of the processes that get the queue.
+        ctx: a `multiprocessing` context or a start method's name; None for the default one. It must
+            be that of the processes that get the queue.
         max_bytes: shared memory that each putting process may use, in bytes or like `"4GiB"`; None for half of
             `/dev/shm`.
 
@@ -66,7 +67,7 @@ class SimpleQueue:
     _link: Link
 
     def __init__(self, *, ctx: Any = None, max_bytes: int | str | None = None) -> None:
-        self._open(_context(ctx), None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"))
+        self._open(context_of(ctx), None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"))
 
     def _open(self, ctx: Any, max_bytes: int | None) -> None:
         """Make a new queue."""
@@ -335,10 +336,6 @@ class Queue(SimpleQueue):
 
     def cancel_join_thread(self) -> None:
         """Nothing to cancel: no thread keeps the process from ending, and what was put is not lost by its end."""
-
-
-def _context(ctx: Any) -> Any:
-    return multiprocessing.get_context() if ctx is None else ctx
 
 
 def _deadline(block: bool, timeout: float | None) -> float | None:

@@ -39,6 +39,7 @@ class Sender(Audience):
     """Base of `Publisher` and `Producer`."""
 
     _kind: int
+    _budget: int | None = None  # bytes of a ring whose number of slots nobody has asked for
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class Sender(Audience):
         )
         self._words, self._mask, self._order = self._ledger.words, self._ledger.mask, self._ledger.shape.order
         self._pool = Pool(
-            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
-            kind=self._kind, slots=self._slots, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
+            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index), kind=self._kind,
+            slots=self._slots, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes, budget=self._budget,
         )  # fmt: skip
         self._rings = self._pool.rings
         # crash: join.ledger

@@ -32,7 +32,8 @@ class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
     __slots__ = (
-        "_capacity", "_channel", "_kind", "_ledger", "_max_bytes", "_name", "_single", "_slot_bytes", "_slots", "rings",
+        "_budget", "_capacity", "_channel", "_kind", "_ledger", "_max_bytes", "_name", "_single", "_slot_bytes",
+        "_slots", "rings",
     )  # fmt: skip
 
     def __init__(
@@ -45,9 +46,11 @@ class Pool:
         slots: int,
         slot_bytes: int | None,
         max_bytes: int | None,
+        budget: int | None = None,
     ) -> None:
         self._ledger, self._channel, self._name, self._kind = ledger, channel, name, kind
         self._slots, self._slot_bytes, self._max_bytes = slots, slot_bytes, max_bytes
+        self._budget = budget  # bytes of a ring that may have fewer slots, at least 2; 1 where max_bytes wants it
         self._capacity = ledger.shape.capacity
         self._single = ledger.history > 0  # each message in one slot, so that what is retained leaves a slot free
         self.rings: list[Ring] = []
@@ -144,4 +147,14 @@ class Pool:
 
     def _shape(self, nbytes: int) -> RingShape:
         least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or 1)
-        return RingShape(self._kind, self._slots, round_slot(max(nbytes, least)), self._capacity)
+        slots, slot_bytes = self._slots, round_slot(max(nbytes, least))
+        shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
+        if self._budget is None:
+            return shape
+        if slots > 2 and shape.nbytes > self._budget:
+            slots = min(slots, max(2, self._budget // slot_bytes))
+            shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
+        while slots > 1 and self._max_bytes is not None and self.nbytes + shape.nbytes > self._max_bytes:
+            slots -= 1
+            shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
+        return shape

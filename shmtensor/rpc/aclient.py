@@ -27,7 +27,7 @@ class AsyncClient:
         ...     with shmtensor.Client("doc") as client:
         ...         return await asyncio.gather(*(client.arequest(torch.tensor(n), timeout=5) for n in range(3)))
         >>> with shmtensor.Server("doc") as server:
-        ...     threading.Thread(target=server.run, args=(torch.neg,)).start()
+        ...     threading.Thread(target=server.run, args=(torch.neg,), daemon=True).start()
         ...     asyncio.run(main())
         ...     server.stop()
         [tensor(0), tensor(-1), tensor(-2)]

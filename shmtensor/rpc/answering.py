@@ -12,6 +12,7 @@ from ..ring.competing import CompetingFeed
 from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
 from .asking import refuse
+from .notes import BUDGET
 
 
 class Source:
@@ -71,10 +72,11 @@ class Intake(Consumer):
 class Replies(Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
-    def __init__(self, channel: str, *, slots: int, max_bytes: int | str | None) -> None:
+    def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
         self._posting = threading.Lock()
         self._request = 0
-        super().__init__(channel, slots=slots, max_bytes=max_bytes)
+        self._budget = BUDGET if slots is None else None
+        super().__init__(channel, slots=8 if slots is None else slots, max_bytes=max_bytes)
         self._own = self._member.index
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0

@@ -110,6 +110,8 @@ def _attempt(client: Client, call: Call) -> Callable[[], Any]:
             client._leading.release()
             if client._followers or client._driver._thread is not None:
                 client._promote()
+        if client._ended.futures:
+            client._ended.tell()
         if call.done:
             return call
         return message

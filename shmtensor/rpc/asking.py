@@ -15,7 +15,7 @@ from ..ring.competing import state_word
 from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, VERDICT
 from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
-from .notes import CANCELLED
+from .notes import BUDGET, CANCELLED
 
 if TYPE_CHECKING:
     from .call import Call
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 class Requests(Producer):
     """Publishes requests with their notes, and takes back what nobody has started."""
 
-    def __init__(self, service: str, **options: Any) -> None:
+    def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         self.calls: dict[
             int, Call
         ] = {}  # by sequence number: entered before they are published, as a reply may be fast
         self._posting = threading.Lock()  # a note and its request go together
         self._withdrawing = threading.Lock()  # our lock on a request would be granted to each of our threads
         self._next: Call | None = None
-        super().__init__(service, **options)
+        self._budget = BUDGET if slots is None else None
+        super().__init__(service, slots=16 if slots is None else slots, **options)
+
+    @property
+    def window(self) -> int:
+        """How many requests have room at once."""
+        return min(self._slots, self._pool.slots) if self._rings else self._slots
 
     @property
     def uid(self) -> int:

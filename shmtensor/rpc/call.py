@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,13 @@ class Call:
 
     def finish(self, value: Any, error: BaseException | None = None) -> None:
         """Its end. Called once, by whoever took it out of the client's table."""
-        self.value, self.error, self.done = value, error, True
         future, bell = self.future, self.bell
-        if future is not None:
-            self.value = self.future = None  # the future owns it
-            future._settle(value, error)
+        if future is None:
+            self.value, self.error = value, error
+        else:
+            self.future = None  # the future owns it
+            future._end(value, error)
+        self.done = True
         if bell is not None:
             bell.set()
 
@@ -61,6 +64,7 @@ class RequestFuture(Future[Any]):
     def __init__(self, client: Client, call: Call) -> None:
         super().__init__()
         self._way: tuple[Client, Call] | None = client, call  # until it is done
+        self._outcome: list[tuple[Any, BaseException | None]] = []  # from its end until it is told
 
     def result(self, timeout: float | None = None) -> Any:
         """The reply's value; raises what the request ended with, `TimeoutError` after `timeout` seconds."""
@@ -79,17 +83,31 @@ class RequestFuture(Future[Any]):
         if way is None:  # it is done, or is being settled at this moment
             return timeout
         way[0]._help(way[1], timeout)
-        return timeout if way[1].done else 0
+        if not way[1].done:
+            return 0
+        self._settle()  # who received it may be inside the callback of another one
+        return timeout
 
     def cancel(self) -> bool:
         """Give the request up. False if its reply is there already."""
         way = self._way
         if way is not None:
             way[0]._drop(way[1])
+            self._settle()
         return self.cancelled()
 
-    def _settle(self, value: Any, error: BaseException | None) -> None:
-        """Tell whoever waits."""
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        """How it ends. Whoever ended it tells so once it does not receive any more: callbacks may do anything."""
+        self._outcome.append((value, error))
+        if self._way is not None:
+            self._way[0]._ended.futures.append(self)
+
+    def _settle(self) -> None:
+        """Tell whoever waits, if it has ended and nobody else has told; callbacks run here."""
+        try:
+            value, error = self._outcome.pop()
+        except IndexError:
+            return
         self._way = None
         try:
             if isinstance(error, CancelledError):
@@ -101,3 +119,36 @@ class RequestFuture(Future[Any]):
                 self.set_result(value)
         except InvalidStateError:  # somebody else set it, against the rules: theirs stays
             pass
+
+
+class Ended:
+    """The futures of a client that have ended and do not know it yet.
+
+    Their callbacks may ask this client again, so that nobody tells them while it receives (`leading`); and as each of
+    those may receive the end of others, a thread that is inside a callback tells no more: the loop around it does.
+    """
+
+    def __init__(self) -> None:
+        self.futures: deque[RequestFuture] = deque()
+        self._telling: set[int] = set()
+
+    def is_telling(self) -> bool:
+        """Whether this thread is inside a callback."""
+        return threading.get_ident() in self._telling
+
+    def tell(self) -> None:
+        """Tell those that are there, and those that end meanwhile."""
+        here = threading.get_ident()
+        if here in self._telling:
+            return
+        self._telling.add(here)
+        try:
+            while True:
+                try:
+                    future = self.futures.popleft()
+                except IndexError:
+                    return
+                future._settle()
+                del future
+        finally:
+            self._telling.discard(here)

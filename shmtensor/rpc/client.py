@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
-from ..endpoints.base import TICK, check_timeout
+from ..endpoints.base import TICK, check_count, check_timeout
 from ..endpoints.message import Message
-from ..errors import ArgumentError, ClosedError, TimedOut
+from ..errors import ArgumentError, ArgumentTypeError, ClosedError, TimedOut
 from ..statistics import ClientStatistics
 from . import failures
 from .aclient import AsyncClient
 from .asking import Answers, Requests
-from .call import Call, RequestFuture
+from .call import Call, Ended, RequestFuture
 from .driver import Driver
 from .notes import ONCE, check_service, reply_channel
 
@@ -34,7 +34,8 @@ class Client(AsyncClient):
 
     Args:
         service: the service's name, 1 to 47 of `A-Za-z0-9._-`: what its servers are called by.
-        slots: requests that may be on their way or with a server; further ones wait for room (`full=`).
+        slots: requests that may be on their way or with a server; further ones wait for room (`full=`). None: 16, or as
+            many of large ones as take 256 MiB, at least 2; fewer where `max_bytes` is less.
         slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None: as the first request needs.
         full: what happens when no slot is free: `"block"`, `"grow"`, `"error"`.
         max_bytes: most shared memory for requests; None: as much as `/dev/shm` gives.
@@ -47,7 +48,7 @@ class Client(AsyncClient):
 
     >>> import shmtensor, threading, torch
     >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
-    ...     threading.Thread(target=server.run, args=(torch.neg,)).start()
+    ...     threading.Thread(target=server.run, args=(torch.neg,), daemon=True).start()
     ...     client.request(torch.arange(3), timeout=5)
     ...     server.stop()
     tensor([ 0, -1, -2])
@@ -57,7 +58,7 @@ class Client(AsyncClient):
         self,
         service: str,
         *,
-        slots: int = 16,
+        slots: int | None = None,
         slot_bytes: int | str | None = None,
         full: str = "block",
         max_bytes: int | str | None = None,
@@ -72,11 +73,11 @@ class Client(AsyncClient):
         except BaseException:
             self._requests.close()
             raise
-        self._window = slots
         self._calls = self._requests.calls
         self._leading = threading.Lock()
         self._followers: deque[threading.Event] = deque()
         self._driver = Driver(self)
+        self._ended = Ended()
         self._look_due = 0.0
         self._nearest = 0  # no call expires before
         self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
@@ -111,8 +112,7 @@ class Client(AsyncClient):
                         self._hand_out(message)
                 finally:
                     self._leading.release()
-                    if self._calls:
-                        self._promote()
+                    self._let_others_lead()
             return self._wait(call)
         finally:
             if not call.done:
@@ -140,14 +140,17 @@ class Client(AsyncClient):
         requests that are still on their way then, or when the iterator is closed, are cancelled.
         """
         check_timeout(timeout)
-        most = max(1, self._window if window is None else window)
-        return self._map(values, timeout, retry, most)
+        if window is not None:
+            check_count("window", window, 1, 1 << 16)
+        return self._map(values, timeout, retry, window)
 
-    def _map(self, values: Iterable[_Value], timeout: float | None, retry: bool, most: int) -> Iterator[_Value]:
+    def _map(
+        self, values: Iterable[_Value], timeout: float | None, retry: bool, window: int | None
+    ) -> Iterator[_Value]:
         waiting: deque[Call] = deque()
         try:
             for value in values:
-                while len(waiting) >= most:
+                while len(waiting) >= (window or self._requests.window):
                     yield self._wait(waiting.popleft())
                 call = self._call(timeout, retry)
                 self._post(call, value, None, timeout)
@@ -169,6 +172,8 @@ class Client(AsyncClient):
             deadline = time.monotonic_ns() + int(timeout * 1e9)
             if deadline < self._nearest or not self._nearest:
                 self._nearest = deadline
+        if type(retry) is not bool:
+            raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
         return Call(deadline, 0 if retry else ONCE)
 
     def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
@@ -197,15 +202,17 @@ class Client(AsyncClient):
                 if until is not None and time.monotonic() >= until:
                     return
                 self._expire()
+                self._ended.tell()
             elif leading.acquire(blocking=False):
                 try:
                     while not call.done and seconds > 0:
                         self._receive(seconds)
+                        if self._ended.futures and not self._ended.is_telling():
+                            break
                         seconds = self._patience(call, until)
                 finally:
                     leading.release()
-                    if self._calls:
-                        self._promote()
+                    self._let_others_lead()
             else:
                 self._follow(call, seconds)
 
@@ -233,17 +240,22 @@ class Client(AsyncClient):
             if call.done and not self._leading.locked():  # we may have been made the successor
                 self._promote()
 
+    def _let_others_lead(self) -> None:
+        """This thread has stopped receiving: another one goes on, and the callbacks of what has ended run here."""
+        if self._calls or self._ended.futures:
+            self._promote()
+            self._ended.tell()
+
     def _promote(self) -> None:
         """The thread that received has what it wanted: another one goes on."""
         if not self._promote_follower():
             self._driver.wake()
 
     def _promote_follower(self) -> bool:
-        try:
+        with contextlib.suppress(IndexError):
             self._followers[0].set()
-        except IndexError:
-            return False
-        return True
+            return True
+        return False
 
     def _until_nearest(self) -> float:
         """Seconds to receive before the next call may expire, at most a tick."""
@@ -310,14 +322,12 @@ class Client(AsyncClient):
                 self._end(call, None, failures.unanswered(requests, call))
 
     def _expire(self) -> None:
-        now = time.monotonic_ns()
         for call in list(self._calls.values()):
-            if call.deadline and now >= call.deadline:
+            if call.deadline and time.monotonic_ns() >= call.deadline:
                 self._requests.cancel(call)
                 self._late += 1
                 self._end(call, None, failures.late(self._requests, call))
-        deadlines = [call.deadline for call in list(self._calls.values()) if call.deadline]
-        self._nearest = min(deadlines, default=0)
+        self._nearest = min((call.deadline for call in list(self._calls.values()) if call.deadline), default=0)
 
     # --- giving up
 
@@ -329,6 +339,7 @@ class Client(AsyncClient):
         if not self._requests._state:
             self._requests.cancel(call)
         call.finish(None, CancelledError())
+        self._ended.tell()
 
     def _end_all(self, error: BaseException) -> None:
         for call in list(self._calls.values()):
@@ -349,6 +360,7 @@ class Client(AsyncClient):
         self._driver.stop()
         self._end_all(ClosedError(f'Client of service "{requests.name}" is closed'))
         self._promote()
+        self._ended.tell()
 
     # --- looking
 
@@ -371,9 +383,9 @@ class Client(AsyncClient):
         sent, received = self._requests.statistics(), self._answers.statistics()
         return ClientStatistics(
             requests=self._requests._published, replies=self._replied, errors=self._failed - self._late,
-            cancelled=self._cancelled,
-            expired=self._late, duplicates=self._duplicates, outstanding=len(self._calls), servers=sent.receivers,
-            request_bytes=sent.sent_bytes, reply_bytes=received.received_bytes,
+            cancelled=self._cancelled, expired=self._late, duplicates=self._duplicates,
+            outstanding=len(self._calls), servers=sent.receivers, request_bytes=sent.sent_bytes,
+            reply_bytes=received.received_bytes,
         )  # fmt: skip
 
     def __enter__(self) -> Client:

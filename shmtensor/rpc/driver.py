@@ -60,6 +60,7 @@ def _receive_once(driver: Driver) -> bool:
     if client is None:
         driver._stopped = True
         return False
+    client._ended.tell()
     if not _has_futures(client):
         client._promote_follower()
         return False
@@ -69,8 +70,9 @@ def _receive_once(driver: Driver) -> bool:
         client._receive(client._until_nearest())
     finally:
         client._leading.release()
+    client._ended.tell()
     return True
 
 
 def _has_futures(client: Client) -> bool:
-    return any(call.future is not None for call in list(client._calls.values()))
+    return bool(client._ended.futures) or any(call.future is not None for call in list(client._calls.values()))

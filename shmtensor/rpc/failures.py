@@ -32,7 +32,9 @@ def unanswered(requests: Requests, call: Call) -> Exception:
         )
     if code == DIED or call.bits & ONCE or not attempt:
         return died(requests)
-    return PeerDied(what + f"each of the {attempt} servers that had this request died (max_attempts)")
+    deaths = attempt - 1  # who takes it once more than may die with it does not start it
+    each = f"each of the {deaths} servers that had this request" if deaths > 1 else "the server that had this request"
+    return PeerDied(what + f"{each} died (max_attempts={deaths})")
 
 
 def died(requests: Requests) -> PeerDied:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..endpoints.base import FORKED, OPEN, TICK, check_count, check_timeout
+from ..endpoints.base import FORKED, OPEN, TICK, check_timeout
 from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
 from .answering import Intake, Replies
 from .batching import Batch, Collector
+from .checks import check_handler, check_options
 from .notes import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, check_service, reply_channel
 from .request import Request
 
@@ -33,6 +34,7 @@ class Server:
         max_wait: seconds that a batch waits for more after its first request was taken.
         max_attempts: so many servers may die with a request; then it fails with `PeerDied`.
         slots: slots of the first ring of replies to a client; a client that keeps its replies makes rings be added.
+            None: 8, or as many of large replies as take 256 MiB, at least 2; fewer where `max_bytes` is less.
         max_bytes: most shared memory for the replies to one client; None: as much as `/dev/shm` gives.
         spin: seconds that a server without work stays awake before it sleeps.
 
@@ -44,7 +46,7 @@ class Server:
     ...     for req in server:
     ...         req.reply(req.value + 1)
     >>> with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
-    ...     threading.Thread(target=serve, args=(server,)).start()
+    ...     threading.Thread(target=serve, args=(server,), daemon=True).start()
     ...     client.request(np.arange(3), timeout=5)
     ...     server.stop()
     array([1, 2, 3])
@@ -57,16 +59,13 @@ class Server:
         max_batch: int | None = None,
         max_wait: float = 0.002,
         max_attempts: int = 3,
-        slots: int = 8,
+        slots: int | None = None,
         max_bytes: int | str | None = None,
         spin: float = 100e-6,
     ) -> None:
         check_service(service)
-        if max_batch is not None:
-            check_count("max_batch", max_batch, 1, 1 << 16)
-        check_timeout(max_wait)
+        check_options(max_batch, max_wait, max_attempts, slots, max_bytes)
         self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
-        check_count("slots", slots, 1, 1 << 16)
         self._collector = None if max_batch is None else Collector(self, max_batch, max_wait)
         self._replies: dict[int, Replies] = {}
         self._replies_epoch = -1
@@ -172,7 +171,10 @@ class Server:
         """Answer requests with `handler(value)` until `stop()` or `close()`; an exception of it becomes an error reply.
 
         With `max_batch` the handler gets the stacked value of a batch and returns what is split for the replies.
+
+        Raises `ArgumentTypeError` at once for what cannot be called, and for an async function.
         """
+        check_handler(handler)
         for request in self:
             self.answer(request, handler)
 

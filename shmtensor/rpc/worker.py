@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
+from .checks import check_handler
 from .server import Server
 
 Handler = Callable[[Any], Any]
@@ -38,22 +39,24 @@ def main(
 
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=_outlive_nobody, args=(told, stop), name="shmtensor pool watch", daemon=True).start()
-    function = load(handler)
+    try:
+        function = load(handler)
+    except (ArgumentError, ArgumentTypeError) as error:  # another try would end alike
+        told.send(str(error))
+        return
     with Server(service, **options) as server:
         stopping.append(server)
         if stopped.is_set():
             server.stop()
-        told.send(os.getpid())
+        told.send(None)
         server.run(function)
 
 
 def load(handler: Handler | str) -> Handler:
     """The function itself: of its name, or of a class, of which one is made here."""
     found = resolve(handler) if isinstance(handler, str) else handler
-    made = found() if isinstance(found, type) else found
-    if not callable(made):
-        raise ArgumentTypeError(f"the handler {handler!r} is a {type(made).__name__}, which cannot be called")
-    return made
+    check_handler(found, f"the handler {handler!r}")
+    return found() if isinstance(found, type) else found
 
 
 def check(path: str) -> None:

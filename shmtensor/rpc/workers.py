@@ -17,12 +17,15 @@ from typing import Any, Final
 from ..endpoints.base import check_count, check_timeout
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, TimedOut
 from . import worker
+from .checks import check_handler, check_options
 from .notes import check_service
 
 log = logging.getLogger("shmtensor.serve")
 
 FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 30.0
+KILLED: Final = 3
+"""Exit code of a pool that killed workers before they had finished."""
 STEADY: Final = 60.0
 """Seconds that a worker must have served for its deaths before to be forgiven."""
 
@@ -37,6 +40,7 @@ class _Worker:
         self.ready_since: float | None = None
         self.deaths = 0  # since it was last steady
         self.due: float | None = None  # when to start it again
+        self.killed = False  # by the pool, before it had finished
 
     @property
     def is_running(self) -> bool:
@@ -82,7 +86,7 @@ class WorkerPool:
         max_batch: int | None = None,
         max_wait: float = 0.002,
         max_attempts: int = 3,
-        slots: int = 8,
+        slots: int | None = None,
         max_bytes: int | str | None = None,
         max_restarts: int = 10,
         grace: float | None = 30.0,
@@ -92,8 +96,11 @@ class WorkerPool:
         check_count("workers", workers, 1, 200)
         check_count("max_restarts", max_restarts, 0, 1_000_000)
         check_timeout(grace)
+        check_options(max_batch, max_wait, max_attempts, slots, max_bytes)
         if not isinstance(handler, str) and not callable(handler):
             raise ArgumentTypeError(f"handler must be callable or a string module:name, not {type(handler).__name__}")
+        if not isinstance(handler, str):
+            check_handler(handler)
         self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
         if not isinstance(handler, str) and self._context.get_start_method() != "fork":
             _check_picklable(handler)
@@ -120,7 +127,7 @@ class WorkerPool:
 
     @property
     def exit_code(self) -> int | None:
-        """None while the pool runs; 0 if it was stopped, 1 if it gave up."""
+        """None while the pool runs; 0 if it was stopped, 1 if it gave up or failed, 3 if it had to kill workers."""
         return self._exit_code
 
     def wait_ready(self, *, timeout: float | None = None) -> None:
@@ -165,7 +172,7 @@ class WorkerPool:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimedOut(f'worker pool "{self.name}" has not ended within {timeout:g} s')
-        return self._exit_code or 0
+        return 1 if self._exit_code is None else self._exit_code
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -191,8 +198,9 @@ class WorkerPool:
             self._stop_reason = self._stop_reason or "failed"
             for each in self._workers:
                 if each.is_running:
-                    each.process.kill()
-                    self._bury(each)
+                    with contextlib.suppress(Exception):  # whatever happens here: the pool has ended, and says so
+                        each.process.kill()
+                        self._bury(each)
             with self._changed:
                 self._exit_code = code
                 self._changed.notify_all()
@@ -205,7 +213,7 @@ class WorkerPool:
         for each in self._workers:
             self._start(each)
         deadline: float | None = None
-        code = 0
+        code, killed = 0, False
         while any(each.is_running for each in self._workers) or self._stop_reason is None:
             self._wait(deadline)
             for each in self._workers:
@@ -219,11 +227,13 @@ class WorkerPool:
                 with self._changed:
                     self._changed.notify_all()
             elif deadline is not None and (self._impatient or time.monotonic() >= deadline):
+                deadline = float("inf")
                 for each in self._workers:
-                    if each.is_running:
+                    if each.is_running and not each.killed:
                         log.warning("worker %d: killed before it had finished", each.number)
+                        each.killed = killed = True
                         each.process.kill()
-        return code
+        return code or (KILLED if killed else 0)
 
     def _wait(self, deadline: float | None) -> None:
         """Until a worker says something or ends, somebody calls `stop`, or it is time to do something."""
@@ -249,7 +259,13 @@ class WorkerPool:
             return 0
         if each.told is not None and not each.is_ready and each.told.poll():
             with contextlib.suppress(EOFError, OSError):
-                each.told.recv()
+                refusal = each.told.recv()
+                if refusal is not None:  # it would refuse again and again
+                    if self._stop_reason is not None:
+                        return 0
+                    log.error("worker %d: %s", each.number, refusal)
+                    self._stop_reason = refusal
+                    return 1
                 log.info("worker %d: ready (pid %d)", each.number, each.process.pid)
                 with self._changed:
                     each.ready_since = time.monotonic()
@@ -262,12 +278,17 @@ class WorkerPool:
         ours, theirs = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
         arguments = self.name, self._handler, self._options, theirs, ours if forked else None
-        each.process = self._context.Process(
+        process = self._context.Process(
             target=worker.main, args=arguments, name=f"shmtensor worker {each.number} of {self.name}"
         )
-        each.told, each.due = ours, None
-        each.process.start()
-        theirs.close()
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        each.process, each.told, each.due = process, ours, None
         log.info("worker %d: started (pid %d)", each.number, each.process.pid)
 
     def _bury(self, each: _Worker) -> int:
@@ -325,7 +346,8 @@ def serve(handler: worker.Handler | str, *, name: str, workers: int = 1, **optio
     """Answer a service's requests with worker processes, until SIGTERM or SIGINT (Ctrl-C); the exit code.
 
     Arguments are those of `WorkerPool`, which does the same without waiting. On a signal the workers finish what they
-    have taken; a second one kills them. Returns 0 then, 1 if a worker died once more than `max_restarts` allows.
+    have taken; a second one kills them. Returns 0 then; 1 if a worker died once more than `max_restarts` allows, if the
+    handler cannot serve, or if no worker could be started; 3 if workers were killed before they had finished.
     Signals are handled while it runs if it is called in the main thread; elsewhere somebody else must stop it.
     """
     pool = WorkerPool(handler, name=name, workers=workers, **options)

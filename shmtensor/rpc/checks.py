@@ -1,0 +1,43 @@
+"""What a server and a pool of servers are asked to do: refused at once where it could never work."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ..endpoints.base import check_count, check_timeout
+from ..errors import ArgumentTypeError
+from ..units import parse_bytes
+
+MOST_SLOTS = 1 << 16
+
+
+def check_options(
+    max_batch: int | None, max_wait: float | None, max_attempts: int, slots: int | None, max_bytes: int | str | None
+) -> None:
+    """Raise `ArgumentError` or `ArgumentTypeError` for what no server can be made with."""
+    if max_batch is not None:
+        check_count("max_batch", max_batch, 1, 1 << 16)
+    check_timeout(max_wait)
+    check_count("max_attempts", max_attempts, 1, 250)
+    if slots is not None:
+        check_count("slots", slots, 1, MOST_SLOTS)
+    if max_bytes is not None:
+        parse_bytes(max_bytes, "max_bytes")
+
+
+def check_handler(handler: Any, what: str = "the handler") -> None:
+    """Raise `ArgumentTypeError` for what cannot make replies: functions can, and classes of what is called."""
+    if isinstance(handler, type):
+        call = next((vars(base)["__call__"] for base in handler.__mro__ if "__call__" in vars(base)), None)
+        if call is None:
+            raise ArgumentTypeError(f"{what} is a class whose instances cannot be called: give it a method __call__")
+    elif not callable(handler):
+        raise ArgumentTypeError(f"{what} is a {type(handler).__name__}, which cannot be called")
+    else:
+        call = handler
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(vars(type(call)).get("__call__")):
+        raise ArgumentTypeError(
+            f"{what} is an async function, and servers call plain ones: wrap it in a function that returns "
+            "asyncio.run(handler(value))"
+        )
