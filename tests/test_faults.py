@@ -218,7 +218,9 @@ def test_server_dies(server, channel, point, action, nth):
             process.finish()
     assert not asker.died
     assert asker.all("got") == [(number, 2 * number) for number in range(1, COUNT + 1)]
-    if nth == 1 and not (action == "raise" and point.startswith("release.")):  # what raises where a view dies is lost
+    lost = action == "raise" and point.startswith("release.")  # what raises where a view dies
+    too_late = point.startswith("withdraw.")  # perhaps: a server may have taken what the victim gives up
+    if nth == 1 and not lost and not too_late:
         assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
     check_nothing_left("work-queue", channel)
 
@@ -268,7 +270,9 @@ def test_client_dies(server, channel, point, action, nth):
     assert other.all("got") == wanted
     got = victim.all("got")
     assert got == wanted[: len(got)]
-    if nth == 1 and not (action == "raise" and point.startswith("release.")):  # what raises where a view dies is lost
+    lost = action == "raise" and point.startswith("release.")  # what raises where a view dies
+    too_late = point.startswith("withdraw.")  # perhaps: a server may have taken what the victim gives up
+    if nth == 1 and not lost and not too_late:
         assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
     check_nothing_left("work-queue", channel)
 
