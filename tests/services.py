@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 
 import numpy as np
 
 import shmtensor
+
+from .waiting import wait_until
 
 PATIENCE = 90.0
 
@@ -105,9 +106,7 @@ def patient(value):
     """Says that it has begun, and answers when it is let go on."""
     begun, go_on = value["begun"], value["go on"]
     open(begun, "x").close()
-    deadline = time.monotonic() + PATIENCE
-    while not os.path.exists(go_on) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: os.path.exists(go_on))
     return os.getpid()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -16,6 +15,7 @@ from shmtensor import ArgumentError, RemoteError, TimedOut
 from shmtensor.rpc import stacking
 
 from . import services
+from .waiting import wait_until
 
 PATIENCE = services.PATIENCE
 
@@ -273,7 +273,7 @@ def test_run_with_batches_of_many_clients(make, channel):
 def test_a_stopping_server_gives_out_what_it_has_taken(make):
     client, server = make(max_batch=4, max_wait=PATIENCE)
     futures = [client.submit(torch.ones(size)) for size in (1, 2, 1)]
-    stopper = threading.Thread(target=lambda: (_wait_for(lambda: server.statistics().unfinished == 3), server.stop()))
+    stopper = threading.Thread(target=lambda: (wait_until(lambda: server.statistics().unfinished == 3), server.stop()))
     stopper.start()
     got = [len(batch) for batch in _answered(server)]
     stopper.join(PATIENCE)
@@ -286,13 +286,6 @@ def _answered(server):
     for batch in server:
         batch.reply(0)
         yield batch
-
-
-def _wait_for(what) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_stacking_is_one_copy():

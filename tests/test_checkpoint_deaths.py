@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 
 import shmtensor
@@ -29,8 +28,10 @@ from shmtensor.endpoints.workqueue import Consumer
 
 from .faults import points
 from .rooms import ROOT, files, play
+from .waiting import wait_for_end
 
 PATIENCE = 120.0
+
 SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 
 # the points of a save in the writing process, in the order in which a save comes by them
@@ -251,14 +252,6 @@ def trainer(path: Path, memory: str, *, launch: str = "", point: str = "", nth: 
     return int(done.stdout.split()[-1])
 
 
-def ends(pid: int) -> None:
-    """Wait for the end of a process that is nobody's child here."""
-    deadline = time.monotonic() + PATIENCE
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the writing process does not end"
-        time.sleep(0.01)
-
-
 INSIDE = [("stage.begun", 1, WHOLE), ("stage.copied", 2, WHOLE), ("stage.filled", 1, LITTLE)]
 INSIDE_MORE = [("stage.begun", 1, LITTLE), ("stage.copied", 2, LITTLE), ("stage.filled", 1, WHOLE)]
 
@@ -266,7 +259,7 @@ INSIDE_MORE = [("stage.begun", 1, LITTLE), ("stage.copied", 2, LITTLE), ("stage.
 @pytest.mark.parametrize(("point", "nth", "memory"), INSIDE + INSIDE_MORE * SOAK)
 def test_trainer_dies_inside_save(tmp_path, memory, point, nth):
     """What was not staged to its end is discarded, and the writing process ends."""
-    ends(trainer(tmp_path / "a", memory, point=point, nth=nth, end="w.save(state_of(2))"))
+    wait_for_end(trainer(tmp_path / "a", memory, point=point, nth=nth, end="w.save(state_of(2))"))
     check(tmp_path / "a", [1], 1)
 
 
@@ -277,7 +270,7 @@ AFTER_MORE = [("stage.ended", WHOLE), ("", LITTLE)]
 @pytest.mark.parametrize(("point", "memory"), AFTER + AFTER_MORE * SOAK)
 def test_trainer_dies_after_save(tmp_path, memory, point):
     """The writing process finishes it, and ends."""
-    ends(trainer(tmp_path / "a", memory, point=point, end="w.save(state_of(2)); w.save(state_of(3))"))
+    wait_for_end(trainer(tmp_path / "a", memory, point=point, end="w.save(state_of(2)); w.save(state_of(3))"))
     check(tmp_path / "a", [1, 2] if point else [1, 2, 3], 2 if point else 3)
 
 
@@ -293,22 +286,24 @@ def test_trainer_dies_and_the_next_one_waits_for_what_it_left(tmp_path):
             handle.durable.result(0.3)
         os.kill(pid, signal.SIGCONT)
         handle.durable.result(PATIENCE)
-    ends(pid)
+    wait_for_end(pid)
     check(path, [1, 2, 3, 4], 4)
 
 
 def test_trainer_dies_while_a_writer_starts(tmp_path):
     """A writing process that finds no trainer any more does what is to be done, and ends."""
-    launch = "import time; time.sleep(1.0); "
     end = """
+        from tests.waiting import wait_until
+        wait = "from tests.waiting import wait_for_end\\nwait_for_end(%d)\\n" % os.getpid()
+        link.LAUNCH = wait + link.LAUNCH
         os.kill(w.statistics().pid, signal.SIGSTOP)
         w.save(state_of(2))
         os.kill(w.statistics().pid, signal.SIGKILL)
         old = w.statistics().pid
-        while w.statistics().pid == old: time.sleep(0.01)
+        wait_until(lambda: w.statistics().pid != old)
         print(w.statistics().pid, flush=True)
     """
-    ends(trainer(tmp_path / "a", WHOLE, launch=launch, end=end))
+    wait_for_end(trainer(tmp_path / "a", WHOLE, end=end))
     found = names_in(tmp_path / "a")
     assert found in ({"step-00000001.safetensors"}, {"step-00000001.safetensors", "step-00000002.safetensors"})
 
@@ -354,7 +349,7 @@ def test_the_newest_staged_state_comes_from_memory(tmp_path):
     assert same(load_arrays(path / "latest", from_memory=True, keys=["v", "step"]), {"v": staged["v"], "step": 3})
     assert load_arrays(path)["step"] == 1
     os.kill(pid, signal.SIGCONT)
-    ends(pid)
+    wait_for_end(pid)
     check(path, [1, 2, 3], 3)
     assert same(load_checkpoint(path, verify="all"), staged)
     with pytest.raises(FileNotFoundError, match=r"anything left to write.*on disk.*step-00000003.safetensors"):
@@ -368,7 +363,7 @@ def test_a_state_that_was_not_staged_to_its_end_is_passed_over(tmp_path):
         assert same(load_checkpoint(path, from_memory=True), state_of(2))
     finally:
         os.kill(pid, signal.SIGCONT)
-    ends(pid)
+    wait_for_end(pid)
     check(path, [1, 2], 2)
 
 
@@ -383,7 +378,7 @@ def test_what_is_not_in_memory_is_an_error_that_names_what_is_on_disk(tmp_path, 
             load_checkpoint(path, from_memory=True)
     finally:
         os.kill(pid, signal.SIGCONT)
-    ends(pid)
+    wait_for_end(pid)
     check(path, [1], 1)
 
 
@@ -393,7 +388,7 @@ def test_a_staged_state_outlives_both(tmp_path):
     path = tmp_path / "a"
     pid = trainer(path, WHOLE, end=f"{STOP}w.save(state_of(2))")
     os.kill(pid, signal.SIGKILL)
-    ends(pid)
+    wait_for_end(pid)
     assert same(load_checkpoint(path, from_memory=True), state_of(2))
     with CheckpointWriter(path) as writer:
         writer.start(timeout=PATIENCE)
@@ -426,7 +421,7 @@ def test_both_die(tmp_path, point, memory):
     chunk_points = ("write.chunk", "stream.logged")
     launch = BOTH.format(point=point, nth=2 if point not in chunk_points else 20 if memory == LITTLE else 10)
     launch = launch.replace("{", "{{").replace("}", "}}")
-    ends(trainer(path, memory, launch=launch, end="w.save(state_of(2))\ntime.sleep(120)"))
+    wait_for_end(trainer(path, memory, launch=launch, end="w.save(state_of(2))\nsignal.pause()"))
     renamed = point in ("commit.renamed", "commit.durable", "latest.made", "latest.moved", "finish.reported")
     check(path, [1, 2] if renamed else [1], 2 if point in ("latest.moved", "finish.reported") else 1, swept=False)
     with CheckpointWriter(path, keep_last=3) as writer:

@@ -22,6 +22,7 @@ from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOu
 
 from . import services
 from .conftest import shared_files
+from .waiting import wait_until
 
 PATIENCE = services.PATIENCE
 
@@ -235,13 +236,6 @@ def test_callbacks_that_ask_do_not_nest(pair):
     with serving(server, lambda value: value):
         wait_until(lambda: len(depths) == len(futures))
     assert max(depths) == 1
-
-
-def wait_until(what) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_many_threads_share_a_client(pair):

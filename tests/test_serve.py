@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOu
 from shmtensor.rpc import worker, workers
 
 from . import services
+from .waiting import wait_until
 
 PATIENCE = services.PATIENCE
 
@@ -50,13 +50,6 @@ def pool_of(forks, channel, caplog):
 
 def events(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "shmtensor.serve"]
-
-
-def wait_for(what) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 pytestmark = pytest.mark.slow
@@ -152,7 +145,7 @@ def test_a_stopping_pool_finishes_what_was_taken(pool_of, channel, tmp_path):
         pool = pool_of(services.patient)
         job = {"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "go on")}
         future = client.submit(job)
-        wait_for((tmp_path / "begun").exists)
+        wait_until((tmp_path / "begun").exists)
         waiting = client.submit(job)
         pool.stop()
         with pytest.raises(TimedOut):
@@ -167,7 +160,7 @@ def test_a_worker_that_does_not_finish_is_killed(forks, channel, tmp_path, caplo
     with shmtensor.Client(channel) as client:
         pool = shmtensor.WorkerPool(services.patient, name=channel, grace=0.1, mp_context=forks)
         future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "never")}, retry=False)
-        wait_for((tmp_path / "begun").exists)
+        wait_until((tmp_path / "begun").exists)
         pool.stop()
         assert pool.join(timeout=PATIENCE) == workers.KILLED
         with pytest.raises(PeerDied):
@@ -191,19 +184,19 @@ def test_a_pool_whose_workers_cannot_start_has_failed(forks, channel, caplog, mo
 def test_workers_end_when_their_pool_dies(forks, channel):
     """Killed, it can tell them nothing: its end of their pipes closes."""
     script = (
-        "import multiprocessing, sys, time, shmtensor\n"
+        "import multiprocessing, sys, shmtensor\n"
         "from tests import services\n"
         "context = multiprocessing.get_context('fork')\n"
         f"pool = shmtensor.WorkerPool(services.negate, name={channel!r}, workers=2, mp_context=context)\n"
         "pool.wait_ready(timeout=90)\n"
         "print(*pool.pids, flush=True)\n"
-        "time.sleep(600)\n"
+        "import signal\nsignal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         process.kill()
-    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     shmtensor.Client(channel).close()  # whoever comes next removes what they left
 
 
@@ -270,7 +263,7 @@ def command(*arguments):
 def test_the_command_serves_until_a_signal(channel, tmp_path, number):
     with shmtensor.Client(channel) as client, command("tests.services:patient", "--name", channel) as process:
         future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "go on")})
-        wait_for((tmp_path / "begun").exists)
+        wait_until((tmp_path / "begun").exists)
         process.send_signal(number)
         lines = []
         for line in process.stderr:
