@@ -321,6 +321,84 @@ def test_unpickling_may_use_the_queue_and_may_fail():
         q.close()
 
 
+class _Killer:
+    """Kills every process that unpickles it, but one."""
+
+    def __init__(self, spared):
+        self.spared = spared
+
+    def __reduce__(self):
+        return _kill_unless, (self.spared,)
+
+
+def _kill_unless(spared):
+    if os.getpid() != spared:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "spared"
+
+
+def _get_all(q, pipe):
+    while (item := q.get()) is not None:
+        pipe.send((item, compiled(q._link.getter)))
+
+
+def test_a_getter_killed_while_it_unpickles_has_got_nothing():
+    """The object is made where it lies, under the claim: the kernel drops that with the getter."""
+    q = shmtensor.Queue(maxsize=200)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_get_all, args=(q, theirs))
+    process.start()
+    theirs.close()
+    for number in range(100):
+        q.put(number)
+        item, by_the_module = ours.recv()
+        assert item == number
+    assert by_the_module > 50
+    q.put(_Killer(os.getpid()))
+    q.put("after")
+    process.join(PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(q.get(timeout=PATIENCE) for _ in range(2)) == ["after", "spared"]
+    with pytest.raises(queue.Empty):
+        q.get_nowait()
+    assert q._link.getter.statistics().redelivered == 1
+    ours.close()
+    q.close()
+
+
+def _put_all(q, pipe):
+    number = 0
+    while True:
+        q.put(number)
+        number += 1
+        if number == 3000:
+            pipe.send("going")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_putter_killed_in_full_flight(attempt):
+    """What it put before comes, each item once, in order and whole; then nothing."""
+    q = shmtensor.SimpleQueue()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_put_all, args=(q, theirs))
+    process.start()
+    killer = threading.Thread(target=lambda: (ours.recv(), process.kill(), process.join()))
+    killer.start()
+    got = 0
+    while killer.is_alive() or not q.empty():
+        if q.empty():
+            continue
+        assert q.get() == got
+        got += 1
+    assert got >= 3000
+    assert process.exitcode == -signal.SIGKILL
+    assert compiled(q._link.getter) > 2000
+    for end in (ours, theirs):
+        end.close()
+    q.close()
+
+
 def test_unpickling_may_close_the_queue():
     q = shmtensor.Queue()
     for number in range(20):
