@@ -131,12 +131,13 @@ class Pool:
         # crash: grow.published
 
     def write_record(self, ring: Ring, slot: int, out: Outgoing) -> None:
-        """Everything of a record but `seq`: private until that is stored, so no other process reads these bytes."""
+        """Everything of a record but `seq`, which is 0 meanwhile: whoever reads these bytes now, of the message that
+        stood here before, looks at `seq` again before it believes them."""
         record = ring.records + slot * SIZE
         static, dynamic = out.static, out.dynamic
-        BODY.pack_into(
-            ring.view, record + BODY_OFFSET, time.monotonic_ns(), VERSION, SPILLED if out.spilled else 0, ring.index,
-            slot, ring.span(out.total), len(static), len(dynamic), out.nbytes,
+        ring.view[record + BODY_OFFSET : record + INLINE_OFFSET] = BODY.pack(
+            time.monotonic_ns(), VERSION, SPILLED if out.spilled else 0, ring.index, slot, ring.span(out.total),
+            len(static), len(dynamic), out.nbytes,
         )  # fmt: skip
         if not out.spilled:
             start = record + INLINE_OFFSET
