@@ -19,6 +19,7 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
+from shmtensor.rpc.failures import late
 
 from . import services
 from .conftest import shared_files
@@ -718,6 +719,19 @@ def test_a_killed_servers_request_goes_to_another(forks, channel):
         heir.say("reply")
         assert future.result(timeout=PATIENCE).tolist() == [0, 1, 2, 3]
         heir.kill()
+
+
+@pytest.mark.slow
+def test_a_time_out_says_that_the_server_is_dead(forks, channel):
+    with shmtensor.Client(channel) as client:
+        victim = Process(forks, services.hold, channel, {})
+        future = client.submit(1)
+        _, call = future._way
+        assert victim.hear() == (1, 1)
+        assert "a server has it" in str(late(client._requests, call))
+        victim.kill()
+        assert "died or closed" in str(late(client._requests, call))
+        assert future.cancel()
 
 
 @pytest.mark.slow

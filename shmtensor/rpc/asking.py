@@ -141,6 +141,10 @@ class Requests(Producer):
         """Whether no server will work on it any more: its reply is sent, or there is none."""
         return call.words[call.at + DONE] >= call.seq
 
+    def is_held(self, call: Call) -> bool:
+        """Whether a living server has it now."""
+        return not self._state and self._ledger.locks.held_by_other(call.seq)
+
     @staticmethod
     def was_taken(call: Call) -> bool:
         """Whether a server has ever taken it."""

@@ -44,5 +44,12 @@ def died(requests: Requests) -> PeerDied:
 
 def late(requests: Requests, call: Call) -> TimedOut:
     """Of a request that has expired."""
-    state = "a server has it" if requests.was_taken(call) else "no server took it"
+    if not requests.was_taken(call):
+        state = "no server took it"
+    elif requests.is_held(call):
+        state = "a server has it"
+    elif requests.is_done(call):
+        state = "its server has just finished with it"
+    else:
+        state = "the server that had it died or closed, and no other has taken it since"
     return TimedOut(f'service "{requests.name}": no reply in time ({state})')
