@@ -13,7 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -98,8 +98,7 @@ def run_roles(roles: Sequence[Role]) -> list[Any]:
         barrier.abort()
         for process in processes:
             if process.pid is not None:
-                for pid in (*_descendants(process.pid), process.pid):
-                    _kill(pid)
+                _kill_all(process.pid)
         raise
     finally:
         for process in processes:
@@ -134,6 +133,7 @@ def _collect(roles: Sequence[Role], pipes: list[Connection], deadline: float) ->
 
 
 def _play(role: Role, barrier: Any, timeout: float, pipe: Connection) -> None:
+    os.setpgid(0, 0)  # a group of its own: what the role starts can be killed with it
     try:
         if role.threads != NO_TORCH:
             import torch
@@ -165,8 +165,13 @@ def _descendants(root: int) -> list[int]:
     return below(root)
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def _kill_all(root: int) -> None:
+    """Kill a role and what it has started.
+
+    First the role, so that it starts no more, then its group at one stroke: a child that was born after the list of
+    descendants was made is in it. The list is for those that have left the group.
+    """
+    below = _descendants(root)
+    for kill, pid in ((os.kill, root), (os.killpg, root), *((os.kill, pid) for pid in below)):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ import shmtensor
 from shmtensor import Publisher, Subscriber
 
 from .conftest import shared_files
+from .forkservers import stop_forkserver
 
 
 def numbers(count: int, start: int = 0) -> list[np.ndarray]:
@@ -451,9 +452,7 @@ def test_start_methods(channel, method):
     theirs.close()
     child.close()
     if method == "forkserver":
-        from multiprocessing import forkserver
-
-        forkserver._forkserver._stop()
+        stop_forkserver()
 
 
 def test_an_endpoint_used_in_a_forked_child_raises(channel):

@@ -23,6 +23,7 @@ from shmtensor.rpc.failures import late
 
 from . import services
 from .conftest import shared_files
+from .forkservers import stop_forkserver
 from .waiting import wait_until
 
 PATIENCE = services.PATIENCE
@@ -58,9 +59,7 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.services", "shmtensor.rpc.server", "shmtensor.rpc.client"])
     yield context
-    from multiprocessing import forkserver
-
-    forkserver._forkserver._stop()
+    stop_forkserver()
 
 
 class Process:

@@ -18,6 +18,7 @@ from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOu
 from shmtensor.rpc import worker, workers
 
 from . import services
+from .forkservers import stop_forkserver
 from .waiting import wait_until
 
 PATIENCE = services.PATIENCE
@@ -28,9 +29,7 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.services", "shmtensor.rpc.worker", "shmtensor.rpc.client"])
     yield context
-    from multiprocessing import forkserver
-
-    forkserver._forkserver._stop()
+    stop_forkserver()
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
+from ..forkservers import stop_forkserver
 from . import roles
 
 PATIENCE = 30.0
@@ -17,10 +17,10 @@ PATIENCE = 30.0
 def crash_server() -> Iterator[multiprocessing.context.ForkServerContext]:
     """A context whose processes have the package with its crash points."""
     context = multiprocessing.get_context("forkserver")
-    forkserver._forkserver._stop()  # one that another test has left running has not preloaded the cast
+    stop_forkserver()  # one that another test has left running has not preloaded the cast
     context.set_forkserver_preload(["tests.faults.cast"])
     yield context
-    forkserver._forkserver._stop()
+    stop_forkserver()
     context.set_forkserver_preload(["__main__"])  # the default
 
 
