@@ -1,4 +1,4 @@
-"""The server that `multiprocessing` forks children from is one per process: stop it for the next test to have its own."""
+"""The server that `multiprocessing` forks children from is one per process; a test stops it when done."""
 
 from __future__ import annotations
 

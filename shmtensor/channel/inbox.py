@@ -1,8 +1,4 @@
-"""Doorbells: a sleeping receiver's inbox (ZeroMQ PULL over ipc) and the senders that ring it (PUSH).
-
-A doorbell carries the descriptor of a message. It may arrive after its sleeper woke by itself, twice, or never: the
-truth is in shared memory, and a lost doorbell costs one tick.
-"""
+"""Where a receiver sleeps: a ZeroMQ PULL socket over ipc, which senders ring (`doorbells.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from .names import socket_path
 
 _HIGH_WATER: Final = 1000
 _MAX_BYTES: Final = 4096
-_LINGER_MS: Final = 200
 _FIRST_FILES: Final = 8
 """What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
 _CALLER_FILES: Final = 4
@@ -40,18 +35,10 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
     return _context
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    shortage.need_files(_FIRST_FILES, "a socket")
-    try:
-        return context().socket(kind)
-    except zmq.ZMQError as error:
-        raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
-
-
 def close_context() -> None:
-    """The process ends: let the last doorbells out."""
+    """The process ends: so does ZeroMQ's thread."""
     if _context is not None and _context_pid == os.getpid():
-        _context.destroy(linger=_LINGER_MS)
+        _context.destroy(linger=0)
 
 
 class Inbox:
@@ -61,7 +48,11 @@ class Inbox:
 
     def __init__(self, directory: str, uid: int) -> None:
         self.path = socket_path(directory, uid)
-        self._socket = _socket(zmq.PULL)
+        shortage.need_files(_FIRST_FILES, "a socket")
+        try:
+            self._socket = context().socket(zmq.PULL)
+        except zmq.ZMQError as error:
+            raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
         self._timeout_ms = -1
         self._callers_due = 0.0
         try:
@@ -121,47 +112,3 @@ class Inbox:
 
     def close(self) -> None:
         self._socket.close()
-
-
-class Doorbells:
-    """Sockets to the inboxes of sleepers, opened when one is first rung."""
-
-    __slots__ = ("_directory", "_sockets")
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
-
-    def ring(self, uid: int, bell: bytes) -> None:
-        """Send a doorbell without ever waiting; a full inbox wakes its sleeper anyway.
-
-        Where no socket is to be had its sleeper wakes at the next tick: what it is rung for is published already.
-        """
-        try:
-            socket = self._sockets.get(uid) or self._connect(uid)
-            socket.send(bell, zmq.NOBLOCK)
-        except (zmq.ZMQError, ResourceError):
-            pass
-
-    def _connect(self, uid: int) -> zmq.Socket[bytes]:
-        socket = _socket(zmq.PUSH)
-        try:
-            socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-            socket.connect(f"ipc://{socket_path(self._directory, uid)}")
-        except BaseException:
-            socket.close(linger=0)
-            raise
-        self._sockets[uid] = socket
-        return socket
-
-    def forget(self, uid: int) -> None:
-        """Close the socket to a member that is gone."""
-        socket = self._sockets.pop(uid, None)
-        if socket is not None:
-            socket.close(linger=0)
-
-    def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close()
-        self._sockets.clear()

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ..channel.inbox import Doorbells
+from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
 from ..channel.names import ring_name
 from ..endpoints.base import TICK

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..channel import control as ctl
 from ..channel.control import Entry
-from ..channel.inbox import Doorbells
+from ..channel.doorbells import Doorbells
+from ..channel.zmtp import Push
 from ..errors import TimedOut
 from ..memory.semaphores import Sleeper
 from ..memory.words import barrier, settle, store
@@ -22,12 +23,13 @@ from .base import TICK, Endpoint, check_count, check_timeout
 class Peer:
     """A receiver as a sender sees it."""
 
-    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "rung", "uid")
+    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "line", "rung", "uid")
 
     def __init__(self, entry: Entry) -> None:
         self.entry, self.index, self.uid = entry, entry.index, entry.uid
         self.asleep = ctl.asleep_word(entry.index)
         self.rung = 0
+        self.line: Push | None = None
         self.gone = False
         self.leaving = entry.leaving
 
@@ -133,7 +135,7 @@ class Audience(Endpoint):
         peer.rung = asleep
         self._rung += 1
         record = ring.records + slot * SIZE
-        self._bells.ring(peer.uid, pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE])))
+        peer.line = self._bells.ring(peer.uid, pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE])))
 
     def _rouse(self) -> None:
         """Wake every sleeping receiver so that it looks around: there may be nothing more to wait for."""

@@ -47,6 +47,7 @@ class Receiver(Sources[_F]):
         self._patience = min(int(spin * 1e9), SPIN_NS)
         self._turn = self._nap = 0
         self._stop = self._late_bells = False
+        self._unheard: bytes | None = None
         self._inlet: Any = None
         self._look_around_due = 0.0
         self._unpackers: dict[bytes, Unpacker] = {}
@@ -246,6 +247,7 @@ class Receiver(Sources[_F]):
 
     def _sleep(self, seconds: float) -> bool:
         """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
+        self._hear_late()
         if self._late_bells or len(self._feeds) != 1:
             for bell in self._inbox.drain():  # late doorbells of earlier sleeps
                 self._hear(bell)
@@ -273,8 +275,16 @@ class Receiver(Sources[_F]):
             self._ticks += 1
             return False
         self._late_bells = False  # a single sender rings once per sleep
-        self._hear(data)
+        if len(self._feeds) > 1:
+            self._hear(data)
+        else:
+            self._unheard = data  # whose it is tells nothing now: it is looked at when there is time
         return True
+
+    def _hear_late(self) -> None:
+        data, self._unheard = self._unheard, None
+        if data is not None:
+            self._hear(data)
 
     def _hear(self, data: bytes) -> None:
         """A doorbell: look at its sender first. Anything else that lands in the inbox is counted."""
@@ -364,6 +374,7 @@ class Receiver(Sources[_F]):
         """Counters since this receiver was made."""
         if self._state == FORKED:
             self._refuse()
+        self._hear_late()
         return ReceiverStatistics(
             received=self._received + sum(inlet.received for inlet in self._compiled()),
             received_bytes=self._received_bytes + sum(inlet.received_bytes for inlet in self._compiled()),

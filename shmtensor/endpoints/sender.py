@@ -12,7 +12,7 @@ import numpy as np
 from .. import hot
 from ..channel import control as ctl
 from ..channel import membership
-from ..channel.inbox import Doorbells
+from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
 from ..channel.names import ledger_name, ring_name
 from ..errors import RingFull
@@ -155,6 +155,7 @@ class Sender(Audience):
         if outbox is not None:
             outbox.retire()
             self._sent_bytes += outbox.sent_bytes
+            self._rung += outbox.doorbells
 
     def _wake_late(self, seq: int) -> int:
         """A receiver fell asleep while its message was being published."""
@@ -300,8 +301,7 @@ class Sender(Audience):
             self._wake_for(self._published)
         awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
         while time.monotonic() < awake_until and not self._stop:
-            place = self._pool.find(nbytes, self._is_free)
-            if place is not None:
+            if (place := self._pool.find(nbytes, self._is_free)) is not None:
                 return place
         while True:
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
@@ -316,8 +316,7 @@ class Sender(Audience):
                 self._refresh()
             if not woken:
                 self._drop_dead()
-            place = self._pool.find(nbytes, self._is_free)
-            if place is not None:
+            if (place := self._pool.find(nbytes, self._is_free)) is not None:
                 return place
 
     def _full_text(self, nbytes: int) -> str:
@@ -388,9 +387,10 @@ class Sender(Audience):
         """Counters since this sender was made."""
         if self._state == FORKED:
             self._refuse()
+        outbox = self._outbox
         return SenderStatistics(
-            sent=self._published, sent_bytes=self._sent_bytes + (self._outbox.sent_bytes if self._outbox else 0),
-            dropped=self._dropped, waits=self._waits, doorbells=self._rung,
+            sent=self._published, sent_bytes=self._sent_bytes + (outbox.sent_bytes if outbox else 0),
+            dropped=self._dropped, waits=self._waits, doorbells=self._rung + (outbox.doorbells if outbox else 0),
             rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
             receivers=len(self._listeners), dead_receivers=self._deaths,
         )  # fmt: skip

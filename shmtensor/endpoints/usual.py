@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hot
 from ..channel import control as ctl
+from ..channel.zmtp import frame_head
 from ..ring.layout import FAN_OUT, L_PUBLISHED, RELEASED, WORK_QUEUE
-from ..wire.record import BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET
+from ..wire.record import BELL_SIZE, BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET, pack_bell
 from .message import Message
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def outbox(sender: Sender, ring: Ring) -> Any:
         ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes, records_at=ring.records, record_bytes=SIZE,
         sent_ns_at=BODY_OFFSET, constant_at=CONSTANT_OFFSET, slot_at=SLOT_OFFSET, peers=peers, step=step,
         twice=sender._kind == FAN_OUT, sleepers=tuple(peer.asleep for peer in sender._listeners),
+        listeners=sender._listeners, bell=frame_head(BELL_SIZE) + pack_bell(sender._member.uid, b""),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..channel import control as ctl
-from ..channel.inbox import Doorbells
+from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
 from ..errors import ResourceError, WireError
 from ..memory.words import barrier

@@ -21,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/socket.h>
 #include <time.h>
 
 #if !defined(__x86_64__)
@@ -31,6 +32,7 @@
 #endif
 
 #include "look.h"
+#include "bells.h"
 #include "outbox.h"
 #include "grip.h"
 #include "claim.h"
@@ -80,7 +82,7 @@ PyMODINIT_FUNC PyInit__hot(void) {
     struct { PyObject **at; const char *text; } strings[] = {
         {&s_is_neg, "is_neg"}, {&s_locked, "locked"}, {&s_position, "position"}, {&s_cursor, "cursor"},
         {&s_closing, "closing"}, {&s_close, "close"}, {&s_emptied, "emptied"}, {&s_wake_sender, "wake_sender"},
-        {&s_fd, "fd"},
+        {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"},
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;

@@ -22,6 +22,7 @@ typedef struct {
     Py_ssize_t peers[MOST_PEERS], sleepers[MOST_PEERS];
     Plan plans[MOST_PLANS];
     unsigned long long sent_bytes;
+    Bells bells;
 } Outbox;
 
 /* Bytes of the array that carries a stream of so many: a few sizes, so that few descriptions serve all. */
@@ -35,20 +36,20 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "mutex", "ring", "busy", "described", "recipients", "control", "ledger", "head", "data", "epoch_at", "epoch",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", NULL,
+        "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", "listeners", "bell", NULL,
     };
-    PyObject *control, *ledger, *head, *data, *peers, *sleepers;
+    PyObject *control, *ledger, *head, *data, *peers, *sleepers, *listeners, *bell;
     if (self->mutex) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!", names, &self->mutex, &self->ring, &PyList_Type,
+            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!O!O!", names, &self->mutex, &self->ring, &PyList_Type,
             &self->busy, &PyList_Type, &self->described, &PyTuple_Type, &self->recipients, &control, &ledger, &head,
             &data, &self->epoch_at, &self->epoch, &self->published_at, &self->order_at, &self->mask, &self->ring_index,
             &self->slots, &self->slot_bytes, &self->records_at, &self->record_bytes, &self->sent_ns_at,
             &self->constant_at, &self->slot_at, &PyTuple_Type, &peers, &self->step, &self->twice, &PyTuple_Type,
-            &sleepers)) {
+            &sleepers, &PyTuple_Type, &listeners, &PyBytes_Type, &bell)) {
         self->mutex = self->ring = self->busy = self->described = self->recipients = NULL; /* borrowed */
         return -1;
     }
@@ -57,11 +58,13 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     Py_INCREF(self->busy);
     Py_INCREF(self->described);
     Py_INCREF(self->recipients);
+    self->bells.peers = Py_NewRef(listeners);
+    self->bells.head = Py_NewRef(bell);
     if (words_of(peers, self->peers, &self->npeers) || words_of(sleepers, self->sleepers, &self->nsleepers)) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
-    int inside = in_words(&self->control, self->epoch_at) && in_words(&self->ledger, self->published_at) &&
+    int inside = PyTuple_GET_SIZE(listeners) == self->nsleepers && in_words(&self->control, self->epoch_at) && in_words(&self->ledger, self->published_at) &&
                  in_words(&self->ledger, self->order_at + self->mask) &&
                  self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
                  self->slots * self->slot_bytes <= self->data.view.len && PyList_GET_SIZE(self->busy) == self->slots &&
@@ -91,6 +94,8 @@ static void Outbox_dealloc(Outbox *self) {
     Py_XDECREF(self->busy);
     Py_XDECREF(self->described);
     Py_XDECREF(self->recipients);
+    Py_XDECREF(self->bells.peers);
+    Py_XDECREF(self->bells.head);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -184,6 +189,8 @@ static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot,
     for (int i = 0; i < self->nsleepers; i++) asleep |= (int)(load(control + self->sleepers[i]) & 1);
     self->sent_bytes += (unsigned long long)plan->look.nbytes;
     PyList_SetItem(self->busy, (Py_ssize_t)slot, Py_NewRef(entry));
+    if (asleep && ring_sleepers(&self->bells, control, self->sleepers, self->nsleepers, !self->twice, record, self->record_bytes))
+        asleep = 0;
     return PyLong_FromLongLong(asleep ? -(long long)seq : (long long)seq);
 }
 
@@ -274,6 +281,7 @@ static PyMethodDef Outbox_methods[] = {
 };
 
 static PyMemberDef Outbox_members[] = {
+    {"doorbells", T_ULONGLONG, offsetof(Outbox, bells.count), READONLY, "how many sleepers it has rung"},
     {"sent_bytes", T_ULONGLONG, offsetof(Outbox, sent_bytes), READONLY, "payload bytes of what was sent this way"},
     {NULL, 0, 0, 0, NULL},
 };
