@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 from ..endpoints.pubsub import Publisher
 from ..endpoints.workqueue import Consumer
+from ..errors import RingFull
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
+from ..ring.layout import SERVICE
 from ..ring.ring import Ring
+from ..views import outgoing
 from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
+from .posting import Posting
 
 
 class Source:
@@ -28,6 +33,10 @@ class Source:
 
 class Intake(Consumer):
     """Takes requests, several at once if need be."""
+
+    @property
+    def _channel_kind(self) -> int:
+        return SERVICE
 
     def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
         self._sources: dict[int, Source] = {}
@@ -69,7 +78,7 @@ class Intake(Consumer):
         refuse(self, "Server")
 
 
-class Replies(Publisher):
+class Replies(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
@@ -81,12 +90,8 @@ class Replies(Publisher):
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0
 
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
-        self._posting = threading.Lock()
-
-    def post(self, value: Any, meta: Any, request: int) -> None:
-        """Publish a reply; never waits. Raises what `send` raises."""
+    def post(self, value: Any, meta: Any, request: int, patience: float) -> None:
+        """Publish a reply; waits for so long where memory is scarce. Raises what `send` raises."""
         with self._posting:
             outbox = self._outbox
             if meta is None and outbox is not None:
@@ -105,7 +110,19 @@ class Replies(Publisher):
                             self._wake_late(-sent)
                         return
             self._request = request
-            self._send(value, meta, 0)  # by `_publish`: the outbox might find a slot at a second try
+            self._send(value, meta, patience)  # by `_publish`: the outbox might find a slot at a second try
+
+    async def apost(self, value: Any, request: int, patience: float) -> None:
+        """`post` for an event loop."""
+        with contextlib.suppress(RingFull):
+            self.post(value, None, request, 0)
+            return
+
+        def write(out: Outgoing, ring: Ring, slot: int) -> int:
+            self._request = request
+            return self._fill(out, value, ring, slot)
+
+        await self._with_slot(lambda: outgoing.describe(value, None), write, patience)
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         store(ring.words, ring.state + self._own * ring.row + slot, self._request)

@@ -12,17 +12,22 @@ from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
 from ..memory.words import store
 from ..ring.competing import state_word
-from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, VERDICT
+from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, SERVICE, VERDICT
 from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
 from .notes import BUDGET, CANCELLED
+from .posting import Posting
 
 if TYPE_CHECKING:
     from .call import Call
 
 
-class Requests(Producer):
+class Requests(Posting, Producer):
     """Publishes requests with their notes, and takes back what nobody has started."""
+
+    @property
+    def _channel_kind(self) -> int:
+        return SERVICE
 
     def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         self.calls: dict[
@@ -45,7 +50,7 @@ class Requests(Producer):
 
     def drop_in_child(self) -> None:
         super().drop_in_child()
-        self._posting, self._withdrawing = threading.Lock(), threading.Lock()
+        self._withdrawing = threading.Lock()
 
     def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a request; raises what `send` raises."""
@@ -80,18 +85,6 @@ class Requests(Producer):
             raise
         finally:
             posting.release()
-
-    def _try_enter(self) -> bool:
-        if not self._posting.acquire(False):
-            return False
-        if super()._try_enter():
-            return True
-        self._posting.release()
-        return False
-
-    def _exit(self) -> None:
-        super()._exit()
-        self._posting.release()
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         call, self._next = self._next, None

@@ -24,6 +24,7 @@ from .aclient import AsyncClient
 from .asking import Answers, Requests
 from .call import Call, Ended, RequestFuture
 from .driver import Driver
+from .mapping import mapped
 from .notes import ONCE, check_service, reply_channel
 
 _Value = Any
@@ -142,24 +143,7 @@ class Client(AsyncClient):
         check_timeout(timeout)
         if window is not None:
             check_count("window", window, 1, 1 << 16)
-        return self._map(values, timeout, retry, window)
-
-    def _map(
-        self, values: Iterable[_Value], timeout: float | None, retry: bool, window: int | None
-    ) -> Iterator[_Value]:
-        waiting: deque[Call] = deque()
-        try:
-            for value in values:
-                while len(waiting) >= (window or self._requests.window):
-                    yield self._wait(waiting.popleft())
-                call = self._call(timeout, retry)
-                self._post(call, value, None, timeout)
-                waiting.append(call)
-            while waiting:
-                yield self._wait(waiting.popleft())
-        finally:
-            for call in waiting:
-                self._drop(call)
+        return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
         """A call that is to be posted now."""
@@ -188,9 +172,12 @@ class Client(AsyncClient):
 
     def _wait(self, call: Call) -> _Value:
         """Wait for a call's end; its value, or raise its error."""
+        self._await_end(call)
+        return call.result()
+
+    def _await_end(self, call: Call) -> None:
         if not call.done:
             self._help(call, None)
-        return call.result()
 
     def _help(self, call: Call, timeout: float | None) -> None:
         """Receive replies, this call's among them, or let another thread; returns at its end or after `timeout`."""
@@ -346,15 +333,18 @@ class Client(AsyncClient):
             if self._calls.pop(call.seq, None) is not None:
                 call.finish(None, ClosedError(str(error)))
 
+    def _cancel_all(self) -> None:
+        if not self._requests._state:
+            for call in list(self._calls.values()):
+                self._requests.cancel(call)
+
     def close(self) -> None:
         """Leave the service. Idempotent; works while values of replies are alive.
 
         Requests without a reply fail with `ClosedError`; those that no server has started never are.
         """
         requests, answers = self._requests, self._answers
-        if not requests._state:
-            for call in list(self._calls.values()):
-                requests.cancel(call)
+        self._cancel_all()
         requests.close()
         answers.close()
         self._driver.stop()
