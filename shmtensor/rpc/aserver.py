@@ -77,12 +77,14 @@ async def _take(server: Server, deadline: float | None) -> Request:
     intake = server._intake
     while True:
         try:
-            request = server._accept(await intake.arecv(timeout=server._patience(deadline)))
+            message = await intake.arecv(timeout=server._patience(deadline))
         except TimedOut:
             server._look_around(deadline)
             continue
+        request = server._accept(message, intake.source_of(message._lease))
         if request is not None:
             return request
+        del message  # and with it its slot
 
 
 async def _collect(server: Server, collector: Collector, deadline: float | None) -> Batch:

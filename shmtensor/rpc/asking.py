@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
-from ..endpoints.message import Message
 from ..endpoints.pubsub import Subscriber
 from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
@@ -54,37 +53,26 @@ class Requests(Posting, Producer):
 
     def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a request; raises what `send` raises."""
-        posting = self._posting
-        if not posting.acquire(False) and not posting.acquire(timeout=-1 if timeout is None else timeout):
+        outbox = self._outbox
+        if meta is None and outbox is not None:
+            sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
+            if sent is not None:
+                if sent < 0:
+                    self._wake_late(-sent)
+                return
+        if not self._posting.acquire(timeout=-1 if timeout is None else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
-            outbox = self._outbox
-            if meta is None and outbox is not None:
-                ring = self._rings[0]
-                slot = ring.cursor
-                words, at, entry = ring.words, ring.state + 8 * slot, ring.busy[slot]
-                if entry is None or words[at + RELEASED] == entry[0]:  # where the outbox will put it, if it can
-                    seq = self._words[L_PUBLISHED] + 1
-                    call.seq, call.words, call.at = seq, words, at
-                    self.calls[seq] = call
-                    store(words, at + DEADLINE, call.deadline)
-                    store(words, at + NOTE, seq << 8 | call.bits)
-                    sent = outbox.send(value, 0)
-                    if sent is not None:
-                        if sent < 0:
-                            self._wake_late(-sent)
-                        return
-                    del self.calls[seq]
-                    call.seq = 0
             self._next = call
-            self._send(value, meta, timeout)  # by `_publish`: the outbox might find a slot at a second try
+            self._send(value, meta, timeout)
         except BaseException:
+            self._next = None
             if call.seq > self._words[L_PUBLISHED]:
                 self.calls.pop(call.seq, None)
                 call.seq = 0
             raise
         finally:
-            posting.release()
+            self._posting.release()
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         call, self._next = self._next, None
@@ -174,10 +162,11 @@ class Answers(Subscriber):
             self._retire_drained()
         return False  # another server may come
 
-    def recv_soon(self) -> Message | None:
-        """A usual tensor that is there very soon, or None."""
+    def take_soon(self, calls: dict[int, Call]) -> Call | bool | None:
+        """The call that the next reply is for, taken out of `calls`, with its value; False for a reply to none of
+        them; None if no usual tensor comes very soon."""
         inlet = self._inlet
-        return None if inlet is None else inlet.recv(self, self._patience)
+        return None if inlet is None else inlet.answer(calls, self._patience)
 
     def request_of(self, lease: Any) -> int:
         """Which request a reply is for."""

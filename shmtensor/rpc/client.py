@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
+from time import monotonic_ns
 from typing import Any
 
 from ..endpoints.base import TICK, check_count, check_timeout
@@ -80,7 +81,7 @@ class Client(AsyncClient):
         self._driver = Driver(self)
         self._ended = Ended()
         self._look_due = 0.0
-        self._nearest = 0  # no call expires before
+        self._nearest = 0  # no future expires before
         self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
 
     # --- asking
@@ -108,12 +109,15 @@ class Client(AsyncClient):
             self._requests.post(call, value, meta, timeout)
             if self._leading.acquire(False):
                 try:
-                    message = self._answers.recv_soon()
-                    if message is not None:
-                        self._hand_out(message)
+                    ended = self._answers.take_soon(self._calls)
+                    if ended is call:  # nobody else knows of it
+                        self._replied += 1
+                        call.done = True
+                        return call.value
+                    if ended is not None:
+                        self._settle(ended)
                 finally:
-                    self._leading.release()
-                    self._let_others_lead()
+                    self._stop_leading()
             return self._wait(call)
         finally:
             if not call.done:
@@ -128,6 +132,8 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         future = call.future = RequestFuture(self, call)
+        if call.deadline and (call.deadline < self._nearest or not self._nearest):
+            self._nearest = call.deadline
         self._post(call, value, meta, timeout)
         self._driver.wake()
         return future
@@ -149,16 +155,13 @@ class Client(AsyncClient):
         """A call that is to be posted now."""
         if self._requests._state:
             self._requests._refuse()
-        deadline = 0
-        if timeout is not None:
-            if type(timeout) is not float or not timeout >= 0:
-                check_timeout(timeout)
-            deadline = time.monotonic_ns() + int(timeout * 1e9)
-            if deadline < self._nearest or not self._nearest:
-                self._nearest = deadline
-        if type(retry) is not bool:
+        if retry is not True and retry is not False:
             raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
-        return Call(deadline, 0 if retry else ONCE)
+        if timeout is None:
+            return Call(0, 0 if retry else ONCE)
+        if type(timeout) is not float or not timeout >= 0:
+            check_timeout(timeout)
+        return Call(monotonic_ns() + int(timeout * 1e9), 0 if retry else ONCE)
 
     def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
         """Send a request; if that is interrupted, nobody waits for it."""
@@ -172,12 +175,9 @@ class Client(AsyncClient):
 
     def _wait(self, call: Call) -> _Value:
         """Wait for a call's end; its value, or raise its error."""
-        self._await_end(call)
-        return call.result()
-
-    def _await_end(self, call: Call) -> None:
         if not call.done:
             self._help(call, None)
+        return call.result()
 
     def _help(self, call: Call, timeout: float | None) -> None:
         """Receive replies, this call's among them, or let another thread; returns at its end or after `timeout`."""
@@ -198,8 +198,7 @@ class Client(AsyncClient):
                             break
                         seconds = self._patience(call, until)
                 finally:
-                    leading.release()
-                    self._let_others_lead()
+                    self._stop_leading()
             else:
                 self._follow(call, seconds)
 
@@ -227,8 +226,9 @@ class Client(AsyncClient):
             if call.done and not self._leading.locked():  # we may have been made the successor
                 self._promote()
 
-    def _let_others_lead(self) -> None:
-        """This thread has stopped receiving: another one goes on, and the callbacks of what has ended run here."""
+    def _stop_leading(self) -> None:
+        """This thread stops receiving: another one goes on, and the callbacks of what has ended run here."""
+        self._leading.release()
         if self._calls or self._ended.futures:
             self._promote()
             self._ended.tell()
@@ -247,7 +247,7 @@ class Client(AsyncClient):
     def _until_nearest(self) -> float:
         """Seconds to receive before the next call may expire, at most a tick."""
         nearest = self._nearest
-        return min(TICK, max(0.0, (nearest - time.monotonic_ns()) * 1e-9)) if nearest else TICK
+        return min(TICK, max(0.0, (nearest - monotonic_ns()) * 1e-9)) if nearest else TICK
 
     # --- receiving: one thread at a time
 
@@ -275,10 +275,20 @@ class Client(AsyncClient):
         else:
             call = self._calls.pop(seq, None)
             if call is not None:
-                self._replied += 1
-                call.finish(message._value)
+                call.value = message._value
+                self._settle(call)
                 return
-        self._duplicates += 1  # it was given up, or two servers replied since one died before it could say that it had
+        self._settle(False)
+
+    def _settle(self, call: Call | bool) -> None:
+        """A reply came: of this call, which has its value, or of none."""
+        if isinstance(
+            call, bool
+        ):  # it was given up, or two servers replied as one died before it could say that it had
+            self._duplicates += 1
+        else:
+            self._replied += 1
+            call.finish(call.value)
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
         """A call's end, if nobody else has ended it."""
@@ -310,7 +320,7 @@ class Client(AsyncClient):
 
     def _expire(self) -> None:
         for call in list(self._calls.values()):
-            if call.deadline and time.monotonic_ns() >= call.deadline:
+            if call.deadline and monotonic_ns() >= call.deadline:
                 self._requests.cancel(call)
                 self._late += 1
                 self._end(call, None, failures.late(self._requests, call))

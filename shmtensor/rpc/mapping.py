@@ -32,5 +32,6 @@ def mapped(
 
 def _first(client: Client, waiting: deque[Call]) -> Any:
     """The first one's value; until it has one it is among those that wait, for Ctrl-C to find."""
-    client._await_end(waiting[0])
+    if not waiting[0].done:
+        client._help(waiting[0], None)
     return waiting.popleft().result()

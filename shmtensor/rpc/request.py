@@ -41,19 +41,14 @@ class Request:
     tensor([3., 3.])
     """
 
-    __slots__ = ("_at", "_message", "_server", "_source", "_words", "attempt", "meta", "seq")
+    __slots__ = ("_at", "_message", "_server", "_source", "_words", "seq")
 
-    meta: Any
-    """What the client passed as `meta=`, or None."""
-    attempt: int
-    """How often the request was taken, this time included; above 1 after another server died with it."""
     seq: int
     """The client's number of this request."""
 
     def __init__(self, server: Server, message: Message, source: Source) -> None:
         self._server, self._message, self._source = server, message, source
-        self._words, self._at = source.words, message._lease.word
-        self.seq, self.attempt, self.meta = message.seq, message.attempt, message.meta
+        self._words, self._at, self.seq = source.words, message._lease.word, message.seq
 
     @property
     def value(self) -> Any:
@@ -62,6 +57,16 @@ class Request:
         if message._receiver is None:
             raise ReleasedError("this request was answered, or its server closed: take req.value before")
         return message._value
+
+    @property
+    def meta(self) -> Any:
+        """What the client passed as `meta=`, or None."""
+        return self._message.meta
+
+    @property
+    def attempt(self) -> int:
+        """How often the request was taken, this time included; above 1 after another server died with it."""
+        return self._message.attempt
 
     @property
     def cancelled(self) -> bool:
@@ -110,7 +115,8 @@ class Request:
         Raises `RingFull` if there is no room then, `ArgumentTypeError` or `ResourceError` if the value cannot be sent;
         then the request is still yours to answer. `ReleasedError` if it was answered already.
         """
-        self._server._reply(self, value, None)
+        if not self._server._reply_soon(self, value):
+            self._server._reply(self, value, None)
 
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run if it has to wait for room.

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, TypeVar
 
 from ..endpoints.base import FORKED, OPEN, TICK, check_timeout
@@ -14,7 +15,7 @@ from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
-from .answering import Intake, Replies
+from .answering import Intake, Replies, Source
 from .aserver import AsyncServer
 from .batching import Batch, Collector, batch_of
 from .checks import check_handler, check_options
@@ -96,13 +97,17 @@ class Server(AsyncServer):
         """One request; `TimedOut` at the deadline, `ClosedError` once there will be none."""
         intake = self._intake
         while True:
+            message = None if self._stopping else intake.recv_soon()
             try:
-                request = self._accept(intake.recv(timeout=self._patience(deadline)))
+                if message is None:
+                    message = intake.recv(timeout=self._patience(deadline))
             except TimedOut:
                 self._look_around(deadline)
                 continue
+            request = self._accept(message, intake.source_of(message._lease))
             if request is not None:
                 return request
+            del message  # and with it its slot
 
     def _collect(self, collector: Collector, deadline: float | None) -> Batch:
         while True:
@@ -130,35 +135,32 @@ class Server(AsyncServer):
             raise TimedOut(f'service "{self.name}": no request in time')
         self._let_clients_go()
 
-    def _accept(self, message: Message) -> Request | None:
+    def _accept(self, message: Message, source: Source) -> Request | None:
         """The request that a message is; None if nobody waits for it any more."""
-        intake = self._intake
         # crash: request.taken
         self._taken += 1
-        if intake._epoch != self._replies_epoch:
+        if self._intake._epoch != self._replies_epoch:
             self._let_clients_go()
-        request = Request(self, message, intake.source_of(message._lease))
+        request = Request(self, message, source)
         self._open[id(request)] = message
+        words, at = source.words, request._at
+        if words[at + NOTE] == request.seq << 8 and message.attempt == 1 and not source.feed.gone:
+            deadline = words[at + DEADLINE]
+            if not deadline or monotonic_ns() < deadline:
+                return request
         return request if self._should_start(request) else None
 
     def _should_start(self, request: Request) -> bool:
         """Whether somebody waits for a request that may still be started; else it is finished here."""
         words, at = request._words, request._at
         note = words[at + NOTE]
-        if (
-            note == request.seq << 8
-            and not words[at + DEADLINE]
-            and request.attempt == 1
-            and not request._source.feed.gone
-        ):
-            return True
         if note >> 8 != request.seq:
             request._finish(DROPPED)  # not of a client
             self._dropped += 1
         elif note & CANCELLED or request._source.feed.gone:
             request._finish()
             self._cancelled += 1
-        elif (deadline := words[at + DEADLINE]) and time.monotonic_ns() >= deadline:
+        elif (deadline := words[at + DEADLINE]) and monotonic_ns() >= deadline:
             request._finish()
             self._expired += 1
         elif request.attempt > 1 and request._once:
@@ -222,11 +224,36 @@ class Server(AsyncServer):
 
     # --- answering
 
+    def _reply_soon(self, request: Request, value: Any) -> bool:
+        """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
+        source, message = request._source, request._message
+        replies = source.replies
+        outbox = None if replies is None else replies._outbox
+        if (
+            outbox is None
+            or message._receiver is None
+            or source.feed.gone
+            or request._words[request._at + NOTE] != request.seq << 8
+        ):
+            return False
+        sent = outbox.answer(value, request.seq)
+        if sent is None:
+            return False
+        if sent < 0:
+            replies._wake_late(-sent)  # type: ignore[union-attr]
+        self._replied += 1
+        if self._open.pop(id(request), None) is not None:
+            message._receiver = None  # type: ignore[assignment]
+            message._lease.acknowledge()
+            message._value = message._hold = message._lease = None
+        return True
+
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
         replies, sent = self._replies_for(request), False
+        meta = None if error is None else {FAILED: True}
         try:
             if replies is not None:
-                replies.post(value, None if error is None else {FAILED: True}, request.seq, request._patience)
+                replies.post(value, meta, request.seq, request._patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)
@@ -254,9 +281,9 @@ class Server(AsyncServer):
             raise ReleasedError("this request was answered already, or its server has closed")
         if self._intake._state:
             self._intake._refuse()
-        if request.cancelled:
-            return None
         source = request._source
+        if source.feed.gone or (request._words[request._at + NOTE] != request.seq << 8 and request.cancelled):
+            return None
         replies = source.replies
         if replies is None or replies._state:
             replies = source.replies = self._replies_to(source.feed.uid)
