@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
+from ..endpoints.message import Message
 from ..endpoints.pubsub import Subscriber
 from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
 from ..memory.words import store
 from ..ring.competing import state_word
-from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, SERVICE, VERDICT
+from ..ring.layout import (
+    ATTEMPT,
+    CLAIMED,
+    DEADLINE,
+    DONE,
+    L_PUBLISHED,
+    NOTE,
+    R_RECORDS,
+    RECORD_WORDS,
+    RELEASED,
+    SERVICE,
+    VERDICT,
+)
 from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
 from .notes import BUDGET, CANCELLED
@@ -146,7 +160,8 @@ class Answers(Subscriber):
     """Receives the replies to one client. They are nobody else's, so that they may be written."""
 
     def __init__(self, channel: str, *, spin: float) -> None:
-        self._rows: dict[int, tuple[memoryview, int]] = {}
+        self._rows: dict[int, tuple[memoryview, int, int]] = {}
+        self._in_vain = False  # the last wait lasted longer than we stay awake
         self._rows_epoch = -1
         super().__init__(channel, spin=spin)
 
@@ -168,23 +183,47 @@ class Answers(Subscriber):
         inlet = self._inlet
         return None if inlet is None else inlet.answer(calls, self._patience)
 
+    def _wait(self, timeout: float | None) -> Message:
+        """Stays awake only where that would have brought the reply before: a thread that waits for a busy server's
+        reply would take the processor that the server needs."""
+        start, spin = time.monotonic_ns(), self._spin
+        if self._in_vain:
+            self._spin = 0.0
+        self._in_vain = True
+        try:
+            message = super()._wait(timeout)
+        finally:
+            self._spin = spin
+        self._in_vain = self._sent_ns(message._lease) - start > spin * 1e9
+        return message
+
+    def _sent_ns(self, lease: Any) -> int:
+        """When a reply was published."""
+        words, _, first = self._row_of(lease)
+        return words[R_RECORDS + (lease.word - first) * RECORD_WORDS + 1]
+
     def request_of(self, lease: Any) -> int:
         """Which request a reply is for."""
+        words, shift, _ = self._row_of(lease)
+        return words[lease.word + shift]
+
+    def _row_of(self, lease: Any) -> tuple[memoryview, int, int]:
+        """A ring's words, how many there are from our row to its publisher's own, and where ours begins."""
         words = lease.words
         if self._rows_epoch != self._epoch:
             self._rows.clear()
             self._rows_epoch = self._epoch
         row = self._rows.get(id(words))
         if row is None:
-            row = self._rows[id(words)] = words, self._own_row(words)
-        return int(words[lease.word + row[1]])
+            row = self._rows[id(words)] = self._find_row(words)
+        return row
 
-    def _own_row(self, words: memoryview) -> int:
-        """Words from our row in a ring to its publisher's own."""
+    def _find_row(self, words: memoryview) -> tuple[memoryview, int, int]:
+        own = self._member.index
         for feed in (*self._feeds, *self._retired):
             for ring in feed.rings:
                 if ring.words is words:
-                    return (feed.index - self._member.index) * ring.row
+                    return words, (feed.index - own) * ring.row, ring.state + own * ring.row
         raise LookupError("a reply of an unknown server")
 
     def look_around(self) -> None:
