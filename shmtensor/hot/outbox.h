@@ -167,9 +167,9 @@ typedef struct {
 static int enter_call(Outbox *self, const Note *note, Word seq, uint64_t slot) {
     PyObject *number = PyLong_FromUnsignedLongLong(seq);
     if (!number) return -1;
-    int failed = PyDict_SetItem(note->table, number, note->call) || PyObject_SetAttr(note->call, s_seq, number) ||
-                 PyObject_SetAttr(note->call, s_words, self->head_words) ||
-                 set_index(note->call, s_at, (uint64_t)(self->note_at - NOTE) + slot * (uint64_t)self->step);
+    int failed = PyObject_SetAttr(note->call, s_words, self->head_words) ||
+                 set_index(note->call, s_at, (uint64_t)(self->note_at - NOTE) + slot * (uint64_t)self->step) ||
+                 PyDict_SetItem(note->table, number, note->call) || PyObject_SetAttr(note->call, s_seq, number);
     Py_DECREF(number);
     return failed ? -1 : 0;
 }

@@ -200,12 +200,14 @@ class Answers(Subscriber):
     def _sent_ns(self, lease: Any) -> int:
         """When a reply was published."""
         words, _, first = self._row_of(lease)
-        return words[R_RECORDS + (lease.word - first) * RECORD_WORDS + 1]
+        sent: int = words[R_RECORDS + (lease.word - first) * RECORD_WORDS + 1]
+        return sent
 
     def request_of(self, lease: Any) -> int:
         """Which request a reply is for."""
         words, shift, _ = self._row_of(lease)
-        return words[lease.word + shift]
+        request: int = words[lease.word + shift]
+        return request
 
     def _row_of(self, lease: Any) -> tuple[memoryview, int, int]:
         """A ring's words, how many there are from our row to its publisher's own, and where ours begins."""
