@@ -19,6 +19,7 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
+from shmtensor.ring.layout import SERVICE
 from shmtensor.rpc.failures import late
 
 from . import services
@@ -401,6 +402,22 @@ def test_a_reply_without_room_is_an_error(channel):
                 kept.append(client.request(10, timeout=PATIENCE))
 
 
+def test_a_map_may_be_wider_than_the_room_for_its_replies(channel):
+    """Replies wait for the client to let go of those before them."""
+    nbytes = 1 << 20
+    server, client = shmtensor.Server(channel, max_bytes=3 * nbytes), shmtensor.Client(channel)
+    with server, client, serving(server, lambda value: np.full(nbytes, value, np.uint8)):
+        assert client.request(1, timeout=PATIENCE).shape == (nbytes,)
+        gate = threading.Event()
+        numbers = (number for number in range(40))
+        replies = client.map(numbers, timeout=PATIENCE, window=16)
+        for number, reply in enumerate(replies):
+            assert (reply == number).all()
+            del reply
+            gate.wait(0.01 if number < 8 else 0)
+    assert server.statistics().failed == server.statistics().dropped == 0
+
+
 def test_what_cannot_be_sent_is_refused(pair):
     client, _ = pair
     with pytest.raises(shmtensor.ArgumentTypeError):
@@ -423,7 +440,9 @@ def test_arguments(channel):
     with pytest.raises(ArgumentError, match="max_batch"):
         shmtensor.Server(channel, max_batch=0)
     with pytest.raises(shmtensor.ArgumentTypeError):
-        shmtensor.Server(channel, max_wait="long")
+        shmtensor.Server(channel, max_batch=2, max_wait="long")
+    with pytest.raises(ArgumentError, match="needs max_batch="):
+        shmtensor.Server(channel, max_wait=0.1)
     with shmtensor.Client(channel) as client, pytest.raises(ArgumentError):
         client.request(1, timeout=-1)
     for end in (shmtensor.Server, shmtensor.Client):
@@ -477,9 +496,26 @@ def test_a_handler_that_cannot_answer_is_refused(pair, handler, text):
         pair[1].run(handler)
 
 
+@pytest.mark.parametrize("end", [shmtensor.Producer, shmtensor.Consumer, shmtensor.Publisher])
+def test_a_service_is_no_place_for_others(pair, end):
+    with pytest.raises(ArgumentError, match=r"is a service \(Client, Server\), not a"):
+        end(pair[0].name)
+
+
+@pytest.mark.parametrize("end", [shmtensor.Client, shmtensor.Server])
+def test_a_work_queue_is_no_service(channel, end):
+    with shmtensor.Producer(channel), pytest.raises(ArgumentError, match=r"is a work queue .*, not a service"):
+        end(channel)
+
+
 def test_a_message_of_a_mere_producer_is_not_a_request(pair):
+    """Which can only be there if somebody breaks the rules."""
+
+    class Intruder(shmtensor.Producer):
+        _channel_kind = SERVICE
+
     _, server = pair
-    with shmtensor.Producer(server.name) as tx:
+    with Intruder(server.name) as tx:
         tx.send("hello")
         with pytest.raises(TimedOut):
             server.recv(timeout=0.5)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -212,6 +213,8 @@ def test_arguments(channel):
         shmtensor.WorkerPool(7, name=channel)
     with pytest.raises(ArgumentError, match="cannot be sent"):
         shmtensor.WorkerPool(lambda value: value, name=channel)
+    with pytest.raises(ArgumentError, match="needs max_batch="):
+        shmtensor.WorkerPool(services.negate, name=channel, max_wait=0.1)
     with pytest.raises(ArgumentError, match="workers"):
         shmtensor.WorkerPool(services.negate, name=channel, workers=0)
     with pytest.raises(ArgumentError, match="max_bytes='foo' is not a size"):
@@ -245,10 +248,10 @@ def test_handlers_by_name(monkeypatch, tmp_path):
 
 
 @contextlib.contextmanager
-def command(*arguments):
+def command(*arguments, cwd=None):
     process = subprocess.Popen(
         [sys.executable, "-W", "error::UserWarning:shmtensor", "-m", "shmtensor", "serve", *arguments],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd,
     )  # fmt: skip
     try:
         yield process
@@ -283,6 +286,7 @@ def test_the_command_serves_until_a_signal(channel, tmp_path, number):
         (("nothing", "--name", "x"), "module:function"),
         (("no_such_module:f", "--name", "x"), "no_such_module"),
         (("tests.services:negate", "--name", "x", "--max-bytes", "foo"), "max_bytes='foo' is not a size"),
+        (("tests.services:negate", "--name", "x", "--max-wait", "0.1"), "needs max_batch="),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, text):
@@ -308,3 +312,51 @@ def test_a_handler_that_cannot_serve_ends_the_pool_at_once(channel, name):
 def test_an_error_in_a_worker_reaches_the_client(pool_of, channel):
     with pool_of(services.negate), shmtensor.Client(channel) as client, pytest.raises(RemoteError, match="TypeError"):
         client.request("text", timeout=PATIENCE)
+
+
+def test_a_worker_logs_the_traceback_of_its_handler_once(channel):
+    """One line says when, which worker, and what; the traceback follows it."""
+    with shmtensor.Client(channel) as client, command("tests.services:negate", "--name", channel) as process:
+        with pytest.raises(RemoteError, match="TypeError"):
+            client.request("text", timeout=PATIENCE)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE)
+    line = next(line for line in err.splitlines() if "raised" in line)
+    assert re.fullmatch(
+        rf'\d{{4}}-\d\d-\d\d [\d:,]+ WARNING worker 1: service "{channel}": the handler raised TypeError', line
+    )
+    assert err.count("Traceback") == err.count("bad operand type") == err.count("in negate") == 1
+
+
+def test_a_handlers_own_logging_is_left_alone(channel, tmp_path):
+    (tmp_path / "loud_handler.py").write_text(
+        "import logging\nlogging.basicConfig(format='mine: %(message)s')\ndef fail(value): raise ValueError(value)\n"
+    )
+    with shmtensor.Client(channel) as client, command("loud_handler:fail", "--name", channel, cwd=tmp_path) as process:
+        with pytest.raises(RemoteError, match="ValueError"):
+            client.request("text", timeout=PATIENCE)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert (
+        err.count(f'mine: service "{channel}": the handler raised ValueError') == err.count("the handler raised") == 1
+    )
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_program_without_a_main_guard_is_told_so(channel, tmp_path, method):
+    """Each worker imports the program, which would start a pool in it."""
+    program = tmp_path / "unguarded.py"
+    program.write_text(
+        "import logging, multiprocessing, sys\nimport shmtensor\nfrom tests.services import negate\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        f"context = multiprocessing.get_context({method!r})\n"
+        f"sys.exit(shmtensor.serve(negate, name={channel!r}, mp_context=context, workers=2))\n"
+    )
+    root = os.path.dirname(os.path.dirname(__file__))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 1
+    assert 'put the call below a line `if __name__ == "__main__":`' in done.stderr
+    assert "restart" not in done.stderr

@@ -25,6 +25,7 @@ from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.words import settle, store
+from ..ring.layout import SERVICE, WORK_QUEUE
 from .names import control_name
 
 MAGIC: Final = int.from_bytes(b"SHMTCTRL", "little")
@@ -92,6 +93,11 @@ class Control:
     @property
     def kind(self) -> int:
         return self.words[W_KIND]
+
+    @property
+    def ring_kind(self) -> int:
+        """What the rings of this channel are."""
+        return WORK_QUEUE if self.kind == SERVICE else self.kind
 
     @property
     def epoch(self) -> int:

@@ -23,7 +23,7 @@ from .exclusive import LOCK
 from .names import control_name, ledger_name, parse_file, ring_name
 
 _CHUNK = 4096
-_KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue"}
+_KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class _Look:
 
     channel: str
     kind: int = 0
+
+    @property
+    def ring_kind(self) -> int:
+        return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
+
     locked: bool = False
     members: list[MemberView] = field(default_factory=list)
     held: list[HeldMessage] = field(default_factory=list)
@@ -200,7 +205,7 @@ def _member(seen: _Look, index: int, words: memoryview, at: int, locks: LockFile
     delivery = ""
     if role == "receiver":
         latest = bool(words[at + ctl.M_FLAGS] & ctl.LATEST)
-        delivery = "one" if seen.kind == lay.WORK_QUEUE else "latest" if latest else "all"
+        delivery = "one" if seen.ring_kind == lay.WORK_QUEUE else "latest" if latest else "all"
     return MemberView(
         index, words[at], role, delivery, words[at + ctl.M_PID], locks.held_by_other(ctl.LIFE + index),
         words[at + ctl.M_LEAVING] != 0, words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
@@ -261,9 +266,10 @@ def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
     with shm.attach(ring_name(seen.channel, sender.member.uid, index)) as segment:
         source = _Words(segment)
         head = source.read(0, 8)
-        if head[lay.R_MAGIC] != lay.RING_MAGIC or head[lay.R_UID] != sender.member.uid or head[lay.R_KIND] != seen.kind:
+        expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
+        if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
             raise WireError(f"segment {segment.name} is not ring {index} of its sender")
-        shape = lay.RingShape(seen.kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY])
+        shape = lay.RingShape(seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY])
         if shape.nbytes != segment.nbytes:
             raise WireError(f"segment {segment.name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
         slots = used = 0

@@ -102,7 +102,7 @@ def has_undone(control: Control, ledger: Ledger) -> bool:
         try:
             ring = Ring.attach(
                 ring_name(control.channel, ledger.uid, index), ledger.uid, index,
-                kind=control.kind, capacity=control.capacity, writable=False,
+                kind=control.ring_kind, capacity=control.capacity, writable=False,
             )  # fmt: skip
         except (FileNotFoundError, WireError):
             continue

@@ -28,8 +28,11 @@ def serve(
         int | None, typer.Option("--max-batch", min=1, help="Requests to stack into one call; default: one by one.")
     ] = None,
     max_wait: Annotated[
-        float, typer.Option("--max-wait", min=0.0, help="Seconds that a batch waits for more after its first request.")
-    ] = 0.002,
+        float | None,
+        typer.Option(
+            "--max-wait", min=0.0, help="Seconds that a batch waits for more after its first request; default: 0.002."
+        ),
+    ] = None,
     max_attempts: Annotated[
         int, typer.Option("--max-attempts", min=1, help="Workers that may die with one request before it fails.")
     ] = 3,

@@ -40,6 +40,7 @@ class Endpoint(ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait."""
 
     _member: Member
+    _kind: int
 
     def __init__(self) -> None:
         self._state = OPEN
@@ -59,6 +60,11 @@ class Endpoint(ABC):
     def closed(self) -> bool:
         """Whether `close()` was called, or the process forked."""
         return self._state != OPEN
+
+    @property
+    def _channel_kind(self) -> int:
+        """What its channel is: see `KINDS`."""
+        return self._kind
 
     @abstractmethod
     def close(self) -> None:

@@ -55,7 +55,7 @@ class Receiver(Sources[_F]):
         self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
         self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
         super().__init__()
-        self._member = membership.join(channel, self._kind, ctl.RECEIVER, self._flags, self._prepare)
+        self._member = membership.join(channel, self._channel_kind, ctl.RECEIVER, self._flags, self._prepare)
         control = self._member.control
         self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
         self._senders_before = control.senders - sum(1 for entry in self._member.peers() if entry.role == ctl.SENDER)

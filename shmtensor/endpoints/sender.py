@@ -64,7 +64,7 @@ class Sender(Audience):
         self._patience = SPIN_NS if full == "block" else 0
         self._ending = False  # the process ends: whoever lingers in another thread gives up
         super().__init__()
-        self._member = membership.join(channel, self._kind, ctl.SENDER, 0, self._prepare)
+        self._member = membership.join(channel, self._channel_kind, ctl.SENDER, 0, self._prepare)
         self._control_words = self._member.control.words
         self._bells = Doorbells(self._member.directory)
         if self._slot_bytes is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import hot
 from ..channel import control as ctl
 from ..channel.zmtp import frame_head
-from ..ring.layout import FAN_OUT, L_PUBLISHED, RELEASED, WORK_QUEUE
+from ..ring.layout import FAN_OUT, L_PUBLISHED, NOTE, RELEASED, WORK_QUEUE
 from ..wire.record import BELL_SIZE, BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET, pack_bell
 from .message import Message
 
@@ -32,8 +32,9 @@ def outbox(sender: Sender, ring: Ring) -> Any:
         return None
     if sender._kind == FAN_OUT:
         peers, step = tuple(ring.state + peer.index * ring.row for peer in sender._recipients), 1
+        note = ring.state + sender._member.index * ring.row
     else:
-        peers, step = (ring.state + RELEASED,), 8
+        peers, step, note = (ring.state + RELEASED,), 8, ring.state + NOTE
     return module.Outbox(
         mutex=sender._mutex, ring=ring, busy=ring.busy, described=ring.described, recipients=sender._recipients,
         control=sender._control_words, ledger=sender._words, head=ring.words, data=ring.buffer,
@@ -42,6 +43,7 @@ def outbox(sender: Sender, ring: Ring) -> Any:
         sent_ns_at=BODY_OFFSET, constant_at=CONSTANT_OFFSET, slot_at=SLOT_OFFSET, peers=peers, step=step,
         twice=sender._kind == FAN_OUT, sleepers=tuple(peer.asleep for peer in sender._listeners),
         listeners=sender._listeners, bell=frame_head(BELL_SIZE) + pack_bell(sender._member.uid, b""),
+        note_at=note,
     )  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
     if module is None or len(siblings) > _MOST_PEERS:
         return None
     competes = receiver._kind == WORK_QUEUE
+    note = ring.state + NOTE if competes else ring.state + feed.index * ring.row
     return module.Inlet(
         mutex=receiver._mutex, message=Message, feed=feed, leases=feed.leases,
         control=receiver._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
@@ -65,5 +68,5 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
         order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,
         records_at=ring.records, record_bytes=SIZE, constant_at=CONSTANT_OFFSET,
         slot_at=SLOT_OFFSET, state_at=ring.state if competes else ring.state + feed.member * ring.row,
-        locks=feed.ledger.locks if competes else None, siblings=siblings,
+        note_at=note, locks=feed.ledger.locks if competes else None, siblings=siblings,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
 from ..errors import ResourceError, WireError
 from ..memory.words import barrier
-from ..ring.competing import CompetingFeed, acknowledge, state_word
+from ..ring.competing import CompetingFeed, state_word
 from ..ring.feed import TENSOR, Found
 from ..ring.layout import DONE, L_PUBLISHED, RELEASED, WORK_QUEUE
 from ..ring.lease import Claim
@@ -168,7 +168,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         current = self._current  # keeps its memory, and with it the lock, until `done` is told
         self._current = None
         if current is not None:
-            acknowledge(current[0])
+            current[0].acknowledge()
 
     def _before_next(self) -> None:
         self._settle_last()
@@ -316,7 +316,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
             value, meta = self._value(found, array, False)
         except WireError as error:
             self._blame(feed, seq, error)
-            acknowledge(claim)
+            claim.acknowledge()
             return None
         self._redelivered += attempt > 1
         return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
@@ -342,8 +342,9 @@ class Consumer(AsyncReceiver[CompetingFeed]):
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:
             return
-        self._forget_current(lease)
-        acknowledge(lease)
+        if self._current is not None:
+            self._forget_current(lease)
+        lease.acknowledge()
 
     def _reject(self, lease: Any) -> None:
         self._forget_current(lease)

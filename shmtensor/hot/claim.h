@@ -2,9 +2,6 @@
 
 /* --- Claims: who of a work queue's consumers takes a message ------------------------------------------------------- */
 
-/* A slot's state words, ring/layout.py. */
-enum { CLAIMED, DONE, RELEASED, ATTEMPT, STATE_WORDS = 8 };
-
 enum { MINE, PASSED, NOT_USUAL };
 
 /* What ring/competing.py's `is_open` and `claim` do on the walk. MINE: locked, and the first attempt is counted; PASSED:

@@ -37,6 +37,22 @@ static PyMemberDef Grip_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+PyDoc_STRVAR(Grip_acknowledge_doc, "acknowledge()\n--\n\nA claim: the message is done, nobody gets it again.");
+
+static PyObject *Grip_acknowledge(Grip *self, PyObject *unused) {
+    (void)unused;
+    if (self->locks && !self->acknowledged) {
+        self->acknowledged = 1;
+        store(self->at - RELEASED + DONE, self->seq);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Grip_methods[] = {
+    {"acknowledge", (PyCFunction)Grip_acknowledge, METH_NOARGS, Grip_acknowledge_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyTypeObject GripType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Grip",
     .tp_doc = "A fan-out lease, or a claim, as ring/lease.py has them, held by a tensor's storage.",
@@ -45,6 +61,7 @@ static PyTypeObject GripType = {
     .tp_traverse = (traverseproc)Grip_traverse,
     .tp_dealloc = (destructor)Grip_dealloc,
     .tp_members = Grip_members,
+    .tp_methods = Grip_methods,
 };
 
 /* Lock (F_WRLCK) or unlock (F_UNLCK) byte `seq` for a lock file's description, as memory/locks.py does: 0, or errno. */

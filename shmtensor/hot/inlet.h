@@ -17,7 +17,7 @@ typedef struct {
     PyObject *mutex, *message, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
-    Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, step; /* `step`: words from one slot's state to the next's */
+    Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
     Py_ssize_t siblings[MOST_PEERS];
     int nsiblings;
     uint64_t epoch;
@@ -34,18 +34,19 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "mutex", "message", "feed", "leases", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "constant_at", "slot_at", "state_at", "locks", "siblings", NULL,
+        "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
     };
     PyObject *mutex, *message, *feed, *leases, *control, *ledger, *head, *data, *locks, *siblings;
     if (self->mutex) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!OOOOnKnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!OOOOnKnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
                                      &PyDict_Type, &leases, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
-                                     &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at, &locks, &PyTuple_Type, &siblings))
+                                     &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at,
+                                     &self->note_at, &locks, &PyTuple_Type, &siblings))
         return -1;
     self->mutex = Py_NewRef(mutex);
     self->message = Py_NewRef(message);
@@ -63,7 +64,9 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
                  in_words(&self->ledger, self->published_at) && in_words(&self->ledger, self->order_at + self->mask) &&
                  self->slots >= 1 && self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
                  self->slots * self->slot_bytes <= self->data.view.len && in_words(&self->head, self->state_at) &&
-                 in_words(&self->head, self->state_at + self->slots * self->step - 1);
+                 in_words(&self->head, self->state_at + self->slots * self->step - 1) &&
+                 in_words(&self->head, self->note_at) &&
+                 in_words(&self->head, self->note_at + (self->slots - 1) * self->step);
     for (int i = 0; i < self->nsiblings; i++) inside = inside && in_words(&self->control, self->siblings[i]);
     if (!inside) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
@@ -209,9 +212,31 @@ static PyObject *make_object(Inlet *self, Grip *grip, PyObject *loads, const Kno
     return object;
 }
 
-/* What comes next, if it is the usual case: with a receiver, its message; without, the object that `loads` makes of a
- * stream. None, and nothing done, if there is nothing, or something else. */
-static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loads, int counted) {
+/* The call that a reply is for, which is taken out of `calls` and given its value; False if there is none any more. */
+static PyObject *make_answer(Inlet *self, Grip *grip, PyObject *calls, const Known *known, Py_ssize_t slot) {
+    PyObject *request = PyLong_FromUnsignedLongLong(load((Word *)self->head.view.buf + self->note_at + slot));
+    PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
+    if (!tensor || !request) {
+        Py_XDECREF(request);
+        PyObject *error, *value, *traceback;
+        PyErr_Fetch(&error, &value, &traceback);
+        if (!tensor && grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* as in make_message */
+        Py_XDECREF(tensor);
+        PyErr_Restore(error, value, traceback);
+        return NULL;
+    }
+    PyObject *call = Py_XNewRef(PyDict_GetItemWithError(calls, request));
+    if (call) {
+        if (PyDict_DelItem(calls, request) || PyObject_SetAttr(call, s_value, tensor)) Py_CLEAR(call);
+    } else if (!PyErr_Occurred()) call = Py_NewRef(Py_False);
+    Py_DECREF(request);
+    Py_DECREF(tensor);
+    return call;
+}
+
+/* What comes next, if it is the usual case: with a receiver, its message; with calls, the one that it answers; else the
+ * object that `loads` makes of a stream. None, and nothing done, if there is nothing, or something else. */
+static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loads, PyObject *calls, int counted) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
     char *head = self->head.view.buf;
     uint64_t position;
@@ -267,8 +292,9 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
                 }
                 for (int i = 0; i < self->nsiblings && published > seq; i++)
                     if (load(control + self->siblings[i]) & 1) self->more = 1;
-                made = loads ? make_object(self, grip, loads, known, (Py_ssize_t)slot)
-                             : make_message(self, grip, receiver, number, known, (Py_ssize_t)slot);
+                made = loads   ? make_object(self, grip, loads, known, (Py_ssize_t)slot)
+                       : calls ? make_answer(self, grip, calls, known, (Py_ssize_t)slot)
+                               : make_message(self, grip, receiver, number, known, (Py_ssize_t)slot);
             }
         }
         Py_DECREF(number);
@@ -318,7 +344,7 @@ static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     PyObject *message = NULL;
     int locked = is_locked(self->mutex);
     if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, 1);
+    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
     Py_DECREF(grip);
     return message;
 }
@@ -336,7 +362,7 @@ static PyObject *Inlet_poll(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     if (!grip) return NULL;
     PyObject *message = NULL;
     if (!self->feed) message = Py_NewRef(Py_None);
-    else if (!spin(self, patience)) message = take(self, grip, args[0], NULL, 0);
+    else if (!spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 0);
     Py_DECREF(grip);
     return message;
 }
@@ -355,13 +381,35 @@ static PyObject *Inlet_pop(Inlet *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *object = NULL;
     int locked = is_locked(self->mutex);
     if (locked > 0) object = Py_NewRef(args[1]);
-    else if (!locked) object = take(self, grip, NULL, args[0], 1);
+    else if (!locked) object = take(self, grip, NULL, args[0], NULL, 1);
     if (object == Py_None && !grip->feed) {
         Py_DECREF(object);
         object = Py_NewRef(args[1]);
     }
     Py_DECREF(grip);
     return object;
+}
+
+PyDoc_STRVAR(Inlet_answer_doc,
+             "answer(calls, patience)\n--\n\nThe call that the next reply is for, there now or within so many nanoseconds: taken "
+             "out of `calls`, with its `value` set. False for a reply to none of them. None, and nothing done, if this is "
+             "not what comes next. For a caller without the mutex.");
+
+static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !PyDict_CheckExact(args[0]) || self->locks) {
+        PyErr_SetString(PyExc_TypeError, "calls, patience; of a fan-out");
+        return NULL;
+    }
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *call = NULL;
+    int locked = is_locked(self->mutex);
+    if (locked > 0 || !self->feed) call = Py_NewRef(Py_None);
+    else if (!locked && !spin(self, patience)) call = take(self, grip, NULL, NULL, args[0], 1);
+    Py_DECREF(grip);
+    return call;
 }
 
 static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {
@@ -375,6 +423,7 @@ static PyMethodDef Inlet_methods[] = {
     {"learn", (PyCFunction)Inlet_learn, METH_VARARGS, Inlet_learn_doc},
     {"recv", (PyCFunction)(void (*)(void))Inlet_recv, METH_FASTCALL, Inlet_recv_doc},
     {"poll", (PyCFunction)(void (*)(void))Inlet_poll, METH_FASTCALL, Inlet_poll_doc},
+    {"answer", (PyCFunction)(void (*)(void))Inlet_answer, METH_FASTCALL, Inlet_answer_doc},
     {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -43,7 +43,7 @@ enum { CPU = 1 };
 static ExchangeAPI *exchange; /* torch's */
 static PyTypeObject *tensor_type;
 static PyObject *s_is_neg, *s_locked, *s_position, *s_cursor, *s_closing, *s_close, *s_emptied, *s_wake_sender, *s_fd,
-    *s_line, *s_rung;
+    *s_line, *s_rung, *s_seq, *s_at, *s_words, *s_value;
 
 /* --- shared words ------------------------------------------------------------------------------------------------- */
 
@@ -57,6 +57,9 @@ static inline int64_t nanoseconds(void) {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
+
+/* The state words of a work queue's slot, ring/layout.py. */
+enum { CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, STATE_WORDS = 8 };
 
 /* A memoryview's memory, kept exported until it is given back. */
 typedef struct { Py_buffer view; } Memory;

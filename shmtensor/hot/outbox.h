@@ -13,12 +13,13 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
-    PyObject *mutex, *ring, *busy, *described, *recipients;
+    PyObject *mutex, *ring, *busy, *described, *recipients, *head_words;
     Py_ssize_t epoch_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
     Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at;
     uint64_t epoch;
     int retired, npeers, nsleepers, nplans, twice; /* `twice`: what a free slot's word says is 2 * seq + 1 instead of seq */
     Py_ssize_t step;                      /* words from one slot's word to the next one's */
+    Py_ssize_t note_at;                   /* slot 0's note: see Note */
     Py_ssize_t peers[MOST_PEERS], sleepers[MOST_PEERS];
     Plan plans[MOST_PLANS];
     unsigned long long sent_bytes;
@@ -36,7 +37,8 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "mutex", "ring", "busy", "described", "recipients", "control", "ledger", "head", "data", "epoch_at", "epoch",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", "listeners", "bell", NULL,
+        "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", "listeners", "bell", "note_at",
+        NULL,
     };
     PyObject *control, *ledger, *head, *data, *peers, *sleepers, *listeners, *bell;
     if (self->mutex) {
@@ -44,12 +46,12 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!O!O!", names, &self->mutex, &self->ring, &PyList_Type,
+            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!O!O!n", names, &self->mutex, &self->ring, &PyList_Type,
             &self->busy, &PyList_Type, &self->described, &PyTuple_Type, &self->recipients, &control, &ledger, &head,
             &data, &self->epoch_at, &self->epoch, &self->published_at, &self->order_at, &self->mask, &self->ring_index,
             &self->slots, &self->slot_bytes, &self->records_at, &self->record_bytes, &self->sent_ns_at,
             &self->constant_at, &self->slot_at, &PyTuple_Type, &peers, &self->step, &self->twice, &PyTuple_Type,
-            &sleepers, &PyTuple_Type, &listeners, &PyBytes_Type, &bell)) {
+            &sleepers, &PyTuple_Type, &listeners, &PyBytes_Type, &bell, &self->note_at)) {
         self->mutex = self->ring = self->busy = self->described = self->recipients = NULL; /* borrowed */
         return -1;
     }
@@ -60,6 +62,7 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     Py_INCREF(self->recipients);
     self->bells.peers = Py_NewRef(listeners);
     self->bells.head = Py_NewRef(bell);
+    self->head_words = Py_NewRef(head);
     if (words_of(peers, self->peers, &self->npeers) || words_of(sleepers, self->sleepers, &self->nsleepers)) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
@@ -73,6 +76,8 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
         inside = inside && in_words(&self->head, self->peers[i]) &&
                  in_words(&self->head, self->peers[i] + (self->slots - 1) * self->step);
     for (int i = 0; i < self->nsleepers; i++) inside = inside && in_words(&self->control, self->sleepers[i]);
+    inside = inside && in_words(&self->head, self->note_at) &&
+             in_words(&self->head, self->note_at + (self->slots - 1) * self->step + (self->twice ? 0 : DEADLINE - NOTE));
     if (!inside) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
@@ -96,6 +101,7 @@ static void Outbox_dealloc(Outbox *self) {
     Py_XDECREF(self->recipients);
     Py_XDECREF(self->bells.peers);
     Py_XDECREF(self->bells.head);
+    Py_XDECREF(self->head_words);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -156,10 +162,28 @@ static int becomes_free(Outbox *self, PyObject *entry, Py_ssize_t slot, int64_t 
     return 1;
 }
 
+/* What is stored beside a message, rpc/notes.py. Of a request: its note's bits and its deadline, and its call goes into
+ * `table`, under its sequence number, before anybody can see it. Of a reply: the request's number. */
+typedef struct {
+    PyObject *table, *call;
+    Word first, deadline;
+} Note;
+
+/* Sets attributes that are slots, and a new key of a dict: that runs no Python code. */
+static int enter_call(Outbox *self, const Note *note, Word seq, uint64_t slot) {
+    PyObject *number = PyLong_FromUnsignedLongLong(seq);
+    if (!number) return -1;
+    int failed = PyObject_SetAttr(note->call, s_words, self->head_words) ||
+                 set_index(note->call, s_at, (uint64_t)(self->note_at - NOTE) + slot * (uint64_t)self->step) ||
+                 PyDict_SetItem(note->table, number, note->call) || PyObject_SetAttr(note->call, s_seq, number);
+    Py_DECREF(number);
+    return failed ? -1 : 0;
+}
+
 /* Publish `nbytes` from `source` as `plan` says, if the slot at the cursor is free and nothing is unusual; see
  * Outbox_send. The caller has made sure that `source` lives, and runs no other Python code between that and this call. */
 static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot, const Plan *plan, const void *source,
-                         Py_ssize_t nbytes, int64_t patience) {
+                         Py_ssize_t nbytes, int64_t patience, const Note *note) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
     char *head = self->head.view.buf;
     uint64_t again;
@@ -169,9 +193,15 @@ static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot,
         slot >= (uint64_t)self->slots || load(ledger + self->published_at) + 1 != seq ||
         !becomes_free(self, PyList_GET_ITEM(self->busy, slot), (Py_ssize_t)slot, patience))
         Py_RETURN_NONE;
+    if (note && note->table && enter_call(self, note, seq, slot)) return NULL;
     if (set_index(self->ring, s_cursor, slot + 1 < (uint64_t)self->slots ? slot + 1 : 0)) return NULL;
 
     char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
+    if (note) {
+        Word *at = (Word *)head + self->note_at + (Py_ssize_t)slot * self->step;
+        if (note->table) store(at + DEADLINE - NOTE, note->deadline);
+        store(at, note->table ? seq << 8 | note->first : note->first);
+    }
     store((Word *)record, 0); /* nobody may take the old record for a new one */
     memcpy((char *)self->data.view.buf + (Py_ssize_t)slot * self->slot_bytes, source, (size_t)nbytes);
     store((Word *)(record + self->sent_ns_at), (Word)nanoseconds());
@@ -206,14 +236,8 @@ PyDoc_STRVAR(Outbox_send_doc,
              "send(value, patience)\n--\n\nIts sequence number; minus it if somebody who may need it sleeps; None, and "
              "nothing done, if this is not the usual case, or no slot is free within so many nanoseconds.");
 
-static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "value, patience");
-        return NULL;
-    }
-    PyObject *value = args[0], *result;
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
+static PyObject *send_tensor(Outbox *self, PyObject *value, int64_t patience, const Note *note) {
+    PyObject *result;
     Word seq;
     uint64_t slot;
     DLTensor tensor;
@@ -233,9 +257,43 @@ static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nar
             if (!self->plans[i].is_stream && same_look(&self->plans[i].look, &tensor)) plan = &self->plans[i];
     result = !plan ? Py_NewRef(Py_None)
                    : publish(self, entry, seq, slot, plan, (char *)tensor.data + tensor.byte_offset, plan->look.nbytes,
-                             patience);
+                             patience, note);
     Py_DECREF(entry);
     return result;
+}
+
+static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "value, patience");
+        return NULL;
+    }
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    return send_tensor(self, args[0], patience, NULL);
+}
+
+PyDoc_STRVAR(Outbox_ask_doc,
+             "ask(value, calls, call, bits, deadline)\n--\n\n`send(value, 0)` of a request with its note; its call is told "
+             "where it is, and put into `calls`.");
+
+static PyObject *Outbox_ask(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyDict_CheckExact(args[1]) || self->twice) {
+        PyErr_SetString(PyExc_TypeError, "value, calls, call, bits, deadline; of a work queue");
+        return NULL;
+    }
+    Note note = {args[1], args[2], PyLong_AsUnsignedLongLong(args[3]), PyLong_AsUnsignedLongLong(args[4])};
+    return PyErr_Occurred() ? NULL : send_tensor(self, args[0], 0, &note);
+}
+
+PyDoc_STRVAR(Outbox_answer_doc, "answer(value, request)\n--\n\n`send(value, 0)` of the reply to a request.");
+
+static PyObject *Outbox_answer(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !self->twice) {
+        PyErr_SetString(PyExc_TypeError, "value, request; of a fan-out");
+        return NULL;
+    }
+    Note note = {NULL, NULL, PyLong_AsUnsignedLongLong(args[1]), 0};
+    return PyErr_Occurred() ? NULL : send_tensor(self, args[0], 0, &note);
 }
 
 PyDoc_STRVAR(Outbox_send_stream_doc,
@@ -257,7 +315,7 @@ static PyObject *Outbox_send_stream(Outbox *self, PyObject *const *args, Py_ssiz
         if (self->plans[i].is_stream && self->plans[i].look.nbytes == class) {
             PyObject *entry = next_entry(self, &seq, &slot);
             if (!entry) return NULL;
-            PyObject *result = publish(self, entry, seq, slot, &self->plans[i], PyBytes_AS_STRING(args[0]), nbytes, patience);
+            PyObject *result = publish(self, entry, seq, slot, &self->plans[i], PyBytes_AS_STRING(args[0]), nbytes, patience, NULL);
             Py_DECREF(entry);
             return result;
         }
@@ -276,6 +334,8 @@ static PyMethodDef Outbox_methods[] = {
     {"retire", (PyCFunction)Outbox_retire, METH_NOARGS, retire_doc},
     {"learn", (PyCFunction)Outbox_learn, METH_VARARGS, Outbox_learn_doc},
     {"send", (PyCFunction)(void (*)(void))Outbox_send, METH_FASTCALL, Outbox_send_doc},
+    {"ask", (PyCFunction)(void (*)(void))Outbox_ask, METH_FASTCALL, Outbox_ask_doc},
+    {"answer", (PyCFunction)(void (*)(void))Outbox_answer, METH_FASTCALL, Outbox_answer_doc},
     {"send_stream", (PyCFunction)(void (*)(void))Outbox_send_stream, METH_FASTCALL, Outbox_send_stream_doc},
     {NULL, NULL, 0, NULL},
 };

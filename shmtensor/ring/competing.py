@@ -22,15 +22,6 @@ def state_word(ring: Ring, slot: int) -> int:
     return ring.state + 8 * slot
 
 
-def acknowledge(lease: Claim) -> None:
-    """The message is done: nobody gets it again. Its bytes stay while views of them live."""
-    if not lease.acknowledged:
-        lease.acknowledged = True
-        # crash: done.before
-        store(lease.words, lease.word + DONE, lease.seq)
-        # crash: done.stored
-
-
 class CompetingFeed(Feed):
     """Each message goes to whoever locks its byte first."""
 

@@ -37,7 +37,13 @@ VERSION: Final = 1
 
 FAN_OUT: Final = 1
 WORK_QUEUE: Final = 2
-KINDS: Final = {FAN_OUT: "fan-out (Publisher, Subscriber)", WORK_QUEUE: "work queue (Producer, Consumer)"}
+SERVICE: Final = 3
+"""Of a channel only: a work queue whose messages are requests. Its rings are those of a work queue."""
+KINDS: Final = {
+    FAN_OUT: "fan-out (Publisher, Subscriber)",
+    WORK_QUEUE: "work queue (Producer, Consumer)",
+    SERVICE: "service (Client, Server)",
+}
 
 # word indices in a ledger
 L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY = range(6)
@@ -92,7 +98,7 @@ class RingShape:
     capacity: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in (FAN_OUT, WORK_QUEUE):
             raise WireError(f"ring of unknown kind {self.kind}")
         if not (1 <= self.slots <= MAX_SLOTS and 64 <= self.slot_bytes <= 1 << 44 and 1 <= self.capacity <= 4096):
             raise WireError(f"ring of {self.slots} slots of {self.slot_bytes} bytes for {self.capacity} members")

@@ -10,6 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from ..memory.words import store
+from .layout import DONE
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -44,3 +47,11 @@ class Claim(Lease):
 
     acknowledged: bool
     """Whether `done` is stored."""
+
+    def acknowledge(self) -> None:
+        """The message is done: nobody gets it again. Its bytes stay while views of them live."""
+        if not self.acknowledged:
+            self.acknowledged = True
+            # crash: done.before
+            store(self.words, self.word + DONE, self.seq)
+            # crash: done.stored

@@ -36,8 +36,23 @@ class AsyncClient:
 
         return await arequest(cast("Client", self), value, meta, timeout, retry)
 
+    async def aclose(self) -> None:
+        """`close` for asyncio: other tasks run while threads that are inside a call of this client come out of it."""
+        client = cast("Client", self)
+        ends = client._requests, client._answers
+        client._cancel_all()
+        client._driver.stop(wait=False)
+        for end in ends:
+            end._stop = True
+        try:
+            for end in ends:
+                await end._until_idle()
+            await client._driver.ended()
+        finally:
+            client.close()
+
     async def __aenter__(self: _A) -> _A:
         return cast(_A, cast("Client", self).__enter__())
 
     async def __aexit__(self, *_: object) -> None:
-        cast("Client", self).close()
+        await self.aclose()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
+from ..endpoints.base import FORKED
+from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher
 from ..endpoints.workqueue import Consumer
+from ..errors import RingFull
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
+from ..ring.layout import SERVICE
 from ..ring.ring import Ring
+from ..views import outgoing
 from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
+from .posting import Posting
 
 
 class Source:
@@ -29,8 +36,13 @@ class Source:
 class Intake(Consumer):
     """Takes requests, several at once if need be."""
 
+    @property
+    def _channel_kind(self) -> int:
+        return SERVICE
+
     def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
         self._sources: dict[int, Source] = {}
+        self._last: Source | None = None
         self._sources_epoch = -1
         super().__init__(service, acknowledge="release", max_attempts=max_attempts, spin=spin)
 
@@ -41,20 +53,34 @@ class Intake(Consumer):
 
     def source_of(self, lease: Any) -> Source:
         """The client whose request this is."""
-        words = lease.words
+        words, source = lease.words, self._last
+        if source is not None and source.words is words and self._sources_epoch == self._epoch:
+            return source
         if self._sources_epoch != self._epoch:
             self._sources.clear()
             self._sources_epoch = self._epoch
-        source = self._sources.get(id(words))
+        source = self._last = self._sources.get(id(words))
         if source is None:
-            source = self._sources[id(words)] = Source(self._find(words), words)
+            source = self._last = self._sources[id(words)] = Source(self._find(words), words)
         return source
+
+    def _acknowledge(self, lease: Any) -> None:
+        if self._state != FORKED:
+            lease.acknowledge()
 
     def _find(self, words: memoryview) -> CompetingFeed:
         for feed in (*self._feeds, *self._retired):
             if any(ring.words is words for ring in feed.rings):
                 return feed
         raise LookupError("a request of an unknown client")
+
+    def recv_soon(self) -> Message | None:
+        """A usual tensor that is there very soon, or None."""
+        inlet = self._inlet
+        message: Message | None = None if inlet is None else inlet.recv(self, self._patience)
+        if message is not None and inlet.more:
+            self._share()
+        return message
 
     def clients(self) -> dict[int, bool]:
         """The uids of the clients that are attached, and whether each has left."""
@@ -69,7 +95,7 @@ class Intake(Consumer):
         refuse(self, "Server")
 
 
-class Replies(Publisher):
+class Replies(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
@@ -77,37 +103,28 @@ class Replies(Publisher):
         self._request = 0
         self._budget = BUDGET if slots is None else None
         super().__init__(channel, slots=8 if slots is None else slots, max_bytes=max_bytes)
-        self._own = self._member.index
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0
 
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
-        self._posting = threading.Lock()
-
-    def post(self, value: Any, meta: Any, request: int) -> None:
-        """Publish a reply; never waits. Raises what `send` raises."""
+    def post(self, value: Any, meta: Any, request: int, patience: float) -> None:
+        """Publish a reply; waits for so long where memory is scarce. Raises what `send` raises."""
         with self._posting:
-            outbox = self._outbox
-            if meta is None and outbox is not None:
-                ring = self._rings[0]
-                slot, words, row = ring.cursor, ring.words, ring.row
-                entry, at = ring.busy[slot], ring.state + slot
-                if entry is None or (  # where the outbox will put it, if it can
-                    words[at + entry[3][0].index * row] == 2 * entry[0] + 1
-                    if len(entry[3]) == 1
-                    else self._is_free(ring, entry)
-                ):
-                    store(words, at + self._own * row, request)
-                    sent = outbox.send(value, 0)
-                    if sent is not None:
-                        if sent < 0:
-                            self._wake_late(-sent)
-                        return
             self._request = request
-            self._send(value, meta, 0)  # by `_publish`: the outbox might find a slot at a second try
+            self._send(value, meta, patience)
+
+    async def apost(self, value: Any, request: int, patience: float) -> None:
+        """`post` for an event loop."""
+        with contextlib.suppress(RingFull):
+            self.post(value, None, request, 0)
+            return
+
+        def write(out: Outgoing, ring: Ring, slot: int) -> int:
+            self._request = request
+            return self._fill(out, value, ring, slot)
+
+        await self._with_slot(lambda: outgoing.describe(value, None), write, patience)
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
-        store(ring.words, ring.state + self._own * ring.row + slot, self._request)
+        store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)
         # crash: reply.noted
         return super()._publish(ring, slot, out, guard)

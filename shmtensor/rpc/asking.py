@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
@@ -12,17 +13,34 @@ from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
 from ..memory.words import store
 from ..ring.competing import state_word
-from ..ring.layout import ATTEMPT, CLAIMED, DEADLINE, DONE, L_PUBLISHED, NOTE, RELEASED, VERDICT
+from ..ring.layout import (
+    ATTEMPT,
+    CLAIMED,
+    DEADLINE,
+    DONE,
+    L_PUBLISHED,
+    NOTE,
+    R_RECORDS,
+    RECORD_WORDS,
+    RELEASED,
+    SERVICE,
+    VERDICT,
+)
 from ..ring.ring import Ring
 from ..views.outgoing import Outgoing
 from .notes import BUDGET, CANCELLED
+from .posting import Posting
 
 if TYPE_CHECKING:
     from .call import Call
 
 
-class Requests(Producer):
+class Requests(Posting, Producer):
     """Publishes requests with their notes, and takes back what nobody has started."""
+
+    @property
+    def _channel_kind(self) -> int:
+        return SERVICE
 
     def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         self.calls: dict[
@@ -45,53 +63,30 @@ class Requests(Producer):
 
     def drop_in_child(self) -> None:
         super().drop_in_child()
-        self._posting, self._withdrawing = threading.Lock(), threading.Lock()
+        self._withdrawing = threading.Lock()
 
     def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a request; raises what `send` raises."""
-        posting = self._posting
-        if not posting.acquire(False) and not posting.acquire(timeout=-1 if timeout is None else timeout):
+        outbox = self._outbox
+        if meta is None and outbox is not None:
+            sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
+            if sent is not None:
+                if sent < 0:
+                    self._wake_late(-sent)
+                return
+        if not self._posting.acquire(timeout=-1 if timeout is None else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
-            outbox = self._outbox
-            if meta is None and outbox is not None:
-                ring = self._rings[0]
-                slot = ring.cursor
-                words, at, entry = ring.words, ring.state + 8 * slot, ring.busy[slot]
-                if entry is None or words[at + RELEASED] == entry[0]:  # where the outbox will put it, if it can
-                    seq = self._words[L_PUBLISHED] + 1
-                    call.seq, call.words, call.at = seq, words, at
-                    self.calls[seq] = call
-                    store(words, at + DEADLINE, call.deadline)
-                    store(words, at + NOTE, seq << 8 | call.bits)
-                    sent = outbox.send(value, 0)
-                    if sent is not None:
-                        if sent < 0:
-                            self._wake_late(-sent)
-                        return
-                    del self.calls[seq]
-                    call.seq = 0
             self._next = call
-            self._send(value, meta, timeout)  # by `_publish`: the outbox might find a slot at a second try
+            self._send(value, meta, timeout)
         except BaseException:
+            self._next = None
             if call.seq > self._words[L_PUBLISHED]:
                 self.calls.pop(call.seq, None)
                 call.seq = 0
             raise
         finally:
-            posting.release()
-
-    def _try_enter(self) -> bool:
-        if not self._posting.acquire(False):
-            return False
-        if super()._try_enter():
-            return True
-        self._posting.release()
-        return False
-
-    def _exit(self) -> None:
-        super()._exit()
-        self._posting.release()
+            self._posting.release()
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         call, self._next = self._next, None
@@ -165,7 +160,8 @@ class Answers(Subscriber):
     """Receives the replies to one client. They are nobody else's, so that they may be written."""
 
     def __init__(self, channel: str, *, spin: float) -> None:
-        self._rows: dict[int, tuple[memoryview, int]] = {}
+        self._rows: dict[int, tuple[memoryview, int, int]] = {}
+        self._in_vain = False  # the last wait lasted longer than we stay awake
         self._rows_epoch = -1
         super().__init__(channel, spin=spin)
 
@@ -181,28 +177,55 @@ class Answers(Subscriber):
             self._retire_drained()
         return False  # another server may come
 
-    def recv_soon(self) -> Message | None:
-        """A usual tensor that is there very soon, or None."""
+    def take_soon(self, calls: dict[int, Call]) -> Call | bool | None:
+        """The call that the next reply is for, taken out of `calls`, with its value; False for a reply to none of
+        them; None if no usual tensor comes very soon."""
         inlet = self._inlet
-        return None if inlet is None else inlet.recv(self, self._patience)
+        return None if inlet is None else inlet.answer(calls, self._patience)
+
+    def _wait(self, timeout: float | None) -> Message:
+        """Stays awake only where that would have brought the reply before: a thread that waits for a busy server's
+        reply would take the processor that the server needs."""
+        start, spin = time.monotonic_ns(), self._spin
+        if self._in_vain:
+            self._spin = 0.0
+        self._in_vain = True
+        try:
+            message = super()._wait(timeout)
+        finally:
+            self._spin = spin
+        self._in_vain = self._sent_ns(message._lease) - start > spin * 1e9
+        return message
+
+    def _sent_ns(self, lease: Any) -> int:
+        """When a reply was published."""
+        words, _, first = self._row_of(lease)
+        sent: int = words[R_RECORDS + (lease.word - first) * RECORD_WORDS + 1]
+        return sent
 
     def request_of(self, lease: Any) -> int:
         """Which request a reply is for."""
+        words, shift, _ = self._row_of(lease)
+        request: int = words[lease.word + shift]
+        return request
+
+    def _row_of(self, lease: Any) -> tuple[memoryview, int, int]:
+        """A ring's words, how many there are from our row to its publisher's own, and where ours begins."""
         words = lease.words
         if self._rows_epoch != self._epoch:
             self._rows.clear()
             self._rows_epoch = self._epoch
         row = self._rows.get(id(words))
         if row is None:
-            row = self._rows[id(words)] = words, self._own_row(words)
-        return int(words[lease.word + row[1]])
+            row = self._rows[id(words)] = self._find_row(words)
+        return row
 
-    def _own_row(self, words: memoryview) -> int:
-        """Words from our row in a ring to its publisher's own."""
+    def _find_row(self, words: memoryview) -> tuple[memoryview, int, int]:
+        own = self._member.index
         for feed in (*self._feeds, *self._retired):
             for ring in feed.rings:
                 if ring.words is words:
-                    return (feed.index - self._member.index) * ring.row
+                    return words, (feed.index - own) * ring.row, ring.state + own * ring.row
         raise LookupError("a reply of an unknown server")
 
     def look_around(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
-from ..errors import ClosedError, ReleasedError, ShmTensorError, TimedOut
+from ..errors import ClosedError, ReleasedError, ShmTensorError
 from . import stacking
 from .request import Request
 
-if TYPE_CHECKING:
-    from .server import Server
+DEFAULT_WAIT: Final = 0.002
 
 
 class Batch:
@@ -82,52 +81,53 @@ class Batch:
 
 
 class Collector:
-    """Takes requests for a server and puts those of the same look together.
+    """Puts requests of the same look together.
 
     A batch is given out when it is full, or `max_wait` after its first request was taken; the oldest first. Requests
     of other looks wait for their own turn here, at most twice `max_batch` of all looks together.
     """
 
-    def __init__(self, server: Server, max_batch: int, max_wait: float) -> None:
-        self._server, self._max_batch, self._max_wait = server, max_batch, max_wait
+    def __init__(self, max_batch: int, max_wait: float | None) -> None:
+        self._max_batch, self._max_wait = max_batch, DEFAULT_WAIT if max_wait is None else max_wait
         self._groups: dict[Any, tuple[float, list[Request]]] = {}  # look -> when it is due, requests; oldest first
+        self._waiting = 0
 
-    def collect(self, deadline: float | None) -> Batch:
-        """The next batch; `TimedOut` if nothing came until the deadline, `ClosedError` once there will be none."""
-        while True:
-            batch = self._fill(deadline)
-            if batch is not None:
-                return batch
+    def until(self, deadline: float | None) -> float | None:
+        """How long to wait for another request."""
+        return next((due for due, _ in self._groups.values()), deadline)
 
-    def _fill(self, deadline: float | None) -> Batch | None:
-        groups, waiting = self._groups, sum(len(requests) for _, requests in self._groups.values())
-        while waiting < 2 * self._max_batch:
-            until = next((due for due, _ in groups.values()), deadline)
-            try:
-                request = self._server._take(until)
-            except (TimedOut, ClosedError):
-                if not groups:
-                    raise
-                break
-            look, alone = _look(request)
-            _, requests = groups.setdefault(look, (time.monotonic() + self._max_wait, []))
-            requests.append(request)
-            waiting += 1
-            if alone or len(requests) == self._max_batch:
-                return self._make(look)
-        return self._make(next(iter(groups)))
+    def add(self, request: Request) -> list[Request] | None:
+        """Put a request to those of its look; the requests that are to be given out now, if any."""
+        look, alone = _look(request)
+        _, requests = self._groups.setdefault(look, (time.monotonic() + self._max_wait, []))
+        requests.append(request)
+        self._waiting += 1
+        if alone or len(requests) == self._max_batch:
+            return self._pop(look)
+        return None if self._waiting < 2 * self._max_batch else self.oldest()
 
-    def _make(self, look: Any) -> Batch | None:
+    @property
+    def is_empty(self) -> bool:
+        return not self._groups
+
+    def oldest(self) -> list[Request]:
+        """The requests whose turn it is when no others come."""
+        return self._pop(next(iter(self._groups)))
+
+    def _pop(self, look: Any) -> list[Request]:
         _, requests = self._groups.pop(look)
-        requests = [request for request in requests if self._server._may_start(request)]
-        if not requests:
-            return None
-        try:
-            return Batch(requests)
-        except (ShmTensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-            for request in requests:
-                request.fail(error)
-            return None
+        self._waiting -= len(requests)
+        return requests
+
+
+def batch_of(requests: list[Request]) -> Batch | None:
+    """Requests that somebody waits for, as a batch; None, and they are answered, if they cannot be one."""
+    try:
+        return Batch(requests) if requests else None
+    except (ShmTensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        for request in requests:
+            request.fail(error)
+        return None
 
 
 def _look(request: Request) -> tuple[Any, bool]:

@@ -19,16 +19,18 @@ class Call:
     seq:      once it is posted, its place in the ring of requests: `words` and the index `at` of its slot's state
     """
 
+    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "words")
+
     words: memoryview
     at: int
-    done = False
-    value: Any = None
-    error: BaseException | None = None
-    bell: threading.Event | None = None  # of the thread that waits for it while another one receives
-    future: RequestFuture | None = None
+    value: Any
+    error: BaseException | None
+    bell: threading.Event | None  # of the thread that waits for it while another one receives
+    future: RequestFuture | None
 
     def __init__(self, deadline: int, bits: int) -> None:
-        self.deadline, self.bits, self.seq = deadline, bits, 0
+        self.deadline, self.bits, self.seq, self.done = deadline, bits, 0, False
+        self.value = self.error = self.bell = self.future = None
 
     def finish(self, value: Any, error: BaseException | None = None) -> None:
         """Its end. Called once, by whoever took it out of the client's table."""

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from ..endpoints.base import check_count, check_timeout
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..units import parse_bytes
 
 MOST_SLOTS = 1 << 16
@@ -18,6 +18,8 @@ def check_options(
     """Raise `ArgumentError` or `ArgumentTypeError` for what no server can be made with."""
     if max_batch is not None:
         check_count("max_batch", max_batch, 1, 1 << 16)
+    elif max_wait is not None:
+        raise ArgumentError("max_wait= is how long a batch waits: it needs max_batch=")
     check_timeout(max_wait)
     check_count("max_attempts", max_attempts, 1, 250)
     if slots is not None:

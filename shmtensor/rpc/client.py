@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
+from time import monotonic_ns
 from typing import Any
 
 from ..endpoints.base import TICK, check_count, check_timeout
@@ -24,6 +25,7 @@ from .aclient import AsyncClient
 from .asking import Answers, Requests
 from .call import Call, Ended, RequestFuture
 from .driver import Driver
+from .mapping import mapped
 from .notes import ONCE, check_service, reply_channel
 
 _Value = Any
@@ -79,7 +81,7 @@ class Client(AsyncClient):
         self._driver = Driver(self)
         self._ended = Ended()
         self._look_due = 0.0
-        self._nearest = 0  # no call expires before
+        self._nearest = 0  # no future expires before
         self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
 
     # --- asking
@@ -107,12 +109,15 @@ class Client(AsyncClient):
             self._requests.post(call, value, meta, timeout)
             if self._leading.acquire(False):
                 try:
-                    message = self._answers.recv_soon()
-                    if message is not None:
-                        self._hand_out(message)
+                    ended = self._answers.take_soon(self._calls)
+                    if ended is call:  # nobody else knows of it
+                        self._replied += 1
+                        call.done = True
+                        return call.value
+                    if ended is not None:
+                        self._settle(ended)
                 finally:
-                    self._leading.release()
-                    self._let_others_lead()
+                    self._stop_leading()
             return self._wait(call)
         finally:
             if not call.done:
@@ -127,6 +132,8 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         future = call.future = RequestFuture(self, call)
+        if call.deadline and (call.deadline < self._nearest or not self._nearest):
+            self._nearest = call.deadline
         self._post(call, value, meta, timeout)
         self._driver.wake()
         return future
@@ -142,39 +149,19 @@ class Client(AsyncClient):
         check_timeout(timeout)
         if window is not None:
             check_count("window", window, 1, 1 << 16)
-        return self._map(values, timeout, retry, window)
-
-    def _map(
-        self, values: Iterable[_Value], timeout: float | None, retry: bool, window: int | None
-    ) -> Iterator[_Value]:
-        waiting: deque[Call] = deque()
-        try:
-            for value in values:
-                while len(waiting) >= (window or self._requests.window):
-                    yield self._wait(waiting.popleft())
-                call = self._call(timeout, retry)
-                self._post(call, value, None, timeout)
-                waiting.append(call)
-            while waiting:
-                yield self._wait(waiting.popleft())
-        finally:
-            for call in waiting:
-                self._drop(call)
+        return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
         """A call that is to be posted now."""
         if self._requests._state:
             self._requests._refuse()
-        deadline = 0
-        if timeout is not None:
-            if type(timeout) is not float or not timeout >= 0:
-                check_timeout(timeout)
-            deadline = time.monotonic_ns() + int(timeout * 1e9)
-            if deadline < self._nearest or not self._nearest:
-                self._nearest = deadline
-        if type(retry) is not bool:
+        if retry is not True and retry is not False:
             raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
-        return Call(deadline, 0 if retry else ONCE)
+        if timeout is None:
+            return Call(0, 0 if retry else ONCE)
+        if type(timeout) is not float or not timeout >= 0:
+            check_timeout(timeout)
+        return Call(monotonic_ns() + int(timeout * 1e9), 0 if retry else ONCE)
 
     def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
         """Send a request; if that is interrupted, nobody waits for it."""
@@ -211,8 +198,7 @@ class Client(AsyncClient):
                             break
                         seconds = self._patience(call, until)
                 finally:
-                    leading.release()
-                    self._let_others_lead()
+                    self._stop_leading()
             else:
                 self._follow(call, seconds)
 
@@ -240,8 +226,9 @@ class Client(AsyncClient):
             if call.done and not self._leading.locked():  # we may have been made the successor
                 self._promote()
 
-    def _let_others_lead(self) -> None:
-        """This thread has stopped receiving: another one goes on, and the callbacks of what has ended run here."""
+    def _stop_leading(self) -> None:
+        """This thread stops receiving: another one goes on, and the callbacks of what has ended run here."""
+        self._leading.release()
         if self._calls or self._ended.futures:
             self._promote()
             self._ended.tell()
@@ -260,7 +247,7 @@ class Client(AsyncClient):
     def _until_nearest(self) -> float:
         """Seconds to receive before the next call may expire, at most a tick."""
         nearest = self._nearest
-        return min(TICK, max(0.0, (nearest - time.monotonic_ns()) * 1e-9)) if nearest else TICK
+        return min(TICK, max(0.0, (nearest - monotonic_ns()) * 1e-9)) if nearest else TICK
 
     # --- receiving: one thread at a time
 
@@ -288,10 +275,20 @@ class Client(AsyncClient):
         else:
             call = self._calls.pop(seq, None)
             if call is not None:
-                self._replied += 1
-                call.finish(message._value)
+                call.value = message._value
+                self._settle(call)
                 return
-        self._duplicates += 1  # it was given up, or two servers replied since one died before it could say that it had
+        self._settle(False)
+
+    def _settle(self, call: Call | bool) -> None:
+        """A reply came: of this call, which has its value, or of none."""
+        if isinstance(
+            call, bool
+        ):  # it was given up, or two servers replied as one died before it could say that it had
+            self._duplicates += 1
+        else:
+            self._replied += 1
+            call.finish(call.value)
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
         """A call's end, if nobody else has ended it."""
@@ -323,7 +320,7 @@ class Client(AsyncClient):
 
     def _expire(self) -> None:
         for call in list(self._calls.values()):
-            if call.deadline and time.monotonic_ns() >= call.deadline:
+            if call.deadline and monotonic_ns() >= call.deadline:
                 self._requests.cancel(call)
                 self._late += 1
                 self._end(call, None, failures.late(self._requests, call))
@@ -346,15 +343,18 @@ class Client(AsyncClient):
             if self._calls.pop(call.seq, None) is not None:
                 call.finish(None, ClosedError(str(error)))
 
+    def _cancel_all(self) -> None:
+        if not self._requests._state:
+            for call in list(self._calls.values()):
+                self._requests.cancel(call)
+
     def close(self) -> None:
         """Leave the service. Idempotent; works while values of replies are alive.
 
         Requests without a reply fail with `ClosedError`; those that no server has started never are.
         """
         requests, answers = self._requests, self._answers
-        if not requests._state:
-            for call in list(self._calls.values()):
-                requests.cancel(call)
+        self._cancel_all()
         requests.close()
         answers.close()
         self._driver.stop()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..endpoints.base import TICK
 
 if TYPE_CHECKING:
     from .client import Client
+
+
+_LOOK_S: Final = 0.005
 
 
 class Driver:
@@ -37,13 +41,21 @@ class Driver:
                     self._thread = thread
         self._wanted.set()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         """The client is closed."""
         self._stopped = True
         self._wanted.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if wait and thread is not None and thread is not threading.current_thread():
             thread.join(2 * TICK)
+
+    async def ended(self) -> None:
+        """Until the thread that was told to stop has ended, two ticks at most."""
+        import asyncio
+
+        until = time.monotonic() + 2 * TICK
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
 
 
 def _drive(driver: Driver) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .answering import Source
     from .server import Server
 
+ROOM_S = 1.0
+"""Seconds that a reply waits for its client to let go of others, where it may have no more memory."""
 MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""
 
@@ -39,19 +41,14 @@ class Request:
     tensor([3., 3.])
     """
 
-    __slots__ = ("_at", "_message", "_server", "_source", "_words", "attempt", "meta", "seq")
+    __slots__ = ("_at", "_message", "_server", "_source", "_words", "seq")
 
-    meta: Any
-    """What the client passed as `meta=`, or None."""
-    attempt: int
-    """How often the request was taken, this time included; above 1 after another server died with it."""
     seq: int
     """The client's number of this request."""
 
     def __init__(self, server: Server, message: Message, source: Source) -> None:
         self._server, self._message, self._source = server, message, source
-        self._words, self._at = source.words, message._lease.word
-        self.seq, self.attempt, self.meta = message.seq, message.attempt, message.meta
+        self._words, self._at, self.seq = source.words, message._lease.word, message.seq
 
     @property
     def value(self) -> Any:
@@ -60,6 +57,16 @@ class Request:
         if message._receiver is None:
             raise ReleasedError("this request was answered, or its server closed: take req.value before")
         return message._value
+
+    @property
+    def meta(self) -> Any:
+        """What the client passed as `meta=`, or None."""
+        return self._message.meta
+
+    @property
+    def attempt(self) -> int:
+        """How often the request was taken, this time included; above 1 after another server died with it."""
+        return self._message.attempt
 
     @property
     def cancelled(self) -> bool:
@@ -84,6 +91,12 @@ class Request:
         return (deadline - time.monotonic_ns()) * 1e-9 if deadline else None
 
     @property
+    def _patience(self) -> float:
+        """Seconds that its reply may wait for room."""
+        deadline = self._words[self._at + DEADLINE]
+        return min(ROOM_S, max(0.0, (deadline - time.monotonic_ns()) * 1e-9)) if deadline else ROOM_S
+
+    @property
     def answered(self) -> bool:
         """Whether it was answered, or given up by its server."""
         return self._message._receiver is None
@@ -96,10 +109,21 @@ class Request:
     def reply(self, value: Any) -> None:
         """Answer with a value, which is copied before this returns: as for `Publisher.send`.
 
-        Raises `ArgumentTypeError` or `ResourceError` if the value cannot be sent; then the request is still yours to
-        answer. `ReleasedError` if it was answered already.
+        Waits only where `max_bytes` leaves no room beside replies that the client has not let go of: for a second, or
+        until the client's time-out.
+
+        Raises `RingFull` if there is no room then, `ArgumentTypeError` or `ResourceError` if the value cannot be sent;
+        then the request is still yours to answer. `ReleasedError` if it was answered already.
         """
-        self._server._reply(self, value, None)
+        if not self._server._reply_soon(self, value):
+            self._server._reply(self, value, None)
+
+    async def areply(self, value: Any) -> None:
+        """`reply` for asyncio: other tasks run if it has to wait for room.
+
+        If it is cancelled, nothing is sent, and the request is still yours to answer.
+        """
+        await self._server._areply(self, value)
 
     def fail(self, error: BaseException | str) -> None:
         """Answer with an error: the client's call raises `RemoteError` with its type's name, text and traceback."""

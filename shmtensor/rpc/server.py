@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, TypeVar
 
 from ..endpoints.base import FORKED, OPEN, TICK, check_timeout
@@ -14,24 +15,25 @@ from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
-from .answering import Intake, Replies
-from .batching import Batch, Collector
+from .answering import Intake, Replies, Source
+from .aserver import AsyncServer
+from .batching import Batch, Collector, batch_of
 from .checks import check_handler, check_options
 from .notes import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, check_service, reply_channel
-from .request import Request
+from .request import Request, describe
 
 log = logging.getLogger("shmtensor")
 
 _S = TypeVar("_S", bound="Server")
 
 
-class Server:
+class Server(AsyncServer):
     """Answers the requests of a service: takes one whenever it asks for one, so that a busy server gets none.
 
     Args:
         service: the service's name, 1 to 47 of `A-Za-z0-9._-`.
         max_batch: at most so many requests at once: `recv` and iteration then give a `Batch`. None: one by one.
-        max_wait: seconds that a batch waits for more after its first request was taken.
+        max_wait: seconds that a batch waits for more after its first request was taken; None: 0.002. Needs `max_batch`.
         max_attempts: so many servers may die with a request; then it fails with `PeerDied`.
         slots: slots of the first ring of replies to a client; a client that keeps its replies makes rings be added.
             None: 8, or as many of large replies as take 256 MiB, at least 2; fewer where `max_bytes` is less.
@@ -57,7 +59,7 @@ class Server:
         service: str,
         *,
         max_batch: int | None = None,
-        max_wait: float = 0.002,
+        max_wait: float | None = None,
         max_attempts: int = 3,
         slots: int | None = None,
         max_bytes: int | str | None = None,
@@ -66,7 +68,7 @@ class Server:
         check_service(service)
         check_options(max_batch, max_wait, max_attempts, slots, max_bytes)
         self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
-        self._collector = None if max_batch is None else Collector(self, max_batch, max_wait)
+        self._collector = None if max_batch is None else Collector(max_batch, max_wait)
         self._replies: dict[int, Replies] = {}
         self._replies_epoch = -1
         self._opening = threading.Lock()
@@ -89,50 +91,76 @@ class Server:
         """
         check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        return self._take(deadline) if self._collector is None else self._collector.collect(deadline)
+        return self._take(deadline) if self._collector is None else self._collect(self._collector, deadline)
 
     def _take(self, deadline: float | None) -> Request:
         """One request; `TimedOut` at the deadline, `ClosedError` once there will be none."""
         intake = self._intake
         while True:
-            seconds = TICK if deadline is None else max(0.0, min(TICK, deadline - time.monotonic()))
-            if self._stopping:
-                raise ClosedError(f'Server of service "{intake.name}" was stopped')
+            message = None if self._stopping else intake.recv_soon()
             try:
-                message = intake.recv(timeout=seconds)
+                if message is None:
+                    message = intake.recv(timeout=self._patience(deadline))
             except TimedOut:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimedOut(f'service "{intake.name}": no request in time') from None
-                self._let_clients_go()
+                self._look_around(deadline)
                 continue
-            # crash: request.taken
-            self._taken += 1
-            if intake._epoch != self._replies_epoch:
-                self._let_clients_go()
-            request = Request(self, message, intake.source_of(message._lease))
-            self._open[id(request)] = message
-            del message
-            if self._should_start(request):
+            request = self._accept(message, intake.source_of(message._lease))
+            if request is not None:
                 return request
+            del message  # and with it its slot
+
+    def _collect(self, collector: Collector, deadline: float | None) -> Batch:
+        while True:
+            try:
+                batch = self._batch(collector.add(self._take(collector.until(deadline))))
+            except (TimedOut, ClosedError):
+                if collector.is_empty:
+                    raise
+                batch = self._batch(collector.oldest())
+            if batch is not None:
+                return batch
+
+    def _batch(self, requests: list[Request] | None) -> Batch | None:
+        return batch_of([each for each in requests if self._may_start(each)]) if requests else None
+
+    def _patience(self, deadline: float | None) -> float:
+        """Seconds to wait before looking around; `ClosedError` once there is nothing to wait for."""
+        if self._stopping:
+            raise ClosedError(f'Server of service "{self.name}" was stopped')
+        return TICK if deadline is None else max(0.0, min(TICK, deadline - time.monotonic()))
+
+    def _look_around(self, deadline: float | None) -> None:
+        """Nothing came for a while; `TimedOut` at the deadline."""
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimedOut(f'service "{self.name}": no request in time')
+        self._let_clients_go()
+
+    def _accept(self, message: Message, source: Source) -> Request | None:
+        """The request that a message is; None if nobody waits for it any more."""
+        # crash: request.taken
+        self._taken += 1
+        if self._intake._epoch != self._replies_epoch:
+            self._let_clients_go()
+        request = Request(self, message, source)
+        self._open[id(request)] = message
+        words, at = source.words, request._at
+        if words[at + NOTE] == request.seq << 8 and message.attempt == 1 and not source.feed.gone:
+            deadline = words[at + DEADLINE]
+            if not deadline or monotonic_ns() < deadline:
+                return request
+        return request if self._should_start(request) else None
 
     def _should_start(self, request: Request) -> bool:
         """Whether somebody waits for a request that may still be started; else it is finished here."""
         words, at = request._words, request._at
         note = words[at + NOTE]
-        if (
-            note == request.seq << 8
-            and not words[at + DEADLINE]
-            and request.attempt == 1
-            and not request._source.feed.gone
-        ):
-            return True
         if note >> 8 != request.seq:
             request._finish(DROPPED)  # not of a client
             self._dropped += 1
         elif note & CANCELLED or request._source.feed.gone:
             request._finish()
             self._cancelled += 1
-        elif (deadline := words[at + DEADLINE]) and time.monotonic_ns() >= deadline:
+        elif (deadline := words[at + DEADLINE]) and monotonic_ns() >= deadline:
             request._finish()
             self._expired += 1
         elif request.attempt > 1 and request._once:
@@ -161,7 +189,7 @@ class Server:
 
     def __next__(self) -> Any:
         try:
-            return self._take(None) if self._collector is None else self._collector.collect(None)
+            return self._take(None) if self._collector is None else self._collect(self._collector, None)
         except ClosedError:
             if self._stopping or self._intake._state not in (OPEN, FORKED):
                 raise StopIteration from None
@@ -183,7 +211,10 @@ class Server:
         try:
             request.reply(handler(request.value))
         except Exception as error:
-            log.warning('service "%s": the handler raised %s: %s', self.name, type(error).__name__, str(error))
+            text = describe(error)  # of the error itself, a log that is kept would keep the request's slot
+            log.warning(
+                'service "%s": the handler raised %s\n%s', self.name, type(error).__name__, text["traceback"].rstrip()
+            )
             with contextlib.suppress(ClosedError):
                 request.fail(error)
 
@@ -193,43 +224,86 @@ class Server:
 
     # --- answering
 
+    def _reply_soon(self, request: Request, value: Any) -> bool:
+        """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
+        source, message = request._source, request._message
+        replies = source.replies
+        outbox = None if replies is None else replies._outbox
+        if (
+            outbox is None
+            or message._receiver is None
+            or source.feed.gone
+            or request._words[request._at + NOTE] != request.seq << 8
+        ):
+            return False
+        sent = outbox.answer(value, request.seq)
+        if sent is None:
+            return False
+        if sent < 0:
+            replies._wake_late(-sent)  # type: ignore[union-attr]
+        self._replied += 1
+        if self._open.pop(id(request), None) is not None:
+            message._receiver = None  # type: ignore[assignment]
+            message._lease.acknowledge()
+            message._value = message._hold = message._lease = None
+        return True
+
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
+        replies, sent = self._replies_for(request), False
+        meta = None if error is None else {FAILED: True}
+        try:
+            if replies is not None:
+                replies.post(value, meta, request.seq, request._patience)
+                sent = True
+        except ClosedError:
+            self._check_open(replies)
+        except (ResourceError, RingFull):
+            if error is None:
+                raise
+            self._dropped += 1
+            request._finish(NO_ROOM)
+            return
+        self._settle(request, sent, error is not None)
+
+    async def _areply(self, request: Request, value: Any) -> None:
+        replies, sent = self._replies_for(request), False
+        try:
+            if replies is not None:
+                await replies.apost(value, request.seq, request._patience)
+                sent = True
+        except ClosedError:
+            self._check_open(replies)
+        self._settle(request, sent, False)
+
+    def _replies_for(self, request: Request) -> Replies | None:
+        """Where the reply to a request goes; None if nobody waits for it."""
         if request._message._receiver is None:
             raise ReleasedError("this request was answered already, or its server has closed")
         if self._intake._state:
             self._intake._refuse()
-        sent = False
-        if not request.cancelled:
-            try:
-                sent = self._send(request, value, None if error is None else {FAILED: True})
-            except (ResourceError, RingFull):
-                if error is None:
-                    raise
-                self._dropped += 1
-                request._finish(NO_ROOM)
-                return
-        # crash: reply.sent
-        if not sent:
-            self._cancelled += 1
-        elif error is None:
-            self._replied += 1
-        else:
-            self._failed += 1
-        request._finish()
-
-    def _send(self, request: Request, value: Any, meta: Any) -> bool:
-        """Send a reply; False if its client has left meanwhile."""
         source = request._source
+        if source.feed.gone or (request._words[request._at + NOTE] != request.seq << 8 and request.cancelled):
+            return None
         replies = source.replies
         if replies is None or replies._state:
             replies = source.replies = self._replies_to(source.feed.uid)
-        try:
-            replies.post(value, meta, request.seq)
-        except ClosedError:
-            if self._intake._state or not replies.closed:
-                raise
-            return False
-        return True
+        return replies
+
+    def _check_open(self, replies: Replies | None) -> None:
+        """Inside `except`: raise again unless it was a client's leaving that closed its publisher."""
+        if self._intake._state or replies is None or not replies.closed:
+            raise
+
+    def _settle(self, request: Request, sent: bool, failed: bool) -> None:
+        """A request is answered, or nobody waits for its answer."""
+        # crash: reply.sent
+        if not sent:
+            self._cancelled += 1
+        elif failed:
+            self._failed += 1
+        else:
+            self._replied += 1
+        request._finish()
 
     def _replies_to(self, uid: int) -> Replies:
         replies = self._replies.get(uid)

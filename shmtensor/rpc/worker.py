@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,12 @@ Handler = Callable[[Any], Any]
 
 
 def main(
-    service: str, handler: Handler | str, options: dict[str, Any], told: Connection, ours: Connection | None
+    service: str,
+    number: int,
+    handler: Handler | str,
+    options: dict[str, Any],
+    told: Connection,
+    ours: Connection | None,
 ) -> None:
     """Serve until SIGTERM, or until the pool's end of `told` is closed, and finish what was taken.
 
@@ -44,12 +50,22 @@ def main(
     except (ArgumentError, ArgumentTypeError) as error:  # another try would end alike
         told.send(str(error))
         return
+    log_to_stderr(number)
     with Server(service, **options) as server:
         stopping.append(server)
         if stopped.is_set():
             server.stop()
         told.send(None)
         server.run(function)
+
+
+def log_to_stderr(number: int) -> None:
+    """What the library logs in this worker goes to stderr, unless the handler's module has set up logging."""
+    log = logging.getLogger("shmtensor")
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s worker {number}: %(message)s"))
+        log.addHandler(handler)
 
 
 def load(handler: Handler | str) -> Handler:

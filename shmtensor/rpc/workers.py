@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,12 @@ KILLED: Final = 3
 """Exit code of a pool that killed workers before they had finished."""
 STEADY: Final = 60.0
 """Seconds that a worker must have served for its deaths before to be forgiven."""
+UNGUARDED: Final = 121
+"""Exit code of a worker that would start a pool by importing the program that it is a worker of."""
+_UNGUARDED_TEXT: Final = (
+    "importing this program starts the pool, and every worker imports it: put the call below a line "
+    '`if __name__ == "__main__":`'
+)
 
 
 class _Worker:
@@ -84,7 +92,7 @@ class WorkerPool:
         name: str,
         workers: int = 1,
         max_batch: int | None = None,
-        max_wait: float = 0.002,
+        max_wait: float | None = None,
         max_attempts: int = 3,
         slots: int | None = None,
         max_bytes: int | str | None = None,
@@ -101,6 +109,7 @@ class WorkerPool:
             raise ArgumentTypeError(f"handler must be callable or a string module:name, not {type(handler).__name__}")
         if not isinstance(handler, str):
             check_handler(handler)
+        _check_importable()
         self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
         if not isinstance(handler, str) and self._context.get_start_method() != "fork":
             _check_picklable(handler)
@@ -277,7 +286,7 @@ class WorkerPool:
     def _start(self, each: _Worker) -> None:
         ours, theirs = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
-        arguments = self.name, self._handler, self._options, theirs, ours if forked else None
+        arguments = self.name, each.number, self._handler, self._options, theirs, ours if forked else None
         process = self._context.Process(
             target=worker.main, args=arguments, name=f"shmtensor worker {each.number} of {self.name}"
         )
@@ -306,6 +315,10 @@ class WorkerPool:
             return 0
         if since is not None and time.monotonic() - since >= STEADY:
             each.deaths = 0
+        if code == UNGUARDED and since is None:
+            log.error("worker %d: %s", each.number, _UNGUARDED_TEXT)
+            self._stop_reason = _UNGUARDED_TEXT
+            return 1
         each.deaths += 1
         if each.deaths > self._max_restarts:
             log.error(
@@ -330,6 +343,13 @@ def _how(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def _check_importable() -> None:
+    """End a worker that has come here while it imports the pool's program: it would start workers without end."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself tells
+        print(_UNGUARDED_TEXT, file=sys.stderr, flush=True)
+        os._exit(UNGUARDED)  # a fork server makes no difference between exceptions
 
 
 def _check_picklable(handler: Callable[..., Any]) -> None:

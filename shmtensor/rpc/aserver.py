@@ -1,0 +1,100 @@
+"""What a `Server` offers to an event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ..endpoints.base import FORKED, OPEN, check_timeout
+from ..errors import ClosedError, TimedOut
+
+if TYPE_CHECKING:
+    from .batching import Batch, Collector
+    from .request import Request
+    from .server import Server
+
+_A = TypeVar("_A", bound="AsyncServer")
+
+
+class AsyncServer:
+    """The calls of `Server` that an event loop can wait for. `req.reply` is none of them: it never waits."""
+
+    async def arecv(self, *, timeout: float | None = None) -> Any:
+        """`recv` for asyncio: other tasks run while this one waits, and no thread is used.
+
+        Several tasks may wait at one server. A task that is cancelled while it waits has taken nothing; what it had put
+        aside for a batch is in the next one.
+
+        Arguments and errors are those of `recv`; also `LoopError`, if tasks of another event loop wait at this server.
+
+        >>> import asyncio, shmtensor, torch
+        >>> async def main():
+        ...     async with shmtensor.Server("doc") as server, shmtensor.Client("doc") as client:
+        ...         asking = asyncio.create_task(client.arequest(torch.arange(3), timeout=5))
+        ...         req = await server.arecv(timeout=5)
+        ...         req.reply(-req.value)
+        ...         return await asking
+        >>> asyncio.run(main())
+        tensor([ 0, -1, -2])
+        """
+        check_timeout(timeout)
+        server = cast("Server", self)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if server._collector is None:
+            return await _take(server, deadline)
+        return await _collect(server, server._collector, deadline)
+
+    def __aiter__(self: _A) -> _A:
+        return self
+
+    async def __anext__(self) -> Any:
+        server = cast("Server", self)
+        try:
+            return await self.arecv()
+        except ClosedError:
+            if server._stopping or server._intake._state not in (OPEN, FORKED):
+                raise StopAsyncIteration from None
+            raise
+
+    async def aclose(self) -> None:
+        """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""
+        server = cast("Server", self)
+        server._stopping = server._intake._stop = True
+        try:
+            await server._intake._until_idle()
+        finally:
+            server.close()
+
+    async def __aenter__(self: _A) -> _A:
+        return cast(_A, cast("Server", self).__enter__())
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def _take(server: Server, deadline: float | None) -> Request:
+    """`Server._take`."""
+    intake = server._intake
+    while True:
+        try:
+            message = await intake.arecv(timeout=server._patience(deadline))
+        except TimedOut:
+            server._look_around(deadline)
+            continue
+        request = server._accept(message, intake.source_of(message._lease))
+        if request is not None:
+            return request
+        del message  # and with it its slot
+
+
+async def _collect(server: Server, collector: Collector, deadline: float | None) -> Batch:
+    """`Server._collect`."""
+    while True:
+        try:
+            batch = server._batch(collector.add(await _take(server, collector.until(deadline))))
+        except (TimedOut, ClosedError):
+            if collector.is_empty:
+                raise
+            batch = server._batch(collector.oldest())
+        if batch is not None:
+            return batch

@@ -1,0 +1,116 @@
+"""Requests and replies by the compiled module: the same notes, the same ends, whoever else is at it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import pytest
+import torch
+
+import shmtensor
+from shmtensor import hot
+from shmtensor.ring.layout import DEADLINE, NOTE
+from shmtensor.rpc.notes import CANCELLED, ONCE
+
+from .services import PATIENCE
+from .test_rpc import pair, serving  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not hot.BUILT, reason="shmtensor.hot._hot is not built, or SHMTENSOR_PURE is set")
+
+
+def warm(client, server) -> None:
+    """Until both ways are compiled."""
+    for _ in range(3):
+        future = client.submit(torch.zeros(4), timeout=PATIENCE)
+        req = server.recv(timeout=PATIENCE)
+        req.reply(req.value)
+        del req
+        future.result(timeout=PATIENCE)
+    assert client._requests._outbox is not None
+    assert client._answers._inlet is not None
+
+
+def test_the_words_are_those_of_the_python_code(pair):  # noqa: F811
+    client, server = pair
+    seen = {}
+    for how in ("Python", "compiled"):
+        if how == "compiled":
+            warm(client, server)
+        meta = {"by": "Python"} if how == "Python" else None  # which the compiled module leaves alone
+        call = client._call(PATIENCE, False)
+        client._requests.post(call, torch.ones(4), meta, PATIENCE)
+        assert client._calls[call.seq] is call
+        req = server.recv(timeout=PATIENCE)
+        seen[how] = [
+            call.words[call.at + NOTE] - (call.seq << 8), call.words[call.at + DEADLINE] == call.deadline,
+            req.seq == call.seq, req._at == call.at, 0 < req.remaining <= PATIENCE,
+        ]  # fmt: skip
+        client._requests.cancel(call)
+        assert call.words[call.at + NOTE] == call.seq << 8 | ONCE | CANCELLED
+        assert req.cancelled
+        client._drop(call)
+        req.reply(req.value)
+        del req
+    assert seen["Python"] == seen["compiled"] == [ONCE, True, True, True, True]
+
+
+def test_a_reply_to_nobody_is_dropped(pair):  # noqa: F811
+    client, server = pair
+    warm(client, server)
+    call = client._call(PATIENCE, True)
+    client._requests.post(call, torch.ones(4), None, PATIENCE)
+    req = server.recv(timeout=PATIENCE)
+    client._calls.clear()  # its thread was interrupted a moment ago
+    req.reply(req.value)
+    del req
+    assert client._answers._inlet.answer(client._calls, 0) is False
+    assert client._answers.statistics().leases == 0
+    with serving(server, torch.neg):
+        assert client.request(torch.ones(4), timeout=PATIENCE).tolist() == [-1] * 4
+
+
+def test_threads_share_a_client_of_plain_tensors(pair):  # noqa: F811
+    client, server = pair
+    begin = threading.Barrier(6)
+
+    def ask(base: int) -> list[int]:
+        begin.wait(PATIENCE)
+        return [int(client.request(torch.full((4,), base + step), timeout=PATIENCE)[0]) for step in range(300)]
+
+    with serving(server, torch.neg), concurrent.futures.ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, 1000 * index) for index in range(6)]
+        for index, future in enumerate(asked):
+            assert future.result() == [-1000 * index - step for step in range(300)]
+    statistics = client.statistics()
+    assert (statistics.duplicates, statistics.outstanding, statistics.replies) == (0, 0, 1800)
+
+
+def test_a_full_ring_is_left_to_the_python_code(channel):
+    with shmtensor.Server(channel) as server, shmtensor.Client(channel, slots=2) as client:
+        warm(client, server)
+        futures = [client.submit(torch.zeros(4)) for _ in range(2)]
+        with pytest.raises(shmtensor.RingFull):
+            client.submit(torch.zeros(4), timeout=0)
+        assert len(client._calls) == 2
+        with serving(server, torch.neg):
+            for future in futures:
+                future.result(timeout=PATIENCE)
+
+
+def test_what_is_no_endpoint_of_theirs_is_refused(pair):  # noqa: F811
+    client, server = pair
+    warm(client, server)
+    outbox, inlet = client._requests._outbox, client._answers._inlet
+    value = torch.zeros(4)
+    for wrong in (
+        lambda: outbox.answer(value, 1), lambda: outbox.ask(value, [], None, 0, 0), lambda: outbox.ask(value),
+        lambda: outbox.ask(value, {}, None, "bits", 0), lambda: inlet.answer([], 0), lambda: inlet.answer({}),
+        lambda: server._intake._inlet.answer({}, 0),
+    ):  # fmt: skip
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(AttributeError):
+        outbox.ask(value, {}, object(), 0, 0)  # which cannot be told where it is
+    with serving(server, torch.neg):
+        assert client.request(torch.ones(4), timeout=PATIENCE).tolist() == [-1] * 4
