@@ -114,3 +114,56 @@ def test_what_is_no_endpoint_of_theirs_is_refused(pair):  # noqa: F811
         outbox.ask(value, {}, object(), 0, 0)  # which cannot be told where it is
     with serving(server, torch.neg):
         assert client.request(torch.ones(4), timeout=PATIENCE).tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize(
+    "ends", [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
+)
+def test_several_senders(channel, ends):
+    """Each has an inlet of its own; each one's messages come in order; all are forgotten when one leaves."""
+    make_tx, make_rx = ends
+    with make_rx(channel) as rx, make_tx(channel) as first, make_tx(channel) as second, make_tx(channel) as third:
+        senders = [first, second, third]
+        for number in range(40):
+            for which, tx in enumerate(senders):
+                tx.send(torch.full((3,), 1000 * which + number))
+            got = []
+            for _ in senders:
+                with rx.recv(timeout=PATIENCE) as message:
+                    got.append(int(message.value[0]))
+                del message
+            assert sorted(got) == [1000 * which + number for which in range(3)]
+        assert all(feed.inlet is not None for feed in rx._feeds)
+        assert rx._inlet is None
+        inlets = [feed.inlet for feed in rx._feeds]
+        third.close()
+        for which, tx in enumerate(senders[:2]):
+            for number in range(5):
+                tx.send(torch.full((3,), 1000 * which + number))
+        got = []
+        for _ in range(10):
+            with rx.recv(timeout=PATIENCE) as message:
+                got.append(int(message.value[0]))
+            del message
+        assert sorted(got) == [1000 * which + number for which in range(2) for number in range(5)]
+        assert [number for number in got if number < 1000] == list(range(5))
+        assert not any(feed.inlet in inlets for feed in rx._feeds)
+        statistics = rx.statistics()
+        assert (statistics.received, statistics.received_bytes, statistics.leases) == (130, 130 * 24, 0)
+
+
+def test_several_clients_and_servers(channel):
+    """Every reply is its request's, whoever takes it."""
+    with shmtensor.Server(channel) as one, shmtensor.Server(channel) as other:
+        with serving(one, torch.neg), serving(other, torch.neg):
+
+            def ask(base: int) -> list[int]:
+                with shmtensor.Client(channel) as client:
+                    values = (torch.full((4,), base + step) for step in range(300))
+                    return [int(reply[0]) for reply in client.map(values, timeout=PATIENCE)]
+
+            with concurrent.futures.ThreadPoolExecutor(4) as threads:
+                asked = [threads.submit(ask, 1000 * index) for index in range(4)]
+                for index, future in enumerate(asked):
+                    assert future.result() == [-1000 * index - step for step in range(300)]
+        assert one.statistics().replied + other.statistics().replied == 1200

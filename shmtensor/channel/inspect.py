@@ -139,15 +139,14 @@ class _Look:
 
     channel: str
     kind: int = 0
-
-    @property
-    def ring_kind(self) -> int:
-        return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
-
     locked: bool = False
     members: list[MemberView] = field(default_factory=list)
     held: list[HeldMessage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def ring_kind(self) -> int:
+        return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
 
 
 def look(channel: str) -> ChannelView:

@@ -144,6 +144,9 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
         return (LatestFeed if self._latest else BroadcastFeed)(*args, member_uid=self._member.uid)
 
     def _take(self, feed: BroadcastFeed) -> Message | None:
+        message = self._take_usual(feed)
+        if message is not None:
+            return message
         while seq := feed.next():
             missed = seq - feed.position - 1
             found = array = lease = None
@@ -180,12 +183,14 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
 
     def _learn(self, feed: BroadcastFeed, found: Found, value: Any) -> None:
         """From now on, records like this one go by the compiled module, if there is one and nothing is unusual."""
-        if self._latest or len(self._feeds) != 1 or not feed.started or found.ring.index or not found.raw:
+        if self._latest or not feed.started or found.ring.index or not found.raw:
             return
-        if self._inlet is None:
-            self._inlet = usual.inlet(self, feed, found)
-        if self._inlet is not None:
-            self._inlet.learn(found.slot, found.raw, found.nbytes, value)
+        if feed.inlet is None:
+            feed.inlet = usual.inlet(self, feed, found)
+            if len(self._feeds) == 1:
+                self._inlet = feed.inlet
+        if feed.inlet is not None:
+            feed.inlet.learn(found.slot, found.raw, found.nbytes, value)
 
     def _make_private(self, message: Message) -> None:
         message._value = pack.copy_value(message._value)

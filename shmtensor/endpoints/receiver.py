@@ -192,6 +192,15 @@ class Receiver(Sources[_F]):
             inlet.retire()
             self._received += inlet.received
             self._received_bytes += inlet.received_bytes
+        for feed in (*self._feeds, *self._retired):
+            if feed.inlet is not None:
+                feed.inlet.retire()
+                feed.inlet = None
+
+    def _take_usual(self, feed: _F) -> Message | None:
+        """The next message of one sender of several, if it is like one before."""
+        inlet = feed.inlet
+        return None if inlet is None or self._inlet is not None else inlet.poll(self, 0)
 
     def _compiled(self) -> list[Any]:
         """Every inlet that messages may have come by."""

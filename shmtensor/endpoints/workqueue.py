@@ -131,7 +131,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         self._current: tuple[Claim, Any] | None = None
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
-        self._inlets: dict[int, Any] = {}  # by ring; `_inlet` is the one of the ring where the last message was
+        self._inlets: dict[tuple[int, int], Any] = {}  # by sender and ring
         super().__init__(channel, spin=spin)
 
     def _prepare(self, member: Member) -> None:
@@ -211,6 +211,11 @@ class Consumer(AsyncReceiver[CompetingFeed]):
             self._ring_sibling(self._member.uid, None)
 
     def _take(self, feed: CompetingFeed) -> Message | None:
+        message = self._take_usual(feed)
+        if message is not None:
+            if self._siblings and self._has_more():
+                self._ring_sibling(feed.uid, None)
+            return message
         while seq := feed.next():
             feed.position = seq
             try:
@@ -239,16 +244,18 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         """From now on, records like this one go by the compiled module, if there is one and nothing is unusual.
 
         `value` is a tensor, or None for a stream: see `Inlet.learn`."""
-        if len(self._feeds) != 1 or not found.raw:
+        if not found.raw:
             return
-        index = found.ring.index
+        index = feed.uid, found.ring.index
         inlet = self._inlets.get(index)
         if inlet is None:
             siblings = tuple(peer.asleep for peer in self._siblings.values())
             inlet = usual.inlet(self, feed, found, siblings)
         if inlet is not None:
             inlet.learn(found.slot, found.raw, found.nbytes, value)
-            self._inlet = self._inlets[index] = inlet  # the next messages are mostly in the same ring
+            feed.inlet = self._inlets[index] = inlet  # the next messages are mostly in the same ring
+            if len(self._feeds) == 1:
+                self._inlet = inlet
 
     def _unlearn(self) -> None:
         inlets, self._inlets = self._inlets, {}

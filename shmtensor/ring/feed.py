@@ -49,7 +49,7 @@ class Feed(ABC):
 
     __slots__ = (
         "__weakref__", "_asleep", "_control", "_posted", "_rouser", "attach_ring", "closing", "emptied", "gone",
-        "index", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
+        "index", "inlet", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Feed(ABC):
         self.attach_ring, self.emptied = attach_ring, emptied
         self.rings: list[Ring] = []
         self.position = 0
+        self.inlet: Any = None  # of the compiled module, for the ring that the last message was in: endpoints/usual.py
         self.leases: dict[int, Lease] = {}  # by sequence number
         self.gone = False  # the producer is closed or dead: nothing follows what is published
         self.closing = False  # this receiver reads no more; `emptied` is told when the last lease ends
