@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import flight, index, link, names, staged, staging
+from shmtensor.checkpoint import flight, index, link, names, staged, transfer
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.loader import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
@@ -278,17 +278,15 @@ def test_too_little_memory_is_refused(make):
         make(memory=1000)
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_a_save_that_is_interrupted_leaves_nothing(make, monkeypatch):
     writer = make()
-    good = staging.copy
-
-    def interrupt(target, source):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(staging, "copy", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(transfer, "move_all", interrupt)
         writer.save(state_of(1))
-    monkeypatch.setattr(staging, "copy", good)
     assert number_in(writer.save(state_of(2)).durable.result(PATIENCE).path) == 2
     assert checkpoints(Path(writer.directory)) == ["step-00000002.safetensors"]
 
