@@ -154,8 +154,8 @@ WORKLOAD = Workload(
     what=(
         "One process. Each library loads the file that it wrote, in the directory for temporary files. The call, and "
         "the call with a sum over every tensor: a mapped file is read only then. load_file maps as well, so that from "
-        "the page cache it copies nothing, which a reading row does, and so does the "
-        "row that clones what was mapped: their tensors have memory of their own. Disk: the file was dropped from the page cache by "
+        "the page cache it copies nothing, which a reading row does, and so does the row that clones what was mapped: "
+        "their tensors have memory of their own. Disk: the file was dropped from the page cache by "
         "posix_fadvise before; what the disk itself caches is not under control. shmtensor's reading rows compare "
         "digests, but for one; tensorizer's do not (its default). tensorizer has as many readers as there are cores."
     ),

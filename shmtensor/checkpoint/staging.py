@@ -61,11 +61,17 @@ class Staging:
                 loans = [self._insist(partial(stager.lend, number, chunks[done].index), deadline, handle)]
                 if not loud:
                     loans += stager.lend_more(number, [chunk.index for chunk in chunks[done + 1 :]])
-                batch = chunks[done : done + len(loans)]
-                transfer.fill(batch, [loan.array for loan in loans])
-                for loan in loans:
-                    # crash: stage.copied
-                    stager.publish(loan, loud=loud)
+                slots = [loan.array for loan in loans]
+                try:
+                    transfer.fill(chunks[done : done + len(loans)], slots)
+                    for loan in loans:
+                        # crash: stage.copied
+                        stager.publish(loan, loud=loud)
+                except BaseException:
+                    slots.clear()  # whoever keeps the exception keeps this frame, and must not keep the slots
+                    for loan in loans:
+                        loan.discard()
+                    raise
                 done += len(loans)
             # crash: stage.filled
             self._insist(partial(stager.tell, END, number), deadline, handle)

@@ -52,11 +52,15 @@ class Transfer:
                 else:
                     slot[at : at + nbytes] = 0 if data is None else np.frombuffer(data, np.uint8)
             slot[chunk.nbytes : -(-chunk.nbytes // PAGE) * PAGE] = 0
-        move_all(moves, (self._plan, slots))
+        move_all(moves, (self._plan, *slots))
 
 
 def move_all(moves: Sequence[Move], owners: object) -> None:
-    """Copy runs of host memory. `owners` stay alive until the last byte is copied, whatever happens to the caller."""
+    """Copy runs of host memory.
+
+    Each thread keeps the `owners` alive until it is done, also if an exception ends the wait for it; the exception's
+    own frames do not.
+    """
     total = sum(nbytes for _, _, nbytes in moves)
     count = _threads() if total > ALONE else 1
     first, *rest = _shares(moves, -(-total // count)) if count > 1 else [moves]
@@ -67,16 +71,17 @@ def move_all(moves: Sequence[Move], owners: object) -> None:
             try:
                 helper.start()
             except RuntimeError:  # no more threads may be made
-                _move(share, owners)
+                _move(share)
                 continue
             helpers.append(helper)
-        _move(first, owners)
+        del owners
+        _move(first)
     finally:
         for helper in helpers:
             helper.join()
 
 
-def _move(moves: Sequence[Move], owners: object) -> None:
+def _move(moves: Sequence[Move], owners: object = None) -> None:
     for to, source, nbytes in moves:
         move(to, source, nbytes)
 
