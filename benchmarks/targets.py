@@ -144,7 +144,8 @@ TARGETS: tuple[Target, ...] = (
         )
         for place in ("page cache", "disk")
         for how, rival in (
-            ("mapped", "safetensors load_file"), ("read", "safetensors load_file"), ("read", "tensorizer"),
+            ("mapped", "safetensors load_file"), ("read", "safetensors load_file"),
+            ("read", "safetensors load_file, cloned"), ("read", "tensorizer"),
         )
     ),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import flight, index, link, names, staged, staging
+from shmtensor.checkpoint import flight, index, link, names, staged, transfer
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.loader import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
@@ -278,19 +278,30 @@ def test_too_little_memory_is_refused(make):
         make(memory=1000)
 
 
-def test_a_save_that_is_interrupted_leaves_nothing(make, monkeypatch):
-    writer = make()
-    good = staging.copy
-
-    def interrupt(target, source):
+def interrupt(moves, owners=None):
+    del moves, owners  # the frames of an exception hold what they hold
+    if threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging, "copy", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+
+def test_a_save_that_is_interrupted_leaves_nothing(make, monkeypatch):
+    writer = make()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(transfer, "move_all", interrupt)
         writer.save(state_of(1))
-    monkeypatch.setattr(staging, "copy", good)
     assert number_in(writer.save(state_of(2)).durable.result(PATIENCE).path) == 2
     assert checkpoints(Path(writer.directory)) == ["step-00000002.safetensors"]
+
+
+def test_an_exception_that_is_kept_does_not_keep_the_slots(make, monkeypatch):
+    state = state_of(1, count=40)
+    writer = make(memory="10MiB")  # room for one
+    writer.save(state).durable.result(PATIENCE)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
+        patched.setattr(transfer, "_move", interrupt)
+        writer.save(state)
+    assert writer.save(state, timeout=PATIENCE).durable.result(PATIENCE)
+    assert kept.value.__traceback__ is not None
 
 
 # --- the writing process

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 import shmtensor
+from shmtensor.memory import mapped_file, words
 from shmtensor.memory import segment as shm
-from shmtensor.memory import words
 from shmtensor.memory.semaphores import Sleeper, unlink_semaphore
 
 
@@ -231,3 +231,23 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_a_forked_child_copies_although_torchs_threads_are_gone(channel):
     done = subprocess.run([sys.executable, "-c", COPIER, channel], timeout=120, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, 4097, mapped_file.HUGE_PAGE - 1, mapped_file.HUGE_PAGE, 3 * mapped_file.HUGE_PAGE + 5]
+)
+def test_fresh_memory_is_zeros_and_lives_as_long_as_its_views(nbytes):
+    array = mapped_file.fresh(nbytes)
+    assert array.shape == (nbytes,)
+    assert not array.any()
+    if nbytes >= mapped_file.HUGE_PAGE:
+        assert array.ctypes.data % mapped_file.HUGE_PAGE == 0
+    array[:] = 7
+    last = array[-1:]
+    del array
+    assert last[0] == 7
+
+
+def test_memory_that_there_is_no_address_space_for():
+    with pytest.raises(shmtensor.errors.ResourceError, match="ulimit -v"):
+        mapped_file.fresh(1 << 62)

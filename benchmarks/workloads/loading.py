@@ -59,6 +59,10 @@ def _load_safetensors(path: Path) -> Any:
     return safetensors.torch.load_file(path)
 
 
+def _load_cloned(path: Path) -> Any:
+    return {name: tensor.clone() for name, tensor in _load_safetensors(path).items()}
+
+
 def _load_tensorizer(path: Path) -> Any:
     from tensorizer import TensorDeserializer
 
@@ -72,6 +76,7 @@ WAYS: dict[str, tuple[_Save, _Load]] = {
     "shmtensor, read": (_save_ours, partial(_load_ours, map=False)),
     "shmtensor, read, no digests": (_save_ours, partial(_load_ours, map=False, verify=False)),
     "safetensors load_file": (_save_safetensors, _load_safetensors),
+    "safetensors load_file, cloned": (_save_safetensors, _load_cloned),
     "tensorizer": (_save_tensorizer, _load_tensorizer),
 }
 
@@ -122,7 +127,7 @@ def _forget(path: Path) -> None:
 
 
 def _needs(way: str) -> str | None:
-    module = {"safetensors load_file": "safetensors", "tensorizer": "tensorizer"}.get(way)
+    module = way.split()[0] if way.startswith(("safetensors", "tensorizer")) else None
     if module is not None and importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
     return None
@@ -149,7 +154,8 @@ WORKLOAD = Workload(
     what=(
         "One process. Each library loads the file that it wrote, in the directory for temporary files. The call, and "
         "the call with a sum over every tensor: a mapped file is read only then. load_file maps as well, so that from "
-        "the page cache it copies nothing, which a reading row does. Disk: the file was dropped from the page cache by "
+        "the page cache it copies nothing, which a reading row does, and so does the row that clones what was mapped: "
+        "their tensors have memory of their own. Disk: the file was dropped from the page cache by "
         "posix_fadvise before; what the disk itself caches is not under control. shmtensor's reading rows compare "
         "digests, but for one; tensorizer's do not (its default). tensorizer has as many readers as there are cores."
     ),

@@ -102,6 +102,8 @@ def _ours(meet: Callable[[], object], folder: Path, what: str, effort: Effort) -
     with shmtensor.CheckpointWriter(folder, keep_last=1) as writer:
         writer.start(state)
         for number in range(4 if what == SMALL else 3):
+            if "step" in state:
+                state["step"] += 1  # as in a training: no two states have the same description
             start = clock()
             for copy, tensor in zip(copies, sources, strict=True):
                 copy.copy_(tensor)

@@ -8,12 +8,9 @@ Trainer and writing process cut the same layout in the same way, so that the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from ..views.numpy import Array
 from .formats import Layout
 
 
@@ -35,22 +32,6 @@ class Chunk:
     def __init__(self, index: int, file: int, offset: int) -> None:
         self.index, self.file, self.offset, self.nbytes = index, file, offset, 0
         self.runs: list[Run] = []
-
-    def fill(self, slot: Array, source: Callable[[int], Array], copy: Callable[[Array, Array], None]) -> None:
-        """Write the chunk into a slot (uint8, at least its size); the slot's rest becomes zeros.
-
-        `source(region)` gives a region's bytes, `copy(target, source)` moves a run of them.
-        """
-        for at, nbytes, region, start, data in self.runs:
-            target = slot[at : at + nbytes]
-            if region >= 0:
-                copy(target, source(region)[start : start + nbytes])
-            elif data is not None:
-                target[:] = np.frombuffer(data, np.uint8)
-            else:
-                target[:] = 0
-        if self.nbytes < len(slot):
-            slot[self.nbytes :] = 0
 
 
 def cut(layout: Layout, size: int) -> list[Chunk]:

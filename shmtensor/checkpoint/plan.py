@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, CheckpointError, WireError
+from ..views.leaf import Leaf
 from ..views.numpy import AnyDType
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_BYTES, MAX_NDIM, extent, read_json
@@ -126,18 +127,27 @@ class Plan:
 
     @cached_property
     def _description(self) -> bytes:
-        tensors = [(*entry[:1], int(entry.torch), *entry[2:]) for entry in self.tensors]
-        parts = {
-            "version": VERSION, "tree": self.tree, "tensors": tensors,
-            "regions": [(region.nbytes, region.align) for region in self.regions], "meta": self.meta,
-        }  # fmt: skip
-        data = _encode_json(parts).encode("ascii")
+        tree, meta = _encode_json(self.tree), _encode_json(self.meta)
+        data = f'{{"version":{VERSION},"tree":{tree},{self._table},"meta":{meta}}}'.encode("ascii")
         if len(data) > MAX_DESCRIPTION:
             raise ArgumentError(
                 f"structure of the state takes {len(data)} bytes, at most {MAX_DESCRIPTION} are allowed: "
                 "save many numbers as tensors or arrays"
             )
         return data
+
+    @cached_property
+    def _table(self) -> str:
+        """What a description says about tensors and regions."""
+        tensors = [(*entry[:1], int(entry.torch), *entry[2:]) for entry in self.tensors]
+        regions = [(region.nbytes, region.align) for region in self.regions]
+        return f'"tensors":{_encode_json(tensors)},"regions":{_encode_json(regions)}'
+
+    def renewed(self, tree: Any, regions: Sequence[Region], meta: Any) -> Plan:
+        """A plan of the same tensors, with other values around them and with regions of the same sizes elsewhere."""
+        other = Plan(tree, self.tensors, regions, meta)
+        other.__dict__["_table"] = self._table  # as `cached_property` keeps it
+        return other
 
     @classmethod
     def from_description(cls, data: bytes) -> Plan:
@@ -205,11 +215,15 @@ def plan(state: object, meta: dict[str, Any] | None = None) -> Plan:
     if meta is not None:
         check_meta(meta)
     encoder = Encoder()
-    tree = encoder.encode(state)
-    leaves = [leaf for _, leaf in encoder.leaves]
+    return assemble(encoder.encode(state), encoder.leaves, meta)
+
+
+def assemble(tree: Any, named: Sequence[tuple[str, Leaf]], meta: dict[str, Any] | None) -> Plan:
+    """The plan of a structure and its named leaves."""
+    leaves = [leaf for _, leaf in named]
     places, regions = place(leaves)
     tensors = []
-    for name, leaf, (region, offset, strides) in zip(_unique(encoder.leaves), leaves, places, strict=True):
+    for name, leaf, (region, offset, strides) in zip(_unique(named), leaves, places, strict=True):
         dtype = leaf.description if leaf.dtype is None else leaf.dtype.name
         tensors.append(Entry(name, leaf.torch, dtype, tuple(leaf.shape), strides, region, offset))
     return Plan(tree, tensors, regions, meta)

@@ -16,12 +16,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
+from ..memory.mapped_file import fresh
 from ..views.numpy import Array
 from .digests import Summer, text
 from .formats import Opened
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is summed up, large enough for the disk
 MAX_READERS: Final = 64
+_LARGE: Final = 4 << 20  # bytes
 
 
 class Files:
@@ -185,5 +187,5 @@ def fill(files: Files, file: int, offset: int, view: Any, names: str) -> None:
 
 
 def private(nbytes: int) -> Array:
-    """Fresh memory."""
-    return np.empty(nbytes, np.uint8)
+    """Fresh memory: in huge pages what is larger than a few of them."""
+    return fresh(nbytes) if nbytes >= _LARGE else np.empty(nbytes, np.uint8)

@@ -41,14 +41,17 @@ class Place(NamedTuple):
 class Region:
     """One stretch of bytes that a checkpoint holds.
 
-    nbytes: its size, never 0
-    align:  the power of two that its place in a file should be a multiple of
+    nbytes:  its size, never 0
+    align:   the power of two that its place in a file should be a multiple of
+    address: of its bytes, where the state's own host memory is one run of them that its leaves cover; else 0
+    leaf:    number of the leaf that it is made of alone, as `lone` does; -1 for a run that several show
     """
 
-    __slots__ = ("_source", "align", "nbytes")
+    __slots__ = ("_source", "address", "align", "leaf", "nbytes")
 
-    def __init__(self, nbytes: int, align: int, source: Source | None = None) -> None:
-        self.nbytes, self.align, self._source = nbytes, align, source
+    def __init__(self, nbytes: int, align: int, source: Source | None = None, address: int = 0) -> None:
+        self.nbytes, self.align, self._source, self.address = nbytes, align, source, address
+        self.leaf = -1
 
     def __repr__(self) -> str:
         return f"<Region of {self.nbytes} bytes>"
@@ -78,12 +81,13 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
         group = [leaves[index] for index in members]
         if len(members) == 1:
             region, strides = _dense(group[0])
+            region.leaf = members[0]
             places[members[0]] = Place(len(regions), 0, strides)
             regions.append(region)
             continue
         raw = None if len({_view(leaf) for leaf in group}) == 1 else _Run.of(group)
         if raw is not None:
-            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes))
+            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes, raw.address))
             for index, leaf in zip(members, group, strict=True):
                 strides = None if _is_plain(leaf.shape, leaf.raw or (), leaf.itemsize) else leaf.raw
                 places[index] = Place(len(regions) - 1, leaf.start - raw.start, strides)
@@ -92,10 +96,16 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
             key = _view(leaf)
             if key not in same:
                 region, strides = _dense(leaf)
+                region.leaf = index
                 same[key] = Place(len(regions), 0, strides)
                 regions.append(region)
             places[index] = same[key]
     return [Place(-1, 0, None) if it is None else it for it in places], regions
+
+
+def lone(leaf: Leaf) -> Region:
+    """The region of a leaf that shares its bytes with none, or only with leaves that show them in the same way."""
+    return _dense(leaf)[0]
 
 
 def _clusters(leaves: Sequence[Leaf]) -> list[list[int]]:
@@ -143,8 +153,9 @@ def _is_plain(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bo
 class _Run:
     """The bytes of memory from the first to the last of some overlapping leaves."""
 
-    def __init__(self, start: int, nbytes: int, first: Leaf) -> None:
+    def __init__(self, start: int, nbytes: int, first: Leaf, *, covered: bool) -> None:
         self.start, self.nbytes, self._first = start, nbytes, first
+        self.address = start if covered and first.device == "cpu" else 0
 
     @classmethod
     def of(cls, group: Sequence[Leaf]) -> _Run | None:
@@ -162,7 +173,8 @@ class _Run:
             start -= start % _GROUP_ALIGNMENT
             if start < base:
                 return None
-        return cls(start, end - start, first)
+        # the leaves overlap, so that they cover all of it but for what was set before the first of them
+        return cls(start, end - start, first, covered=start == min(leaf.start for leaf in group))
 
     def bytes(self) -> Any:
         first = self._first
@@ -176,11 +188,12 @@ def _dense(leaf: Leaf) -> tuple[Region, Strides]:
     """The region of a leaf alone, and the strides that it has in there."""
     align = min(leaf.itemsize & -leaf.itemsize, _GROUP_ALIGNMENT)
     if leaf.address and leaf.strides is None:  # nearly all there are
-        return Region(leaf.nbytes, align, lambda: _whole(leaf)), None
+        return Region(leaf.nbytes, align, lambda: _whole(leaf), leaf.start), None
     strides = _source_strides(leaf)
     if _is_plain(leaf.shape, strides, leaf.itemsize):
         if leaf.start:
-            return Region(leaf.nbytes, align, lambda: _whole(leaf)), None
+            address = leaf.start if leaf.device == "cpu" else 0
+            return Region(leaf.nbytes, align, lambda: _whole(leaf), address), None
         return Region(leaf.nbytes, align, lambda: _gather(leaf, ())), None  # zeros that are only meant
     repeated = tuple([axis for axis, (n, s) in enumerate(zip(leaf.shape, strides, strict=True)) if n > 1 and not s])
     kept = tuple([1 if axis in repeated else n for axis, n in enumerate(leaf.shape)])

@@ -7,6 +7,7 @@ takes one back. Chunks fill a slot of a ring of chunks, everything else goes thr
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..channel.names import ring_name
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer, Producer
-from ..errors import ArgumentError, EndOfStream, ResourceError, TimedOut
+from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
@@ -193,6 +194,17 @@ class Stager(Producer):
     def lend(self, number: int, index: int) -> Loan:
         """A slot for a chunk; `RingFull` if none is given back within a tick."""
         return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=0.25)
+
+    def lend_more(self, number: int, indices: Sequence[int]) -> list[Loan]:
+        """Slots for as many of these chunks, in their order, as are free now."""
+        loans: list[Loan] = []
+        try:
+            for index in indices:
+                more = {"k": CHUNK, "n": number, "i": index}
+                loans.append(self.loan((self._pool.chunk,), np.uint8, more, timeout=0))
+        except RingFull:
+            pass
+        return loans
 
     def publish(self, loan: Loan, *, loud: bool) -> None:
         """Publish a chunk; only a loud one wakes the writing process."""

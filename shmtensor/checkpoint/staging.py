@@ -15,11 +15,11 @@ import numpy as np
 
 from ..errors import ClosedError, PeerDied, RingFull, TimedOut
 from .chunks import Chunk
-from .copying import Regions, copy
 from .flight import Flight
 from .handle import REPLACED, WAITING, WRITING, SaveHandle
 from .plan import Plan
 from .slots import ABANDON, END, HEAD, Stager
+from .transfer import Transfer
 
 _T = TypeVar("_T")
 _TAKE_BACK: Final = 60.0
@@ -49,16 +49,30 @@ class Staging:
         deadline: float | None,
     ) -> None:  # fmt: skip
         """Copy everything. A save that fails meanwhile ends it; an exception takes the save back."""
-        stager, number, source, loud = self._stager, handle.number, Regions(plan), bool(options["streams"])
+        stager, number, transfer, loud = self._stager, handle.number, Transfer(plan), bool(options["streams"])
         try:
             head = np.frombuffer(described, np.uint8)
             self._insist(partial(stager.tell, HEAD, number, head, loud=loud, **options), deadline, handle)
             # crash: stage.begun
-            for chunk in chunks:
-                loan = self._insist(partial(stager.lend, number, chunk.index), deadline, handle)
-                chunk.fill(loan.array, source, copy)
-                # crash: stage.copied
-                stager.publish(loan, loud=loud)
+            done = 0
+            while done < len(chunks):
+                # A state that streams goes slot by slot, so that the writing process has something to do. Of another
+                # every slot that is free is taken first: the copies then follow each other without a pause.
+                loans = [self._insist(partial(stager.lend, number, chunks[done].index), deadline, handle)]
+                if not loud:
+                    loans += stager.lend_more(number, [chunk.index for chunk in chunks[done + 1 :]])
+                slots = [loan.array for loan in loans]
+                try:
+                    transfer.fill(chunks[done : done + len(loans)], slots)
+                    for loan in loans:
+                        # crash: stage.copied
+                        stager.publish(loan, loud=loud)
+                except BaseException:
+                    slots.clear()  # whoever keeps the exception keeps this frame, and must not keep the slots
+                    for loan in loans:
+                        loan.discard()
+                    raise
+                done += len(loans)
             # crash: stage.filled
             self._insist(partial(stager.tell, END, number), deadline, handle)
             # crash: stage.ended

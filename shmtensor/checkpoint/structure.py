@@ -33,14 +33,14 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..views.leaf import Leaf, Refused
-from ..views.numpy import CARRIER, ROW, AnyDType, array_leaf, build, describe
+from ..views.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..views.walk import is_tensor, torch_views
 from ..wire import tree
 from ..wire.dtypes import BY_NAME
@@ -85,7 +85,7 @@ class Encoder:
             path = "".join(reversed(refused.path)).removeprefix(".")
             raise refused.error(f"{path or 'state'}: {refused.reason}") from None
 
-    def _leaf(self, name: str, leaf: Leaf) -> int:
+    def _leaf(self, name: str, leaf: Any) -> int:
         if len(self.leaves) >= MAX_TENSORS:
             raise Refused(ArgumentError, f"state has more than {MAX_TENSORS} tensors: stack some")
         self.leaves.append((name or "tensor", leaf))
@@ -104,7 +104,7 @@ class Encoder:
         if isinstance(value, np.ndarray):
             if kind is not np.ndarray and kind is not np.memmap:
                 raise _refuse(value, "save numpy.asarray(array)")
-            return {"x": self._leaf(name, array_leaf(value))}
+            return {"x": self._array(value, name)}
         if isinstance(value, dict):
             return self._dict(value, name, depth)
         if isinstance(value, (list, tuple)):
@@ -113,7 +113,7 @@ class Encoder:
             return _numpy_scalar(value)
         if isinstance(value, bytes):
             if len(value) > _INLINE:
-                return {"B": self._leaf(name, array_leaf(np.frombuffer(value, np.uint8)))}
+                return {"B": self._array(np.frombuffer(value, np.uint8), name)}
             return {"b": base64.b64encode(value).decode("ascii")}
         if isinstance(value, (str, int, float)):  # enums, versions: come back as what they are to JSON
             plain: Any = str.__str__(value) if isinstance(value, str) else None
@@ -123,35 +123,44 @@ class Encoder:
     def _dict(self, value: dict[Any, Any], name: str, depth: int) -> Any:
         _check_depth(depth)
         plain = not isinstance(value, (OrderedDict, Counter))
+        nodes = self._children(value.items(), name, depth)
         if plain and all(type(key) is str for key in value):
-            return {"d": {key: self._child(child, name, key, depth) for key, child in value.items()}}
+            return {"d": dict(zip(value, nodes, strict=True))}
         pairs = []
-        for key, child in value.items():
+        for key, child in zip(value, nodes, strict=True):
             try:
-                token = tree.key_token(key)
+                pairs.append([tree.key_token(key), child])
             except ArgumentTypeError as error:
                 raise Refused(ArgumentTypeError, str(error)) from None
-            pairs.append([token, self._child(child, name, key, depth)])
         node: dict[str, Any] = {"k" if plain else "c" if isinstance(value, Counter) else "o": pairs}
         metadata = getattr(value, "_metadata", None) if isinstance(value, OrderedDict) else None
         if metadata is not None:
-            node["m"] = self._child(metadata, name, "_metadata", depth)
+            node["m"] = self._children([("_metadata", metadata)], name, depth)[0]
         return node
 
-    def _child(self, value: Any, name: str, key: Any, depth: int) -> Any:
+    def _children(self, pairs: Iterable[tuple[Any, Any]], name: str, depth: int) -> list[Any]:
+        """The nodes of values by their keys."""
+        start = f"{name}." if name else ""
+        nodes = []
+        key: Any = None
         try:
-            return self._node(value, f"{name}.{key}" if name else str(key), depth + 1)
+            for key, child in pairs:
+                nodes.append(self._node(child, f"{start}{key}", depth + 1))
         except Refused as refused:
             refused.path.append(f".{key}" if isinstance(key, str) else f"[{key!r}]")
             raise
+        return nodes
 
     def _sequence(self, value: Sequence[Any], name: str, depth: int) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Size):
             return {"size": [int(n) for n in value]}
         _check_depth(depth)
-        nodes = [self._child(child, name, index, depth) for index, child in enumerate(value)]
+        nodes = self._children(enumerate(value), name, depth)
         return nodes if isinstance(value, list) else {"t": nodes}
+
+    def _array(self, array: Array, name: str) -> int:
+        return self._leaf(name, array_leaf(array))
 
     def _tensor(self, tensor: Any, name: str) -> Any:
         views, take_apart, known = _tensor_tools()

@@ -16,14 +16,13 @@ from ..statistics import WriterStatistics
 from ..units import parse_bytes
 from . import exits
 from .bar import Bar
-from .chunks import cut
 from .directory import Directory
 from .flight import Flight
 from .formats import get_format
 from .handle import DURABLE, FAILED, REPLACED, SKIPPED, SaveHandle
 from .link import Link, check_ionice
 from .names import Namer, channel_of, step_of
-from .plan import plan
+from .recall import Recall
 from .slots import LEAST_MEMORY, Stager, check_memory
 from .staging import Staging
 
@@ -90,6 +89,7 @@ class CheckpointWriter:
         self._memory = None if memory is None else check_memory(parse_bytes(memory, "memory"))
         self._format = get_format(format)
         self._max_shard = None if max_shard is None else parse_bytes(max_shard, "max_shard")
+        self._recall = Recall(self._format, self._max_shard)
         self._busy, self._on_error, self._prefix = busy, on_error, check_ionice(ionice)
         self._bar = Bar(shown=progress)
         self._flight = Flight(self._bar)
@@ -132,8 +132,8 @@ class CheckpointWriter:
             if isinstance(like, (int, str)):
                 self._provide(0, parse_bytes(like, "like"))
             elif like is not None:
-                made = plan(like)
-                self._provide(len(made.describe()) + _HEAD_EXTRA, self._format.layout(made, self._max_shard).nbytes)
+                made = self._recall.prepare(like, None)
+                self._provide(len(made.described) + _HEAD_EXTRA, made.geometry.nbytes)
         link.wait_ready(timeout)
 
     def save(
@@ -163,15 +163,13 @@ class CheckpointWriter:
         with self._lock:
             self._check_open()
             self._tell_errors()
-            made = plan(state, meta)
-            layout = self._format.layout(made, self._max_shard)
-            ending = self._format.suffix if layout.single else ""
+            made, described, geometry = self._recall.prepare(state, meta)
+            ending = self._format.suffix if geometry.single else ""
             taken = {handle.name for handle in self._flight.handles}
             name, step = self._namer.choose(name, step_of(state, meta), ending, taken, self._number + 1)
-            described = made.describe()
-            stager = self._stager_for(len(described) + _HEAD_EXTRA, layout.nbytes)
-            chunks = cut(layout, stager.chunk)
-            handle = SaveHandle(name, self._directory.at(name), 0, layout.nbytes)
+            stager = self._stager_for(len(described) + _HEAD_EXTRA, geometry.nbytes)
+            chunks = geometry.chunks(stager.chunk)
+            handle = SaveHandle(name, self._directory.at(name), 0, geometry.nbytes)
             stager.provide(len(described) + _HEAD_EXTRA, len(chunks) * stager.chunk)
             staging = Staging(stager, self._flight, lambda: self._link is not None and self._link.lost)
             asked = staging.make_room(self._busy, len(chunks))

@@ -29,6 +29,11 @@ move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 )
 
 
+def move(to: int, source: int, nbytes: int) -> None:
+    """Copy bytes from one address to another. More than `SMALL` let other threads of the interpreter run meanwhile."""
+    (move_small if nbytes <= SMALL else memmove)(to, source, nbytes)
+
+
 def move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
     """Copy more than `SMALL` bytes to `offset` of a payload, which lies at `base`."""
     if size >= LARGE and walk.tensor_types:

@@ -170,6 +170,12 @@ def address_of(array: Array) -> int:
         return int(array.__array_interface__["data"][0])
 
 
+def array_at(address: int, nbytes: int) -> Array:
+    """Memory as a `uint8` array, which does not keep it alive."""
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
 def array_leaf(array: Array) -> Leaf:
     """The leaf of an array that is exactly an `ndarray` or a `memmap`; `Refused` for dtypes that cannot be sent."""
     dtype = array.dtype

@@ -33,6 +33,8 @@ PLAIN: dict[torch.dtype, bool] = {
 is_cpu = attrgetter("is_cpu")
 is_contiguous = torch.Tensor.is_contiguous
 is_neg = torch.Tensor.is_neg
+is_conj = torch.Tensor.is_conj
+stride = torch.Tensor.stride
 data_ptr = torch.Tensor.data_ptr
 
 CPU = torch.device("cpu")

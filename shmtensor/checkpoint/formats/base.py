@@ -50,6 +50,8 @@ class Layout:
     places:    per region (file, offset); regions never overlap, and lie in one file each
     fill:      bytes that are known already
     needs_crc: whether `finish` wants the CRC-32 of each region as well
+    holds:     `holds(description)`: whether another plan with this description, of the same tensors and regions, has
+               the same files and places (`finish` is always this plan's). None: no other has
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Layout:
         finish: Callable[[Sequence[int], Sequence[int]], list[Write]],
         *,
         needs_crc: bool = False,
+        holds: Callable[[bytes], bool] | None = None,
     ) -> None:
         self.files = list(files)
         self.places = list(places)
         self.fill = list(fill)
         self.needs_crc = needs_crc
+        self.holds = holds
         self._sizes = list(sizes)
         self._finish = finish
 

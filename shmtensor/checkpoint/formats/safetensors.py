@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,13 +187,15 @@ class _Draft:
 
     def single(self) -> Layout:
         tensors, offsets = self.header(self.order, first=True)
-        start = len(_render(tensors, self.metadata(None)))
+        header = _render(tensors, self.metadata(None))
+        start, bare = len(header), len(header.rstrip(b" "))
         return Layout(
             [FileSpec("", start + sum(self.sizes))],
             [(0, start + offsets[region]) for region in range(len(self.sizes))],
             self.sizes,
             [],
             lambda digests, _: [(0, 0, _render(tensors, self.metadata(digests)))],
+            holds=partial(_holds, start, bare - _escaped(self.plan.describe())),
         )
 
     def shards(self, limit: int) -> Layout:
@@ -255,6 +258,16 @@ def _as_stored(entry: Entry, shape: Sequence[int]) -> tuple[str, list[int]]:
 
 def _entry(dtype: str, shape: Sequence[int], low: int, high: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [low, high]}
+
+
+def _escaped(description: bytes) -> int:
+    """Bytes that a description takes as part of a JSON string: quotes and backslashes get a backslash each."""
+    return len(description) + description.count(b'"') + description.count(b"\\")
+
+
+def _holds(start: int, rest: int, description: bytes) -> bool:
+    """Whether a header of `start` bytes, `rest` of which are used by the tensors, is that of another description."""
+    return align(rest + _escaped(description), PAGE) == start
 
 
 def _render(tensors: dict[str, Any], metadata: dict[str, str]) -> bytes:
