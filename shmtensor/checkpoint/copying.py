@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cuda.runtime import runtime
 from ..views import moves
 from ..views.numpy import Array
 from .plan import Plan
@@ -36,6 +37,7 @@ def copy(target: Array, source: Any) -> None:
             target[:] = source
             return
         source = torch.from_numpy(source)
-    else:
-        torch = sys.modules["torch"]
+    else:  # on a device: under way when this returns, on the stream that is current
+        runtime().to_host(target, source)
+        return
     torch.from_numpy(target).copy_(source)

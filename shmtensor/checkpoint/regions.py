@@ -43,12 +43,13 @@ class Region:
 
     nbytes: its size, never 0
     align:  the power of two that its place in a file should be a multiple of
+    device: where its bytes are
     """
 
-    __slots__ = ("_source", "align", "nbytes")
+    __slots__ = ("_source", "align", "device", "nbytes")
 
-    def __init__(self, nbytes: int, align: int, source: Source | None = None) -> None:
-        self.nbytes, self.align, self._source = nbytes, align, source
+    def __init__(self, nbytes: int, align: int, source: Source | None = None, device: str = "cpu") -> None:
+        self.nbytes, self.align, self._source, self.device = nbytes, align, source, device
 
     def __repr__(self) -> str:
         return f"<Region of {self.nbytes} bytes>"
@@ -83,7 +84,7 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
             continue
         raw = None if len({_view(leaf) for leaf in group}) == 1 else _Run.of(group)
         if raw is not None:
-            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes))
+            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes, group[0].device))
             for index, leaf in zip(members, group, strict=True):
                 strides = None if _is_plain(leaf.shape, leaf.raw or (), leaf.itemsize) else leaf.raw
                 places[index] = Place(len(regions) - 1, leaf.start - raw.start, strides)
@@ -176,18 +177,18 @@ def _dense(leaf: Leaf) -> tuple[Region, Strides]:
     """The region of a leaf alone, and the strides that it has in there."""
     align = min(leaf.itemsize & -leaf.itemsize, _GROUP_ALIGNMENT)
     if leaf.address and leaf.strides is None:  # nearly all there are
-        return Region(leaf.nbytes, align, lambda: _whole(leaf)), None
+        return Region(leaf.nbytes, align, lambda: _whole(leaf)), None  # in host memory
     strides = _source_strides(leaf)
     if _is_plain(leaf.shape, strides, leaf.itemsize):
         if leaf.start:
-            return Region(leaf.nbytes, align, lambda: _whole(leaf)), None
-        return Region(leaf.nbytes, align, lambda: _gather(leaf, ())), None  # zeros that are only meant
+            return Region(leaf.nbytes, align, lambda: _whole(leaf), leaf.device), None
+        return Region(leaf.nbytes, align, lambda: _gather(leaf, ()), leaf.device), None  # zeros that are only meant
     repeated = tuple([axis for axis, (n, s) in enumerate(zip(leaf.shape, strides, strict=True)) if n > 1 and not s])
     kept = tuple([1 if axis in repeated else n for axis, n in enumerate(leaf.shape)])
     stored: Strides = None
     if repeated:
         stored = tuple([0 if axis in repeated else s for axis, s in enumerate(c_strides(kept, leaf.itemsize))])
-    return Region(extent(kept, None, leaf.itemsize), align, lambda: _gather(leaf, repeated)), stored
+    return Region(extent(kept, None, leaf.itemsize), align, lambda: _gather(leaf, repeated), leaf.device), stored
 
 
 def _whole(leaf: Leaf) -> Any:

@@ -190,9 +190,9 @@ class Stager(Producer):
         finally:
             self._loud = True
 
-    def lend(self, number: int, index: int) -> Loan:
+    def lend(self, number: int, index: int, timeout: float = 0.25) -> Loan:
         """A slot for a chunk; `RingFull` if none is given back within a tick."""
-        return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=0.25)
+        return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=timeout)
 
     def publish(self, loan: Loan, *, loud: bool) -> None:
         """Publish a chunk; only a loud one wakes the writing process."""

@@ -6,6 +6,7 @@ Every wait is one of at most a quarter of a second; in between it looks whether 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,11 +14,13 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from ..endpoints.loan import Loan
 from ..errors import ClosedError, PeerDied, RingFull, TimedOut
 from .chunks import Chunk
 from .copying import Regions, copy
 from .flight import Flight
-from .handle import REPLACED, WAITING, WRITING, SaveHandle
+from .handle import FAILED, REPLACED, WAITING, WRITING, SaveHandle
+from .offload import Offload, Streams
 from .plan import Plan
 from .slots import ABANDON, END, HEAD, Stager
 
@@ -31,6 +34,17 @@ class Staging:
 
     def __init__(self, stager: Stager, flight: Flight, is_lost: Callable[[], bool]) -> None:
         self._stager, self._flight, self._is_lost = stager, flight, is_lost
+        self._streams = Streams()
+        self._thread: threading.Thread | None = None
+
+    def settle(self, deadline: float | None = None) -> None:
+        """Wait until the save before is staged: only one at a time uses the slots. `TimedOut` at the deadline."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise TimedOut("the checkpoint before is still being copied from the device")
+            self._thread = None
 
     def make_room(self, busy: str, count: int) -> list[SaveHandle] | None:
         """Do what `busy` says for a state of `count` chunks; the saves that were asked to give way. None: skip it."""
@@ -46,28 +60,89 @@ class Staging:
 
     def stage(
         self, handle: SaveHandle, plan: Plan, chunks: Sequence[Chunk], described: bytes, options: dict[str, Any],
-        deadline: float | None,
+        deadline: float | None, *, ordered: bool = True,
     ) -> None:  # fmt: skip
-        """Copy everything. A save that fails meanwhile ends it; an exception takes the save back."""
+        """Copy everything. A save that fails meanwhile ends it; an exception takes the save back.
+
+        What lies on a device is under way when this returns; with `ordered` the current stream waits for it.
+        """
         stager, number, source, loud = self._stager, handle.number, Regions(plan), bool(options["streams"])
+        offload = None
         try:
             head = np.frombuffer(described, np.uint8)
+            if devices := plan.devices:
+                offload = handle._offload = Offload(self._streams.of(devices), plan)
             self._insist(partial(stager.tell, HEAD, number, head, loud=loud, **options), deadline, handle)
             # crash: stage.begun
-            for chunk in chunks:
-                loan = self._insist(partial(stager.lend, number, chunk.index), deadline, handle)
-                chunk.fill(loan.array, source, copy)
-                # crash: stage.copied
-                stager.publish(loan, loud=loud)
-            # crash: stage.filled
-            self._insist(partial(stager.tell, END, number), deadline, handle)
-            # crash: stage.ended
+            with contextlib.nullcontext() if offload is None else offload.under_way():
+                for chunk in chunks:
+                    loan = self._lend(handle, chunk.index, offload, deadline, loud=loud)
+                    chunk.fill(loan.array, source, copy)
+                    # crash: stage.copied
+                    if offload is None:
+                        stager.publish(loan, loud=loud)
+                    else:
+                        offload.note(loan)
+            if offload is not None:
+                if ordered:
+                    offload.follow()
+                self._finish_later(handle, offload, plan.nbytes, loud=loud)
+                return
+            self._end(handle, deadline)
         except _Over:
-            pass  # the handle says why
+            if offload is not None:
+                offload.abandon()  # the handle says why
         except BaseException:
+            if offload is not None:
+                offload.abandon()
             self._take_back(number)
             raise
         handle.staged.set_result(plan.nbytes)
+
+    def _lend(
+        self, handle: SaveHandle, index: int, offload: Offload | None, deadline: float | None, *, loud: bool
+    ) -> Loan:
+        """A slot for a chunk. Slots that are full are handed over meanwhile: the writing process gives back what it has
+        got, and nothing else."""
+        if offload is None:
+            return self._insist(partial(self._stager.lend, handle.number, index), deadline, handle)
+        while True:
+            for loan in offload.complete(wait=False):
+                self._stager.publish(loan, loud=loud)
+            if not offload.pending:
+                return self._insist(partial(self._stager.lend, handle.number, index), deadline, handle)
+            try:
+                return self._stager.lend(handle.number, index, timeout=0)
+            except RingFull:
+                self._stager.publish(next(offload.complete(wait=True)), loud=loud)
+
+    # --- what a thread does after `save` has returned
+
+    def _finish_later(self, handle: SaveHandle, offload: Offload, nbytes: int, *, loud: bool) -> None:
+        name, args = f"shmtensor save {handle.number}", (handle, offload, nbytes, loud)
+        self._thread = threading.Thread(target=self._finish, args=args, name=name, daemon=True)
+        self._thread.start()
+
+    def _finish(self, handle: SaveHandle, offload: Offload, nbytes: int, loud: bool) -> None:
+        """Hand over each chunk when its copies are complete, then say that this is all."""
+        try:
+            for loan in offload.complete(wait=True):
+                self._stager.publish(loan, loud=loud)
+            self._end(handle, None)
+        except _Over:
+            offload.abandon()
+        except BaseException as error:
+            offload.abandon()
+            self._take_back(handle.number, FAILED, error)
+            handle.staged.set_exception(error)
+            return
+        offload.forget()
+        handle.staged.set_result(nbytes)
+
+    def _end(self, handle: SaveHandle, deadline: float | None) -> None:
+        # crash: stage.filled
+        self._insist(partial(self._stager.tell, END, handle.number), deadline, handle)
+        # crash: stage.ended
 
     def _insist(self, call: Callable[[], _T], deadline: float | None, handle: SaveHandle) -> _T:
         """Try until there is a slot, looking at the process, the save and the clock in between."""
@@ -85,7 +160,7 @@ class Staging:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimedOut(f"no room for the checkpoint within timeout=: {full}")
 
-    def _take_back(self, number: int) -> None:
+    def _take_back(self, number: int, status: str = REPLACED, error: BaseException | None = None) -> None:
         """A save that was not staged to its end: nobody shall write it."""
         handle = next((handle for handle in self._flight.handles if handle.number == number), None)
         if handle is None:
@@ -93,7 +168,7 @@ class Staging:
         tell = partial(self._stager.tell, ABANDON, number, force=True)
         with contextlib.suppress(PeerDied, TimedOut, ClosedError, _Over):
             self._insist(tell, time.monotonic() + _TAKE_BACK, handle)
-        self._flight.settle(number, REPLACED)
+        self._flight.settle(number, status, error)
 
 
 class _Over(Exception):
