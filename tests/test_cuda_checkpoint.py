@@ -1,145 +1,289 @@
-"""States that lie on a device: copied on a side stream, handed over by event, against a stand-in for the runtime."""
+"""States on a device: copied on a stream of the writer's, handed over by event. Against the stand-in for CUDA."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
+import os
 import threading
 
-import numpy as np
+import psutil
 import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import copying, names, offload, writer
+from shmtensor.checkpoint import names, offload, structure
 from shmtensor.checkpoint.loader import load_checkpoint
+from shmtensor.checkpoint.slots import Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
+
+from .cuda_standin import DeviceTensor
 
 PATIENCE = 120.0
 MIB = 1 << 20
+ELEMENTS = 100_000
 
 
-class Stream:
-    def __init__(self, device):
-        self.device, self.queue = device, collections.deque()
-
-    def synchronize(self):
-        while self.queue:
-            self.queue.popleft()()
+@pytest.fixture(autouse=True)
+def own_channels(monkeypatch, channel):
+    """Channel names that the leak check knows as this run's own."""
+    monkeypatch.setattr(names, "PREFIX", channel)
 
 
-class Event:
-    def __init__(self, stream):
-        self.device, self.stream, self.done, self.error = stream.device, stream, threading.Event(), None
-
-    def query(self):
-        return self.done.is_set()
-
-    def synchronize(self):
-        self.stream.owner.asked(self)
-        assert self.done.wait(PATIENCE)
-        if self.stream.owner.error:
-            raise self.stream.owner.error
-
-
-class Fake:
-    """Streams whose work is done when the test says so (`hold`), or as soon as somebody waits."""
-
-    def __init__(self):
-        self.default = self.stream("cuda:0")
-        self.here, self.hold, self.error, self.copied = [self.default], None, None, 0
-        self.lock = threading.RLock()
-
-    def stream(self, device):
-        made = Stream(device)
-        made.owner = self
-        return made
-
-    def current_stream(self, device):
-        return self.here[-1]
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        self.here.append(stream)
-        try:
-            yield
-        finally:
-            self.here.pop()
-
-    def record_event(self, stream):
-        event = Event(stream)
-        stream.queue.append(event.done.set)
-        return event
-
-    def wait_event(self, stream, event):
-        stream.queue.append(lambda: self.run(event))
-
-    def run(self, event):
-        with self.lock:
-            while not event.done.is_set():
-                event.stream.queue.popleft()()
-
-    def asked(self, event):
-        if self.hold is not None:
-            assert self.hold.wait(PATIENCE)
-        self.run(event)
-
-    def to_host(self, target, source):
-        def copy():
-            if self.error is None:
-                target[:] = source
-                self.copied += 1
-
-        self.here[-1].queue.append(copy)
+@pytest.fixture(autouse=True)
+def device_tensors(monkeypatch):
+    """The walk over a state takes the stand-in's tensors for plain ones."""
+    views, take_apart, known = structure._tensor_tools()
+    monkeypatch.setattr(structure, "_tensor_tools", lambda: (views, take_apart, known | {DeviceTensor}))
 
 
 @pytest.fixture
-def cuda(monkeypatch, channel):
-    monkeypatch.setattr(names, "PREFIX", channel)
-    fake = Fake()
-    for module in (offload, copying):
-        monkeypatch.setattr(module, "runtime", lambda: fake)
-    return fake
+def writer(tmp_path, standin):
+    with CheckpointWriter(tmp_path / "a", memory="8MiB", on_error="warn") as made:
+        made.start(timeout=PATIENCE)
+        yield made
 
 
-def test_trial(cuda, tmp_path, monkeypatch):
-    plan = writer.plan
+@pytest.fixture
+def held(monkeypatch, standin):
+    """Nobody's wait for a copy comes back, and no copy is made, before this event is set."""
+    go, wait = threading.Event(), standin.wait
 
-    class Dev(np.ndarray): ...
+    def wait_longer(event):
+        assert go.wait(PATIENCE)
+        wait(event)
 
-    def marked(*args):
-        made = plan(*args)
-        for region in made.regions:
-            region.device = "cuda:0"
-            source = region._source
-            region._source = lambda source=source: source().view(Dev)
-        return made
+    standin.polls = None  # asking does not help
+    monkeypatch.setattr(standin, "wait", wait_longer)
+    return go
 
-    monkeypatch.setattr(writer, "plan", marked)
-    monkeypatch.setattr(copying, "copy", None)
-    from shmtensor.checkpoint import staging
 
-    def copy(target, source):
-        cuda.to_host(target, source)
+@pytest.fixture
+def published(monkeypatch):
+    """What the trainer publishes, in order: kinds of messages, and for a chunk whether a device still writes into it."""
+    seen = []
+    tell, publish = Stager.tell, Stager.publish
 
-    monkeypatch.setattr(staging, "copy", copy)
-    cuda.hold = threading.Event()
-    w = torch.ones(200_000)
-    with CheckpointWriter(tmp_path, memory="4MiB") as writing:
-        handle = writing.save({"w": w, "step": 1})
-        assert not handle.staged.done()
-        cuda.hold.set()
-        assert handle.staged.result(PATIENCE) == 800_000
-        assert (load_checkpoint(handle.durable.result(PATIENCE).path)["w"] == 1).all()
-        cuda.error = RuntimeError("bad")
-        handle = writing.save({"w": w, "step": 2})
-        with pytest.raises(RuntimeError, match="bad"):
-            handle.staged.result(PATIENCE)
-        with pytest.raises(RuntimeError, match="bad"):
-            handle.durable.result(PATIENCE)
-        cuda.error = None
-        handle = writing.save({"w": w, "step": 3})
-        handle.durable.result(PATIENCE)
-        big = {"w": [torch.full((300_000,), float(i)) for i in range(10)]}
-        back = load_checkpoint(writing.save(big).durable.result(PATIENCE).path)
-        assert [t[0].item() for t in back["w"]] == list(range(10))
+    def tell_noted(self, kind, number, *args, **more):
+        tell(self, kind, number, *args, **more)
+        seen.append((kind, number))
+
+    def publish_noted(self, loan, *, loud):
+        publish(self, loan, loud=loud)
+        seen.append(("chunk", loud))
+
+    monkeypatch.setattr(Stager, "tell", tell_noted)
+    monkeypatch.setattr(Stager, "publish", publish_noted)
+    return seen
+
+
+def state_of(standin, number: int, count: int = 4) -> dict:
+    return {"w": [standin.tensor(torch.full((ELEMENTS,), float(number))) for _ in range(count)], "step": number}
+
+
+def number_in(handle) -> int:
+    """The one number that all of a state of `state_of` holds."""
+    state = load_checkpoint(handle.durable.result(PATIENCE).path)
+    for tensor in state["w"]:
+        assert (tensor == state["step"]).all()
+    return state["step"]
+
+
+def test_save_returns_before_the_copies_are_made_and_staged_is_done_by_event(writer, standin, held, published):
+    state = state_of(standin, 1)
+    handle = writer.save(state)
+    assert standin.waiting
+    assert not handle.staged.done()
+    assert published == [("head", 1)]  # neither a chunk nor the end before its event
+    held.set()
+    assert handle.staged.result(PATIENCE) == 4 * 4 * ELEMENTS
+    assert published[-1] == ("end", 1)
+    assert {kind for kind, _ in published[1:-1]} == {"chunk"}
+    assert number_in(handle) == 1
+
+
+def test_what_comes_after_save_on_the_current_stream_comes_after_the_copies(writer, standin, held):
+    state = state_of(standin, 1)
+    handle = writer.save(state)
+    for tensor in state["w"]:
+        standin.enqueue(lambda tensor=tensor: tensor.fill_(99.0))
+    held.set()
+    assert number_in(handle) == 1
+    standin.run_all()
+    assert standin.host(state["w"][0])[0] == 99
+
+
+def test_what_came_before_save_on_the_current_stream_is_saved(writer, standin):
+    state = state_of(standin, 1)
+    for tensor in state["w"]:
+        standin.enqueue(lambda tensor=tensor: tensor.fill_(7.0))
+    state["step"] = 7
+    assert number_in(writer.save(state, ordered=False)) == 7
+
+
+def test_another_stream_than_the_default_one_is_the_current_one(writer, standin):
+    state, stream = state_of(standin, 1), standin.new_stream(0)
+    with standin.on(stream):
+        for tensor in state["w"]:
+            standin.enqueue(lambda tensor=tensor: tensor.fill_(8.0))
+        state["step"] = 8
+        handle = writer.save(state)
+    assert number_in(handle) == 8
+
+
+def test_with_ordered_false_the_current_stream_does_not_wait_until_it_is_told_to(writer, standin, held):
+    state, ran = state_of(standin, 1), []
+    current = standin.current_stream(0)
+    handle = writer.save(state, ordered=False)
+    standin.enqueue(lambda: ran.append("forward"))
+    with standin.lock:
+        while current.queue:  # nothing that it waits for
+            assert standin._step(current)
+    assert ran == ["forward"]
+    assert not handle.staged.done()
+    handle.wait_stream()
+    for tensor in state["w"]:
+        standin.enqueue(lambda tensor=tensor: tensor.fill_(99.0))
+    with standin.lock:
+        assert not standin._step(current)  # it waits for the copies
+    held.set()
+    assert number_in(handle) == 1
+
+
+def test_a_stream_that_is_named_waits(writer, standin, held):
+    state, other = state_of(standin, 1), standin.new_stream(0)
+    handle = writer.save(state, ordered=False)
+    handle.wait_stream(other)
+    standin.enqueue(lambda: state["w"][0].fill_(99.0), other)
+    with standin.lock:
+        assert not standin._step(other)
+    held.set()
+    assert number_in(handle) == 1
+
+
+def test_the_state_lives_until_it_is_copied(writer, standin, held):
+    state = state_of(standin, 3)
+    handle = writer.save(state, ordered=False)
+    del state
+    held.set()
+    assert number_in(handle) == 3
+    assert handle._offload._plan is None  # and no longer
+
+
+def test_a_state_of_host_and_device(writer, standin):
+    shared = standin.tensor(torch.arange(1000.0))
+    state = {
+        "host": torch.arange(5000.0), "device": shared, "tied": shared, "part": shared[100:200],
+        "gaps": standin.tensor(torch.arange(60.0).view(6, 10))[:, 2:5], "empty": standin.tensor(torch.empty(0, 3)),
+        "turned": standin.tensor(torch.arange(12).view(3, 4)).t(), "half": standin.tensor(torch.ones(5).bfloat16()),
+        "wide": standin.tensor(torch.tensor(2.0)).expand(4, 5), "text": "x",
+    }  # fmt: skip
+    handle = writer.save(state)
+    done = handle.durable.result(PATIENCE)
+    back = load_checkpoint(done.path, verify="all")
+    for name, tensor in state.items():
+        if name != "text":
+            expected = standin.host(tensor) if name != "host" else tensor
+            assert torch.equal(back[name], expected), name
+    assert back["tied"].data_ptr() == back["device"].data_ptr()  # stored once
+    assert back["part"].data_ptr() == back["device"].data_ptr() + 400
+    assert done.nbytes < 30_000
+
+
+def test_a_module_on_a_device(writer, standin):
+    module = torch.nn.Linear(30, 40)
+    state = {name: standin.tensor(value) for name, value in module.state_dict().items()}
+    back = load_checkpoint(writer.save(state).durable.result(PATIENCE).path)
+    for name, value in module.state_dict().items():
+        assert torch.equal(back[name], value)
+
+
+def test_saves_follow_each_other(writer, standin):
+    handles = [writer.save(state_of(standin, number)) for number in range(6)]
+    assert [number_in(handle) for handle in handles] == list(range(6))
+
+
+def test_a_state_that_streams_through_little_memory(tmp_path, standin, published):
+    with CheckpointWriter(tmp_path / "a", memory="2MiB") as writer:
+        handle = writer.save(state_of(standin, 5, count=20))
+        assert number_in(handle) == 5
+    assert len([kind for kind, _ in published if kind == "chunk"]) > 20
+
+
+def test_a_failed_copy_is_never_published(writer, standin, published):
+    writer.save(state_of(standin, 1)).durable.result(PATIENCE)
+    before = len(published)
+    standin.fail_copies = 700
+    handle = writer.save(state_of(standin, 2))
+    for future in (handle.staged, handle.durable):
+        with pytest.raises(shmtensor.CudaError, match="700"):
+            future.result(PATIENCE)
+    assert handle.status == "failed"
+    assert [kind for kind, _ in published[before:]] == ["head", "abandon"]
+    standin.fail_copies = 0
+    for stream in standin.streams:
+        stream.error = None
+    handle = writer.save(state_of(standin, 3))
+    assert number_in(handle) == 3
+    assert sorted(name for name in os.listdir(writer.directory) if name.startswith("step")) == [
+        "step-00000001.safetensors", "step-00000003.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_copy_that_cannot_be_started_is_raised_by_save(writer, standin, monkeypatch):
+    good, calls = standin.copy, []
+
+    def third_fails(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise shmtensor.CudaError(5, "cannot start a CUDA copy")
+        good(*args)
+
+    monkeypatch.setattr(standin, "copy", third_fails)
+    with pytest.raises(shmtensor.CudaError, match="cannot start"):
+        writer.save(state_of(standin, 1))
+    assert not standin.waiting  # no device writes into a slot that was given back
+    assert number_in(writer.save(state_of(standin, 2))) == 2
+
+
+def test_an_interrupt_waits_for_the_device_before_it_gives_slots_back(writer, standin, monkeypatch):
+    monkeypatch.setattr(offload.Offload, "follow", raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        writer.save(state_of(standin, 1))
+    assert not standin.waiting
+    monkeypatch.undo()
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_close_waits_for_copies(tmp_path, standin, held):
+    writer = CheckpointWriter(tmp_path / "a")
+    handle = writer.save(state_of(standin, 1))
+    with pytest.raises(shmtensor.TimedOut, match="copied from the device"):
+        writer.close(timeout=0.01)
+    held.set()
+    writer.close(timeout=PATIENCE)
+    assert number_in(handle) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shmtensor save")]
+
+
+def test_the_next_save_waits_until_the_one_before_is_staged(writer, standin, held):
+    writer.save(state_of(standin, 1))
+    with pytest.raises(shmtensor.TimedOut, match="copied from the device"):
+        writer.save(state_of(standin, 2), timeout=0.01)
+    held.set()
+    assert number_in(writer.save(state_of(standin, 2), timeout=PATIENCE)) == 2
+
+
+def test_nothing_to_wait_for_in_host_memory(tmp_path):
+    with CheckpointWriter(tmp_path / "a") as writer:
+        handle = writer.save({"w": torch.ones(10)}, ordered=False)
+        assert handle.staged.done()
+        handle.wait_stream()
+
+
+def test_the_writing_process_makes_no_context(writer, standin):
+    writer.save(state_of(standin, 1)).durable.result(PATIENCE)
+    process = psutil.Process(writer.statistics().pid)
+    assert process.environ()["CUDA_VISIBLE_DEVICES"] == ""
+    assert not [mapped.path for mapped in process.memory_maps() if "torch" in mapped.path or "cuda" in mapped.path]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..cuda.runtime import runtime
 from ..views import moves
 from ..views.numpy import Array
 from .plan import Plan
@@ -30,14 +29,13 @@ class Regions:
 
 
 def copy(target: Array, source: Any) -> None:
-    """Copy bytes of host or device memory into a slot, with torch's threads if that is worth it."""
+    """Copy bytes into a slot, with torch's threads if that is worth it; from a device other than CUDA's as well."""
     if isinstance(source, np.ndarray):
         torch = sys.modules.get("torch")
         if torch is None or len(target) < moves.LARGE or not source.flags.writeable:
             target[:] = source
             return
         source = torch.from_numpy(source)
-    else:  # on a device: under way when this returns, on the stream that is current
-        runtime().to_host(target, source)
-        return
+    else:
+        torch = sys.modules["torch"]
     torch.from_numpy(target).copy_(source)

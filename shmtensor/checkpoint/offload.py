@@ -14,85 +14,103 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..cuda.runtime import runtime
+import numpy as np
+
+from ..cuda.runtime import device_of, runtime
 from ..endpoints.loan import Loan
+from ..errors import CudaError
+from ..views.numpy import Array
+from . import copying
+from .plan import Plan
 
 
 class Streams:
     """One stream per device, kept for all saves of a writer: the memory of gathered views stays with its stream."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {}
 
-    def of(self, devices: Sequence[str]) -> list[Any]:
-        """The streams of some devices, made at first use."""
-        for device in devices:
+    def of(self, devices: list[str]) -> dict[int, Any]:
+        """By number, the streams of some devices, made at first use."""
+        numbers = [runtime().device(device) for device in devices]
+        for device in numbers:
             if device not in self._streams:
-                self._streams[device] = runtime().stream(device)
-        return [self._streams[device] for device in devices]
+                self._streams[device] = runtime().new_stream(device)
+        return {device: self._streams[device] for device in numbers}
 
 
 class Offload:
-    """The copies of one save.
+    """The copies of one save. It keeps the state alive until the last of them is complete."""
 
-    keep: whatever must live until the last copy is complete.
-    """
-
-    def __init__(self, streams: Sequence[Any], keep: Any) -> None:
-        self._runtime = runtime()
-        self._streams, self._keep = streams, keep
+    def __init__(self, streams: Mapping[int, Any], plan: Plan) -> None:
+        self._cuda = runtime()
+        self._streams = streams
+        self._plan: Plan | None = plan
         self._pending: collections.deque[tuple[Loan, list[Any]]] = collections.deque()
-        self._last: list[Any] = []
-        for stream in streams:  # after everything that makes the state
-            self._runtime.wait_event(stream, self._runtime.record_event(self._runtime.current_stream(stream.device)))
+        self._last: dict[int, Any] = {}
+        for device, stream in streams.items():  # after everything that makes the state
+            event = self._cuda.new_event(device)
+            self._cuda.record(event, self._cuda.current_stream(device))
+            self._cuda.stream_waits(stream, event)
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """What is copied and gathered in here runs on the writer's streams."""
+        """Views with gaps that are gathered in here are gathered on the writer's streams."""
         with contextlib.ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(self._runtime.on(stream))
+            for stream in self._streams.values():
+                stack.enter_context(self._cuda.on(stream))
             yield
+
+    def copy(self, target: Array, source: Any) -> None:
+        """Copy bytes of host memory into a slot; of device memory, put the copy on its stream."""
+        if isinstance(source, np.ndarray) or device_of(source) < 0:
+            copying.copy(target, source)
+        else:
+            host = sys.modules["torch"].from_numpy(target)
+            self._cuda.copy(host, source, self._streams[device_of(source)])
 
     def note(self, loan: Loan) -> None:
         """The copies into this slot are on the streams."""
-        self._last = [self._runtime.record_event(stream) for stream in self._streams]
-        self._pending.append((loan, self._last))
-
-    def complete(self, *, wait: bool) -> Iterator[Loan]:
-        """Slots whose copies are complete, oldest first; with `wait`, all of them. Raises if a copy has failed."""
-        while self._pending:
-            loan, events = self._pending[0]
-            for event in events:
-                if wait:
-                    event.synchronize()
-                elif not event.query():
-                    return
-            self._pending.popleft()
-            yield loan
+        for device, stream in self._streams.items():
+            self._last[device] = self._cuda.new_event(device)
+            self._cuda.record(self._last[device], stream)
+        self._pending.append((loan, list(self._last.values())))
 
     @property
     def pending(self) -> bool:
         """Whether there are slots whose copies may not be complete."""
         return bool(self._pending)
 
+    def complete(self, *, wait: bool) -> Iterator[Loan]:
+        """Slots whose copies are complete, oldest first; with `wait`, all of them. `CudaError` if a copy has failed."""
+        while self._pending:
+            loan, events = self._pending[0]
+            for event in events:
+                if wait:
+                    self._cuda.wait(event)
+                elif not self._cuda.is_done(event):
+                    return
+            self._pending.popleft()
+            yield loan
+
     def follow(self, stream: Any = None) -> None:
         """Make a stream of the caller's wait for the copies; None: the current one of each device."""
-        for event in self._last:
-            self._runtime.wait_event(stream or self._runtime.current_stream(event.device), event)
+        for device, event in self._last.items():
+            self._cuda.stream_waits(self._cuda.current_stream(device) if stream is None else stream, event)
 
     def abandon(self) -> None:
         """Give the slots back unsent, as soon as no device writes into them any more."""
-        for stream in self._streams:
-            with contextlib.suppress(Exception):  # a device that failed writes nothing
-                stream.synchronize()
+        for stream in self._streams.values():
+            with contextlib.suppress(CudaError):  # a device that failed writes nothing
+                self._cuda.synchronize(stream)
         while self._pending:
             self._pending.popleft()[0].discard()
         self.forget()
 
     def forget(self) -> None:
         """Everything is copied: let go of the state."""
-        self._keep = None
+        self._plan = None

@@ -117,8 +117,8 @@ class Plan:
 
     @property
     def devices(self) -> list[str]:
-        """The devices that bytes of it lie on, host memory left out."""
-        return sorted({region.device for region in self.regions} - {"cpu"})
+        """The CUDA devices that bytes of it lie on."""
+        return sorted({region.device for region in self.regions if region.device.startswith("cuda")})
 
     def names(self, region: int) -> str:
         """The names of a region's tensors, for messages."""

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..cuda.runtime import device_of, runtime
 from ..views.leaf import Leaf, c_strides
 from ..views.numpy import Array
 from ..views.walk import torch_views
@@ -212,7 +213,11 @@ def _gather(leaf: Leaf, repeated: Sequence[int]) -> Any:
     carrier = torch_views().carrier(dtype)
     if source.dtype != carrier:
         source = source.view(carrier)
-    dense = source.clone(memory_format=torch.contiguous_format)
+    if device_of(source) >= 0:
+        cuda = runtime()
+        dense = cuda.dense(source, cuda.current_stream(device_of(source)))
+    else:
+        dense = source.clone(memory_format=torch.contiguous_format)
     return storage_bytes(dense, dense.data_ptr(), dense.numel() * leaf.itemsize)
 
 
@@ -226,6 +231,8 @@ def storage_bytes(tensor: Any, address: int, nbytes: int) -> Any:
     import torch
 
     storage = tensor.untyped_storage()
+    if device_of(tensor) >= 0:
+        return runtime().run(tensor, address - storage.data_ptr(), nbytes)
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     view.set_(storage, address - storage.data_ptr(), (nbytes,), (1,))
     return view.numpy() if view.is_cpu else view

@@ -70,14 +70,14 @@ class Staging:
         offload = None
         try:
             head = np.frombuffer(described, np.uint8)
-            if devices := plan.devices:
-                offload = handle._offload = Offload(self._streams.of(devices), plan)
+            if plan.devices:
+                offload = handle._offload = Offload(self._streams.of(plan.devices), plan)
             self._insist(partial(stager.tell, HEAD, number, head, loud=loud, **options), deadline, handle)
             # crash: stage.begun
             with contextlib.nullcontext() if offload is None else offload.under_way():
                 for chunk in chunks:
                     loan = self._lend(handle, chunk.index, offload, deadline, loud=loud)
-                    chunk.fill(loan.array, source, copy)
+                    chunk.fill(loan.array, source, copy if offload is None else offload.copy)
                     # crash: stage.copied
                     if offload is None:
                         stager.publish(loan, loud=loud)

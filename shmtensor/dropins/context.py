@@ -7,7 +7,7 @@ from multiprocessing import context, process
 from typing import TYPE_CHECKING, Any
 
 from . import collating
-from .arrivals import device_of
+from .arrivals import number_of
 from .joinable import JoinableQueue
 from .queues import Queue, SimpleQueue
 
@@ -19,7 +19,7 @@ class _Queues(context.BaseContext):
     """What differs from `multiprocessing`'s contexts."""
 
     _name: str
-    device: str | None = None
+    device: int | None = None
     """Where tensors arrive that this process gets from a queue of this context; None: in host memory."""
 
     def Queue(self, maxsize: int = 0) -> Queue:  # type: ignore[override]
@@ -82,7 +82,7 @@ class ForkServerContext(_Queues, context.ForkServerContext):
 
 
 _KINDS: dict[str, type[_Queues]] = {kind._name: kind for kind in (ForkContext, SpawnContext, ForkServerContext)}
-_contexts: dict[tuple[str, str | None], _Queues] = {}
+_contexts: dict[tuple[str, int | None], _Queues] = {}
 
 
 def get_context(method: str | None = None, *, device: Any = None) -> Any:
@@ -111,7 +111,7 @@ def get_context(method: str | None = None, *, device: Any = None) -> Any:
     if method is None:
         method = multiprocessing.get_start_method()
     multiprocessing.get_context(method)  # raises for a method that is unknown, or missing here
-    key = method, device_of(device)
+    key = method, number_of(device)
     if key not in _contexts:
         made = _contexts[key] = _KINDS[method]()
         made.device = key[1]
