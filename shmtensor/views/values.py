@@ -31,19 +31,19 @@ def map_leaves(function: Callable[[Any], Any], value: object) -> object:
 
     Dicts, lists and tuples are made anew, everything else stays as it is.
     """
-    done: dict[int, Any] = {}
+    return _mapped(function, value, {})
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: walk(child) for key, child in node.items()}
-        if isinstance(node, list):
-            return [walk(child) for child in node]
-        if isinstance(node, tuple):
-            return tuple([walk(child) for child in node])
-        if isinstance(node, np.ndarray) or is_tensor(node):
-            if id(node) not in done:
-                done[id(node)] = function(node)
-            return done[id(node)]
-        return node
 
-    return walk(value)
+def _mapped(function: Callable[[Any], Any], node: Any, done: dict[int, Any]) -> Any:
+    """No closure that calls itself: such a cycle would keep every leaf until the garbage collector comes by."""
+    if isinstance(node, dict):
+        return {key: _mapped(function, child, done) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_mapped(function, child, done) for child in node]
+    if isinstance(node, tuple):
+        return tuple([_mapped(function, child, done) for child in node])
+    if isinstance(node, np.ndarray) or is_tensor(node):
+        if id(node) not in done:
+            done[id(node)] = function(node)
+        return done[id(node)]
+    return node
