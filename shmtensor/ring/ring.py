@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..cuda.pinning import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.words import store
@@ -31,8 +32,8 @@ class Ring:
     """A mapped ring. `words`, `view` and `map` cover header, records and states; `buffer`, at `address`, the data."""
 
     __slots__ = (
-        "address", "buffer", "busy", "cursor", "described", "found", "index", "map", "name", "nbytes", "records", "row",
-        "shape", "slot_bytes", "slots", "state", "view", "words",
+        "address", "buffer", "busy", "cursor", "described", "found", "index", "map", "name", "nbytes", "pinning",
+        "records", "row", "shape", "slot_bytes", "slots", "state", "view", "words",
     )  # fmt: skip
 
     def __init__(self, name: str, index: int, shape: RingShape, segment: shm.Segment, *, writable: bool) -> None:
@@ -43,6 +44,7 @@ class Ring:
         self.records, self.state, self.row = HEADER, shape.state, shape.row
         self.words, self.view, self.map = head.words, head.view, head.map
         self.buffer, self.address = data.buffer, data.address
+        self.pinning = Pinning(data.buffer, data.address, writable=writable)
         head.populate(write=True)
         data.populate(write=writable)
         self.found: list[Any] = [None] * shape.slots  # the receiver's memory of its slots, see `ring/feed.py`
