@@ -1,20 +1,19 @@
 """Tensors of a received value, brought to a device: for queues and executors that were made with `device=`.
 
-    slot ---- copy on the arrivals' own stream ---- event ---- current stream of whoever gets the value
+    slot ---- copy on the receiver's own stream ---- event ---- current stream of whoever gets the value
 
-The memory on the device belongs to the arrivals' stream, so that a copy need not wait for what the current stream is
+The memory on the device belongs to the receiver's stream, so that a copy need not wait for what the current stream is
 computing; the current stream is told of (`record_stream`), or the memory would be used again under its kernels.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from typing import Any
+from typing import Any, Final
 
-from ..cuda.pending import Pending
 from ..cuda.runtime import runtime
 from ..endpoints.message import Message
+from ..endpoints.receiver import Receiver
 from ..errors import ArgumentError
 from ..views.pack import map_leaves
 from ..views.walk import is_tensor
@@ -29,17 +28,17 @@ def number_of(device: Any) -> int | None:
 
 
 class Arrival:
-    """Tensors whose copies are under way."""
+    """Device memory whose copies are under way."""
 
-    def __init__(self, device: int, event: Any, tensors: list[Any]) -> None:
-        self._device, self._event, self._tensors = device, event, tensors
+    def __init__(self, device: int, event: Any, memory: list[Any]) -> None:
+        self._device, self._event, self._memory = device, event, memory
 
     def hand_over(self) -> None:
-        """Make them safe on the stream that is current in this thread. The host does not wait."""
+        """Make it safe on the stream that is current in this thread. The host does not wait."""
         cuda = runtime()
         stream = cuda.current_stream(self._device)
         cuda.stream_waits(stream, self._event)
-        for tensor in self._tensors:
+        for tensor in self._memory:
             cuda.used_on(tensor, stream)
 
 
@@ -49,8 +48,6 @@ class Arrivals:
     def __init__(self, device: int) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._stream: Any = None
-        self._pending = Pending()
 
     @classmethod
     def to(cls, device: Any) -> Arrivals | None:
@@ -58,45 +55,21 @@ class Arrivals:
         number = number_of(device)
         return None if number is None else cls(number)
 
-    def bring(self, value: Any) -> tuple[Any, Arrival | None]:
-        """The value with every tensor on the device, copies under way; no arrival if it holds none.
+    def bring(self, value: Any, receiver: Receiver[Any]) -> tuple[Any, Arrival | None]:
+        """A value that this receiver got, with every tensor on the device, copies under way on the receiver's stream;
+        no arrival if it holds no tensor.
 
-        What the tensors are views of stays leased until the copies are complete and the next value is brought, or
-        `finish` is called.
+        Slots stay leased until their copies are complete and the receiver brings the next value, or closes.
         """
-        cuda = runtime()
-        sources: list[Any] = []
-        tensors: list[Any] = []
-
-        def copy(leaf: Any) -> Any:
-            if not is_tensor(leaf):
-                return leaf
-            sources.append(leaf)
-            tensors.append(upload(leaf, self._device, self._stream))
-            return tensors[-1]
-
+        devices = receiver._devices()
         with self._lock:
-            self._pending.look()
-            if self._stream is None:
-                self._stream = cuda.new_stream(self._device)
-            event = cuda.new_event(self._device)
-            try:
-                moved = map_leaves(copy, value)
-            finally:
-                if sources:
-                    cuda.record(event, self._stream)
-                    self._pending.add(event, sources)
-        return moved, Arrival(self._device, event, tensors) if tensors else None
+            devices.pending.look()
+            stream = devices.stream(self._device)
+            moved, event, memory = devices.copy_out(value, receiver._mapped_rings(), self._device, stream)
+        memory = [*memory, *_others(moved)]
+        return moved, Arrival(self._device, event, memory) if memory else None
 
-    def finish(self) -> None:
-        """Wait until what was brought is there, and let go of the slots."""
-        with self._lock:
-            self._pending.finish()
-
-    def __del__(self) -> None:
-        self._pending.finish()
-
-    def unpack(self, message: Message) -> Any:
+    def unpack(self, message: Message, receiver: Receiver[Any]) -> Any:
         """The object of a queue's item, safe on the current stream."""
         value = message.value
         if pickling.is_stream(value):
@@ -106,20 +79,31 @@ class Arrivals:
                 "pin_memory=True pins tensors in host memory, but batches of this context arrive on device "
                 f"{self._device}: drop pin_memory=True"
             )
-        value, arrival = self.bring(value)
+        value, arrival = self.bring(value, receiver)
         if arrival is not None:
             arrival.hand_over()
         return pickling.unpack(value)
 
 
-def upload(tensor: Any, device: int, stream: Any) -> Any:
-    """A tensor on the device, of the same strides, to be used on `stream`, where its copy is under way."""
-    cuda, torch = runtime(), sys.modules["torch"]
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        with cuda.on(stream):
-            return tensor.to(cuda.torch_device(device), non_blocking=True)
-    order = sorted(range(tensor.ndim), key=lambda axis: (-tensor.stride(axis), axis))
-    source = tensor.permute(order)  # in C order if it is dense, as all are that arrive
-    target = cuda.empty(tuple(source.shape), tensor.dtype, device, stream)
-    cuda.copy(target, source, stream)
-    return target.permute([order.index(axis) for axis in range(tensor.ndim)])
+_PARTS: Final = {
+    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"), "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"), "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}  # fmt: skip
+
+
+def _others(value: object) -> list[Any]:
+    """The memory of a value's tensors that are more than one plain block: sparse, nested, quantized."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        if is_tensor(leaf):
+            layout = str(leaf.layout).removeprefix("torch.")
+            if layout in _PARTS:
+                found.extend(getattr(leaf, part)() for part in _PARTS[layout])
+            elif leaf.is_nested or leaf.is_quantized:
+                found.append(leaf)
+        return leaf
+
+    map_leaves(note, value)
+    return found

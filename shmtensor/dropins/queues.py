@@ -161,7 +161,7 @@ class SimpleQueue:
         self._note(message)
         try:
             if self._arrivals is not None:
-                return self._arrivals.unpack(message)
+                return self._arrivals.unpack(message, self._link.getter)
             return pickling.unpack(message.value)
         finally:  # not before: whoever is killed in here has got nothing
             self._settle(message)

@@ -125,7 +125,7 @@ class Depot:
             value = message.copy() if message.nbytes <= COPY_MOST else message.value
             if self._arrivals is None:
                 return loads(value), None
-            value, arrival = self._arrivals.bring(value)
+            value, arrival = self._arrivals.bring(value, self._inbox)
             return loads(value), arrival
         finally:
             message.release()
