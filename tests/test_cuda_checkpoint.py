@@ -58,7 +58,7 @@ def held(monkeypatch, standin):
 
 @pytest.fixture
 def published(monkeypatch):
-    """What the trainer publishes, in order: kinds of messages, and for a chunk whether a device still writes into it."""
+    """What the trainer publishes, in order: (kind, number of the save); of a chunk, whether it wakes the other side."""
     seen = []
     tell, publish = Stager.tell, Stager.publish
 
@@ -196,6 +196,23 @@ def test_a_module_on_a_device(writer, standin):
         assert torch.equal(back[name], value)
 
 
+def test_slots_are_pinned_ahead_or_copied_without(tmp_path, standin):
+    state = state_of(standin, 1)
+    with CheckpointWriter(tmp_path / "a", memory="8MiB") as writer:
+        writer.start(state, timeout=PATIENCE)
+        made = standin.registrations
+        assert made > 0
+        assert number_in(writer.save(state)) == 1
+        assert standin.registrations == made
+        assert standin.pinned_copies > 0
+        assert not standin.pageable_copies
+    assert not standin.registered
+    standin.refuse_registration = 2
+    with CheckpointWriter(tmp_path / "b", memory="8MiB") as writer:
+        assert number_in(writer.save(state_of(standin, 2))) == 2
+        assert standin.pageable_copies > 0
+
+
 def test_saves_follow_each_other(writer, standin):
     handles = [writer.save(state_of(standin, number)) for number in range(6)]
     assert [number_in(handle) for handle in handles] == list(range(6))
@@ -208,17 +225,22 @@ def test_a_state_that_streams_through_little_memory(tmp_path, standin, published
     assert len([kind for kind, _ in published if kind == "chunk"]) > 20
 
 
-def test_a_failed_copy_is_never_published(writer, standin, published):
+@pytest.mark.parametrize("late", [True, False], ids=["after save", "inside save"])
+def test_a_failed_copy_is_never_published(writer, standin, published, late):
     writer.save(state_of(standin, 1)).durable.result(PATIENCE)
     before = len(published)
-    standin.fail_copies = 700
-    handle = writer.save(state_of(standin, 2))
-    for future in (handle.staged, handle.durable):
+    standin.fail_copies, standin.polls = 700, None if late else 0
+    if late:
+        handle = writer.save(state_of(standin, 2))
+        for future in (handle.staged, handle.durable):
+            with pytest.raises(shmtensor.CudaError, match="700"):
+                future.result(PATIENCE)
+        assert handle.status == "failed"
+    else:
         with pytest.raises(shmtensor.CudaError, match="700"):
-            future.result(PATIENCE)
-    assert handle.status == "failed"
+            writer.save(state_of(standin, 2))
     assert [kind for kind, _ in published[before:]] == ["head", "abandon"]
-    standin.fail_copies = 0
+    standin.fail_copies, standin.polls = 0, 2
     for stream in standin.streams:
         stream.error = None
     handle = writer.save(state_of(standin, 3))

@@ -15,44 +15,36 @@ from __future__ import annotations
 import collections
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..cuda.runtime import device_of, runtime
+from ..endpoints.devices import Devices
 from ..endpoints.loan import Loan
 from ..errors import CudaError
+from ..ring.ring import Ring
 from ..views.numpy import Array
 from . import copying
 from .plan import Plan
 
 
-class Streams:
-    """One stream per device, kept for all saves of a writer: the memory of gathered views stays with its stream."""
-
-    def __init__(self) -> None:
-        self._streams: dict[int, Any] = {}
-
-    def of(self, devices: list[str]) -> dict[int, Any]:
-        """By number, the streams of some devices, made at first use."""
-        numbers = [runtime().device(device) for device in devices]
-        for device in numbers:
-            if device not in self._streams:
-                self._streams[device] = runtime().new_stream(device)
-        return {device: self._streams[device] for device in numbers}
-
-
 class Offload:
-    """The copies of one save. It keeps the state alive until the last of them is complete."""
+    """The copies of one save. It keeps the state alive until the last of them is complete.
 
-    def __init__(self, streams: Mapping[int, Any], plan: Plan) -> None:
+    devices, rings: of the endpoint that lends the slots
+    """
+
+    def __init__(self, plan: Plan, devices: Devices, rings: list[Ring]) -> None:
         self._cuda = runtime()
-        self._streams = streams
+        numbers = [self._cuda.device(device) for device in plan.devices]
+        self._streams = {device: devices.stream(device) for device in numbers}
+        self._parts = {device: devices.parts(rings, device) for device in numbers}
         self._plan: Plan | None = plan
         self._pending: collections.deque[tuple[Loan, list[Any]]] = collections.deque()
         self._last: dict[int, Any] = {}
-        for device, stream in streams.items():  # after everything that makes the state
+        for device, stream in self._streams.items():  # after everything that makes the state
             event = self._cuda.new_event(device)
             self._cuda.record(event, self._cuda.current_stream(device))
             self._cuda.stream_waits(stream, event)
@@ -70,8 +62,12 @@ class Offload:
         if isinstance(source, np.ndarray) or device_of(source) < 0:
             copying.copy(target, source)
         else:
-            host = sys.modules["torch"].from_numpy(target)
-            self._cuda.copy(host, source, self._streams[device_of(source)])
+            device, done = device_of(source), 0
+            address = target.__array_interface__["data"][0]
+            for buffer, offset, nbytes in self._parts[device](address, len(target)) or ():
+                host = sys.modules["torch"].from_numpy(np.ndarray((nbytes,), np.uint8, buffer, offset))
+                self._cuda.copy(host, source[done : done + nbytes], self._streams[device])
+                done += nbytes
 
     def note(self, loan: Loan) -> None:
         """The copies into this slot are on the streams."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..channel.membership import Member
 from ..channel.names import ring_name
+from ..cuda.runtime import runtime
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer, Producer
@@ -25,6 +26,8 @@ from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
 from ..ring.ring import Ring
 from ..units import format_bytes
+from .offload import Offload
+from .plan import Plan
 
 HEAD: Final = "head"
 CHUNK: Final = "chunk"
@@ -201,6 +204,18 @@ class Stager(Producer):
             loan.send()
         finally:
             self._loud = True
+
+    def offload(self, plan: Plan) -> Offload:
+        """The copies of a state from its devices into slots of this writer."""
+        return Offload(plan, self._devices(), list(self._rings))
+
+    def pin(self, devices: list[str]) -> None:
+        """Register all slots now, for copies from some devices, instead of as they are first used."""
+        for device in devices:
+            with self._mutex:
+                parts = self._devices().parts(list(self._rings), runtime().device(device))
+                for ring in self._rings:
+                    parts(ring.address, ring.buffer.nbytes)
 
     def _wake(self, ring: Ring, slot: int) -> None:
         if self._loud:

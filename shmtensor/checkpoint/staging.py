@@ -20,7 +20,7 @@ from .chunks import Chunk
 from .copying import Regions, copy
 from .flight import Flight
 from .handle import FAILED, REPLACED, WAITING, WRITING, SaveHandle
-from .offload import Offload, Streams
+from .offload import Offload
 from .plan import Plan
 from .slots import ABANDON, END, HEAD, Stager
 
@@ -34,7 +34,6 @@ class Staging:
 
     def __init__(self, stager: Stager, flight: Flight, is_lost: Callable[[], bool]) -> None:
         self._stager, self._flight, self._is_lost = stager, flight, is_lost
-        self._streams = Streams()
         self._thread: threading.Thread | None = None
 
     def settle(self, deadline: float | None = None) -> None:
@@ -71,7 +70,7 @@ class Staging:
         try:
             head = np.frombuffer(described, np.uint8)
             if plan.devices:
-                offload = handle._offload = Offload(self._streams.of(plan.devices), plan)
+                offload = handle._offload = stager.offload(plan)
             self._insist(partial(stager.tell, HEAD, number, head, loud=loud, **options), deadline, handle)
             # crash: stage.begun
             with contextlib.nullcontext() if offload is None else offload.under_way():

@@ -123,7 +123,7 @@ class CheckpointWriter:
 
         Args:
             like: a state as `save` takes it, or its size in bytes (int, or a string like "1GiB"): shared memory for it
-                is made now instead of at the first save.
+                is made now instead of at the first save, and pinned if part of the state lies on a CUDA device.
             timeout: seconds; `TimedOut` then.
         """
         check_timeout(timeout)
@@ -135,6 +135,8 @@ class CheckpointWriter:
             elif like is not None:
                 made = plan(like)
                 self._provide(len(made.describe()) + _HEAD_EXTRA, self._format.layout(made, self._max_shard).nbytes)
+                if self._stager is not None:
+                    self._stager.pin(made.devices)
         link.wait_ready(timeout)
 
     def save(
