@@ -249,4 +249,4 @@ def _reachable(members: Sequence[Leaf]) -> bool:
         return True
     start = min(leaf.start for leaf in members)
     extent = max(leaf.start + leaf.extent for leaf in members) - start
-    return torch_views().device_run(first, start, extent) is not None
+    return bool(torch_views().reaches(first, start, extent))

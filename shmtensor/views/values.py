@@ -31,17 +31,17 @@ def map_leaves(function: Callable[[Any], Any], value: object) -> object:
 
     Dicts, lists and tuples are made anew, everything else stays as it is.
     """
-    return _mapped(function, value, {})
+    return _map(function, value, {})
 
 
-def _mapped(function: Callable[[Any], Any], node: Any, done: dict[int, Any]) -> Any:
-    """No closure that calls itself: such a cycle would keep every leaf until the garbage collector comes by."""
+def _map(function: Callable[[Any], Any], node: Any, done: dict[int, Any]) -> Any:
+    # no closure: one that calls itself would keep what it holds, leases among it, until the garbage collector comes
     if isinstance(node, dict):
-        return {key: _mapped(function, child, done) for key, child in node.items()}
+        return {key: _map(function, child, done) for key, child in node.items()}
     if isinstance(node, list):
-        return [_mapped(function, child, done) for child in node]
+        return [_map(function, child, done) for child in node]
     if isinstance(node, tuple):
-        return tuple([_mapped(function, child, done) for child in node])
+        return tuple([_map(function, child, done) for child in node])
     if isinstance(node, np.ndarray) or is_tensor(node):
         if id(node) not in done:
             done[id(node)] = function(node)
