@@ -48,8 +48,12 @@ class Gpu:
         return tensor.pin_memory()
 
     def upload(self, tensor: Any) -> Any:
-        """A copy on the device."""
-        return tensor.to(self.device)
+        """A copy on the device; from pinned memory it is under way."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def host(self, tensor: Any) -> Any:
+        """A copy in host memory."""
+        return tensor.cpu()
 
     def random(self, elements: int) -> Any:
         """So many random float32 on the device."""

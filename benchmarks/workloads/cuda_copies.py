@@ -46,11 +46,11 @@ def receive(meet: Callable[[], object], name: str, nbytes: int, effort: Effort, 
             with subscriber.recv(timeout=PATIENCE) as message:
                 kept: list[Any] = []
                 spent = gpu.seconds(lambda: kept.append(copy(message)))
-                payloads.check("torch", kept[0].cpu(), source)
+                payloads.check("torch", gpu.host(kept[0]), source)
             return spent
 
         def by_pin_memory(message: Any) -> Any:
-            return gpu.pinned(message.value).to(gpu.device, non_blocking=True)
+            return gpu.upload(gpu.pinned(message.value))
 
         return _by_turns(
             nbytes,
@@ -93,7 +93,7 @@ def send(meet: Callable[[], object], name: str, nbytes: int, effort: Effort, gpu
                 LINK: lambda: gpu.seconds(lambda: pinned.copy_(held, non_blocking=True)),
                 SLOT: lambda: to_slot(pub, sub, lambda: held),
                 PAGEABLE: lambda: to_slot(plain_pub, plain_sub, lambda: held),
-                "cpu": lambda: to_slot(plain_pub, plain_sub, held.cpu),
+                "cpu": lambda: to_slot(plain_pub, plain_sub, lambda: gpu.host(held)),
             },
         )
 

@@ -90,7 +90,7 @@ def lead(meet: Callable[[], object], ends: Callable[[], Any], nbytes: int, trips
                 samples.append(time.perf_counter() - start)
             if trip < trips - 1:
                 del back
-        payloads.check("torch", back.cpu(), source)
+        payloads.check("torch", gpu.host(back), source)
         del back
         meet()  # torch's receiver must let go of the memory before its sender ends
     return {"trip": samples}

@@ -42,6 +42,8 @@ def consume(meet: Callable[[], object], name: str, nbytes: int, effort: Effort, 
     ):
 
         def fill() -> None:
+            for each in (sub, plain):  # the device is idle: a look gives back the slots of the last copies
+                each.statistics()
             for _ in range(MESSAGES):
                 pub.send(source)
 
@@ -84,7 +86,7 @@ def consume(meet: Callable[[], object], name: str, nbytes: int, effort: Effort, 
             samples[IDEAL].append(MESSAGES / (alone + copies / MESSAGES))
         fill()
         with sub.recv(timeout=PATIENCE) as message:
-            payloads.check("torch", message.value.cpu(), source)
+            payloads.check("torch", gpu.host(message.value), source)
     return samples
 
 

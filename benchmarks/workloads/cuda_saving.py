@@ -66,7 +66,7 @@ def save_ours(meet: Callable[[], object], folder: Path, nbytes: int, gpu: Gpu) -
             for metric, seconds in found.items() if number else ():
                 samples[metric].append(seconds)
         back = shmtensor.load_checkpoint(done.path, verify="all")
-        if not all(torch.equal(back[name], tensor.cpu()) for name, tensor in state.items()):
+        if not all(torch.equal(back[name], gpu.host(tensor)) for name, tensor in state.items()):
             raise AssertionError("other values were saved")
     return samples
 
