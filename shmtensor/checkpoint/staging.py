@@ -143,7 +143,7 @@ class Staging:
         self._insist(partial(self._stager.tell, END, handle.number), deadline, handle)
         # crash: stage.ended
 
-    def _insist(self, call: Callable[[], _T], deadline: float | None, handle: SaveHandle) -> _T:
+    def _insist(self, call: Callable[[], _T], deadline: float | None, handle: SaveHandle, *, over: bool = False) -> _T:
         """Try until there is a slot, looking at the process, the save and the clock in between."""
         while True:
             began = time.monotonic()
@@ -152,7 +152,7 @@ class Staging:
             except RingFull as error:
                 full = error
             handle.waited += time.monotonic() - began
-            if handle.status not in (WAITING, WRITING):
+            if handle.status not in (WAITING, WRITING) and not over:
                 raise _Over
             if self._is_lost():
                 raise PeerDied("the writing process of checkpoints is dead")
@@ -164,9 +164,11 @@ class Staging:
         handle = next((handle for handle in self._flight.handles if handle.number == number), None)
         if handle is None:
             return
+        if error is not None:  # before the writing process reports that it was replaced
+            self._flight.settle(number, status, error)
         tell = partial(self._stager.tell, ABANDON, number, force=True)
         with contextlib.suppress(PeerDied, TimedOut, ClosedError, _Over):
-            self._insist(tell, time.monotonic() + _TAKE_BACK, handle)
+            self._insist(tell, time.monotonic() + _TAKE_BACK, handle, over=True)
         self._flight.settle(number, status, error)
 
 
