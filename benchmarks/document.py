@@ -84,6 +84,7 @@ def _about(run: Mapping[str, Any]) -> str:
         f"{place['cpu']}, {place['cores_allowed']} cores, {place['memory_bytes'] / (1 << 30):.0f} GiB of memory, "
         f"Linux {place['kernel']}, load {place['load_average'][0]:.1f} before the run;",
         f"{known}.",
+        "{name}, CUDA {cuda}.".format(**place["gpu"]) if place.get("gpu") else "",
         f"{'Not installed, so without rows: ' + absent + '.' if absent else ''}",
         f"Scale `{run['scale']}`, {' or '.join(str(each) for each in rounds)} rounds, "
         f"{sum(run['seconds'].values()) / 60:.0f} minutes.",

@@ -6,14 +6,15 @@ import importlib.metadata
 import os
 import platform
 
+from .gpu import GPU
 from .transports import TRANSPORTS
 
 FURTHER = ("numpy", "msgpack", "pyarrow", "safetensors", "spdl_io")
 """What else is measured, beside the transports' own packages."""
 
 
-def describe_machine() -> dict[str, object]:
-    """CPU, cores, kernel, and how busy it is before the run."""
+def describe_machine(*, gpu: bool = False) -> dict[str, object]:
+    """CPU, cores, kernel, and how busy it is before the run; the GPU if it is asked for."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -22,6 +23,7 @@ def describe_machine() -> dict[str, object]:
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "load_average": os.getloadavg(),
+        "gpu": GPU.describe() if gpu else None,
     }
 
 

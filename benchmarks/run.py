@@ -36,7 +36,7 @@ CROSSOVERS = (
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, rounds and iterations: two minutes.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Run this workload alone (repeatable).")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this workload alone; `cuda`: all of cuda-.")] = None,
     transport: Annotated[list[str] | None, typer.Option(help="Run this transport alone (repeatable).")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, instead of the scale's number.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole run there.")] = None,
@@ -54,7 +54,7 @@ def main(
         "command": " ".join(["python -m benchmarks.run", *(Path(word).name for word in sys.argv[1:])]),
         "scale": scale,
         "rounds": {workload.name: rounds_of(workload, scale, rounds) for workload in workloads},
-        "machine": machine.describe_machine(),
+        "machine": machine.describe_machine(gpu=any(each.name.startswith("cuda-") for each in workloads)),
         "versions": machine.describe_versions(),
         "percentiles": PERCENTILES,
     }
@@ -126,6 +126,8 @@ def _steps(workloads: tuple[Workload, ...], scale: str, rounds: int | None, tran
 
 def _print_place(console: Console, place: dict[str, Any], versions: dict[str, str | None]) -> None:
     load = place["load_average"][0]
+    if place["gpu"]:
+        console.print("{name}, CUDA {cuda}".format(**place["gpu"]))
     console.print(f"{place['cpu']}, {place['cores_allowed']} cores, Linux {place['kernel']}, load {load:.1f}")
     console.print(", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()) + "\n")
     if load > BUSY * place["cores_allowed"]:
@@ -135,9 +137,16 @@ def _print_place(console: Console, place: dict[str, Any], versions: dict[str, st
 
 
 def _choose(names: list[str] | None) -> tuple[Workload, ...]:
-    known = {workload.name: workload for workload in WORKLOADS}
-    _refuse_unknown("--only", names, list(known))
-    return WORKLOADS if names is None else tuple(known[name] for name in names)
+    """By name, or by the first words of it: `cuda` is every workload `cuda-...`."""
+    if names is None:
+        return WORKLOADS
+    chosen: dict[str, Workload] = {}
+    for name in names:
+        found = [each for each in WORKLOADS if each.name == name or each.name.startswith(f"{name}-")]
+        if not found:
+            _refuse_unknown("--only", [name], [workload.name for workload in WORKLOADS])
+        chosen |= {workload.name: workload for workload in found}
+    return tuple(chosen.values())
 
 
 def _choose_transports(names: list[str]) -> frozenset[str]:

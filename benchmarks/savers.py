@@ -100,7 +100,7 @@ def _tensorizer_process(state: Any, path: Path) -> Callable[[], object]:
     return wait
 
 
-def _files(path: Path) -> Any:
+def files(path: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemWriter
 
     return FileSystemWriter(path, sync_files=False)
@@ -109,7 +109,7 @@ def _files(path: Path) -> Any:
 def _dcp(state: Any, path: Path) -> Callable[[], object]:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(state, storage_writer=_files(path), no_dist=True)
+    dcp.save(state, storage_writer=files(path), no_dist=True)
     return _nothing
 
 
@@ -121,7 +121,7 @@ def _dcp_async(kind: str, state: Any, path: Path) -> Callable[[], object]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("MASTER_ADDR", "localhost")
-    future = dcp.async_save(state, storage_writer=_files(path), async_checkpointer_type=AsyncCheckpointerType(kind))
+    future = dcp.async_save(state, storage_writer=files(path), async_checkpointer_type=AsyncCheckpointerType(kind))
     return future.result  # type: ignore[union-attr]
 
 

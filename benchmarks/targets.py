@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from . import savers
 from .measure import Row, ratios, summarize
-from .workloads import executor, queue, saving
+from .workloads import cuda_copies, cuda_handover, cuda_prefetch, cuda_saving, executor, queue, saving
 
 Key = tuple[str, str]
 """Workload and row."""
@@ -70,6 +70,10 @@ def _queue(metric: str, transport: str, item: str = queue.TENSOR) -> Key:
 
 def _save(metric: str, what: str, way: str = saving.OURS) -> Key:
     return "saving", saving.row_name(metric, way, what)
+
+
+def _copy(way: str, metric: str) -> Key:
+    return "cuda-copies", cuda_copies.row_name(way, metric, cuda_copies.QUICK)
 
 
 _START = "open + first send + first recv: ring of 256 MiB, "
@@ -190,6 +194,35 @@ TARGETS: tuple[Target, ...] = (
         for rival, limit in (("ProcessPoolExecutor", 3), ("SPDL segment pool, one process", 1))
         for way in executor.LOOPS
         for job in executor.JOBS
+    ),
+    *(
+        Target(f"CUDA, 64 MiB {what}, beside the link", _copy(way, cuda_copies.SLOT), ">=", 0.9, _copy(way, "link"))
+        for way, what in (("receive", "from a pinned slot to the device"), ("send", "from the device into a slot"))
+    ),
+    *(
+        Target("CUDA, 64 MiB from a slot to the device", _copy("receive", cuda_copies.SLOT), None, None, rival)
+        for rival in (_copy("receive", cuda_copies.PAGEABLE), _copy("receive", "pin_memory"))
+    ),
+    *(
+        Target(
+            "CUDA, hand-over on one GPU",
+            ("cuda-handover", cuda_handover.row_name(cuda_handover.OURS, nbytes)), None, None,
+            ("cuda-handover", cuda_handover.row_name(cuda_handover.THEIRS, nbytes)),
+        )
+        for nbytes in cuda_handover.SIZES
+    ),
+    Target(
+        "CUDA, prefetched messages, copy hidden behind computing",
+        ("cuda-prefetch", cuda_prefetch.row_name(cuda_prefetch.AHEAD_OF)), ">=", 0.9,
+        ("cuda-prefetch", cuda_prefetch.row_name(cuda_prefetch.IDEAL)),
+    ),
+    *(
+        Target(
+            f"CUDA, save of {what}: the caller stands still",
+            ("cuda-saving", cuda_saving.row_name("stall", cuda_saving.OURS, what)), None, None,
+            ("cuda-saving", cuda_saving.row_name("stall", cuda_saving.THEIRS, what)),
+        )
+        for what in (cuda_saving.SMALL, cuda_saving.LARGE)
     ),
 )  # fmt: skip
 

@@ -444,3 +444,15 @@ def test_map_leaves_and_copy_value():
     assert copied["b"][0][0] == 9
     assert back["a"][0] == 1
     assert copied["b"][1][0].flags.writeable
+
+
+def test_mapped_leaves_are_not_kept():
+    """Not even until the garbage collector comes by: they may be gigabytes of a device's memory."""
+    gc.disable()
+    try:
+        mapped = map_leaves(lambda tensor: tensor.clone(), {"a": [torch.ones(3)]})
+        alive = weakref.ref(mapped["a"][0])
+        del mapped
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -5,6 +5,10 @@ from __future__ import annotations
 from . import (
     asleep,
     cold,
+    cuda_copies,
+    cuda_handover,
+    cuda_prefetch,
+    cuda_saving,
     dataloader,
     executor,
     fan_in,
@@ -33,6 +37,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for module in (
         round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, request_reply, loan, reading,
         cold, idle, memory, queue, dataloader, executor, saving, loading, serialize_tensor, serialize_array, pipeline,
+        cuda_copies, cuda_handover, cuda_prefetch, cuda_saving,
     )
 )  # fmt: skip
 

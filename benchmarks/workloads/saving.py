@@ -47,7 +47,7 @@ def _run(
         return run_roles([Role(function, (Path(folder), *args, effort), threads, forked=forked)])[0]
 
 
-def _lacks_room(nbytes: int) -> str | None:
+def lacks_room(nbytes: int) -> str | None:
     """Why there is no room for a state of so many bytes: two files of it, and two copies of it in shared memory."""
     for place, factor in ((tempfile.gettempdir(), 3), ("/dev/shm", 2.5)):
         if shutil.disk_usage(place).free < factor * nbytes:
@@ -252,7 +252,7 @@ _PAIRS = [
 
 
 def _needs(what: str, way: str | None = None) -> str | None:
-    return (SAVERS[way].lacks() if way else None) or _lacks_room(_BYTES[what])
+    return (SAVERS[way].lacks() if way else None) or lacks_room(_BYTES[what])
 
 
 WORKLOAD = Workload(

@@ -29,7 +29,7 @@ class Regions:
 
 
 def copy(target: Array, source: Any) -> None:
-    """Copy bytes of host or device memory into a slot, with torch's threads if that is worth it."""
+    """Copy bytes into a slot, with torch's threads if that is worth it; from a device other than CUDA's as well."""
     if isinstance(source, np.ndarray):
         torch = sys.modules.get("torch")
         if torch is None or len(target) < moves.LARGE or not source.flags.writeable:

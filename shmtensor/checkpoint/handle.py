@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError, Future
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from .offload import Offload
 
 WAITING: Final = "waiting"
 WRITING: Final = "writing"
@@ -77,8 +80,9 @@ class Outcome(Future[Durable]):
 class SaveHandle:
     """One save.
 
-    `staged` is done when the state may be changed again; its result is the number of bytes that were copied. `durable`
-    is done when the checkpoint is safe on disk; its result is a `Durable`, its exception says what went wrong. A save
+    `staged` is done when the state may be changed again: when `save` returns, or, if part of the state lies on a
+    device, when the copies from there are complete; its result is the number of bytes that were copied. `durable` is
+    done when the checkpoint is safe on disk; its result is a `Durable`, its exception says what went wrong. A save
     that was skipped or replaced (`busy=`) has cancelled futures: `status` says which.
 
     >>> import numpy as np, shmtensor, tempfile
@@ -102,6 +106,7 @@ class SaveHandle:
         self.staged: Future[int] = Future()
         self.durable = Outcome()
         self._asked: list[SaveHandle] = []
+        self._offload: Offload | None = None
         self.waited = 0.0
         self._written = 0
         self._status = WAITING
@@ -116,6 +121,15 @@ class SaveHandle:
     def replaced(self) -> tuple[str, ...]:
         """With `busy="replace"`: names of the saves that made room for this one."""
         return tuple(handle.name for handle in self._asked if handle.status == REPLACED)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Make a CUDA stream wait until the state was copied from the device; the host does not wait.
+
+        stream: a `torch.cuda.Stream`; None: the current one of each device that the state lies on. Call it before the
+        state is changed on that stream, after `save(..., ordered=False)`. Nothing to wait for in host memory.
+        """
+        if self._offload is not None:
+            self._offload.follow(stream)
 
     @property
     def progress(self) -> Progress:

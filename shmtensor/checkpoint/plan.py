@@ -116,6 +116,11 @@ class Plan:
         entry = self.tensors[self.members[region][0]]
         return entry if _covers(entry, self.regions[region].nbytes) else None
 
+    @property
+    def devices(self) -> list[str]:
+        """The CUDA devices that bytes of it lie on."""
+        return sorted({region.device for region in self.regions if region.device.startswith("cuda")})
+
     def names(self, region: int) -> str:
         """The names of a region's tensors, for messages."""
         names = [self.tensors[number].name for number in self.members[region]]

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..cuda.runtime import device_of, runtime
 from ..views.leaf import Leaf, c_strides
 from ..views.numpy import Array
 from ..views.walk import torch_views
@@ -44,13 +45,16 @@ class Region:
     nbytes:  its size, never 0
     align:   the power of two that its place in a file should be a multiple of
     address: of its bytes, where the state's own host memory is one run of them that its leaves cover; else 0
+    device:  where its bytes are
     leaf:    number of the leaf that it is made of alone, as `lone` does; -1 for a run that several show
     """
 
-    __slots__ = ("_source", "address", "align", "leaf", "nbytes")
+    __slots__ = ("_source", "address", "align", "device", "leaf", "nbytes")
 
-    def __init__(self, nbytes: int, align: int, source: Source | None = None, address: int = 0) -> None:
-        self.nbytes, self.align, self._source, self.address = nbytes, align, source, address
+    def __init__(
+        self, nbytes: int, align: int, source: Source | None = None, address: int = 0, device: str = "cpu"
+    ) -> None:
+        self.nbytes, self.align, self._source, self.address, self.device = nbytes, align, source, address, device
         self.leaf = -1
 
     def __repr__(self) -> str:
@@ -87,7 +91,7 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
             continue
         raw = None if len({_view(leaf) for leaf in group}) == 1 else _Run.of(group)
         if raw is not None:
-            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes, raw.address))
+            regions.append(Region(raw.nbytes, _GROUP_ALIGNMENT, raw.bytes, raw.address, group[0].device))
             for index, leaf in zip(members, group, strict=True):
                 strides = None if _is_plain(leaf.shape, leaf.raw or (), leaf.itemsize) else leaf.raw
                 places[index] = Place(len(regions) - 1, leaf.start - raw.start, strides)
@@ -188,19 +192,19 @@ def _dense(leaf: Leaf) -> tuple[Region, Strides]:
     """The region of a leaf alone, and the strides that it has in there."""
     align = min(leaf.itemsize & -leaf.itemsize, _GROUP_ALIGNMENT)
     if leaf.address and leaf.strides is None:  # nearly all there are
-        return Region(leaf.nbytes, align, lambda: _whole(leaf), leaf.start), None
+        return Region(leaf.nbytes, align, lambda: _whole(leaf), leaf.start), None  # in host memory
     strides = _source_strides(leaf)
     if _is_plain(leaf.shape, strides, leaf.itemsize):
         if leaf.start:
             address = leaf.start if leaf.device == "cpu" else 0
-            return Region(leaf.nbytes, align, lambda: _whole(leaf), address), None
-        return Region(leaf.nbytes, align, lambda: _gather(leaf, ())), None  # zeros that are only meant
+            return Region(leaf.nbytes, align, lambda: _whole(leaf), address, leaf.device), None
+        return Region(leaf.nbytes, align, lambda: _gather(leaf, ()), 0, leaf.device), None  # zeros that are only meant
     repeated = tuple([axis for axis, (n, s) in enumerate(zip(leaf.shape, strides, strict=True)) if n > 1 and not s])
     kept = tuple([1 if axis in repeated else n for axis, n in enumerate(leaf.shape)])
     stored: Strides = None
     if repeated:
         stored = tuple([0 if axis in repeated else s for axis, s in enumerate(c_strides(kept, leaf.itemsize))])
-    return Region(extent(kept, None, leaf.itemsize), align, lambda: _gather(leaf, repeated)), stored
+    return Region(extent(kept, None, leaf.itemsize), align, lambda: _gather(leaf, repeated), 0, leaf.device), stored
 
 
 def _whole(leaf: Leaf) -> Any:
@@ -224,7 +228,11 @@ def _gather(leaf: Leaf, repeated: Sequence[int]) -> Any:
     carrier = torch_views().carrier(dtype)
     if source.dtype != carrier:
         source = source.view(carrier)
-    dense = source.clone(memory_format=torch.contiguous_format)
+    if device_of(source) >= 0:
+        cuda = runtime()
+        dense = cuda.dense(source, cuda.current_stream(device_of(source)))
+    else:
+        dense = source.clone(memory_format=torch.contiguous_format)
     return storage_bytes(dense, dense.data_ptr(), dense.numel() * leaf.itemsize)
 
 
@@ -238,6 +246,8 @@ def storage_bytes(tensor: Any, address: int, nbytes: int) -> Any:
     import torch
 
     storage = tensor.untyped_storage()
+    if device_of(tensor) >= 0:
+        return runtime().run(tensor, address - storage.data_ptr(), nbytes)
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     view.set_(storage, address - storage.data_ptr(), (nbytes,), (1,))
     return view.numpy() if view.is_cpu else view

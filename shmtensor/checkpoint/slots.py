@@ -14,6 +14,7 @@ import numpy as np
 
 from ..channel.membership import Member
 from ..channel.names import ring_name
+from ..cuda.runtime import runtime
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer, Producer
@@ -26,6 +27,8 @@ from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
 from ..ring.ring import Ring
 from ..units import format_bytes
+from .offload import Offload
+from .plan import Plan
 
 HEAD: Final = "head"
 CHUNK: Final = "chunk"
@@ -191,9 +194,9 @@ class Stager(Producer):
         finally:
             self._loud = True
 
-    def lend(self, number: int, index: int) -> Loan:
+    def lend(self, number: int, index: int, timeout: float = 0.25) -> Loan:
         """A slot for a chunk; `RingFull` if none is given back within a tick."""
-        return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=0.25)
+        return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=timeout)
 
     def lend_more(self, number: int, indices: Sequence[int]) -> list[Loan]:
         """Slots for as many of these chunks, in their order, as are free now."""
@@ -213,6 +216,18 @@ class Stager(Producer):
             loan.send()
         finally:
             self._loud = True
+
+    def offload(self, plan: Plan) -> Offload:
+        """The copies of a state from its devices into slots of this writer."""
+        return Offload(plan, self._devices(), list(self._rings))
+
+    def pin(self, devices: list[str]) -> None:
+        """Register all slots now, for copies from some devices, instead of as they are first used."""
+        for device in devices:
+            with self._mutex:
+                parts = self._devices().parts(list(self._rings), runtime().device(device))
+                for ring in self._rings:
+                    parts(ring.address, ring.buffer.nbytes)
 
     def _wake(self, ring: Ring, slot: int) -> None:
         if self._loud:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,8 +33,9 @@ Move = tuple[int, int, int]  # (to, from, bytes)
 class Transfer:
     """The copy of one plan, any number of chunks at a time."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, copy: Callable[[Array, Any], None] = copy) -> None:
+        """`copy(target, source)` is for what is no run of host memory."""
+        self._plan, self._copy = plan, copy
         self._addresses = [region.address for region in plan.regions]
         self._source = Regions(plan)
 
@@ -48,7 +49,7 @@ class Transfer:
                 if address:
                     moves.append((base + at, address + start, nbytes))
                 elif region >= 0:
-                    copy(slot[at : at + nbytes], self._source(region)[start : start + nbytes])
+                    self._copy(slot[at : at + nbytes], self._source(region)[start : start + nbytes])
                 else:
                     slot[at : at + nbytes] = 0 if data is None else np.frombuffer(data, np.uint8)
             slot[chunk.nbytes : -(-chunk.nbytes // PAGE) * PAGE] = 0

@@ -99,6 +99,7 @@ class CheckpointWriter:
         self._pid = os.getpid()
         self._link: Link | None = None
         self._stager: Stager | None = None
+        self._staging: Staging | None = None
         self._writer = secrets.token_hex(8)
         self._directory = Directory(os.path.abspath(os.fspath(directory)))
         self._directory.own()
@@ -122,7 +123,7 @@ class CheckpointWriter:
 
         Args:
             like: a state as `save` takes it, or its size in bytes (int, or a string like "1GiB"): shared memory for it
-                is made now instead of at the first save.
+                is made now instead of at the first save, and pinned if part of the state lies on a CUDA device.
             timeout: seconds; `TimedOut` then.
         """
         check_timeout(timeout)
@@ -134,12 +135,16 @@ class CheckpointWriter:
             elif like is not None:
                 made = self._recall.prepare(like, None)
                 self._provide(len(made.described) + _HEAD_EXTRA, made.geometry.nbytes)
+                if self._stager is not None:
+                    self._stager.pin(made.plan.devices)
         link.wait_ready(timeout)
 
     def save(
-        self, state: Any, name: str | None = None, meta: dict[str, Any] | None = None, *, timeout: float | None = None
-    ) -> SaveHandle:
-        """Copy a state into shared memory, to be written in the background. Returns when the copy is made.
+        self, state: Any, name: str | None = None, meta: dict[str, Any] | None = None, *,
+        timeout: float | None = None, ordered: bool = True,
+    ) -> SaveHandle:  # fmt: skip
+        """Copy a state into shared memory, to be written in the background. Returns when the copy is made, or, of what
+        lies on a device, is under way: `SaveHandle.staged` tells when that is complete.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays and plain values, or an `nn.Module`; whatever is
@@ -149,6 +154,9 @@ class CheckpointWriter:
                 `save-00000001` and so on; with `-2` behind it if that exists.
             meta: a small JSON-able dict that is kept with it.
             timeout: seconds to wait for room; None waits as long as the writing process lives.
+            ordered: with tensors on a device: what the current stream gets from now on waits for the copies, so that
+                it may change the state. False: it does not wait; change nothing of the state before `staged` is done,
+                or the stream was told to wait by `SaveHandle.wait_stream`.
 
         Raises:
             the error of an earlier save, with `on_error="raise"`, if nobody has asked for it: nothing is saved then.
@@ -167,11 +175,11 @@ class CheckpointWriter:
             ending = self._format.suffix if geometry.single else ""
             taken = {handle.name for handle in self._flight.handles}
             name, step = self._namer.choose(name, step_of(state, meta), ending, taken, self._number + 1)
-            stager = self._stager_for(len(described) + _HEAD_EXTRA, geometry.nbytes)
+            stager, staging = self._stager_for(len(described) + _HEAD_EXTRA, geometry.nbytes)
+            staging.settle(deadline)
             chunks = geometry.chunks(stager.chunk)
             handle = SaveHandle(name, self._directory.at(name), 0, geometry.nbytes)
             stager.provide(len(described) + _HEAD_EXTRA, len(chunks) * stager.chunk)
-            staging = Staging(stager, self._flight, lambda: self._link is not None and self._link.lost)
             asked = staging.make_room(self._busy, len(chunks))
             if asked is None:
                 self._skipped += 1
@@ -185,17 +193,17 @@ class CheckpointWriter:
                 "chunk": stager.chunk, "streams": not stager.fits(len(chunks)), "began": began,
             }  # fmt: skip
             self._flight.add(handle)
-            staging.stage(handle, made, chunks, described, options, deadline)
+            staging.stage(handle, made, chunks, described, options, deadline, ordered=ordered)
         return handle
 
     # --- memory and process
 
-    def _stager_for(self, head: int, total: int) -> Stager:
+    def _stager_for(self, head: int, total: int) -> tuple[Stager, Staging]:
         if self._stager is None:
             self._provide(head, total)
-        if self._stager is None:
+        if self._stager is None or self._staging is None:
             raise ClosedError("the writer is closed")
-        return self._stager
+        return self._stager, self._staging
 
     def _provide(self, head: int, total: int) -> None:
         if self._stager is None:
@@ -204,6 +212,7 @@ class CheckpointWriter:
                 space = os.statvfs(SHM_DIR)
                 memory = min(2 * (total + head) + _SLACK + total // 8, space.f_blocks * space.f_frsize // 2)
             self._stager = Stager(self._channel, max(LEAST_MEMORY, memory))
+            self._staging = Staging(self._stager, self._flight, lambda: self._link is not None and self._link.lost)
         self._stager.provide(head, total)
 
     def _running(self) -> Link:
@@ -253,10 +262,12 @@ class CheckpointWriter:
             if self._closed:
                 return
             deadline = None if timeout is None else time.monotonic() + timeout
+            if self._staging is not None:
+                self._staging.settle(deadline)
             self._flight.wait(deadline)
             self._closed = True
             exits.discard(self)
-            stager, self._stager = self._stager, None  # to let go of the memory
+            stager, self._stager, self._staging = self._stager, None, None  # to let go of the memory
             if stager is not None:
                 stager.close()
             link, self._link = self._link, None

@@ -7,6 +7,7 @@ from multiprocessing import context, process
 from typing import TYPE_CHECKING, Any
 
 from . import collating
+from .arrivals import number_of
 from .joinable import JoinableQueue
 from .queues import Queue, SimpleQueue
 
@@ -18,26 +19,28 @@ class _Queues(context.BaseContext):
     """What differs from `multiprocessing`'s contexts."""
 
     _name: str
+    device: int | None = None
+    """Where tensors arrive that this process gets from a queue of this context; None: in host memory."""
 
     def Queue(self, maxsize: int = 0) -> Queue:  # type: ignore[override]
         """A `shmtensor.Queue` for processes of this context."""
-        return Queue(maxsize, ctx=self)
+        return Queue(maxsize, ctx=self, device=self.device)
 
     def JoinableQueue(self, maxsize: int = 0) -> JoinableQueue:  # type: ignore[override]
         """A `shmtensor.JoinableQueue` for processes of this context."""
-        return JoinableQueue(maxsize, ctx=self)
+        return JoinableQueue(maxsize, ctx=self, device=self.device)
 
     def SimpleQueue(self) -> SimpleQueue:  # type: ignore[override]
         """A `shmtensor.SimpleQueue` for processes of this context."""
-        return SimpleQueue(ctx=self)
+        return SimpleQueue(ctx=self, device=self.device)
 
     def Pool(self, *args: Any, **kwargs: Any) -> Pool:
         """`multiprocessing`'s own pool, over pipes: it works on the inside of its queues."""
         return multiprocessing.get_context(self._name).Pool(*args, **kwargs)
 
     def get_context(self, method: str | None = None) -> Any:
-        """This context, or the one of another start method."""
-        return self if method is None else get_context(method)
+        """This context, or the one of another start method with the same device."""
+        return self if method is None else get_context(method, device=self.device)
 
 
 class _Worker(process.BaseProcess):
@@ -78,21 +81,25 @@ class ForkServerContext(_Queues, context.ForkServerContext):
     Process = ForkServerProcess
 
 
-_CONTEXTS: dict[str, _Queues] = {found._name: found for found in (ForkContext(), SpawnContext(), ForkServerContext())}
+_KINDS: dict[str, type[_Queues]] = {kind._name: kind for kind in (ForkContext, SpawnContext, ForkServerContext)}
+_contexts: dict[tuple[str, int | None], _Queues] = {}
 
 
-def get_context(method: str | None = None) -> Any:
+def get_context(method: str | None = None, *, device: Any = None) -> Any:
     """A `multiprocessing` context whose `Queue`, `JoinableQueue` and `SimpleQueue` are this library's.
 
     Args:
         method: `"fork"`, `"spawn"` or `"forkserver"`; None for the default start method.
+        device: such as `"cuda"` or `"cuda:1"`: tensors that the process which makes a queue gets from it arrive there,
+            as for `Queue`; None: in host memory.
 
     Returns:
         A subclass of `multiprocessing`'s context of that method; `torch.utils.data.DataLoader` takes it as its
         `multiprocessing_context=`, and then moves batches through shared memory.
 
     Raises:
-        ValueError: there is no such start method.
+        ValueError: there is no such start method, or no CUDA device can be meant by `device`.
+        ResourceError: CUDA is missing here; the message says what.
 
     >>> import shmtensor
     >>> ctx = shmtensor.get_context("fork")
@@ -104,4 +111,8 @@ def get_context(method: str | None = None) -> Any:
     if method is None:
         method = multiprocessing.get_start_method()
     multiprocessing.get_context(method)  # raises for a method that is unknown, or missing here
-    return _CONTEXTS[method]
+    key = method, number_of(device)
+    if key not in _contexts:
+        made = _contexts[key] = _KINDS[method]()
+        made.device = key[1]
+    return _contexts[key]

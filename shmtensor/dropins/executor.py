@@ -24,6 +24,7 @@ from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..units import parse_bytes
 from . import worker
+from .arrivals import Arrivals
 from .parcels import check_fits
 from .retries import Retries, fail_overlooked, settle
 from .shipping import Depot, Shipment, Task
@@ -49,6 +50,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             calls, and each worker for its results; None: as far as `/dev/shm` allows.
         retry_on_death: how often a call is run again after the worker that ran it died. With 0, a worker's death
             breaks the pool, as it does the standard one.
+        device: such as `"cuda"`: tensors in results are CUDA tensors, copied there from the worker's slot on a stream
+            of their own, and safe to use on the stream that is current where `result()` is called. Arrays stay in
+            host memory, workers do not touch CUDA. `ResourceError` where CUDA is missing.
 
     Tensors and arrays in what a future returns are the worker's slot itself, writable and yours: the slot is used
     again when the last view of them has died. (Values up to 64 KiB are copied out.) A call gets its arguments in the
@@ -76,6 +80,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         max_tasks_per_child: int | None = None,
         max_bytes: int | str | None = None,
         retry_on_death: int = 0,
+        device: Any = None,
     ) -> None:
         check_count("retry_on_death", retry_on_death, 0, 1000)
         if initializer is not None and not callable(initializer):
@@ -90,6 +95,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 raise ArgumentError("max_tasks_per_child needs Python 3.11 or newer")
             newer["max_tasks_per_child"] = max_tasks_per_child
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
+        self._arrivals = Arrivals.to(device)
         self._given = (max_workers, mp_context), newer, (initializer, initargs)
         self._retries = Retries(weakref.WeakMethod(self._renew), retry_on_death)
         self._gate = threading.RLock()  # one at a time: hand over a task, or make a fresh pool
@@ -99,7 +105,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
     def _open(self) -> None:
         """Become a fresh pool, which has not started a worker yet."""
         general, newer, beginning = self._given
-        depot = Depot(self._max_bytes, slots_only=self._retries.most > 0)
+        depot = Depot(self._max_bytes, self._arrivals, slots_only=self._retries.most > 0)
         try:
             super().__init__(*general, **newer)
         except BaseException:

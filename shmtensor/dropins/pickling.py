@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..cuda.runtime import device_of
 from ..views.leaf import Refused
 from ..views.numpy import ROW, Array, array_leaf
 from ..views.outgoing import SMALL
@@ -249,6 +250,8 @@ def _reduce_storage(storage: Any) -> _Reduced:
 
 def _storage_of(tensor: Any) -> Any:
     """Exactly the tensor's bytes as a storage, even if they share a larger one with another tensor of the message."""
+    if device_of(tensor) >= 0:  # it came alone
+        return tensor.untyped_storage()
     return sys.modules["torch"].from_numpy(tensor.numpy()).untyped_storage()
 
 

@@ -22,6 +22,8 @@ from ..endpoints.message import Message
 from ..errors import ArgumentTypeError, TimedOut
 from ..units import parse_bytes
 from . import pickling
+from .arrivals import Arrivals
+from .deadlines import deadline_of, remaining
 from .link import Link
 from .startmethod import context_of
 
@@ -52,6 +54,8 @@ class SimpleQueue:
             be that of the processes that get the queue.
         max_bytes: shared memory that each putting process may use, in bytes or like `"4GiB"`; None for half of
             `/dev/shm`.
+        device: such as `"cuda"`: tensors that the process which makes the queue gets from it are CUDA tensors, safe on
+            the stream that is current. Arrays, and what other processes get, stay in host memory.
 
     Tensors and arrays in an item, however deep, are copied once, into a slot; what `get` returns are writable views
     of the slot, which belong to the getter alone, and which hold the memory of their whole item as long as they live.
@@ -66,8 +70,13 @@ class SimpleQueue:
 
     _link: Link
 
-    def __init__(self, *, ctx: Any = None, max_bytes: int | str | None = None) -> None:
+    _arrivals: Arrivals | None = None
+    """Brings tensors to a device; only in the process that made the queue, so that no other touches CUDA."""
+
+    def __init__(self, *, ctx: Any = None, max_bytes: int | str | None = None, device: Any = None) -> None:
+        arrivals = Arrivals.to(device)
         self._open(context_of(ctx), None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"))
+        self._arrivals = arrivals
 
     def _open(self, ctx: Any, max_bytes: int | None) -> None:
         """Make a new queue."""
@@ -87,6 +96,7 @@ class SimpleQueue:
     def _begin(self) -> None:
         """What belongs to one process; again in a forked child."""
         self._putting, self._getting = threading.Lock(), threading.Lock()
+        self._arrivals = None
 
     def _when_abandoned(self) -> Any:
         """What to call, without a reference to the queue, when an item is dropped after too many attempts."""
@@ -128,7 +138,7 @@ class SimpleQueue:
         return self._link.getter.is_empty()
 
     def _send(self, value: Any, deadline: float | None) -> None:
-        if not (self._putting.acquire(False) or self._putting.acquire(timeout=_remaining(deadline))):
+        if not (self._putting.acquire(False) or self._putting.acquire(timeout=remaining(deadline))):
             raise Full("another thread of this process waits for memory")
         try:
             self._link.putter.put(value, deadline)
@@ -150,6 +160,8 @@ class SimpleQueue:
             posted = True
         self._note(message)
         try:
+            if self._arrivals is not None:
+                return self._arrivals.unpack(message, self._link.getter)
             return pickling.unpack(message.value)
         finally:  # not before: whoever is killed in here has got nothing
             self._settle(message)
@@ -177,7 +189,7 @@ class SimpleQueue:
 
     def _receive(self, deadline: float | None, posted: bool) -> Message | None:
         """The next message; None if there is one, and it may be one to pop."""
-        if not (self._getting.acquire(False) or self._getting.acquire(timeout=_remaining(deadline))):
+        if not (self._getting.acquire(False) or self._getting.acquire(timeout=remaining(deadline))):
             if posted:
                 self._items.release()
             raise Empty
@@ -226,7 +238,7 @@ class Queue(SimpleQueue):
 
     Args:
         maxsize: how many items it holds at most; 0 or less for no limit but that of memory.
-        ctx, max_bytes: as for `SimpleQueue`.
+        ctx, max_bytes, device: as for `SimpleQueue`.
 
     An item is its getter's once `get` has returned. A getter that is killed before gives it back, and another one
     gets it.
@@ -241,11 +253,13 @@ class Queue(SimpleQueue):
     >>> queue.close()
     """
 
-    def __init__(self, maxsize: int = 0, *, ctx: Any = None, max_bytes: int | str | None = None) -> None:
+    def __init__(
+        self, maxsize: int = 0, *, ctx: Any = None, max_bytes: int | str | None = None, device: Any = None
+    ) -> None:
         if not isinstance(maxsize, int):
             raise ArgumentTypeError(f"maxsize must be an int, not {type(maxsize).__name__}")
         self._maxsize = maxsize if maxsize > 0 else _UNLIMITED
-        super().__init__(ctx=ctx, max_bytes=max_bytes)
+        super().__init__(ctx=ctx, max_bytes=max_bytes, device=device)
 
     def _open(self, ctx: Any, max_bytes: int | None) -> None:
         self._room = ctx.BoundedSemaphore(self._maxsize)
@@ -277,7 +291,7 @@ class Queue(SimpleQueue):
         """
         self._check_open()
         value = pickling.pack(obj)
-        deadline = _deadline(block, timeout)
+        deadline = deadline_of(block, timeout)
         if not self._room.acquire(block, timeout):
             raise Full
         try:
@@ -298,7 +312,7 @@ class Queue(SimpleQueue):
             Exception: whatever unpickling the item raises; it is gone then.
             ValueError: the queue is closed.
         """
-        return self._take(_deadline(block, timeout))
+        return self._take(deadline_of(block, timeout))
 
     def _settle(self, message: Message) -> None:
         message.release()
@@ -336,17 +350,6 @@ class Queue(SimpleQueue):
 
     def cancel_join_thread(self) -> None:
         """Nothing to cancel: no thread keeps the process from ending, and what was put is not lost by its end."""
-
-
-def _deadline(block: bool, timeout: float | None) -> float | None:
-    if not block:
-        return 0.0
-    return None if timeout is None else time.monotonic() + max(0.0, timeout)
-
-
-def _remaining(deadline: float | None) -> float:
-    """For a lock: seconds until then, -1 for ever."""
-    return -1 if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _comes_soon(items: Any) -> bool:

@@ -170,10 +170,10 @@ def settle(shipment: Shipment, retries: Retries, attempt: Future[Packed]) -> Non
     if error is None:
         retries.finished()
         try:
-            result = depot.open(attempt.result())
+            result, arrival = depot.open(attempt.result())
         except BaseException as failure:
             error = failure
         else:
-            task.finish(result)
+            task.finish(result, arrival)
             return
     task.fail(error)

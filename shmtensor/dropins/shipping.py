@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import PENDING
 from typing import Any
 
+from .arrivals import Arrival, Arrivals
 from .parcels import Inbox, Outbox, Parcel
 from .streams import loads
 from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
@@ -26,6 +27,7 @@ class Task(Future[Any]):
         super().__init__()
         self.value: list[Any] | None = value
         """The pickled call, until the task is over: its tensors are the caller's own, no copies."""
+        self._arrival: Arrival | None = None
         self.deaths = 0
         """How many workers died at it."""
         self._untold = threading.Lock()
@@ -46,10 +48,18 @@ class Task(Future[Any]):
                 self.set_running_or_notify_cancel()
         return self.running()
 
-    def finish(self, result: object) -> None:
-        """The call returned."""
+    def finish(self, result: object, arrival: Arrival | None = None) -> None:
+        """The call returned; `arrival` if tensors of the result are on their way to a device."""
         self.value = None
+        self._arrival = arrival
         self.set_result(result)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As for the standard future. Tensors on a device are safe on the stream that is current here."""
+        result = super().result(timeout)
+        if self._arrival is not None:
+            self._arrival.hand_over()
+        return result
 
     def fail(self, error: BaseException) -> None:
         """The call raised, or cannot be run."""
@@ -63,9 +73,9 @@ class Task(Future[Any]):
 class Depot:
     """Both ends of a pool's parcels in the parent. Owns an endpoint on each channel until it is closed or dropped."""
 
-    def __init__(self, max_bytes: int | None, *, slots_only: bool) -> None:
+    def __init__(self, max_bytes: int | None, arrivals: Arrivals | None, *, slots_only: bool) -> None:
         name = f"executor-{os.getpid()}-{secrets.token_hex(4)}"
-        self._max_bytes, self._slots_only = max_bytes, slots_only
+        self._max_bytes, self._arrivals, self._slots_only = max_bytes, arrivals, slots_only
         self._outbox = Outbox(f"{name}.calls", max_bytes)
         try:
             self._inbox = Inbox(f"{name}.results")
@@ -105,13 +115,18 @@ class Depot:
         """Whether a worker took the call and died; asked while the other workers still live."""
         return shipment.parcel is not None and self._outbox.was_lost(shipment.parcel)
 
-    def open(self, packed: Packed) -> Any:
-        """The object that a worker sent. Large tensors and arrays in it are the worker's slot."""
+    def open(self, packed: Packed) -> tuple[Any, Arrival | None]:
+        """The object that a worker sent. Large tensors and arrays in it are the worker's slot, or on their way to the
+        device: then there is an arrival."""
         if isinstance(packed, bytes):
-            return unfold(packed)
+            return unfold(packed), None
         message = self._inbox.take(packed)
         try:
-            return loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
+            value = message.copy() if message.nbytes <= COPY_MOST else message.value
+            if self._arrivals is None:
+                return loads(value), None
+            value, arrival = self._arrivals.bring(value, self._inbox)
+            return loads(value), arrival
         finally:
             message.release()
 
