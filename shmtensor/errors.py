@@ -11,7 +11,7 @@
 | `RemoteError` | whoever wrote the server's handler: it raised, or gave no answer |
 | `WireError` | whoever wrote the bytes: they are not a valid message or segment |
 | `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
-| `ResourceError`, `PlatformError` | whoever runs the machine: memory, permissions, limits, kernel |
+| `ResourceError`, `PlatformError`, `CudaError` | whoever runs the machine: memory, permissions, limits, kernel, GPU |
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ class CheckpointError(WireError):
 
 class ResourceError(ShmTensorError, OSError):
     """A resource of the machine is missing: memory, space, permission, a limit."""
+
+
+class CudaError(ResourceError):
+    """CUDA is needed and missing, or a call of it failed."""
+
+    number = 0
+    """CUDA's number of the error, 0 if it has none."""
 
 
 class PlatformError(ResourceError):

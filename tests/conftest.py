@@ -83,3 +83,17 @@ def leaves_nothing(socket_directory, company):
     for name in left["sockets"]:
         os.unlink(f"{socket_directory}/{name}")
     assert not any(left.values()), {what: names for what, names in left.items() if names}
+
+
+@pytest.fixture
+def standin():
+    """A stand-in for CUDA, see tests/cuda_standin.py; what a device would suffer in silence fails the test."""
+    from . import cuda_standin
+
+    with cuda_standin.installed() as stand_in:
+        yield stand_in
+        gc.collect()
+        stand_in.run_all()
+        stand_in.check()
+        left = [path for _, path, _ in stand_in.device_memory.values()]
+        assert not left, f"device memory that nobody gave back: {left}"

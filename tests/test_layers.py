@@ -19,6 +19,7 @@ FLOORS = (
     ("errors", "units", "statistics", "hot"),
     ("wire",),
     ("memory",),
+    ("cuda",),
     ("ring",),
     ("views",),
     ("channel",),
@@ -33,6 +34,18 @@ MAX_LINES = 400
 
 # module -> attributes of ctypes that it may use: copying bytes needs them; only memory/ reaches libc's system calls
 CTYPES = {
+    "cuda/library.py": {
+        "CDLL",
+        "POINTER",
+        "Structure",
+        "c_char",
+        "c_char_p",
+        "c_int",
+        "c_size_t",
+        "c_uint",
+        "c_void_p",
+    },
+    "cuda/runtime.py": {"byref", "c_int", "c_void_p", "create_string_buffer", "string_at"},
     "views/moves.py": {"memmove", "PYFUNCTYPE", "cast", "c_void_p", "c_size_t"},
     "views/numpy.py": {"addressof", "c_char"},
     "views/torch.py": {"c_ubyte"},

@@ -1,0 +1,93 @@
+"""The CUDA runtime library that torch has loaded, by ctypes: the few calls that torch has no Python for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from typing import Any, Final
+
+from ..errors import CudaError
+
+HANDLE_BYTES: Final = 64
+"""Size of an inter-process handle, of memory or of an event."""
+
+NAMES: Final = {
+    1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 3: "cudaErrorInitializationError",
+    201: "cudaErrorDeviceUninitialized", 205: "cudaErrorMapBufferObjectFailed", 208: "cudaErrorAlreadyMapped",
+    400: "cudaErrorInvalidResourceHandle", 700: "cudaErrorIllegalAddress",
+    712: "cudaErrorHostMemoryAlreadyRegistered", 713: "cudaErrorHostMemoryNotRegistered",
+    719: "cudaErrorLaunchFailure", 800: "cudaErrorNotPermitted", 801: "cudaErrorNotSupported", 999: "cudaErrorUnknown",
+}  # fmt: skip
+"""The names of the errors that our calls meet, for where the library itself cannot be asked."""
+
+_POINTER = ctypes.c_void_p
+
+
+class Handle(ctypes.Structure):
+    """`cudaIpcMemHandle_t`, which goes by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "cudaHostRegister": (_POINTER, ctypes.c_size_t, ctypes.c_uint),
+    "cudaHostUnregister": (_POINTER,),
+    "cudaMalloc": (ctypes.POINTER(_POINTER), ctypes.c_size_t),
+    "cudaFree": (_POINTER,),
+    "cudaIpcGetMemHandle": (ctypes.POINTER(Handle), _POINTER),
+    "cudaIpcOpenMemHandle": (ctypes.POINTER(_POINTER), Handle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_POINTER,),
+    "cudaDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
+    "cudaDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cudaGetLastError": (),
+}
+
+
+class Library:
+    """`libcudart`, with errors as exceptions. Its calls let go of the interpreter lock."""
+
+    def __init__(self, version: str) -> None:
+        path = _loaded() or f"libcudart.so.{version.split('.')[0]}"
+        try:
+            self._library = ctypes.CDLL(path)
+            for name, arguments in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, ctypes.c_int
+            self._library.cudaGetErrorName.argtypes = self._library.cudaGetErrorString.argtypes = (ctypes.c_int,)
+            self._library.cudaGetErrorName.restype = self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        except (OSError, AttributeError) as error:
+            raise CudaError(
+                errno.ENOENT, f"cannot use the CUDA runtime library {path}: {error}: install the one of CUDA {version}"
+            ) from None
+
+    def call(self, name: str, *arguments: Any, what: str, remedy: str = "") -> None:
+        """Call a function; an error is raised as `what`, its name and number, and the remedy."""
+        number: int = getattr(self._library, name)(*arguments)
+        if number:
+            self._library.cudaGetLastError()  # else torch's next look would find it, and blame something else
+            title = self._library.cudaGetErrorName(number).decode()
+            text = self._library.cudaGetErrorString(number).decode()
+            raise failure(what, number, f"{title}: {text}", remedy)
+
+
+def failure(what: str, number: int, text: str = "", remedy: str = "") -> CudaError:
+    """The error of a call that returned `number`."""
+    said = text or NAMES.get(number, "unknown error")
+    error = CudaError(errno.ENOMEM if number == 2 else errno.EIO, f"{what}: CUDA error {number} ({said})" + (
+        f": {remedy}" if remedy else ""
+    ))  # fmt: skip
+    error.number = number
+    return error
+
+
+def _loaded() -> str | None:
+    """The file of the runtime library that is in this process already."""
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                path = line.rstrip("\n").partition("/")[2]
+                if path.rpartition("/")[2].startswith("libcudart"):
+                    return f"/{path}"
+    except OSError:
+        pass
+    return None

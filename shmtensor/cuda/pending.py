@@ -1,0 +1,82 @@
+"""Copies that are on their way: what they read or write stays alive, and its slot leased, until their event.
+
+Nobody waits and no thread looks: the owner's next calls look through the list. Whoever ends waits for the rest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CudaError
+from .runtime import runtime
+
+_busy: set[Pending] = set()  # so that a list outlives its owner while copies are on their way
+_numbers = itertools.count()
+
+
+class Pending:
+    """The copies of one owner that are on their way. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Any, Callable[[], None] | None]] = {}
+        self.failed = 0
+        """Copies that the device did not complete."""
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> None:
+        """Keep `holds` alive until a recorded event has happened, then call `done`, in whichever thread looks."""
+        self._copies[next(_numbers)] = event, holds, done
+        _busy.add(self)
+
+    def look(self) -> int:
+        """Let go of what is done. How many are left."""
+        if self._copies:
+            cuda = runtime()
+            for number, (event, _, _) in list(self._copies.items()):
+                try:
+                    if not cuda.is_done(event):
+                        continue
+                except CudaError:
+                    self.failed += 1
+                self._let_go(number)
+        return len(self._copies)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._copies:
+            number, (event, _, _) = next(iter(self._copies.items()))
+            try:
+                runtime().wait(event)
+            except CudaError:
+                self.failed += 1
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        copy = self._copies.pop(number, None)
+        if not self._copies:
+            _busy.discard(self)
+        if copy is not None and copy[2] is not None:
+            copy[2]()
+
+
+@atexit.register
+def finish_all() -> None:
+    """The process ends: its memory must not go while a device reads or writes it."""
+    for pending in list(_busy):
+        pending.finish()
+
+
+def _drop() -> None:
+    """A forked child has no copies on their way: they are its parent's, and so are the leases."""
+    for pending in _busy:
+        pending._copies.clear()
+    _busy.clear()
+
+
+os.register_at_fork(after_in_child=_drop)

@@ -1,0 +1,330 @@
+"""The one place where CUDA is called: through torch where torch has it, else through its runtime library.
+
+Streams and events are torch's own and opaque to everybody else. Nothing here waits for a device but `wait` and
+`synchronize`, and both let go of the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ..errors import ArgumentError, CudaError
+from .library import HANDLE_BYTES, Handle, Library, failure
+
+PORTABLE: Final = 1  # cudaHostRegisterPortable
+READ_ONLY: Final = 8  # cudaHostRegisterReadOnly
+_LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
+_ATTRIBUTE_READ_ONLY: Final = 113  # cudaDevAttrHostRegisterReadOnlySupported
+
+
+class Runtime:
+    """This process's CUDA. Devices are numbers; every error is a `CudaError`."""
+
+    def __init__(self) -> None:
+        self._torch: Any = _usable_torch()
+        self._library = Library(str(self._torch.version.cuda))
+
+    # --- devices
+
+    def device_count(self) -> int:
+        """How many devices there are."""
+        return int(self._torch.cuda.device_count())
+
+    def device(self, device: Any) -> int:
+        """The number of a device: of `"cuda"` (the current one), `"cuda:1"`, a `torch.device` or an int."""
+        try:
+            found = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"device={device!r}: {error}") from None
+        if found.type != "cuda":
+            raise ArgumentError(f'device={device!r} is no CUDA device: pass "cuda" or "cuda:<number>"')
+        index = self.current_device() if found.index is None else int(found.index)
+        if index >= self.device_count():
+            raise ArgumentError(f"device={device!r}: there are {self.device_count()} CUDA devices here")
+        return index
+
+    def current_device(self) -> int:
+        """The number of the device that this thread uses when none is named."""
+        return int(self._torch.cuda.current_device())
+
+    def device_of(self, tensor: Any) -> int:
+        """The number of the device where a tensor lies; -1 if it lies on none."""
+        return int(tensor.device.index) if tensor.is_cuda else -1
+
+    def torch_device(self, device: int) -> Any:
+        """The `torch.device` of a number."""
+        return self._torch.device("cuda", device)
+
+    def identity(self, device: int) -> str:
+        """What is the same in every process that sees this very device, whatever its number there."""
+        uuid = getattr(self._torch.cuda.get_device_properties(device), "uuid", None)
+        if uuid is not None:
+            return str(uuid)
+        text = ctypes.create_string_buffer(64)
+        self._library.call("cudaDeviceGetPCIBusId", text, len(text), device, what=f"cannot identify device {device}")
+        return text.value.decode()
+
+    # --- streams
+
+    def current_stream(self, device: int) -> Any:
+        """The stream that this thread's work on a device goes to."""
+        return self._torch.cuda.current_stream(device)
+
+    def new_stream(self, device: int) -> Any:
+        """A stream of its own."""
+        with _translated("cannot make a CUDA stream"):
+            return self._torch.cuda.Stream(device)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within it, the thread's work goes to this stream."""
+        return self._torch.cuda.stream(stream)  # type: ignore[no-any-return]
+
+    def stream_waits(self, stream: Any, event: Any) -> None:
+        """What is put into the stream from now on comes after the event; the host does not wait."""
+        with _translated("cannot order a CUDA stream"):
+            stream.wait_event(event)
+
+    def used_on(self, tensor: Any, stream: Any) -> None:
+        """The tensor's memory is not used again before what is in the stream now has passed (`record_stream`)."""
+        tensor.record_stream(stream)
+
+    def synchronize(self, stream: Any) -> None:
+        """The host waits for everything in a stream."""
+        with _translated("work on a CUDA stream failed"):
+            stream.synchronize()
+
+    # --- events
+
+    def new_event(self, device: int, *, interprocess: bool = False) -> Any:
+        """An event, not recorded yet; a host that waits for it sleeps."""
+        with _translated("cannot make a CUDA event"), self._torch.cuda.device(device):
+            return self._torch.cuda.Event(blocking=True, interprocess=interprocess)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """The event happens when all that is in the stream now is done."""
+        with _translated("cannot record a CUDA event"):
+            event.record(stream)
+
+    def is_done(self, event: Any) -> bool:
+        """Whether a recorded event has happened. `CudaError` if what came before it failed."""
+        with _translated("work on a CUDA device failed"):
+            return bool(event.query())
+
+    def wait(self, event: Any) -> None:
+        """The host waits for a recorded event. `CudaError` if what came before it failed."""
+        with _translated("work on a CUDA device failed"):
+            event.synchronize()
+
+    def event_handle(self, event: Any) -> bytes:
+        """64 bytes by which another process opens an event that was made with `interprocess=True`."""
+        with _translated("cannot share a CUDA event"):
+            return bytes(event.ipc_handle())
+
+    def open_event(self, handle: bytes, device: int) -> Any:
+        """Another process's event."""
+        with _translated("cannot open another process's CUDA event"):
+            return self._torch.cuda.Event.from_ipc_handle(self.torch_device(device), handle)
+
+    # --- host memory
+
+    def supports_read_only(self, device: int) -> bool:
+        """Whether a mapping that this process may only read can be registered."""
+        value = ctypes.c_int()
+        try:
+            self._library.call(
+                "cudaDeviceGetAttribute", ctypes.byref(value), _ATTRIBUTE_READ_ONLY, device, what="cannot ask a device"
+            )
+        except CudaError:  # a runtime from before CUDA 11.1 does not know the question
+            return False
+        return bool(value.value)
+
+    def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Pin host memory, page-aligned, for all devices. It stays so until `unregister_host`."""
+        self._library.call(
+            "cudaHostRegister", address, nbytes, PORTABLE | (READ_ONLY if read_only else 0),
+            what=f"cannot pin {nbytes} bytes of shared memory", remedy="raise ulimit -l, or pass pin=False",
+        )  # fmt: skip
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host`; no copy may be on its way."""
+        self._library.call("cudaHostUnregister", address, what="cannot unpin shared memory")
+
+    # --- copies and memory
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int, stream: Any) -> Any:
+        """A tensor on a device, in C order and not initialised, for use on `stream`."""
+        with _translated("cannot allocate on a CUDA device"), self.on(stream):
+            return self._torch.empty(shape, dtype=dtype, device=self.torch_device(device))
+
+    def copy(self, target: Any, source: Any, stream: Any) -> None:
+        """Put a copy between two tensors of one shape and dtype into a stream. Neither may be changed or freed before.
+
+        From or to host memory that is not registered, CUDA copies in between, and the host may wait meanwhile.
+        """
+        with _translated("cannot start a CUDA copy"), self.on(stream):
+            target.copy_(source, non_blocking=True)
+
+    def dense(self, tensor: Any, stream: Any) -> Any:
+        """The tensor itself if its elements stand in C order, else a copy where they do, made on the stream."""
+        with _translated("cannot start a CUDA copy"), self.on(stream):
+            return tensor.contiguous()
+
+    def run(self, storage_of: Any, at: int, extent: int) -> Any:
+        """`extent` bytes from byte `at` of a device tensor's storage, as a tensor of uint8."""
+        flat = self._torch.empty(0, dtype=self._torch.uint8, device=storage_of.device)
+        return flat.set_(storage_of.untyped_storage(), at, (extent,), (1,))
+
+    def allocate(self, nbytes: int, device: int) -> int:
+        """The address of new device memory, outside torch's own pools: it can be shared with other processes."""
+        pointer = ctypes.c_void_p()
+        with self._torch.cuda.device(device):
+            self._library.call(
+                "cudaMalloc", ctypes.byref(pointer), nbytes, what=f"cannot allocate {nbytes} bytes on device {device}",
+                remedy="free device memory (torch.cuda.empty_cache()), or ask for less",
+            )  # fmt: skip
+        return int(pointer.value or 0)
+
+    def free(self, address: int, device: int) -> None:
+        """Give back what `allocate` returned; waits for the device."""
+        with self._torch.cuda.device(device):
+            self._library.call("cudaFree", address, what="cannot free device memory")
+
+    def memory_handle(self, address: int, device: int) -> bytes:
+        """64 bytes by which another process opens what `allocate` returned here."""
+        handle = Handle()
+        with self._torch.cuda.device(device):
+            self._library.call(
+                "cudaIpcGetMemHandle", ctypes.byref(handle), address, what="cannot share device memory",
+                remedy="this machine may not allow CUDA IPC (containers: same IPC namespace and device)",
+            )  # fmt: skip
+        return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def open_memory(self, handle: bytes, device: int) -> int:
+        """The address here of another process's device memory: at most once per handle, and never one's own."""
+        pointer = ctypes.c_void_p()
+        with self._torch.cuda.device(device):
+            self._library.call(
+                "cudaIpcOpenMemHandle", ctypes.byref(pointer), Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
+                what="cannot map another process's device memory",
+                remedy="both processes need the same device and driver, and CUDA IPC must be allowed",
+            )  # fmt: skip
+        return int(pointer.value or 0)
+
+    def close_memory(self, address: int, device: int) -> None:
+        """Undo `open_memory`; nothing on the device may use it any more."""
+        with self._torch.cuda.device(device):
+            self._library.call("cudaIpcCloseMemHandle", address, what="cannot unmap another process's device memory")
+
+    def tensor_at(self, address: int, nbytes: int, device: int, owner: Any) -> Any:
+        """Device memory as a tensor of uint8. Its storage keeps `owner` alive."""
+        with _translated("cannot make a tensor of device memory"):
+            return self._torch.as_tensor(_Memory(address, nbytes, owner), device=self.torch_device(device))
+
+
+class _Memory:
+    """Device memory as torch takes it."""
+
+    def __init__(self, address: int, nbytes: int, owner: Any) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """torch's errors, as ours."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's own out-of-memory error is one as well
+        text = str(error).partition("\n")[0]
+        if type(error).__name__ == "OutOfMemoryError":
+            raise failure(what, 2, text, "free device memory, or keep fewer messages on the device") from error
+        raise CudaError(errno.EIO, f"{what}: {text}") from error
+
+
+def _usable_torch() -> Any:
+    """torch with a device; `CudaError` says what is missing."""
+    try:
+        import torch
+    except ImportError as error:
+        raise CudaError(
+            errno.ENOENT, f"CUDA needs torch, which cannot be imported ({error}): pip install torch"
+        ) from None
+    if torch.version.cuda is None:
+        raise CudaError(
+            errno.ENODEV,
+            f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch, or keep to the CPU",
+        )
+    if torch.cuda._is_in_bad_fork():
+        raise CudaError(
+            errno.ENODEV,
+            "CUDA was in use when this process was forked, and cannot be used here: start it with "
+            'multiprocessing\'s "spawn" or "forkserver"',
+        )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        works = torch.cuda.is_available()
+    if not works:
+        reason = str(said[-1].message).partition("\n")[0] if said else "no NVIDIA driver or no device is visible"
+        raise CudaError(
+            errno.ENODEV,
+            f"torch {torch.__version__} finds no usable CUDA device ({reason}): look at nvidia-smi and at "
+            "CUDA_VISIBLE_DEVICES, and update a driver that is older than CUDA "
+            f"{torch.version.cuda} wants",
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise CudaError(errno.ENODEV, f"CUDA does not start: {str(error).partition(chr(10))[0]}") from error
+    return torch
+
+
+_found: Any = None
+_substitute: Any = None
+
+
+def runtime() -> Any:
+    """This process's `Runtime`; `CudaError` says what is missing. Imports torch."""
+    global _found
+    if _substitute is not None:
+        return _substitute
+    if _found is None:
+        _found = Runtime()
+    return _found
+
+
+def available() -> bool:
+    """Whether there is a CUDA device to use. Imports torch."""
+    try:
+        runtime()
+    except CudaError:
+        return False
+    return True
+
+
+def device_of(tensor: Any) -> int:
+    """The number of the CUDA device where a tensor lies; -1 if on none. Starts no CUDA for tensors of the host."""
+    if _substitute is not None:
+        return int(_substitute.device_of(tensor))
+    return int(tensor.device.index) if tensor.is_cuda else -1
+
+
+def substitute(stand_in: Any) -> None:
+    """For tests: `runtime()` returns this object, None: the real one."""
+    global _substitute
+    _substitute = stand_in
+
+
+def _forget() -> None:
+    global _found
+    _found = None
+
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_forget)
