@@ -65,7 +65,7 @@ class AsyncSender(Sender, AsyncEndpoint):
                 return abs(seq)
 
         sent = await self._with_slot(
-            lambda: outgoing.describe(value, meta), lambda out, ring, slot: self._fill(out, value, ring, slot), timeout
+            lambda: self._describe(value, meta), lambda out, ring, slot: self._fill(out, value, ring, slot), timeout
         )
         return sent or 0
 
@@ -99,7 +99,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         def lend(out: outgoing.Outgoing, ring: Ring, slot: int) -> Loan:
             return self._lend(out, ring, slot, dtype, shape)
 
-        loan = await self._with_slot(lambda: outgoing.describe_empty(shape, dtype, meta), lend, timeout)
+        loan = await self._with_slot(lambda: self._describe_empty(shape, dtype, meta), lend, timeout)
         if loan is None:
             raise RingFull(self._no_loan_text())
         return loan  # type: ignore[no-any-return]
