@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.channel import inspect
 from shmtensor.cuda import runtime
 
 from .conftest import shared_files
@@ -59,12 +58,6 @@ def gone(*endpoints):
     """Wait until closed endpoints have left their channels."""
     gc.collect()
     wait_until(lambda: all("views alive" not in repr(endpoint) for endpoint in endpoints))
-
-
-def over(sender, receiver):
-    receiver.close()
-    sender.close()
-    gone(sender, receiver)
 
 
 # --- one process
@@ -134,14 +127,9 @@ def test_tensors_are_the_slot(standin, channel):
         ((start, (nbytes, _, _)),) = standin.device_memory.items()
         msg = sub.recv(timeout=PATIENCE)
         assert start <= msg.value.data_ptr() < start + nbytes
-        assert msg.value.data_ptr() == sub_of(msg.value).data_ptr() - 8
         assert not standin.opened  # a process does not open its own memory
         del msg
     gone(pub, sub)
-
-
-def sub_of(tensor):
-    return tensor[1:]
 
 
 def test_tied_tensors_share_memory_on_arrival(standin, channel):
@@ -171,7 +159,7 @@ def test_the_copy_waits_for_the_callers_stream_and_the_reader_for_the_copy(stand
         with standin.on(theirs):
             msg = sub.recv(timeout=PATIENCE)
             value = msg.value
-            standin.enqueue(lambda: seen.append(number(standin, value)))
+            standin.enqueue(lambda value=value: seen.append(number(standin, value)))
         assert standin.host_waits == waits  # published, taken and computed on, and nobody has waited
         assert number(standin, value) != 2
         standin.run_all()
@@ -196,7 +184,9 @@ def test_a_loan_is_a_tensor_on_the_device(standin, channel):
     with shmtensor.Publisher(channel, device="cuda", slots=1) as pub, shmtensor.Subscriber(channel) as sub:
         with pub.loan((256,), torch.int64, meta={"n": 1}) as loan:
             kept = loan.tensor
-            standin.enqueue(lambda: kept.as_subclass(torch.Tensor).fill_(9))
+            target = kept.as_subclass(torch.Tensor)
+            standin.enqueue(lambda target=target: target.fill_(9))
+            del target
         msg = sub.recv(timeout=PATIENCE)
         standin.run_all()
         assert (number(standin, msg.value), msg.meta) == (9, {"n": 1})
@@ -280,8 +270,7 @@ def test_a_copy_that_cannot_be_queued_is_not_published(standin, channel, monkeyp
     gone(pub, sub)
 
 
-def test_several_threads_of_messages(standin, channel):
-    """Rings are added; each is mapped; the newest is there for a latest-only reader; history is there for a late one."""
+def test_rings_are_added_and_late_and_latest_readers_get_theirs(standin, channel):
     with (
         shmtensor.Publisher(channel, device="cuda", slots=3, full="grow", history=2) as pub,
         shmtensor.Subscriber(channel) as sub,
@@ -301,8 +290,6 @@ def test_several_threads_of_messages(standin, channel):
             del kept
         assert [number(standin, msg.value) for msg in held] == list(range(1, 8))
         assert (number(standin, newest.value), newest.missed) == (7, 6)
-        seen = inspect.look(channel) if hasattr(inspect, "look") else None
-        assert seen is None or seen
         del held, newest
     gone(pub, sub, latest)
 
@@ -399,7 +386,7 @@ def test_a_slot_is_not_written_again_before_its_readers_device_is_done(standin, 
         assert reader.ask("seen") == [1]
         reader.do("msg = sub.recv(timeout=60); run()")
         assert reader.ask("number(msg.value)") == 2
-        reader.do("del msg; sub.close()")
+        reader.do("del msg; run(); sub.close()")
     gone(pub)
 
 
@@ -504,6 +491,7 @@ def test_close_can_wait_until_the_memory_is_free(standin, channel, peer):
     pub = shmtensor.Publisher(channel, device="cuda")
     reader.do(f"sub = shmtensor.Subscriber({channel!r})")
     pub.send(filled(standin, 1))
+    standin.run_all()
     reader.do("value = sub.recv(timeout=60).value")
     pub.close(linger=0.1)
     assert "closed, views alive" in repr(pub)
@@ -535,7 +523,7 @@ def test_a_process_that_does_not_see_the_device_is_told_so_and_loses_nothing(sta
         assert name == "CudaError"
         assert "cudaErrorInvalidResourceHandle" in text
         reader.do("cuda.open_memory = opens; from shmtensor.cuda import runtime; runtime.substitute(None)")
-        if not runtime.Runtime.__init__ or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             name, text = reader.fails("sub.recv(timeout=60)")
             assert name == "CudaError"
             assert "torch" in text

@@ -85,11 +85,11 @@ def settle() -> None:
         while _ended:
             _waiting.append(_ended.popleft())
         for _ in range(len(_waiting)):
-            number, events, hold = _waiting.popleft()
-            if not all(_is_done(event) for event in events):
-                _waiting.append((number, events, hold))
+            if not all(_is_done(event) for event in _waiting[0][1]):
+                _waiting.rotate(-1)
                 continue
-            hold = None  # unmapped before its member may leave
+            number, events, hold = _waiting.popleft()
+            del events, hold  # unmapped before its member may leave
             _tokens.pop(number, None)
     finally:
         _busy.release()
@@ -127,7 +127,10 @@ def _run() -> None:
         pause = _PAUSE_LEAST
         due = 0.0
         while _ended or _waiting:
-            settle()
+            try:
+                settle()
+            except Exception:
+                log.exception("cannot tell whether the device is done")
             if time.monotonic() >= due:
                 due = time.monotonic() + _ROUND
                 _round()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentError, ArgumentTypeError, WireError
 from ..wire.dtypes import TABLE, DType
 from ..wire.spec import MAX_NDIM
@@ -113,7 +114,10 @@ def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], No
     at = start - storage.data_ptr()
     if at < 0 or at + extent > storage.nbytes():
         return None
-    source = torch.empty(0, dtype=torch.uint8, device=leaf.source.device).set_(storage, at, (extent,), (1,))
+    if device_of(leaf.source) >= 0:
+        source = runtime().run(leaf.source, at, extent)
+    else:
+        source = torch.empty(0, dtype=torch.uint8, device=leaf.source.device).set_(storage, at, (extent,), (1,))
 
     def copy(payload: Array, offset: int) -> None:
         torch.from_numpy(payload[offset : offset + extent]).copy_(source)
