@@ -393,7 +393,7 @@ def test_a_slot_is_not_written_again_before_its_readers_device_is_done(standin, 
 def test_an_early_write_would_be_seen(standin, channel, peer, monkeypatch):
     """The two tests above can fail: without the reader's wait for its device, the number changes under it."""
     reader = peer(polls=None)
-    reader.do("from shmtensor.cuda import keeper; keeper._is_done = lambda event: True")
+    reader.do("from shmtensor.cuda import keeper; keeper._are_done = lambda events: True")
     with shmtensor.Publisher(channel, device="cuda", slots=1) as pub:
         reader.do(f"sub = shmtensor.Subscriber({channel!r}); seen = []")
         pub.send(filled(standin, 1))
@@ -578,5 +578,24 @@ def test_a_subscriber_dies(standin, channel, peer, point):
         standin.run_all()
         assert number(standin, value) == 2
         del value
+    pub.close()
+    gone(pub)
+
+
+def test_a_slot_whose_end_cannot_be_told_stays_taken(standin, channel, peer):
+    """A broken context says nothing about its work: the slot comes back with the process, not before."""
+    reader = peer()
+    pub = shmtensor.Publisher(channel, device="cuda", slots=1)
+    reader.do(f"sub = shmtensor.Subscriber({channel!r})")
+    pub.send(filled(standin, 1))
+    standin.run_all()
+    reader.do("value = sub.recv(timeout=60).value; run()")
+    reader.do("def broken(event): raise shmtensor.CudaError(5, 'illegal address')")
+    reader.do("cuda.is_done = broken; del value")
+    reader.do("from shmtensor.cuda import keeper; import time\nwhile not keeper._lost: time.sleep(0.01)")
+    with pytest.raises(shmtensor.RingFull):
+        pub.send(filled(standin, 2), timeout=0.1)
+    reader.kill()
+    pub.send(filled(standin, 2), timeout=PATIENCE)
     pub.close()
     gone(pub)

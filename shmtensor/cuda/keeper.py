@@ -9,6 +9,7 @@ left to be asked and sleeps for good otherwise.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -43,8 +44,9 @@ class Chore(Protocol):
 
 _numbers = itertools.count(1)
 _tokens: dict[int, Token] = {}
-_ended: deque[tuple[int, list[Any], Any]] = deque()
-_waiting: deque[tuple[int, list[Any], Any]] = deque()
+_ended: deque[tuple[int, list[Any] | None, Any]] = deque()
+_waiting: deque[tuple[int, list[Any] | None, Any]] = deque()
+_lost: list[tuple[int, list[Any] | None, Any]] = []
 _chores: weakref.WeakSet[Any] = weakref.WeakSet()
 _busy = threading.Lock()
 _starting = threading.Lock()
@@ -66,13 +68,16 @@ def end(number: int, device: int, streams: tuple[Any, ...], hold: Any) -> None:
     current stream of this thread. `hold` lives as long. Called from destructors: takes no lock."""
     if os.getpid() != _pid:
         return  # a forked child's copy: the lease is its parent's
-    events: list[Any] = []
-    with contextlib.suppress(Exception):  # a context that is broken computes nothing any more
-        used = runtime()
+    events: list[Any] | None
+    try:
+        used, recorded = runtime(), []
         for stream in (*streams, used.current_stream(device)):
             event = used.new_event(device)
             used.record(event, stream)
-            events.append(event)
+            recorded.append(event)
+        events = recorded
+    except Exception:
+        events = None  # nobody can tell
     _ended.append((number, events, hold))
     _kicks.put(None)
 
@@ -85,21 +90,28 @@ def settle() -> None:
         while _ended:
             _waiting.append(_ended.popleft())
         for _ in range(len(_waiting)):
-            if not all(_is_done(event) for event in _waiting[0][1]):
-                _waiting.rotate(-1)
-                continue
             number, events, hold = _waiting.popleft()
+            done = _are_done(events)
+            if done is None:
+                _lost.append((number, events, hold))
+            elif not done:
+                _waiting.append((number, events, hold))
             del events, hold  # unmapped before its member may leave
-            _tokens.pop(number, None)
+            if done:
+                _tokens.pop(number, None)
     finally:
         _busy.release()
 
 
-def _is_done(event: Any) -> bool:
+def _are_done(events: list[Any] | None) -> bool | None:
+    """Whether all have happened; None: that cannot be told, and the slot stays taken while the process lives."""
     try:
-        return bool(runtime().is_done(event))
-    except CudaError:
-        return True  # a context that is broken computes nothing any more
+        if events is None:
+            raise CudaError(errno.EIO, "no event could be recorded")
+        return all(runtime().is_done(event) for event in events)
+    except Exception as error:
+        log.error("a slot in device memory stays taken until this process ends: %s", str(error))
+        return None
 
 
 def add_chore(chore: Chore) -> None:
@@ -117,7 +129,8 @@ def _start() -> None:
         if _thread is None or _pid != os.getpid():
             _pid = os.getpid()
             _thread = threading.Thread(target=_run, name="shmtensor-cuda", daemon=True)
-            _thread.start()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: its publishers ask by themselves
+                _thread.start()
 
 
 def _run() -> None:
@@ -127,10 +140,7 @@ def _run() -> None:
         pause = _PAUSE_LEAST
         due = 0.0
         while _ended or _waiting:
-            try:
-                settle()
-            except Exception:
-                log.exception("cannot tell whether the device is done")
+            settle()
             if time.monotonic() >= due:
                 due = time.monotonic() + _ROUND
                 _round()

@@ -164,6 +164,11 @@ def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | Non
         except WireError as error:
             receiver._blame(feed, seq, error)
             continue
+        except CudaError:
+            if _is_there(receiver, feed):
+                raise
+            feed.position = seq - 1  # lost with the others
+            continue
         message = DeviceMessage(value, meta, seq, found.nbytes, 1, missed, block, lease, receiver)
         message._unpacker, message._dynamic = found.unpacker, found.dynamic
         return message
