@@ -35,7 +35,7 @@ class Peer:
 class Audience(Endpoint):
     """The half of a sender that deals with its receivers."""
 
-    # where the data of the rings lie, if not in host memory: endpoints/device.py has its own of these
+    # where the data of the rings lie, if not in host memory: endpoints/resident.py has its own of these
     _device: Any = None
     _make_ring: Any = staticmethod(Ring.create)
     _describe, _describe_empty = staticmethod(outgoing.describe), staticmethod(outgoing.describe_empty)

@@ -20,8 +20,8 @@ from . import usual
 from .arecv import AsyncReceiver
 from .audience import Peer
 from .base import check_choice, check_count
-from .device import DeviceSender, take_from_device
 from .message import Message
+from .resident import DeviceSender, take_from_device
 
 
 class Publisher(DeviceSender):

@@ -59,7 +59,7 @@ class Feed(ABC):
     ) -> None:  # fmt: skip
         self.ledger, self.uid, self.index, self.member = ledger, ledger.uid, index, member
         self.words, self.mask, self.order = ledger.words, ledger.mask, ledger.shape.order
-        self.device = ledger.device  # its messages lie in device memory: `endpoints/device.py` takes them
+        self.device = ledger.device  # its messages lie in device memory: `endpoints/resident.py` takes them
         self._control, self._asleep, self._rouser, self._posted = control, asleep, rouser, 0
         self.attach_ring, self.emptied = attach_ring, emptied
         self.rings: list[Ring] = []

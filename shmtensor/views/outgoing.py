@@ -18,7 +18,7 @@ from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import moves, pack
 from .group import PackedGroup
 
-_PACKED, _TENSOR, _ARRAY, _EMPTY, DEVICE = range(5)  # DEVICE: `views/device.py`, for a device ring
+_PACKED, _TENSOR, _ARRAY, _EMPTY, DEVICE = range(5)  # DEVICE: `views/resident.py`, for a device ring
 _PLANS_MOST: Final = 4096
 
 SMALL: Final = moves.SMALL

@@ -14,7 +14,7 @@ from ..memory.segment import unlink
 from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, RingShape
 from ..ring.ring import Ring
-from ..views import device as views
+from ..views import resident as views
 from .asend import AsyncSender
 from .base import CLOSED, LEAVING, check_count, lingering, local_members
 from .message import Message
