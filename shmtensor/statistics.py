@@ -31,6 +31,12 @@ class SenderStatistics:
     """Members that get what is sent now."""
     dead_receivers: int
     """Receivers that were found dead while they held this sender up."""
+    pinned_bytes: int = 0
+    """Bytes of the rings that are pinned for CUDA copies in this process."""
+    pin_failure: str = ""
+    """Why CUDA copies are pageable although pinning was wanted; empty if they are not."""
+    copying: int = 0
+    """Copies from or to a CUDA device that are on their way."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,12 @@ class ReceiverStatistics:
     """Messages published and not yet looked at."""
     leases: int
     """Messages whose slots are still held by living views."""
+    pinned_bytes: int = 0
+    """Bytes of the rings that are pinned for CUDA copies in this process."""
+    pin_failure: str = ""
+    """Why CUDA copies are pageable although pinning was wanted; empty if they are not."""
+    copying: int = 0
+    """Copies from or to a CUDA device that are on their way."""
 
 
 @dataclass(frozen=True)

@@ -382,6 +382,16 @@ class StandIn:
         self.copy(result, tensor, stream)
         return result
 
+    def move(self, tensor: Any, device: int, stream: Stream) -> Any:
+        self._usable()
+        self.pageable_copies += 1
+        self._drain(stream, 0)
+        return tensor if isinstance(tensor, DeviceTensor) else tensor.clone().as_subclass(DeviceTensor)
+
+    def view(self, block: Any, at: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        flat = torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape, strides)
+        return flat.as_subclass(DeviceTensor)
+
     def run(self, storage_of: Any, at: int, extent: int) -> Any:
         flat = torch.empty(0, dtype=torch.uint8).set_(storage_of.untyped_storage(), at, (extent,), (1,))
         return flat.as_subclass(DeviceTensor)

@@ -7,11 +7,15 @@ import importlib.metadata
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from .. import hot
+from ..channel.names import PREFIX
+from ..cuda.pinning import Pinning
+from ..cuda.runtime import runtime
+from ..errors import CudaError
+from ..memory import segment as shm
 from .finding import FAIL, OK, WARN, Finding
 
 _NEEDED = (("NumPy", "numpy", "numpy"), ("pyzmq", "pyzmq", "zmq"), ("posix_ipc", "posix_ipc", "posix_ipc"))
@@ -59,13 +63,36 @@ def torch() -> Iterator[Finding]:
         "torch", OK, str(module.__version__), "imports; imported by the library when the first tensor arrives"
     )
     yield _hot()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        available = bool(module.cuda.is_available())
-        value = f"{module.version.cuda}, {module.cuda.device_count()} devices" if available else "not available"
-    yield Finding(
-        "CUDA", OK, value, "tensors are moved through host memory" if available else "optional: host tensors need none"
-    )
+    yield from _cuda(module)
+
+
+def _cuda(torch: Any) -> Iterator[Finding]:
+    try:
+        cuda = runtime()
+    except CudaError as error:
+        yield Finding("CUDA", OK, "not available", f"optional, host tensors need none; {error.strerror}")
+        return
+    value = f"{torch.version.cuda}, {cuda.device_count()} devices"
+    yield Finding("CUDA", OK, value, "tensors are copied to devices from pinned slots, and from devices into them")
+    for what, writable in (("rings of senders and work queues", True), ("fan-out rings, read-only", False)):
+        failure = _pins(writable)
+        yield Finding(
+            "CUDA pinning", WARN if failure else OK, failure or "works",
+            f"{what}: " + ("copies are pageable, slower, and the host waits for them" if failure else "one page tried"),
+        )  # fmt: skip
+
+
+def _pins(writable: bool) -> str:
+    """Why a page of shared memory cannot be pinned; empty if it can."""
+    name = f"{PREFIX}doctor-pin-{os.getpid()}"
+    with shm.create(name, shm.PAGE, "free some") as segment:
+        shm.unlink(name)
+        mapping = segment.map(writable=writable)
+    pinning = Pinning(mapping.buffer, mapping.address, writable=writable)
+    pinning.parts(mapping.buffer, 0, shm.PAGE, runtime().current_device())
+    failure = pinning.failure
+    pinning.release()
+    return failure
 
 
 CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (python, packages, torch)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import CudaError
 from .runtime import runtime
@@ -65,11 +66,27 @@ class Pending:
             copy[2]()
 
 
+class Releasable(Protocol):
+    """Something that must be undone when no copy is on its way any more."""
+
+    def release(self) -> None: ...
+
+
+_ends: weakref.WeakSet[Releasable] = weakref.WeakSet()
+
+
+def at_end(owner: Releasable) -> None:
+    """Call `owner.release()` when the process ends, after every copy."""
+    _ends.add(owner)
+
+
 @atexit.register
 def finish_all() -> None:
     """The process ends: its memory must not go while a device reads or writes it."""
     for pending in list(_busy):
         pending.finish()
+    for owner in list(_ends):
+        owner.release()
 
 
 def _drop() -> None:

@@ -149,7 +149,7 @@ class Runtime:
         """Pin host memory, page-aligned, for all devices. It stays so until `unregister_host`."""
         self._library.call(
             "cudaHostRegister", address, nbytes, PORTABLE | (READ_ONLY if read_only else 0),
-            what=f"cannot pin {nbytes} bytes of shared memory", remedy="raise ulimit -l, or pass pin=False",
+            what=f"cannot pin {nbytes} bytes of shared memory", remedy="free memory of the host, or pass pin=False",
         )  # fmt: skip
 
     def unregister_host(self, address: int) -> None:
@@ -175,6 +175,16 @@ class Runtime:
         """The tensor itself if its elements stand in C order, else a copy where they do, made on the stream."""
         with _translated("cannot start a CUDA copy"), self.on(stream):
             return tensor.contiguous()
+
+    def move(self, tensor: Any, device: int, stream: Any) -> Any:
+        """The tensor on a device, by torch's own ways: for what is no plain memory (sparse, quantized, nested)."""
+        with _translated("cannot start a CUDA copy"), self.on(stream):
+            return tensor.to(self.torch_device(device), non_blocking=True)
+
+    def view(self, block: Any, at: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """A tensor over device memory, `at` bytes into the storage of `block`; strides in elements."""
+        flat = self._torch.empty(0, dtype=dtype, device=block.device)
+        return flat.set_(block.untyped_storage(), at // dtype.itemsize, shape, strides)
 
     def run(self, storage_of: Any, at: int, extent: int) -> Any:
         """`extent` bytes from byte `at` of a device tensor's storage, as a tensor of uint8."""

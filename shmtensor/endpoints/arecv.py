@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..channel import control as ctl
 from ..errors import EndOfStream
 from .base import check_timeout
+from .devices import LOOK_S
 from .message import Message
 from .receiver import Receiver
 from .sources import _F
@@ -59,6 +60,8 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
             message = None if inlet is None else inlet.recv(self, 0)
             if message is None:
                 message = attempt()
+        if message is NOTHING and timeout != 0 and self._copying():
+            message = await self._while_copying(attempt, timeout)
         if (message is NOTHING or message is BUSY) and timeout != 0:
             from .crowds import Listeners, crowd_of
 
@@ -83,7 +86,8 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
                 if not asked:
                     asked = True
                     self._before_next()
-                message = self._poll()
+                ahead = self._ahead
+                message = self._poll() if ahead is None else ahead.poll()
                 if message is None and (message := self._look_around()) is None:
                     return NOTHING
                 self._received += 1
@@ -94,6 +98,17 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
 
         return attempt
 
+    async def _while_copying(self, attempt: Callable[[], Any], timeout: float | None) -> Any:
+        """Copies to a device are on their way, and slots wait for them: stay awake until they are done."""
+        import asyncio
+
+        due = None if timeout is None else clock() + timeout
+        message = NOTHING
+        while (message is NOTHING or message is BUSY) and self._copying() and (due is None or clock() < due):
+            await asyncio.sleep(LOOK_S)
+            message = attempt()
+        return message
+
     def _look_around(self) -> Message | None:
         """Nothing is there: at a tick, who died, and what did they leave? Raises `EndOfStream`."""
         message, crowd = None, self._crowd
@@ -103,6 +118,8 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
             self._tick()
             message = self._poll()
             self._late += ticked and message is not None
+            if message is not None and self._ahead is not None:
+                message = self._ahead.push(message)
         if crowd is not None:
             crowd.ticked = False
         if message is None and self._is_over():

@@ -12,6 +12,7 @@ from ..ring.layout import L_CLOSED
 from ..ring.ring import Ring
 from ..views import outgoing
 from .base import CLOSING, check_timeout
+from .devices import LOOK_S, Sending, publish, send
 from .loan import Loan
 from .sender import Sender
 from .turns import BUSY, NOTHING, AsyncEndpoint, clock
@@ -27,12 +28,18 @@ class AsyncSender(Sender, AsyncEndpoint):
 
     _crowd: Customers | None = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._sendings: list[Sending] = []  # of tasks: their devices' copies are not done
+        super().__init__(*args, **options)
+
     async def asend(self, value: Any, meta: Any = None, *, timeout: float | None = None) -> int:
         """`send` for asyncio: other tasks run while this one waits for a slot, and no thread is used.
 
         The copy itself is made by the loop's thread. Several tasks may wait at one sender; their messages are sent in
         the order in which they came. A task that is cancelled while it waits has sent nothing and holds no slot. What
-        is sent is `value` as it is when a slot is free: do not change it before `asend` returns.
+        is sent is `value` as it is when a slot is free: do not change it before `asend` returns. CUDA tensors are
+        copied as by `send`, and other tasks run meanwhile; a task that is cancelled then has sent nothing either, and
+        its slot is free when the device has let go of it.
 
         Args:
             value, meta, timeout: as for `send`.
@@ -65,12 +72,40 @@ class AsyncSender(Sender, AsyncEndpoint):
                 return abs(seq)
 
         sent = await self._with_slot(
-            lambda: self._describe(value, meta), lambda out, ring, slot: self._fill(out, value, ring, slot), timeout
+            lambda: self._describe(value, meta), lambda out, ring, slot: self._begin(out, value, ring, slot), timeout
         )
-        return sent or 0
+        return await self._when_copied(sent) if isinstance(sent, Sending) else sent or 0
+
+    async def _when_copied(self, sending: Sending) -> int:
+        """Publish what a device copies into its slot when that is done, and not before what was begun earlier."""
+        import asyncio
+
+        line, pause = self._sendings, 0.0
+        line.append(sending)
+        try:
+            while True:
+                if sending.is_done() and line[0] is sending and self._try_enter():
+                    try:
+                        if self._state or self._stop:
+                            self._refuse()
+                        return publish(self, sending)
+                    finally:
+                        self._exit()
+                await asyncio.sleep(pause)
+                pause = LOOK_S
+        finally:
+            line.remove(sending)
+            sending.let_go()
+
+    def _begin(self, out: outgoing.Outgoing, value: Any, ring: Ring, slot: int) -> int | Sending:
+        return (
+            self._devices().send(out, self._rings, ring, slot) if out.on_device else self._fill(out, value, ring, slot)
+        )
 
     def _fill(self, out: outgoing.Outgoing, value: Any, ring: Ring, slot: int) -> int:
         # crash: send.acquired
+        if out.on_device:
+            return send(self, out, ring, slot)
         outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
         # crash: send.copied
         seq = self._publish(ring, slot, out, None)

@@ -13,10 +13,13 @@ from ..errors import TimedOut
 from ..memory.semaphores import Sleeper
 from ..memory.words import barrier, settle, store
 from ..ring.ledger import Ledger
+from ..ring.pool import Pool
 from ..ring.ring import Ring
+from ..statistics import SenderStatistics
 from ..views import outgoing
 from ..wire.record import SIZE, pack_bell
-from .base import TICK, Endpoint, check_count, check_timeout
+from .base import FORKED, TICK, Endpoint, check_count, check_timeout
+from .devices import pinned
 
 
 class Peer:
@@ -44,6 +47,12 @@ class Audience(Endpoint):
     _sleeper: Sleeper
     _asleep: int
     _control_words: memoryview
+    _pool: Pool
+    _rings: list[Ring]
+    _outbox: Any
+    _sent_bytes: int
+    _dropped: int
+    _waits: int
 
     @property
     @abstractmethod
@@ -165,3 +174,20 @@ class Audience(Endpoint):
             store(words, member, self._nap)
             if self._crowd is not None:
                 self._crowd.disturb()
+
+    def statistics(self) -> SenderStatistics:
+        """Counters since this sender was made."""
+        if self._state == FORKED:
+            self._refuse()
+        copying = self._copying()
+        return SenderStatistics(
+            sent=self._published, sent_bytes=self._sent_bytes + (self._outbox.sent_bytes if self._outbox else 0),
+            dropped=self._dropped, waits=self._waits, doorbells=self._rung,
+            rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
+            receivers=len(self._listeners), dead_receivers=self._deaths, copying=copying,
+            **pinned(self._rings),
+        )  # fmt: skip
+
+    def _about(self) -> str:
+        slots = self._pool.slots
+        return f" sent={self._published} rings={len(self._rings)} slots={slots} receivers={len(self._listeners)}"

@@ -17,6 +17,7 @@ from ..memory import forks, words
 
 if TYPE_CHECKING:
     from ..channel.membership import Member
+    from .devices import Devices
 
 OPEN: Final = ""
 CLOSED: Final = "closed"
@@ -40,6 +41,8 @@ class Endpoint(ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait."""
 
     _member: Member
+    _pin: Any = "auto"
+    _gpu: Devices | None = None  # what deals with CUDA, once it is needed: endpoints/devices.py
 
     def __init__(self) -> None:
         self._state = OPEN
@@ -79,6 +82,22 @@ class Endpoint(ABC):
     def _outlast(self) -> None:
         """The process ends, all its endpoints are closed: wait for those who need what ends with it."""
         return
+
+    def _devices(self) -> Devices:
+        if self._gpu is None:
+            from .devices import Devices
+
+            self._gpu = Devices(self, self._pin)
+        return self._gpu
+
+    def _copying(self) -> int:
+        """How many copies from or to a device are on their way; lets go of those that are done."""
+        return 0 if self._gpu is None else self._gpu.pending.look()
+
+    def _finish_copies(self) -> None:
+        """Wait for them."""
+        if self._gpu is not None:
+            self._gpu.pending.finish()
 
     @abstractmethod
     def _unlearn(self) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ReleasedError
 from ..views import pack
+from ..views.walk import device_views, is_tensor
+from .devices import to_device
 
 if TYPE_CHECKING:
     from .receiver import Receiver
@@ -68,12 +70,22 @@ class Message:
         """A private, writable copy of the value that no lease hangs on."""
         return pack.copy_value(self.value)
 
-    def to(self, device: Any) -> Any:
-        """The value with every tensor copied to `device`, as `torch.Tensor.to` does; the copy is complete on return.
+    def to(self, device: Any, *, non_blocking: bool = False) -> Any:
+        """The value with every tensor copied to `device`. Arrays of NumPy stay what they are: views of the slot.
+
+        To a CUDA device the copies go on the calling thread's current stream. With `non_blocking` they need not be
+        done on return: work on that stream comes after them, and the slot stays leased until they are done, whatever
+        is released meanwhile. Tensors that share memory share it on the device. docs/cuda.md
 
         With a device that the tensors are on already (`"cpu"`) this is the value itself, not a copy.
+
+        Raises:
+            CudaError: CUDA is missing, or the device has no memory left; with `pin=True`, the ring cannot be pinned.
         """
-        return pack.map_leaves(lambda tensor: tensor.to(device), self.value)
+        value = self.value
+        if device == "cpu" or not device_views().is_cuda(device):
+            return pack.map_leaves(lambda leaf: leaf.to(device) if is_tensor(leaf) else leaf, value)
+        return to_device(self._receiver, value, device, non_blocking)
 
     def release(self) -> None:
         """Drop the message's own reference to its slot; on a work queue, say that the message is done. Idempotent."""

@@ -17,6 +17,7 @@ from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
 from . import usual
+from .ahead import check as check_ahead
 from .arecv import AsyncReceiver
 from .audience import Peer
 from .base import check_choice, check_count
@@ -38,6 +39,8 @@ class Publisher(DeviceSender):
         max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
         device: a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its subscribers get CUDA
             tensors that *are* the slots. See docs/cuda-ipc.md. None: host memory.
+        pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
+            `False`, never. Nothing is pinned before the first such copy. docs/cuda.md
 
     >>> import shmtensor, torch
     >>> pub, sub = shmtensor.Publisher("doc"), shmtensor.Subscriber("doc")
@@ -59,13 +62,16 @@ class Publisher(DeviceSender):
         full: str = "block",
         history: int = 0,
         max_bytes: int | str | None = None,
+        pin: bool | str = "auto",
         device: Any = None,
     ) -> None:
         check_count("slots", slots, 1, 1 << 20)
         check_count("history", history, 0, slots - 1)
         if device is not None:
             self._use_device(device, slots)
-        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history)
+        super().__init__(
+            channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history, pin=pin
+        )
 
     def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living subscribers are there; `TimedOut` after `timeout` seconds."""
@@ -124,17 +130,31 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
             newest one, never holding anybody back (`msg.missed` counts what was passed over).
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
+        device: a CUDA device: values come with their tensors there, copied on a stream of the receiver's own and
+            safe to use on the calling thread's current stream. They hold no slot.
+        prefetch: with `device`: how many messages are copied ahead. Not with `delivery="latest"`.
+        pin: as for `Publisher`.
 
     Its values are read-only: see `Message`.
     """
 
     _kind = FAN_OUT
 
-    def __init__(self, channel: str, *, delivery: str = "all", spin: float = 100e-6) -> None:
+    def __init__(
+        self,
+        channel: str,
+        *,
+        delivery: str = "all",
+        spin: float = 100e-6,
+        device: Any = None,
+        prefetch: int = 0,
+        pin: bool | str = "auto",
+    ) -> None:
         check_choice("delivery", delivery, ("all", "latest"))
+        check_ahead(device, prefetch, latest=delivery == "latest")
         self._latest = delivery == "latest"
         self._flags = ctl.LATEST if self._latest else 0
-        super().__init__(channel, spin=spin)
+        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
 
     def _prepare(self, member: Member) -> None:
         super()._prepare(member)
@@ -194,6 +214,8 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
             self._inlet.learn(found.slot, found.raw, found.nbytes, value)
 
     def _make_private(self, message: Message) -> None:
+        if self._ahead is not None:
+            return  # it is
         message._value = message.copy()
         message._hold = message._lease = None
 

@@ -22,7 +22,9 @@ from ..ring.feed import ARRAY, TENSOR, Found
 from ..statistics import ReceiverStatistics
 from ..views.pack import Unpacker
 from ..wire.record import parse_bell
+from .ahead import Ahead
 from .base import CLOSED, FORKED, LEAVING, OPEN, SPIN_NS, TICK, check_timeout, lingering
+from .devices import LOOK_S, check_pin, pinned
 from .message import Message
 from .sources import _F, Sources, log
 
@@ -38,7 +40,12 @@ class Receiver(Sources[_F]):
     _kind: int
     _flags = 0
 
-    def __init__(self, channel: str, *, spin: float) -> None:
+    def __init__(
+        self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | str = "auto"
+    ) -> None:
+        check_pin(pin)
+        self._pin = pin
+        self._ahead = None if device is None else Ahead(self, device, prefetch)
         if isinstance(spin, bool) or not isinstance(spin, (int, float)):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
         if not 0 <= spin <= 3600:
@@ -89,9 +96,14 @@ class Receiver(Sources[_F]):
             if self._state:
                 self._refuse()
             self._before_next()
-            message = self._poll()
-            if message is None:
-                message = self._wait(timeout)
+            if self._gpu is not None:
+                self._gpu.pending.look()
+            if self._ahead is not None:
+                message = self._ahead.next(timeout)
+            else:
+                message = self._poll()
+                if message is None:
+                    message = self._wait(timeout)
             self._received += 1
             self._received_bytes += message.nbytes
         if copy:
@@ -215,7 +227,8 @@ class Receiver(Sources[_F]):
                 self._refuse()
             if self._is_over():
                 raise EndOfStream(self._over_text())
-            remaining = TICK if deadline is None else min(TICK, deadline - now())
+            tick = LOOK_S if self._copying() else TICK
+            remaining = tick if deadline is None else min(tick, deadline - now())
             if remaining <= 0:
                 return self._last_look(timeout)
             rung = self._sleep(remaining)
@@ -332,6 +345,9 @@ class Receiver(Sources[_F]):
                 return
             # crash: close.said
             self._unlearn()
+            self._finish_copies()
+            if self._ahead is not None:
+                self._ahead.drop()
             self._settle_current(acknowledge)
             if self._crowd is not None:
                 self._crowd.end()
@@ -364,13 +380,15 @@ class Receiver(Sources[_F]):
         """Counters since this receiver was made."""
         if self._state == FORKED:
             self._refuse()
+        copying = self._copying()
         return ReceiverStatistics(
             received=self._received + sum(inlet.received for inlet in self._compiled()),
             received_bytes=self._received_bytes + sum(inlet.received_bytes for inlet in self._compiled()),
             missed=self._missed, redelivered=self._redelivered, abandoned=self._abandoned,
             bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._sleeps, ticks=self._ticks,
             late=self._late, senders=len(self._feeds),
-            behind=sum(max(0, feed.behind) for feed in self._feeds), leases=self._leases(),
+            behind=sum(max(0, feed.behind) for feed in self._feeds), leases=self._leases(), copying=copying,
+            **pinned(self._mapped_rings()),
         )  # fmt: skip
 
     def _about(self) -> str:

@@ -20,13 +20,13 @@ from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WO
 from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
 from ..ring.ring import Busy, Ring
-from ..statistics import SenderStatistics
 from ..units import format_bytes, parse_bytes
 from ..views import outgoing
 from ..views.outgoing import SMALL, Outgoing
 from . import usual
 from .audience import Audience, Peer
-from .base import CLOSED, CLOSING, FORKED, SPIN_NS, TICK, check_choice, check_count, check_timeout
+from .base import CLOSED, CLOSING, SPIN_NS, TICK, check_choice, check_count, check_timeout
+from .devices import check_pin, send
 from .loan import Loan
 
 _FULL = ("block", "grow", "drop", "error")
@@ -48,7 +48,10 @@ class Sender(Audience):
         full: str,
         max_bytes: int | str | None,
         history: int = 0,
+        pin: bool | str = "auto",
     ) -> None:
+        check_pin(pin)
+        self._pin = pin
         check_count("slots", slots, 1, MAX_SLOTS)
         check_choice("full", full, _FULL)
         self._slots, self._full = slots, full
@@ -100,7 +103,9 @@ class Sender(Audience):
 
         Args:
             value: a tensor, an ndarray, or a dict, list or tuple of these with JSON scalars at the other leaves. It
-                is copied before `send` returns: changing it afterwards changes nothing that was sent.
+                is copied before `send` returns: changing it afterwards changes nothing that was sent. CUDA tensors
+                are copied on a stream of the sender's own, after what the calling thread's current stream holds, and
+                the message is published when that is done: docs/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -111,6 +116,7 @@ class Sender(Audience):
             RingFull: no slot was given back in time, or at once with `full="error"`.
             ArgumentTypeError: the value holds something that cannot be sent; the message names where.
             ResourceError: a ring is needed and `/dev/shm` or `max_bytes` has no room for it.
+            CudaError: a copy from a CUDA device failed; nothing was published.
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
         outbox = self._outbox
@@ -132,6 +138,8 @@ class Sender(Audience):
                 return 0
             ring, slot = place
             # crash: send.acquired
+            if out.on_device:
+                return send(self, out, ring, slot)
             outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
             # crash: send.copied
             seq = self._publish(ring, slot, out, None)
@@ -278,6 +286,7 @@ class Sender(Audience):
 
     def _place_at_once(self, nbytes: int) -> Place | None:
         """A free place for `nbytes` that can be had without waiting."""
+        self._copying()  # a copy that was given up holds its slot
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         pool = self._pool
@@ -313,6 +322,7 @@ class Sender(Audience):
             if self._control_words[ctl.W_EPOCH] != self._epoch:
                 self._refresh()
             if not woken:
+                self._copying()
                 self._drop_dead()
             place = self._pool.find(nbytes, self._is_free)
             if place is not None:
@@ -351,6 +361,7 @@ class Sender(Audience):
             if self._state and self._state != CLOSING:
                 return
             self._unlearn()
+            self._finish_copies()
             if self._crowd is not None:
                 self._crowd.end()
             try:
@@ -383,18 +394,3 @@ class Sender(Audience):
     def _at_exit(self) -> None:
         self._ending = True
         self._leave(0)
-
-    def statistics(self) -> SenderStatistics:
-        """Counters since this sender was made."""
-        if self._state == FORKED:
-            self._refuse()
-        return SenderStatistics(
-            sent=self._published, sent_bytes=self._sent_bytes + (self._outbox.sent_bytes if self._outbox else 0),
-            dropped=self._dropped, waits=self._waits, doorbells=self._rung,
-            rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
-            receivers=len(self._listeners), dead_receivers=self._deaths,
-        )  # fmt: skip
-
-    def _about(self) -> str:
-        pool, receivers = self._pool, len(self._listeners)
-        return f" sent={self._published} rings={len(pool.rings)} slots={pool.slots} receivers={receivers}"

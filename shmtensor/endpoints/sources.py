@@ -104,6 +104,9 @@ class Sources(Endpoint, Generic[_F]):
         feed.gone = ledger.closed
         return feed
 
+    def _mapped_rings(self) -> list[Ring]:
+        return [ring for feed in (*self._feeds, *self._retired) for ring in feed.rings]
+
     @abstractmethod
     def _make_feed(self, *args: Any) -> _F:
         """The feed of a new sender; `args` are those of `Feed`."""

@@ -53,7 +53,7 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
     """An `Inlet` for a receiver as it is now, or None. `siblings`: where the other consumers of a work queue sleep."""
     module = hot.module(tensors=False)
     ring = found.ring
-    if module is None or len(siblings) > _MOST_PEERS:
+    if module is None or len(siblings) > _MOST_PEERS or receiver._ahead is not None:
         return None
     competes = receiver._kind == WORK_QUEUE
     return module.Inlet(

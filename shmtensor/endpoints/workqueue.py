@@ -18,6 +18,7 @@ from ..ring.ring import Busy, Ring
 from ..views import outgoing, pack
 from ..wire.record import pack_bell
 from . import usual
+from .ahead import check as check_ahead
 from .arecv import AsyncReceiver
 from .asend import AsyncSender
 from .audience import Peer
@@ -34,7 +35,7 @@ class Producer(AsyncSender):
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
-        slots, slot_bytes, full, max_bytes: as for `Publisher`.
+        slots, slot_bytes, full, max_bytes, pin: as for `Publisher`.
 
     >>> import shmtensor, torch
     >>> tx, rx = shmtensor.Producer("doc"), shmtensor.Consumer("doc")
@@ -56,6 +57,7 @@ class Producer(AsyncSender):
         slot_bytes: int | str | None = None,
         full: str = "block",
         max_bytes: int | str | None = None,
+        pin: bool | str = "auto",
         device: None = None,
     ) -> None:
         if device is not None:
@@ -64,7 +66,7 @@ class Producer(AsyncSender):
                 "delivered again after its consumer, and what it had queued on the device, died: use a Publisher"
             )
         self._next_listener = 0
-        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
+        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, pin=pin)
 
     def wait_for_consumers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living consumers are there; `TimedOut` after `timeout` seconds."""
@@ -123,13 +125,26 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         max_attempts: a message that was delivered so often and never done is dropped and logged, so that one that
             kills its consumer cannot kill them all.
         spin: seconds that `recv` stays awake before it sleeps.
+        device, prefetch, pin: as for `Subscriber`. A message that is copied ahead is claimed, and counts as an
+            attempt; if this consumer closes or dies before it was handed out, it goes to another.
 
     Its values are writable: their consumer is the only one that maps them.
     """
 
     _kind = WORK_QUEUE
 
-    def __init__(self, channel: str, *, acknowledge: str = "next", max_attempts: int = 5, spin: float = 100e-6) -> None:
+    def __init__(
+        self,
+        channel: str,
+        *,
+        acknowledge: str = "next",
+        max_attempts: int = 5,
+        spin: float = 100e-6,
+        device: Any = None,
+        prefetch: int = 0,
+        pin: bool | str = "auto",
+    ) -> None:
+        check_ahead(device, prefetch)
         check_choice("acknowledge", acknowledge, ("next", "release"))
         check_count("max_attempts", max_attempts, 1, 250)
         self._by_next = acknowledge == "next"
@@ -138,7 +153,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
         self._inlets: dict[int, Any] = {}  # by ring; `_inlet` is the one of the ring where the last message was
-        super().__init__(channel, spin=spin)
+        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
 
     def _prepare(self, member: Member) -> None:
         self._bells = Doorbells(member.directory)
@@ -343,7 +358,8 @@ class Consumer(AsyncReceiver[CompetingFeed]):
                 return
 
     def _make_private(self, message: Message) -> None:
-        message._value = pack.copy_value(message._value)
+        if self._ahead is None:
+            message._value = pack.copy_value(message._value)
 
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:

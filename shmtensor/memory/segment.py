@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,13 @@ _REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
 _mmap = ctypes.CDLL(None).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAY_MOVE = 1  # MREMAP_MAYMOVE
+_FAILED = ctypes.c_void_p(-1).value
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
 
 
@@ -68,6 +76,41 @@ class Mapping:
         """Enter every page into this process's page table now instead of at first touch. Best effort."""
         with contextlib.suppress(OSError, ValueError):
             self.map.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
+
+
+class Alias:
+    """A second, writable mapping of the pages of a shared one that may only be read: for a device that insists on it.
+
+    It needs neither the segment's name nor its descriptor: `mremap(2)` of 0 bytes makes another mapping of the same
+    pages. It is unmapped when nothing refers to it or to `buffer` any more. `OSError` where the kernel refuses.
+    """
+
+    __slots__ = ("__weakref__", "address", "buffer", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.nbytes = (nbytes + PAGE - 1) & -PAGE
+        found = _libc.mremap(address, 0, self.nbytes, _MAY_MOVE)
+        if found in (None, _FAILED):
+            raise _failed("cannot map shared memory a second time")
+        self.address: int = found
+        if _libc.mprotect(found, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+            error = _failed("cannot map shared memory writable")
+            _libc.munmap(found, self.nbytes)
+            raise error
+        kind: Any = type("Slots", (ctypes.c_char * nbytes,), {})
+        whole = kind.from_address(found)
+        weakref.finalize(whole, _libc.munmap, found, self.nbytes).atexit = False
+        self.buffer = memoryview(whole).cast("B")
+        forks.track(self)
+
+    def drop_in_child(self) -> None:
+        """As of a `Mapping`: touching it fails."""
+        _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
+
+
+def _failed(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return ResourceError(number, f"{what}: {os.strerror(number)}")
 
 
 class Segment:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cuda.pinning import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.words import store
@@ -39,6 +40,7 @@ class Ring:
 
     __slots__ = (
         "address", "buffer", "busy", "cursor", "described", "device", "found", "index", "map", "name", "nbytes",
+        "pinning",
         "records", "row", "shape", "slot_bytes", "slots", "state", "view", "words",
     )  # fmt: skip
 
@@ -55,6 +57,7 @@ class Ring:
         if shape.device:
             self.device = self.buffer = DeviceSlots(head, data.view, shape)
             self.nbytes += shape.device_bytes
+        self.pinning = Pinning(data.buffer, data.address, writable=writable)
         head.populate(write=True)
         data.populate(write=writable)
         self.found: list[Any] = [None] * shape.slots  # the receiver's memory of its slots, see `ring/feed.py`

@@ -41,6 +41,8 @@ class PackedGroup:
 
     __slots__ = ("_addresses", "_group", "_sources", "dynamic", "nbytes", "static")
 
+    device_jobs: Sequence[Any] = ()
+
     def __init__(self, group: Group, addresses: bytes, sources: Sequence[Any]) -> None:
         self._group, self._addresses, self._sources = group, addresses, sources
         self.static, self.dynamic, self.nbytes = group.layout.static, b"", group.layout.nbytes

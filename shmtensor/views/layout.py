@@ -18,7 +18,7 @@ from ..errors import ArgumentError, WireError
 from ..wire import spec, tree
 from ..wire.spec import LeafSpec
 from .leaf import Leaf
-from .walk import Walk, torch_views
+from .walk import Walk, device_job, torch_views
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,6 +193,8 @@ class Tied:
         self.nbytes = offset + size
         if leaf.address:
             self.runs.append((leaf.address, offset, size))
+        elif leaf.device.startswith("cuda"):
+            self.jobs.append(device_job(leaf.source, offset, size))
         else:
             self.jobs.append(lambda payload: leaf.copy(leaf, payload, offset))
         return offset
@@ -206,8 +208,13 @@ class Tied:
         if members[0].device == "cpu":
             self.runs.append((start, offset, extent))
         else:
-            copy = torch_views().device_run(members[0], start, extent)
-            self.jobs.append(lambda payload: copy(payload, offset))
+            source = members[0].source
+            at = start - source.untyped_storage().data_ptr()
+            if members[0].device.startswith("cuda"):
+                self.jobs.append(device_job(source, offset, extent, at))
+            else:
+                copy = torch_views().device_run(members[0], start, extent)
+                self.jobs.append(lambda payload: copy(payload, offset))
         return offset
 
 

@@ -31,14 +31,27 @@ class Outgoing:
     """The description of a value and the room it takes. Shared by all sends of an equal-looking plain value.
 
     is_plan, is_tensor: whether it describes every tensor or array, every tensor, of this dtype and shape
+    on_device: whether some of it lies on a CUDA device
     """
 
-    __slots__ = ("dynamic", "is_plan", "is_tensor", "kind", "nbytes", "source", "spilled", "static", "total")
+    __slots__ = (
+        "dynamic",
+        "is_plan",
+        "is_tensor",
+        "kind",
+        "nbytes",
+        "on_device",
+        "source",
+        "spilled",
+        "static",
+        "total",
+    )
 
     def __init__(self, kind: int, static: bytes, dynamic: bytes, nbytes: int, source: Any = None) -> None:
         self.kind, self.static, self.dynamic, self.nbytes, self.source = kind, static, dynamic, nbytes, source
         self.is_tensor = kind == _TENSOR
         self.is_plan = self.is_tensor or kind == _ARRAY
+        self.on_device = kind == _PACKED and bool(source.device_jobs)
         description = len(static) + len(dynamic)
         self.spilled = description > INLINE
         self.total = padded(nbytes) + description if self.spilled else nbytes
@@ -110,6 +123,16 @@ def write(out: Outgoing, value: Any, buffer: Any, address: int, offset: int) -> 
         return
     if kind == _PACKED:
         out.source.copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
+    _write_description(out, buffer, offset)
+
+
+def write_host_part(out: Outgoing, buffer: memoryview, offset: int) -> None:
+    """Of a described value, everything that does not lie on a CUDA device: the rest is `out.source.device_jobs`."""
+    out.source.copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset), on_device=False)
+    _write_description(out, buffer, offset)
+
+
+def _write_description(out: Outgoing, buffer: memoryview, offset: int) -> None:
     if out.spilled:
         start = offset + padded(out.nbytes)
         end = start + len(out.static)

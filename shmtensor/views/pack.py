@@ -21,7 +21,7 @@ from .moves import SMALL, move_large, move_small
 from .numpy import ROW, Array, address_of, describe
 from .unpack import Unpacker
 from .values import copy_value, map_leaves
-from .walk import Walk, torch_views
+from .walk import Walk, device_job, torch_views
 
 __all__ = ["Packed", "Unpacker", "copy_value", "map_leaves", "pack", "single_spec"]
 
@@ -37,7 +37,7 @@ class Packed:
     `copy_into` is called.
     """
 
-    __slots__ = ("_addresses", "_jobs", "_offsets", "_sizes", "_sources", "dynamic", "nbytes", "static")
+    __slots__ = ("_addresses", "_jobs", "_offsets", "_sizes", "_sources", "device_jobs", "dynamic", "nbytes", "static")
 
     def __init__(
         self,
@@ -56,15 +56,17 @@ class Packed:
         self._addresses = addresses
         self._offsets = offsets
         self._sizes = sizes
-        self._jobs = jobs
+        self._jobs = [job for job in jobs if not hasattr(job, "device")] if jobs else ()
+        self.device_jobs: Sequence[Any] = [job for job in jobs if hasattr(job, "device")] if jobs else ()
         self._sources = sources
 
     def __repr__(self) -> str:
         return f"<Packed {len(self._sources)} leaves, {self.nbytes} bytes>"
 
-    def copy_into(self, payload: Array) -> None:
+    def copy_into(self, payload: Array, *, on_device: bool = True) -> None:
         """Copy every leaf to its place. `payload` is a writable uint8 array [>= nbytes], 64-byte aligned.
 
+        Without `on_device`, those that lie on a CUDA device are left to the caller: `device_jobs`.
         Bytes between the leaves are left as they are. Raises `ArgumentError` if the payload is too small.
         """
         if payload.nbytes < self.nbytes:
@@ -78,6 +80,9 @@ class Packed:
                 move_large(payload, base, offset, address, size)
         for job in self._jobs:
             job(payload)
+        if on_device:
+            for job in self.device_jobs:
+                job(payload)
 
 
 def pack(value: object, meta: object = None) -> Packed | PackedGroup:
@@ -128,6 +133,9 @@ def _no_label(index: int) -> str:
 def _jobs(walk: Walk, layout: Layout) -> list[Job]:
     def job(index: int) -> Job:
         leaf, offset = walk.special[index], layout.offsets[index]
+        if leaf.device.startswith("cuda"):
+            found: Job = device_job(leaf.source, offset, layout.sizes[index])
+            return found
         return lambda payload: leaf.copy(leaf, payload, offset)
 
     return [job(index) for index, leaf in walk.special.items() if not leaf.address and layout.sizes[index]]

@@ -42,6 +42,18 @@ def torch_views() -> Any:
     return _views
 
 
+def device_job(source: Any, offset: int, nbytes: int, at: int | None = None) -> Any:
+    """What copies a tensor of a CUDA device, or a run of its storage, into a payload: see `views/device.py`."""
+    return device_views().job_of(source, offset, nbytes, at)
+
+
+def device_views() -> Any:
+    """The module `shmtensor.views.device`; imports torch."""
+    from . import device
+
+    return device
+
+
 def is_tensor(value: object) -> bool:
     """Whether the value is a torch tensor of any type; does not import torch."""
     torch = sys.modules.get("torch")

@@ -1,0 +1,105 @@
+"""Pinned mappings: a device copies from and to them without a detour, and without the host waiting.
+
+A mapping is registered piece by piece, each at the first copy that touches it, and unregistered before it is unmapped.
+
+    mapping   |page ........................................|     anchor: what every view of it keeps alive
+    pieces    |0: at most PIECE |1: at most PIECE |2 ....... |     copies are cut where pieces meet
+
+A mapping that this process may only read (fan-out) is registered as read-only where the device can; elsewhere CUDA
+refuses it, and a second mapping of the same pages, writable and seen by nobody but the copies, is registered instead.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+from ..errors import CudaError
+from ..memory import forks
+from ..memory.segment import PAGE, Alias
+from .pending import at_end
+from .runtime import runtime
+
+PIECE: Final = 1 << 30
+"""Bytes that are registered at once, at most."""
+
+Part = tuple[memoryview, int, int]
+"""(buffer, offset, bytes) of one copy's end in host memory."""
+
+
+class Pinning:
+    """What of one mapping is registered. Thread-safe; it keeps the mapping itself alive no longer than others do."""
+
+    def __init__(self, buffer: memoryview, address: int, *, writable: bool) -> None:
+        self.failure = ""
+        """Why copies are pageable, if they are."""
+        self._address, self._nbytes, self._writable = address, buffer.nbytes, writable
+        self._registered: dict[int, tuple[int, int]] = {}  # piece -> address, bytes
+        self._alias: Alias | None = None
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(buffer.obj, self.release)
+        self._finalizer.atexit = False  # `at_end` waits for what is on its way first
+        forks.track(self)
+        at_end(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are registered."""
+        return sum(nbytes for _, nbytes in self._registered.values())
+
+    def parts(self, buffer: memoryview, offset: int, nbytes: int, device: int) -> list[Part]:
+        """Where a copy of these bytes goes from or to: parts that lie within one piece each, registered if possible."""
+        found = []
+        end = offset + nbytes
+        while offset < end:
+            piece = offset // PIECE
+            until = min(end, (piece + 1) * PIECE)
+            pinned = self._register(piece, device)
+            alias = self._alias
+            through = buffer if alias is None or not pinned else alias.buffer
+            found.append((through, offset, until - offset))
+            offset = until
+        return found
+
+    def _register(self, piece: int, device: int) -> bool:
+        if piece in self._registered:
+            return True
+        if self.failure:
+            return False
+        with self._lock:
+            if piece not in self._registered and not self.failure:
+                start = piece * PIECE
+                nbytes = (min(PIECE, self._nbytes - start) + PAGE - 1) & -PAGE
+                try:
+                    self._registered[piece] = self._pin(start, nbytes, device), nbytes
+                except OSError as error:
+                    self.failure = error.strerror or str(error)
+            return piece in self._registered
+
+    def _pin(self, start: int, nbytes: int, device: int) -> int:
+        """Register a piece; returns the address by which it is registered."""
+        cuda = runtime()
+        if self._alias is None and (self._writable or cuda.supports_read_only(device)):
+            cuda.register_host(self._address + start, nbytes, read_only=not self._writable)
+            return self._address + start
+        if self._alias is None:
+            self._alias = Alias(self._address, self._nbytes)
+        cuda.register_host(self._alias.address + start, nbytes)
+        return self._alias.address + start
+
+    def release(self) -> None:
+        """Unregister everything. The mapping is about to go."""
+        with self._lock:
+            pieces, self._registered = self._registered, {}
+            for address, _ in pieces.values():
+                try:
+                    runtime().unregister_host(address)
+                except CudaError:
+                    pass  # the device is gone, and what it knew of us with it
+            self._alias = None
+
+    def drop_in_child(self) -> None:
+        """A forked child has registered nothing."""
+        self._registered.clear()
+        self._lock = threading.Lock()
