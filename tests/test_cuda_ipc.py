@@ -599,3 +599,29 @@ def test_a_slot_whose_end_cannot_be_told_stays_taken(standin, channel, peer):
     pub.send(filled(standin, 2), timeout=PATIENCE)
     pub.close()
     gone(pub)
+
+
+def test_a_subscriber_that_asks_for_the_device_gets_what_is_there_already(standin, channel):
+    with (
+        shmtensor.Publisher(channel, device="cuda", slots=8) as pub,
+        shmtensor.Publisher(channel) as host,
+        shmtensor.Subscriber(channel, device="cuda", prefetch=2) as sub,
+    ):
+        for n in range(1, 5):
+            pub.send(filled(standin, n))
+            host.send({"n": _filled(10 * n)})
+        ((start, (nbytes, _, _)),) = standin.device_memory.items()
+        got, copies, at_home = [], [], []
+        for _ in range(8):
+            msg = sub.recv(timeout=PATIENCE)
+            value = msg.value["n"] if isinstance(msg.value, dict) else msg.value
+            at_home.append(start <= value.data_ptr() < start + nbytes)
+            standin.run_all()
+            if at_home[-1]:
+                copies.append(msg.copy())
+            got.append(number(standin, value))
+            del msg, value
+        assert sorted(got) == [1, 2, 3, 4, 10, 20, 30, 40]
+        assert at_home.count(True) == 4
+        assert [number(standin, each) for each in copies] == [1, 2, 3, 4]
+    gone(pub, sub)

@@ -15,6 +15,7 @@ from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, RingShape
 from ..ring.ring import Ring
 from ..views import resident as views
+from ..views.values import map_leaves
 from .asend import AsyncSender
 from .base import CLOSED, LEAVING, check_count, lingering, local_members
 from .message import Message
@@ -106,9 +107,9 @@ class DeviceMessage(Message):
 
     def copy(self) -> Any:
         """A private, writable copy of the value that no lease hangs on, on the same device."""
-        if self._receiver is None:
-            return self.value  # raises
-        block = self._hold
+        value, block = self.value, self._hold
+        if block is None:  # received ahead: its tensors alone hold the slot
+            return map_leaves(lambda tensor: tensor.clone(), value)
         payload = None
         if self._unpacker.nbytes:
             used = runtime()

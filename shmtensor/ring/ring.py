@@ -56,6 +56,7 @@ class Ring:
         self.device: DeviceSlots | None = None
         if shape.device:
             self.device = self.buffer = DeviceSlots(head, data.view, shape)
+            self.address = 0  # the bytes of its messages are nowhere in this process's memory
             self.nbytes += shape.device_bytes
         self.pinning = Pinning(data.buffer, data.address, writable=writable)
         head.populate(write=True)
