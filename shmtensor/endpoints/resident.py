@@ -1,4 +1,4 @@
-"""Fan-out in device memory: what a publisher and its subscribers do differently. docs/protocols.md, section 10."""
+"""Fan-out in device memory: what a publisher and its subscribers do differently. docs/protocols.md, section 11."""
 
 from __future__ import annotations
 

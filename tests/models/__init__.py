@@ -25,5 +25,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
-    *(DeviceRing, Unmapping),  # 10
+    *(DeviceRing, Unmapping),  # 11
 )
