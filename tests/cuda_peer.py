@@ -6,7 +6,7 @@ import contextlib
 from multiprocessing.connection import wait
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 100.0
 
 
 def play(pipe: Any, options: dict[str, Any]) -> None:

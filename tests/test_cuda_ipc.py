@@ -625,3 +625,22 @@ def test_a_subscriber_that_asks_for_the_device_gets_what_is_there_already(standi
         assert at_home.count(True) == 4
         assert [number(standin, each) for each in copies] == [1, 2, 3, 4]
     gone(pub, sub)
+
+
+def test_writes_of_two_streams_are_in_order_though_nobody_reads(standin, channel):
+    """A slot that nobody received is free at once, while its copy may not have run."""
+    second, first = standin.new_stream(0), standin.new_stream(0)  # the stand-in runs older streams first
+    with shmtensor.Publisher(channel, device="cuda", slots=2, history=1) as pub:
+        for n, stream in ((1, first), (2, first), (3, second)):
+            with standin.on(stream):
+                pub.send(filled(standin, n))
+        with standin.on(second), pub.loan((256,), torch.int64) as loan:
+            lent = loan.tensor.as_subclass(torch.Tensor)
+            standin.enqueue(lambda lent=lent: lent.fill_(4))
+            del lent
+        with shmtensor.Subscriber(channel) as sub:
+            value = sub.recv(timeout=PATIENCE).value
+            standin.run_all()
+            assert number(standin, value) == 4
+            del value
+    gone(pub, sub)

@@ -39,12 +39,13 @@ TEXT = DEVICE_SLOT - HANDLE
 class DeviceSlots:
     """A device ring's `buffer`. `hold` is this member's use of the memory, None while it has none."""
 
-    __slots__ = ("_head", "_texts", "_words", "hold", "nbytes", "slot_bytes", "slots")
+    __slots__ = ("_head", "_last", "_texts", "_words", "hold", "nbytes", "slot_bytes", "slots")
 
     def __init__(self, head: Mapping, texts: memoryview, shape: RingShape) -> None:
         self._head, self._words, self._texts = head.view, head.words, texts
         self.nbytes, self.slots, self.slot_bytes = shape.device_bytes, shape.slots, shape.slot_bytes
         self.hold: Hold | None = None
+        self._last = -1  # owner: the slot of the last write
 
     @property
     def key(self) -> shared.Key:
@@ -68,6 +69,8 @@ class DeviceSlots:
 
         `is_member(index, uid)`: whether that member still lives. Nobody maps it from then on.
         """
+        if self.hold is None:
+            return True
         words = self._words
         store(words, R_FREED, 1)
         barrier()  # pairs with the one in `open`: who said that it maps the memory is seen here, or sees this
@@ -84,12 +87,22 @@ class DeviceSlots:
         at = slot * DEVICE_SLOT + HANDLE
         self._texts[at : at + len(text)] = text
 
+    def begin(self) -> Any:
+        """Owner: what comes next on the current stream, which is returned, comes after the last write to this ring.
+
+        Nobody may have read that one, so that its slot is free though its copy has not run.
+        """
+        if self._last < 0:
+            return runtime().current_stream(self.memory.device)
+        return self.wait_for(self.memory, self._last)
+
     def written(self, slot: int) -> Any:
         """Owner: what was queued so far on the current stream is what the readers of the slot wait for, by the slot's
         event, which is returned."""
-        memory = self.memory
-        event = memory.event(slot, b"")
-        runtime().record(event, runtime().current_stream(memory.device))
+        stream = self.begin()  # a loan's writer may have been overtaken
+        event = self.memory.event(slot, b"")
+        runtime().record(event, stream)
+        self._last = slot
         return event
 
     @property
@@ -155,6 +168,7 @@ class DeviceSlots:
         """Owner: the bytes of a slot. It dies with the last view of them."""
         if self.hold is None:
             raise ClosedError("the publisher of this memory is closed")
+        self.begin()
         return Block(self.hold, slot * self.slot_bytes, nbytes)
 
 

@@ -92,7 +92,7 @@ class DevicePacked:
         return unpacker(block, dynamic)
 
     def copy_into(self, slots: DeviceSlots, slot: int, out: Outgoing) -> None:
-        """Queue the copies on the current stream, after whatever was done with this slot before; then its event.
+        """Queue the copies on the current stream, after the last write to this ring; then the slot's event.
 
         Leaves in host memory are copied before this returns.
         """
@@ -101,7 +101,7 @@ class DevicePacked:
         used = runtime()
         waits = False
         if self._leaves and out.nbytes:
-            stream = slots.wait_for(slots.memory, slot)
+            stream = used.current_stream(slots.memory.device)
             payload = slots.block(slot, out.nbytes).tensor()
             for leaf, entry in zip(self._leaves, entries(out.static), strict=True):
                 if leaf.nbytes:
