@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model")
+CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model", "gpu")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues", "training": "checkpoints"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""

@@ -20,9 +20,14 @@ _numbers = itertools.count()
 
 
 class Pending:
-    """The copies of one owner that are on their way. Thread-safe."""
+    """The copies of one owner that are on their way. Thread-safe.
 
-    def __init__(self) -> None:
+    They keep the owner alive: the garbage collector would forget its leases before their ends are told.
+    """
+
+    def __init__(self, owner: object = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._alive: object = None
         self._copies: dict[int, tuple[Any, Any, Callable[[], None] | None]] = {}
         self.failed = 0
         """Copies that the device did not complete."""
@@ -33,10 +38,19 @@ class Pending:
     def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> None:
         """Keep `holds` alive until a recorded event has happened, then call `done`, in whichever thread looks."""
         self._copies[next(_numbers)] = event, holds, done
+        if self._owner is not None:
+            self._alive = self._owner()
         _busy.add(self)
 
     def look(self) -> int:
-        """Let go of what is done. How many are left."""
+        """Let go of what is done, here and of owners that nobody uses any more. How many are left here."""
+        self._look()
+        for other in list(_busy):
+            if other is not self:
+                other._look()
+        return len(self._copies)
+
+    def _look(self) -> None:
         if self._copies:
             cuda = runtime()
             for number, (event, _, _) in list(self._copies.items()):
@@ -46,7 +60,6 @@ class Pending:
                 except CudaError:
                     self.failed += 1
                 self._let_go(number)
-        return len(self._copies)
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -62,6 +75,7 @@ class Pending:
         copy = self._copies.pop(number, None)
         if not self._copies:
             _busy.discard(self)
+            self._alive = None
         if copy is not None and copy[2] is not None:
             copy[2]()
 
@@ -93,6 +107,7 @@ def _drop() -> None:
     """A forked child has no copies on their way: they are its parent's, and so are the leases."""
     for pending in _busy:
         pending._copies.clear()
+        pending._alive = None
     _busy.clear()
 
 

@@ -39,7 +39,7 @@ class Devices:
     """An endpoint's half that deals with CUDA; made at the first copy."""
 
     def __init__(self, endpoint: Endpoint, pin: Any) -> None:
-        self.pending = Pending()
+        self.pending = Pending(endpoint)
         self._name, self._pin = endpoint.name, pin
         self._streams: dict[int, Any] = {}
 

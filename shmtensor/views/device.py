@@ -153,6 +153,8 @@ def _host(buffer: Any, offset: int, nbytes: int) -> torch.Tensor:
 
 def is_cuda(device: Any) -> bool:
     """Whether this names a CUDA device; `ArgumentTypeError` for what names none at all."""
+    if torch.version.hip is not None:
+        return False  # ROCm: by torch's own ways, which wait
     if isinstance(device, int):
         return True
     try:

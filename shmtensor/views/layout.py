@@ -18,7 +18,7 @@ from ..errors import ArgumentError, WireError
 from ..wire import spec, tree
 from ..wire.spec import LeafSpec
 from .leaf import Leaf
-from .walk import Walk, device_job, torch_views
+from .walk import Walk, device_job, is_cuda_name, torch_views
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,7 +193,7 @@ class Tied:
         self.nbytes = offset + size
         if leaf.address:
             self.runs.append((leaf.address, offset, size))
-        elif leaf.device.startswith("cuda"):
+        elif is_cuda_name(leaf.device):
             self.jobs.append(device_job(leaf.source, offset, size))
         else:
             self.jobs.append(lambda payload: leaf.copy(leaf, payload, offset))
@@ -210,7 +210,7 @@ class Tied:
         else:
             source = members[0].source
             at = start - source.untyped_storage().data_ptr()
-            if members[0].device.startswith("cuda"):
+            if is_cuda_name(members[0].device):
                 self.jobs.append(device_job(source, offset, extent, at))
             else:
                 copy = torch_views().device_run(members[0], start, extent)
@@ -249,4 +249,4 @@ def _reachable(members: Sequence[Leaf]) -> bool:
         return True
     start = min(leaf.start for leaf in members)
     extent = max(leaf.start + leaf.extent for leaf in members) - start
-    return torch_views().device_run(first, start, extent) is not None
+    return bool(torch_views().reaches(first, start, extent))

@@ -21,7 +21,7 @@ from .moves import SMALL, move_large, move_small
 from .numpy import ROW, Array, address_of, describe
 from .unpack import Unpacker
 from .values import copy_value, map_leaves
-from .walk import Walk, device_job, torch_views
+from .walk import Walk, device_job, is_cuda_name, torch_views
 
 __all__ = ["Packed", "Unpacker", "copy_value", "map_leaves", "pack", "single_spec"]
 
@@ -133,7 +133,7 @@ def _no_label(index: int) -> str:
 def _jobs(walk: Walk, layout: Layout) -> list[Job]:
     def job(index: int) -> Job:
         leaf, offset = walk.special[index], layout.offsets[index]
-        if leaf.device.startswith("cuda"):
+        if is_cuda_name(leaf.device):
             found: Job = device_job(leaf.source, offset, layout.sizes[index])
             return found
         return lambda payload: leaf.copy(leaf, payload, offset)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentError, ArgumentTypeError, WireError
 from ..wire.dtypes import TABLE, DType
 from ..wire.spec import MAX_NDIM
@@ -108,16 +107,18 @@ def copy_run(payload: Array, offset: int, address: int, nbytes: int) -> None:
     torch.from_numpy(payload[offset : offset + nbytes]).copy_(torch.from_numpy(source))
 
 
-def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], None] | None:
-    """A copy of raw device memory at `start`, through the storage of the leaf; None if that is not all of it."""
+def reaches(leaf: Leaf, start: int, extent: int) -> bool:
+    """Whether the storage of the leaf has all of these bytes."""
+    storage = leaf.source.untyped_storage()
+    at = start - int(storage.data_ptr())
+    return at >= 0 and at + extent <= int(storage.nbytes())
+
+
+def device_run(leaf: Leaf, start: int, extent: int) -> Callable[[Array, int], None]:
+    """A copy of raw device memory at `start`, which the storage of the leaf reaches."""
     storage = leaf.source.untyped_storage()
     at = start - storage.data_ptr()
-    if at < 0 or at + extent > storage.nbytes():
-        return None
-    if device_of(leaf.source) >= 0:
-        source = runtime().run(leaf.source, at, extent)
-    else:
-        source = torch.empty(0, dtype=torch.uint8, device=leaf.source.device).set_(storage, at, (extent,), (1,))
+    source = torch.empty(0, dtype=torch.uint8, device=leaf.source.device).set_(storage, at, (extent,), (1,))
 
     def copy(payload: Array, offset: int) -> None:
         torch.from_numpy(payload[offset : offset + extent]).copy_(source)

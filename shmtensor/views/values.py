@@ -31,19 +31,19 @@ def map_leaves(function: Callable[[Any], Any], value: object) -> object:
 
     Dicts, lists and tuples are made anew, everything else stays as it is.
     """
-    done: dict[int, Any] = {}
+    return _map(function, value, {})
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: walk(child) for key, child in node.items()}
-        if isinstance(node, list):
-            return [walk(child) for child in node]
-        if isinstance(node, tuple):
-            return tuple([walk(child) for child in node])
-        if isinstance(node, np.ndarray) or is_tensor(node):
-            if id(node) not in done:
-                done[id(node)] = function(node)
-            return done[id(node)]
-        return node
 
-    return walk(value)
+def _map(function: Callable[[Any], Any], node: Any, done: dict[int, Any]) -> Any:
+    # no closure: one that calls itself would keep what it holds, leases among it, until the garbage collector comes
+    if isinstance(node, dict):
+        return {key: _map(function, child, done) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_map(function, child, done) for child in node]
+    if isinstance(node, tuple):
+        return tuple([_map(function, child, done) for child in node])
+    if isinstance(node, np.ndarray) or is_tensor(node):
+        if id(node) not in done:
+            done[id(node)] = function(node)
+        return done[id(node)]
+    return node

@@ -42,6 +42,11 @@ def torch_views() -> Any:
     return _views
 
 
+def is_cuda_name(device: str) -> bool:
+    """Whether the leaves of this device are copied by `views/device.py`: CUDA's, not those that ROCm calls so too."""
+    return device.startswith("cuda") and sys.modules["torch"].version.hip is None
+
+
 def device_job(source: Any, offset: int, nbytes: int, at: int | None = None) -> Any:
     """What copies a tensor of a CUDA device, or a run of its storage, into a payload: see `views/device.py`."""
     return device_views().job_of(source, offset, nbytes, at)
