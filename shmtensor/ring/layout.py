@@ -61,6 +61,7 @@ IDENTITY_AT: Final = 128
 HANDLE_AT: Final = 192
 HANDLE: Final = 64
 DEVICE_SLOT: Final = 64 << 10
+DEVICE_BLOCK: Final = 2 << 20
 R_RECORDS: Final = HEADER // 8
 RECORD_WORDS: Final = RECORD // 8
 CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT = range(7)
@@ -140,8 +141,8 @@ class RingShape:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory."""
-        return self.slots * self.slot_bytes if self.device else 0
+        """Bytes of device memory: whole blocks of the driver's, which shares no less with other processes."""
+        return -(-self.slots * self.slot_bytes // DEVICE_BLOCK) * DEVICE_BLOCK if self.device else 0
 
 
 def round_slot(nbytes: int) -> int:
