@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -119,5 +121,7 @@ class Peer:
         self.end()
         self.process.join(PATIENCE)
         assert self.process.exitcode is not None, "hangs"
+        for path in glob.glob(f"/tmp/cuda-standin-{self.process.pid}-*"):  # what the stand-in of a killed one has left
+            os.unlink(path)
         self.process.close()
         self.pipe.close()
