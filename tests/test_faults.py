@@ -16,6 +16,7 @@ import shmtensor
 from .conftest import shared_files
 from .faults import points
 from .faults.process import Process, crash_server
+from .test_cuda_ipc import POINTS as DEVICE_POINTS
 from .test_dropin_faults import POINTS as DROPIN_POINTS
 
 SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
@@ -54,7 +55,7 @@ ACTIONS = ["kill", "exit", "raise"]
 
 
 def test_every_point_is_in_the_matrix():
-    """Those of the drop-ins are in `test_dropin_faults.py`."""
+    """Those of the drop-ins are in `test_dropin_faults.py`, those of device memory in `test_cuda_ipc.py`."""
     everywhere = (
         SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL, RPC_SERVER,
         RPC_CLIENT, RPC_SPECIAL,
@@ -62,7 +63,7 @@ def test_every_point_is_in_the_matrix():
     covered = {point for points_of_role in everywhere for point in points_of_role}
     of_checkpoints = set(points.names("checkpoint"))  # test_checkpoint_deaths.py
     assert not covered & of_checkpoints
-    assert covered | DROPIN_POINTS | of_checkpoints == set(points.names())
+    assert covered | DROPIN_POINTS | set(DEVICE_POINTS) | of_checkpoints == set(points.names())
 
 
 @pytest.fixture(scope="module")

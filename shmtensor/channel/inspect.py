@@ -264,11 +264,13 @@ def _read_sender(seen: _Look, member: MemberView) -> MemberView:
 def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
     with shm.attach(ring_name(seen.channel, sender.member.uid, index)) as segment:
         source = _Words(segment)
-        head = source.read(0, 8)
+        head = source.read(0, lay.R_DEVICE + 1)
         expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
         if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
             raise WireError(f"segment {segment.name} is not ring {index} of its sender")
-        shape = lay.RingShape(seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY])
+        shape = lay.RingShape(
+            seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY], head[lay.R_DEVICE] == 1
+        )
         if shape.nbytes != segment.nbytes:
             raise WireError(f"segment {segment.name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
         slots = used = 0

@@ -72,7 +72,7 @@ class AsyncSender(Sender, AsyncEndpoint):
                 return abs(seq)
 
         sent = await self._with_slot(
-            lambda: outgoing.describe(value, meta), lambda out, ring, slot: self._begin(out, value, ring, slot), timeout
+            lambda: self._describe(value, meta), lambda out, ring, slot: self._begin(out, value, ring, slot), timeout
         )
         return await self._when_copied(sent) if isinstance(sent, Sending) else sent or 0
 
@@ -134,7 +134,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         def lend(out: outgoing.Outgoing, ring: Ring, slot: int) -> Loan:
             return self._lend(out, ring, slot, dtype, shape)
 
-        loan = await self._with_slot(lambda: outgoing.describe_empty(shape, dtype, meta), lend, timeout)
+        loan = await self._with_slot(lambda: self._describe_empty(shape, dtype, meta), lend, timeout)
         if loan is None:
             raise RingFull(self._no_loan_text())
         return loan  # type: ignore[no-any-return]

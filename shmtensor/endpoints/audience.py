@@ -40,6 +40,10 @@ class Peer:
 class Audience(Endpoint):
     """The half of a sender that deals with its receivers."""
 
+    # where the data of the rings lie, if not in host memory: endpoints/resident.py has its own of these
+    _device: Any = None
+    _make_ring: Any = staticmethod(Ring.create)
+    _describe, _describe_empty = staticmethod(outgoing.describe), staticmethod(outgoing.describe_empty)
     _ledger: Ledger
     _bells: Doorbells
     _sleeper: Sleeper

@@ -85,6 +85,10 @@ class Endpoint(ABC):
             self._crowd.drop_in_child()
         self._mutex = threading.Lock()
 
+    def _outlast(self) -> None:
+        """The process ends, all its endpoints are closed: wait for those who need what ends with it."""
+        return
+
     def _devices(self) -> Devices:
         if self._gpu is None:
             from .devices import Devices
@@ -158,6 +162,11 @@ def check_count(name: str, value: object, least: int, most: int) -> None:
         raise ArgumentError(f"{name} must be between {least} and {most}, not {value}")
 
 
+def local_members() -> frozenset[int]:
+    """The uids of all endpoints of this process."""
+    return frozenset(endpoint._member.uid for endpoint in list(_living) if hasattr(endpoint, "_member"))
+
+
 def _hook_multiprocessing() -> None:
     """A `multiprocessing` child ends without `atexit`; it runs its own finalizers instead."""
     global _hooked_pid
@@ -176,4 +185,6 @@ def _close_all() -> None:
         if endpoint._state in (OPEN, CLOSING, LEAVING):
             with contextlib.suppress(Exception):
                 endpoint._at_exit()
+    for endpoint in list(lingering):
+        endpoint._outlast()
     inbox.close_context()

@@ -16,17 +16,16 @@ from ..ring.feed import TENSOR, Found
 from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
 from ..ring.ring import Busy, Ring
-from ..views import pack
 from . import usual
 from .ahead import check as check_ahead
 from .arecv import AsyncReceiver
-from .asend import AsyncSender
 from .audience import Peer
 from .base import check_choice, check_count
 from .message import Message
+from .resident import DeviceSender, take_from_device
 
 
-class Publisher(AsyncSender):
+class Publisher(DeviceSender):
     """Sends every message to every subscriber of the channel that exists before `send` is called.
 
     Args:
@@ -37,7 +36,9 @@ class Publisher(AsyncSender):
         full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
             counted), `"error"` (raise `RingFull`).
         history: how many of the newest messages a subscriber that joins later gets first.
-        max_bytes: most shared memory that all rings together may take; None: as much as `/dev/shm` gives.
+        max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
+        device: a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its subscribers get CUDA
+            tensors that *are* the slots. See docs/cuda-ipc.md. None: host memory.
         pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
             `False`, never. Nothing is pinned before the first such copy. docs/cuda.md
 
@@ -62,9 +63,12 @@ class Publisher(AsyncSender):
         history: int = 0,
         max_bytes: int | str | None = None,
         pin: bool | str = "auto",
+        device: Any = None,
     ) -> None:
         check_count("slots", slots, 1, 1 << 20)
         check_count("history", history, 0, slots - 1)
+        if device is not None:
+            self._use_device(device, slots)
         super().__init__(
             channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history, pin=pin
         )
@@ -113,9 +117,9 @@ class Publisher(AsyncSender):
         for ring, (seq, slot, _, recipients, _, _) in self._pool.messages():
             for peer in recipients:
                 taken = ring.words[ring.state + peer.index * ring.row + slot] >= 2 * seq
-                if not (taken or peer.gone or peer.leaving):
+                if not (taken or peer.gone or peer.leaving or peer.uid in self._local):
                     return False
-        return True
+        return self._device is None or self._is_unmapped()
 
 
 class Subscriber(AsyncReceiver[BroadcastFeed]):
@@ -164,6 +168,8 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
         return (LatestFeed if self._latest else BroadcastFeed)(*args, member_uid=self._member.uid)
 
     def _take(self, feed: BroadcastFeed) -> Message | None:
+        if feed.device:
+            return take_from_device(self, feed)
         message = self._take_usual(feed)
         if message is not None:
             return message
@@ -215,7 +221,7 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
     def _make_private(self, message: Message) -> None:
         if self._ahead is not None:
             return  # it is
-        message._value = pack.copy_value(message._value)
+        message._value = message.copy()
         message._hold = message._lease = None
 
     def _is_drained(self, feed: BroadcastFeed) -> bool:

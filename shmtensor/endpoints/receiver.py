@@ -85,6 +85,8 @@ class Receiver(Sources[_F]):
         Raises:
             TimedOut: nothing came in time (also a `TimeoutError`).
             EndOfStream: every sender has closed or died, and everything they sent is received.
+            PeerDied, CudaError: a publisher of device memory died with messages that were not received; its memory
+                cannot be reached from here (docs/cuda-ipc.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
         inlet = self._inlet

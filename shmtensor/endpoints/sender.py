@@ -7,8 +7,6 @@ import weakref
 from abc import abstractmethod
 from typing import Any
 
-import numpy as np
-
 from .. import hot
 from ..channel import control as ctl
 from ..channel import membership
@@ -59,10 +57,9 @@ class Sender(Audience):
         self._slots, self._full = slots, full
         self._slot_bytes = None if slot_bytes is None else round_slot(parse_bytes(slot_bytes, "slot_bytes"))
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
-        self._history = history
         self._sent_bytes = self._dropped = self._waits = 0
         self._recipients: tuple[Peer, ...] = ()
-        self._locked = history > 0
+        self._history, self._locked = history, history > 0
         self._outbox: Any = None
         self._patience = SPIN_NS if full == "block" else 0
         self._ending = False  # the process ends: whoever lingers in another thread gives up
@@ -81,12 +78,14 @@ class Sender(Audience):
         order = 1 << 16 if self._full == "grow" else max(1024, 1 << (4 * self._slots - 1).bit_length())
         name = ledger_name(member.channel, member.uid)
         self._ledger = Ledger.create(
-            name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history
-        )
+            name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
+            device=self._device is not None,
+        )  # fmt: skip
         self._words, self._mask, self._order = self._ledger.words, self._ledger.mask, self._ledger.shape.order
         self._pool = Pool(
             self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index), kind=self._kind,
             slots=self._slots, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes, budget=self._budget,
+            make=self._make_ring,
         )  # fmt: skip
         self._rings = self._pool.rings
         # crash: join.ledger
@@ -132,7 +131,7 @@ class Sender(Audience):
         with self._mutex:
             if self._state:
                 self._refuse()
-            out = outgoing.describe(value, meta)
+            out = self._describe(value, meta)
             # crash: send.described
             place = self._usual_place(out.total) or self._place(out.total, timeout)
             if place is None:
@@ -212,15 +211,14 @@ class Sender(Audience):
         with self._mutex:
             if self._state:
                 self._refuse()
-            out = outgoing.describe_empty(shape, dtype, meta)
+            out = self._describe_empty(shape, dtype, meta)
             place = self._place(out.total, timeout)
             if place is None:
                 raise RingFull(self._no_loan_text())
             return self._lend(out, *place, dtype, shape)
 
     def _lend(self, out: Outgoing, ring: Ring, slot: int, dtype: Any, shape: tuple[int, ...]) -> Loan:
-        array = np.ndarray((out.total,), np.uint8, ring.buffer, slot * ring.slot_bytes)
-        span = ring.span(out.total)
+        array, span = ring.block(slot, out.total), ring.span(out.total)
         ring.busy[slot : slot + span] = [(0, slot, span, (), False, weakref.ref(array))] * span
         return Loan(self, ring, slot, out, array, dtype, shape)
 
@@ -330,18 +328,17 @@ class Sender(Audience):
                 return place
 
     def _full_text(self, nbytes: int) -> str:
-        slots = self._pool.slots
         holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "nobody"
         return (
-            f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {slots} slots wait for their receivers '
-            f'({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
+            f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {self._pool.slots} slots wait for their '
+            f'receivers ({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
         )
 
     # --- leaving
 
     @abstractmethod
     def _is_settled(self) -> bool:
-        """Whether everything sent has been taken (fan-out) or done (work queue) by those who should."""
+        """Closing: whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped."""
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
@@ -373,12 +370,15 @@ class Sender(Audience):
             finally:
                 self._state = CLOSED
                 # crash: close.leaving
-                self._member.leave(keep=not self._is_settled())
-                self._rouse()
-                self._bells.close()
-                self._sleeper.close()
-                self._ledger.close()
+                self._depart()
         # crash: close.done
+
+    def _depart(self) -> None:
+        self._member.leave(keep=not self._is_settled())
+        self._rouse()
+        self._bells.close()
+        self._sleeper.close()
+        self._ledger.close()
 
     def _linger(self, linger: float | None) -> None:
         deadline = None if linger is None else time.monotonic() + linger

@@ -119,6 +119,7 @@ class Sources(Endpoint, Generic[_F]):
         for feed in drained:
             self._feeds.remove(feed)
             self._retired.append(feed)
+            feed.unmap()
             feed.ledger.finish(self._member.index, self._member.uid)
             # crash: drain.finished
         self._member.reap()  # moves the epoch; the next refresh forgets them

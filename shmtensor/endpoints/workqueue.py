@@ -8,7 +8,7 @@ from typing import Any
 from ..channel import control as ctl
 from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
-from ..errors import ResourceError, WireError
+from ..errors import ArgumentError, ResourceError, WireError
 from ..memory.words import barrier
 from ..ring.competing import CompetingFeed, state_word
 from ..ring.feed import TENSOR, Found
@@ -58,7 +58,13 @@ class Producer(AsyncSender):
         full: str = "block",
         max_bytes: int | str | None = None,
         pin: bool | str = "auto",
+        device: None = None,
     ) -> None:
+        if device is not None:
+            raise ArgumentError(
+                f"device={device!r}: the rings of a work queue lie in host memory, since a message may have to be "
+                "delivered again after its consumer, and what it had queued on the device, died: use a Publisher"
+            )
         self._next_listener = 0
         super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, pin=pin)
 

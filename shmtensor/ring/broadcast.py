@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..memory.words import barrier, settle, store
 from .feed import Feed, Found
 from .layout import L_PUBLISHED
 from .lease import Lease, LockedLease
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class BroadcastFeed(Feed):
@@ -20,6 +17,9 @@ class BroadcastFeed(Feed):
     """
 
     __slots__ = ("member_uid", "start", "started")
+
+    counted = True
+    """Whether the publisher waits for this receiver to take what it has published."""
 
     def __init__(self, *args: Any, member_uid: int) -> None:
         super().__init__(*args)
@@ -47,7 +47,7 @@ class BroadcastFeed(Feed):
             self.position = max(self.position, start - 1) if self.ledger.history else start - 1
         return self.started
 
-    def take(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Lease | None:
+    def take(self, array: Any, found: Found, seq: int) -> Lease | None:
         """Lease message `seq`; None if it is older than this receiver and the publisher took it back."""
         if not self.started:
             return self._take_locked(array, found, seq)
@@ -61,6 +61,15 @@ class BroadcastFeed(Feed):
         self.leases[seq] = lease
         return lease
 
+    def look_after(self) -> bool:
+        """Device memory: unmap it once its publisher has closed and nothing of it is needed here. True: no more."""
+        if self.closing:
+            return True
+        if self.ledger.closed and not self.leases and (self.behind <= 0 or not self.counted):
+            self.unmap()
+            return True
+        return False
+
     def skip(self, seq: int) -> None:
         """Give back, unread, the slot of a message whose record is damaged, so that it holds nobody up."""
         place = self.words[self.order + (seq & self.mask)]
@@ -70,7 +79,7 @@ class BroadcastFeed(Feed):
                 store(ring.words, ring.state + self.member * ring.row + slot, 2 * seq + 1)
                 self.wake_sender()
 
-    def _take_locked(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Lease | None:
+    def _take_locked(self, array: Any, found: Found, seq: int) -> Lease | None:
         """Take a message that the publisher may take back. The lease word is stored too: it may count any time now."""
         if not self._lock(found, seq):
             return None
@@ -105,6 +114,8 @@ class LatestFeed(BroadcastFeed):
 
     __slots__ = ()
 
+    counted = False
+
     def next(self) -> int:
         published = self.words[L_PUBLISHED]
         if not self.started:
@@ -116,7 +127,7 @@ class LatestFeed(BroadcastFeed):
             return 0
         return published
 
-    def take(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Lease | None:
+    def take(self, array: Any, found: Found, seq: int) -> Lease | None:
         if not self._lock(found, seq):
             return None
         lease = LockedLease(array, self._ended)

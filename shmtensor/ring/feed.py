@@ -11,7 +11,7 @@ from ..memory import forks
 from ..memory.fifos import Rouser
 from ..memory.words import WEAKLY_ORDERED, settle
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
-from .layout import L_PUBLISHED, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from .layout import DEVICE_SLOT, L_PUBLISHED, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from .lease import Lease
 from .ledger import Ledger
 from .ring import Ring
@@ -48,8 +48,8 @@ class Feed(ABC):
     """One attached producer. Subclasses say how a message is taken and given back."""
 
     __slots__ = (
-        "__weakref__", "_asleep", "_control", "_posted", "_rouser", "attach_ring", "closing", "emptied", "gone",
-        "index", "inlet", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
+        "__weakref__", "_asleep", "_control", "_posted", "_rouser", "attach_ring", "closing", "device", "emptied",
+        "gone", "index", "inlet", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Feed(ABC):
     ) -> None:  # fmt: skip
         self.ledger, self.uid, self.index, self.member = ledger, ledger.uid, index, member
         self.words, self.mask, self.order = ledger.words, ledger.mask, ledger.shape.order
+        self.device = ledger.device  # its messages lie in device memory: `endpoints/resident.py` takes them
         self._control, self._asleep, self._rouser, self._posted = control, asleep, rouser, 0
         self.attach_ring, self.emptied = attach_ring, emptied
         self.rings: list[Ring] = []
@@ -117,9 +118,15 @@ class Feed(ABC):
 
     def _parse(self, ring: Ring, slot: int, raw: bytes) -> Found:
         head = unpack_constant(raw)
-        check_head(head, ring.index, slot, ring.slots, ring.slot_bytes)
+        device = ring.device
         _, flags, _, _, _, static_len, dynamic_len, nbytes = head
+        check_head(head, ring.index, slot, ring.slots, ring.slot_bytes + (device is not None) * DEVICE_SLOT)
+        if device is not None and nbytes > head[4] * ring.slot_bytes:
+            raise WireError(f"message of {nbytes} bytes in {head[4]} device slots of {ring.slot_bytes} bytes")
         if flags & SPILLED:
+            if device is not None:
+                text = device.text(slot, static_len + dynamic_len)
+                return Found(ring, slot, b"", text[:static_len], text[static_len:], nbytes)
             at = slot * ring.slot_bytes + padded(nbytes)
             text = bytes(ring.buffer[at : at + static_len + dynamic_len])
             return Found(ring, slot, b"", text[:static_len], text[static_len:], nbytes)
@@ -156,6 +163,12 @@ class Feed(ABC):
             self.close()
             self.emptied()
 
+    def unmap(self) -> None:
+        """Take nothing more from device memory: it is unmapped when the last view of it has died."""
+        for ring in self.rings:
+            if ring.device is not None:
+                ring.device.unmap()
+
     @abstractmethod
     def give_back(self, lease: Lease) -> None:
         """Store what says that this receiver no longer needs the slot."""
@@ -163,6 +176,7 @@ class Feed(ABC):
     def close(self) -> None:
         """Read no more. Leases live on, and the locks with them, until the last one ends."""
         self.closing = True
+        self.unmap()
         if not self.leases:
             self.ledger.close()
             if self._rouser is not None:

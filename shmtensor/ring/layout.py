@@ -2,7 +2,7 @@
 
 The ledger, one per producer (`/shmtensor.<channel>,<uid>`):
 
-    0        magic  version  uid  capacity  order_size  history          written once, magic last
+    0        magic  version  uid  capacity  order_size  history  device  written once, magic last
     128      published                                                    producer; pairs with the readers' check
     192      closed   rings                                               producer
     4096     members: capacity x (start, start_uid)                       producer
@@ -12,6 +12,10 @@ The ledger, one per producer (`/shmtensor.<channel>,<uid>`):
 A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 
     0        magic  version  uid  kind  index  slots  slot_bytes  capacity     written once, magic last
+    64       device                                                            1: the data lie in device memory
+    72       freed                                                        producer: the device memory is going
+    128      identity of the device, 64 bytes   handle of the memory, 64  producer, before its ledger names the ring
+    2048     mapped: 256 x uid                                            word r: the receiver at member index r
     4096     records: slots x 256                                         producer
              state, fan-out: capacity rows x slots words                  row r: the receiver at member index r;
                                                                           the producer's own row is its to use (rpc/)
@@ -19,6 +23,9 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
                                          note, deadline,                       producer (rpc/)
                                          verdict, -)                           whoever holds lock(seq) (rpc/)
              data: slots x slot_bytes, page aligned          producer; receivers of a fan-out map it read-only
+             data of a device ring: slots x DEVICE_SLOT      handle of the slot's event, 64 bytes; then, of a message
+                                                             with SPILLED, its description. The payload: slot x
+                                                             slot_bytes from the start of the device memory
 """
 
 from __future__ import annotations
@@ -46,20 +53,29 @@ KINDS: Final = {
 }
 
 # word indices in a ledger
-L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY = range(6)
+L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY, L_DEVICE = range(7)
 L_PUBLISHED: Final = 16
 L_CLOSED: Final = 24
 L_RINGS: Final = 25
 L_MEMBERS: Final = HEADER // 8
 
 # word indices in a ring
-R_MAGIC, R_VERSION, R_UID, R_KIND, R_INDEX, R_SLOTS, R_SLOT_BYTES, R_CAPACITY = range(8)
+R_MAGIC, R_VERSION, R_UID, R_KIND, R_INDEX, R_SLOTS, R_SLOT_BYTES, R_CAPACITY, R_DEVICE, R_FREED = range(10)
+R_MAPPED: Final = 256
+# byte offsets in a device ring's header, and of its slots in the segment
+IDENTITY_AT: Final = 128
+HANDLE_AT: Final = 192
+HANDLE: Final = 64
+DEVICE_SLOT: Final = 64 << 10
+DEVICE_BLOCK: Final = 2 << 20
 R_RECORDS: Final = HEADER // 8
 RECORD_WORDS: Final = RECORD // 8
 CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT = range(7)
 
 MAX_RINGS: Final = 255
 MAX_SLOTS: Final = 1 << 20
+MAX_DEVICE_SLOTS: Final = 256
+MAX_DEVICE_MEMBERS: Final = 256
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class RingShape:
     slots: int
     slot_bytes: int
     capacity: int
+    device: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in (FAN_OUT, WORK_QUEUE):
@@ -104,6 +121,8 @@ class RingShape:
             raise WireError(f"ring of {self.slots} slots of {self.slot_bytes} bytes for {self.capacity} members")
         if self.slot_bytes % 64:
             raise WireError(f"ring with slots of {self.slot_bytes} bytes, not a multiple of 64")
+        if self.device and (self.slots > MAX_DEVICE_SLOTS or self.capacity > MAX_DEVICE_MEMBERS):
+            raise WireError(f"device ring of {self.slots} slots for {self.capacity} members")
 
     @property
     def row(self) -> int:
@@ -123,7 +142,13 @@ class RingShape:
 
     @property
     def nbytes(self) -> int:
-        return self.data + self.slots * self.slot_bytes
+        """Bytes of the segment."""
+        return self.data + self.slots * (DEVICE_SLOT if self.device else self.slot_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory: whole blocks of the driver's, which shares no less with other processes."""
+        return -(-self.slots * self.slot_bytes // DEVICE_BLOCK) * DEVICE_BLOCK if self.device else 0
 
 
 def round_slot(nbytes: int) -> int:

@@ -9,6 +9,7 @@ from ..memory.words import store
 from .layout import (
     L_CAPACITY,
     L_CLOSED,
+    L_DEVICE,
     L_HISTORY,
     L_MAGIC,
     L_MEMBERS,
@@ -26,15 +27,18 @@ from .layout import (
 class Ledger:
     """One producer's ledger, mapped. `locks` is the description on whose byte `seq` messages are leased and claimed."""
 
-    __slots__ = ("history", "locks", "mask", "name", "shape", "uid", "words")
+    __slots__ = ("device", "history", "locks", "mask", "name", "shape", "uid", "words")
 
     def __init__(self, name: str, uid: int, words: memoryview, shape: LedgerShape, locks: LockFile) -> None:
         self.name, self.uid, self.words, self.shape, self.locks = name, uid, words, shape, locks
         self.mask = shape.order_size - 1
         self.history = words[L_HISTORY]
+        self.device = words[L_DEVICE] == 1  # the data of its rings lie in device memory
 
     @classmethod
-    def create(cls, name: str, uid: int, *, capacity: int, order_size: int, history: int) -> Ledger:
+    def create(
+        cls, name: str, uid: int, *, capacity: int, order_size: int, history: int, device: bool = False
+    ) -> Ledger:
         """Make the ledger of a new producer."""
         shape = LedgerShape(capacity, order_size)
         with shm.create(name, shape.nbytes, "close other channels") as segment:
@@ -44,6 +48,7 @@ class Ledger:
             store(words, L_CAPACITY, capacity)
             store(words, L_ORDER, order_size)
             store(words, L_HISTORY, history)
+            store(words, L_DEVICE, device)
             store(words, L_MAGIC, LEDGER_MAGIC)
             return cls(name, uid, words, shape, segment.locks())
 

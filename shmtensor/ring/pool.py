@@ -32,8 +32,8 @@ class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
     __slots__ = (
-        "_budget", "_capacity", "_channel", "_kind", "_ledger", "_max_bytes", "_name", "_single", "_slot_bytes",
-        "_slots", "rings",
+        "_budget", "_capacity", "_channel", "_kind", "_ledger", "_make", "_max_bytes", "_name", "_single",
+        "_slot_bytes", "_slots", "rings",
     )  # fmt: skip
 
     def __init__(
@@ -47,11 +47,12 @@ class Pool:
         slot_bytes: int | None,
         max_bytes: int | None,
         budget: int | None = None,
+        make: Callable[[str, int, int, RingShape, str], Ring] = Ring.create,
     ) -> None:
         self._ledger, self._channel, self._name, self._kind = ledger, channel, name, kind
         self._slots, self._slot_bytes, self._max_bytes = slots, slot_bytes, max_bytes
         self._budget = budget  # bytes of a ring that may have fewer slots, at least 2; 1 where max_bytes wants it
-        self._capacity = ledger.shape.capacity
+        self._capacity, self._make = ledger.shape.capacity, make
         self._single = ledger.history > 0  # each message in one slot, so that what is retained leaves a slot free
         self.rings: list[Ring] = []
 
@@ -62,7 +63,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of all rings."""
+        """Memory of all rings, that on a device included."""
         return sum(ring.nbytes for ring in self.rings)
 
     @property
@@ -102,17 +103,17 @@ class Pool:
     def may_grow(self, nbytes: int) -> bool:
         """Whether `max_bytes` and the order table admit another ring."""
         shape = self._shape(nbytes)
-        fits = self._max_bytes is None or self.nbytes + shape.nbytes <= self._max_bytes
+        fits = self._max_bytes is None or self.nbytes + _all(shape) <= self._max_bytes
         return fits and self.slots + shape.slots <= self._ledger.mask and len(self.rings) < MAX_RINGS
 
     def add(self, nbytes: int) -> None:
         """Make another ring, for messages of `nbytes`."""
         shape, index, used = self._shape(nbytes), len(self.rings), self.nbytes
         what = f'ring {index} of channel "{self._channel}" ({shape.slots} slots of {format_bytes(shape.slot_bytes)})'
-        if self._max_bytes is not None and used + shape.nbytes > self._max_bytes:
+        if self._max_bytes is not None and used + _all(shape) > self._max_bytes:
             raise ResourceError(
                 errno.ENOMEM,
-                f"{what} needs {format_bytes(shape.nbytes)}, {format_bytes(used)} of max_bytes="
+                f"{what} needs {format_bytes(_all(shape))}, {format_bytes(used)} of max_bytes="
                 f"{format_bytes(self._max_bytes)} are used: pass a larger max_bytes, fewer slots or a smaller message",
             )
         if index == MAX_RINGS or self.slots + shape.slots > self._ledger.mask:
@@ -124,7 +125,7 @@ class Pool:
         # crash: grow.before
         remedy = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
         unlink(self._name(index))  # left by an attempt that was interrupted
-        ring = Ring.create(self._name(index), self._ledger.uid, index, shape, remedy)
+        ring = self._make(self._name(index), self._ledger.uid, index, shape, remedy)
         # crash: grow.created
         self.rings.append(ring)
         store(self._ledger.words, L_RINGS, index + 1)
@@ -149,7 +150,7 @@ class Pool:
     def _shape(self, nbytes: int) -> RingShape:
         least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or 1)
         slots, slot_bytes = self._slots, round_slot(max(nbytes, least))
-        shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
+        shape = RingShape(self._kind, slots, slot_bytes, self._capacity, self._ledger.device)
         if self._budget is None:
             return shape
         if slots > 2 and shape.nbytes > self._budget:
@@ -159,3 +160,7 @@ class Pool:
             slots -= 1
             shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
         return shape
+
+
+def _all(shape: RingShape) -> int:
+    return shape.nbytes + shape.device_bytes

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..cuda.pinning import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.words import store
+from .device import DeviceSlots
 from .layout import (
     HEADER,
     R_CAPACITY,
+    R_DEVICE,
     R_INDEX,
     R_KIND,
     R_MAGIC,
@@ -29,10 +33,14 @@ Busy = tuple[Any, ...]
 
 
 class Ring:
-    """A mapped ring. `words`, `view` and `map` cover header, records and states; `buffer`, at `address`, the data."""
+    """A mapped ring. `words`, `view` and `map` cover header, records and states; `buffer`, at `address`, the data.
+
+    The data of a device ring are reached by `device`, which is its `buffer` as well; else `device` is None.
+    """
 
     __slots__ = (
-        "address", "buffer", "busy", "cursor", "described", "found", "index", "map", "name", "nbytes", "pinning",
+        "address", "buffer", "busy", "cursor", "described", "device", "found", "index", "map", "name", "nbytes",
+        "pinning",
         "records", "row", "shape", "slot_bytes", "slots", "state", "view", "words",
     )  # fmt: skip
 
@@ -43,7 +51,13 @@ class Ring:
         self.slots, self.slot_bytes, self.nbytes = shape.slots, shape.slot_bytes, shape.nbytes
         self.records, self.state, self.row = HEADER, shape.state, shape.row
         self.words, self.view, self.map = head.words, head.view, head.map
-        self.buffer, self.address = data.buffer, data.address
+        self.buffer: Any = data.buffer
+        self.address = data.address
+        self.device: DeviceSlots | None = None
+        if shape.device:
+            self.device = self.buffer = DeviceSlots(head, data.view, shape)
+            self.address = 0  # the bytes of its messages are nowhere in this process's memory
+            self.nbytes += shape.device_bytes
         self.pinning = Pinning(data.buffer, data.address, writable=writable)
         head.populate(write=True)
         data.populate(write=writable)
@@ -65,7 +79,8 @@ class Ring:
         words = ring.words
         for at, value in (
             (R_VERSION, VERSION), (R_UID, uid), (R_KIND, shape.kind), (R_INDEX, index), (R_SLOTS, shape.slots),
-            (R_SLOT_BYTES, shape.slot_bytes), (R_CAPACITY, shape.capacity), (R_MAGIC, RING_MAGIC),
+            (R_SLOT_BYTES, shape.slot_bytes), (R_CAPACITY, shape.capacity), (R_DEVICE, shape.device),
+            (R_MAGIC, RING_MAGIC),
         ):  # fmt: skip
             store(words, at, value)
         return ring
@@ -81,10 +96,16 @@ class Ring:
                 raise WireError(f"segment {name} is not a version {VERSION} ring")
             if (words[R_UID], words[R_INDEX], words[R_KIND], words[R_CAPACITY]) != (uid, index, kind, capacity):
                 raise WireError(f"ring {name} is not ring {index} of producer {uid:016x}")
-            shape = RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], capacity)
+            shape = RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], capacity, words[R_DEVICE] == 1)
             if shape.nbytes != segment.nbytes:
                 raise WireError(f"ring {name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
             return cls(name, index, shape, segment, writable=writable)
+
+    def block(self, slot: int, nbytes: int) -> Any:
+        """What a loan of `nbytes` from `slot` is made from: while it lives, its owner may write there."""
+        if self.device is not None:
+            return self.device.block(slot, nbytes)
+        return np.ndarray((nbytes,), np.uint8, self.buffer, slot * self.slot_bytes)
 
     def span(self, nbytes: int) -> int:
         """Slots that a message of `nbytes` takes."""

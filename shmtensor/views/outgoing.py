@@ -18,7 +18,7 @@ from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import moves, pack
 from .group import PackedGroup
 
-_PACKED, _TENSOR, _ARRAY, _EMPTY = range(4)
+_PACKED, _TENSOR, _ARRAY, _EMPTY, DEVICE = range(5)  # DEVICE: `views/resident.py`, for a device ring
 _PLANS_MOST: Final = 4096
 
 SMALL: Final = moves.SMALL
@@ -97,7 +97,7 @@ def _empty_spec(dtype: Any, shape: tuple[int, ...]) -> tuple[bytes, pack.Unpacke
     return static, pack.Unpacker(static)
 
 
-def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: int) -> None:
+def write(out: Outgoing, value: Any, buffer: Any, address: int, offset: int) -> None:
     """The one copy: put a described value at `offset` of a ring's data (mapped at `address`)."""
     kind = out.kind
     if kind == _TENSOR:
@@ -117,6 +117,9 @@ def write(out: Outgoing, value: Any, buffer: memoryview, address: int, offset: i
         return
     if kind == _ARRAY:
         np.ndarray(value.shape, value.dtype, buffer, offset)[...] = value
+        return
+    if kind == DEVICE:
+        out.source.copy_into(buffer, offset // buffer.slot_bytes, out)
         return
     if kind == _PACKED:
         out.source.copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))

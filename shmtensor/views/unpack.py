@@ -64,7 +64,7 @@ class Unpacker:
             self._groups[group] = (low - low % spec.GROUP_ALIGNMENT, high)
         self._batch: Any = None  # makes the leaves in C; False: it cannot
         self._makes = [self._torch(leaf) if leaf.torch else self._numpy(leaf, dtypes) for leaf in leaves]
-        self._assemble = _assembler(node)
+        self._assemble = assembler(node)
         self._check_parts(node, leaves)
         if node.kind == "leaf":
             self._set_single(leaves[0], dtypes)
@@ -201,7 +201,7 @@ def _batch(payload: Array, leaves: list[Any]) -> Any:
         return False
 
 
-def _assembler(node: Node) -> _Assemble:
+def assembler(node: Node) -> _Assemble:
     """The function that puts a value together from the message's leaves and scalars."""
     leaf, scalar, kind = node.leaf, node.scalar, node.kind
     if kind == "leaf":
@@ -224,7 +224,7 @@ def _children(node: Node) -> Callable[[Sequence[Any], Sequence[object], dict[obj
     if all(child.kind == "leaf" for child in node.children):
         first = node.leaf
         return lambda leaves, scalars, memo: list(leaves[first : first + count])
-    children = [_assembler(child) for child in node.children]
+    children = [assembler(child) for child in node.children]
     return lambda leaves, scalars, memo: [child(leaves, scalars, memo) for child in children]
 
 

@@ -2,6 +2,7 @@
 
 from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
 from .claims import Claims, ClaimsConsumerDeath, ClaimsNoTick, ClaimsPoison, ClaimsProducerDeath, ClaimsTwoSlots
+from .device import DeviceRing, Unmapping
 from .explorer import Model
 from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
 from .history import History
@@ -24,4 +25,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
+    *(DeviceRing, Unmapping),  # 11
 )

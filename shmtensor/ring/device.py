@@ -1,0 +1,206 @@
+"""The data of a ring in device memory: what its slots' parts in the segment say, and the memory that they stand for.
+
+The segment holds, per slot, the handle of the slot's event and room for a description; the payload lies in one
+allocation on the device, slot by slot. Its owner, a publisher, makes the events and keeps the memory until nobody else
+has it mapped; a reader maps it once per process, when it takes its first message from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..cuda import keeper, shared
+from ..cuda.runtime import runtime
+from ..cuda.shared import Hold
+from ..errors import ClosedError, WireError
+from ..memory.words import barrier, store
+from .layout import (
+    DEVICE_SLOT,
+    HANDLE,
+    HANDLE_AT,
+    IDENTITY_AT,
+    MAX_DEVICE_MEMBERS,
+    R_FREED,
+    R_INDEX,
+    R_MAPPED,
+    R_UID,
+)
+
+if TYPE_CHECKING:
+    from ..memory.segment import Mapping
+    from .layout import RingShape
+
+_IDENTITY = HANDLE_AT - IDENTITY_AT
+TEXT = DEVICE_SLOT - HANDLE
+"""Bytes of the longest description that a message may have."""
+
+
+class DeviceSlots:
+    """A device ring's `buffer`. `hold` is this member's use of the memory, None while it has none."""
+
+    __slots__ = ("_head", "_last", "_texts", "_words", "hold", "nbytes", "slot_bytes", "slots")
+
+    def __init__(self, head: Mapping, texts: memoryview, shape: RingShape) -> None:
+        self._head, self._words, self._texts = head.view, head.words, texts
+        self.nbytes, self.slots, self.slot_bytes = shape.device_bytes, shape.slots, shape.slot_bytes
+        self.hold: Hold | None = None
+        self._last = -1  # owner: the slot of the last write
+
+    @property
+    def key(self) -> shared.Key:
+        return self._words[R_UID], self._words[R_INDEX]
+
+    # --- the owner
+
+    def allocate(self, device: int) -> None:
+        """Owner: take the memory, and write into the segment how others find it. Raises `CudaError`."""
+        memory = shared.allocate(self.key, device, self.nbytes)
+        identity = str(runtime().identity(device)).encode()
+        self._head[IDENTITY_AT:HANDLE_AT] = identity[:_IDENTITY].ljust(_IDENTITY, b"\0")
+        self._head[HANDLE_AT : HANDLE_AT + HANDLE] = memory.handle
+        for slot in range(self.slots):
+            at = slot * DEVICE_SLOT
+            self._texts[at : at + HANDLE] = memory.make_event(slot)
+        self.hold = Hold(memory, self._words, -1)
+
+    def free(self, is_member: Callable[[int, int], bool]) -> bool:
+        """Owner: let go of the memory if nobody else has it mapped; whether it did.
+
+        `is_member(index, uid)`: whether that member still lives. Nobody maps it from then on.
+        """
+        if self.hold is None:
+            return True
+        words = self._words
+        store(words, R_FREED, 1)
+        barrier()  # pairs with the one in `open`: who said that it maps the memory is seen here, or sees this
+        for index in range(MAX_DEVICE_MEMBERS):
+            uid = words[R_MAPPED + index]
+            if uid and is_member(index, uid):
+                store(words, R_FREED, 0)
+                return False
+        self.hold = None
+        return True
+
+    def put_text(self, slot: int, text: bytes) -> None:
+        """Owner: the description of a message, where it does not fit the record."""
+        at = slot * DEVICE_SLOT + HANDLE
+        self._texts[at : at + len(text)] = text
+
+    def begin(self) -> Any:
+        """Owner: what comes next on the current stream, which is returned, comes after the last write to this ring.
+
+        Nobody may have read that one, so that its slot is free though its copy has not run.
+        """
+        if self._last < 0:
+            return runtime().current_stream(self.memory.device)
+        return self.wait_for(self.memory, self._last)
+
+    def written(self, slot: int) -> Any:
+        """Owner: what was queued so far on the current stream is what the readers of the slot wait for, by the slot's
+        event, which is returned."""
+        stream = self.begin()  # a loan's writer may have been overtaken
+        event = self.memory.event(slot, b"")
+        runtime().record(event, stream)
+        self._last = slot
+        return event
+
+    @property
+    def memory(self) -> shared.SharedMemory:
+        """Owner: the memory."""
+        if self.hold is None:
+            raise ClosedError("the publisher of this memory is closed")
+        return self.hold.memory
+
+    # --- readers
+
+    def open(self, index: int, uid: int) -> Hold | None:
+        """Reader (index, uid): its use of the memory, mapped now if need be; None if the owner has let go of it.
+
+        Raises `CudaError`.
+        """
+        hold = self.hold
+        if hold is not None:
+            return hold
+        memory = shared.known(self.key)
+        if memory is not None and memory.mine:
+            self.hold = hold = Hold(memory, self._words, -1)
+            return hold
+        words, at = self._words, R_MAPPED + index
+        store(words, at, uid)
+        try:
+            barrier()
+            if words[R_FREED]:
+                store(words, at, 0)
+                return None
+            identity = bytes(self._head[IDENTITY_AT:HANDLE_AT]).rstrip(b"\0").decode(errors="replace")
+            device = shared.device_called(identity)
+            handle = bytes(self._head[HANDLE_AT : HANDLE_AT + HANDLE])
+            # crash: device.mapping
+            memory = shared.map_memory(self.key, device, self.nbytes, handle)
+        except BaseException:
+            store(words, at, 0)
+            raise
+        self.hold = hold = Hold(memory, words, at)
+        return hold
+
+    def unmap(self) -> None:
+        """Reader: no more messages from here. The memory stays mapped as long as a view of it lives."""
+        self.hold = None
+
+    def text(self, slot: int, length: int) -> bytes:
+        """The description of the message that starts at a slot."""
+        if length > TEXT:
+            raise WireError(f"description of {length} bytes in a device ring, at most {TEXT} fit")
+        at = slot * DEVICE_SLOT + HANDLE
+        return bytes(self._texts[at : at + length])
+
+    # --- both
+
+    def wait_for(self, memory: shared.SharedMemory, slot: int) -> Any:
+        """Let the current stream wait until what was queued for a slot is done. Returns the stream."""
+        at = slot * DEVICE_SLOT
+        stream = runtime().current_stream(memory.device)
+        runtime().stream_waits(stream, memory.event(slot, bytes(self._texts[at : at + HANDLE])))
+        return stream
+
+    def block(self, slot: int, nbytes: int) -> Block:
+        """Owner: the bytes of a slot. It dies with the last view of them."""
+        if self.hold is None:
+            raise ClosedError("the publisher of this memory is closed")
+        self.begin()
+        return Block(self.hold, slot * self.slot_bytes, nbytes)
+
+
+class Block:
+    """A run of bytes on the device. A tensor's storage holds it, as it would hold an array over host memory."""
+
+    __slots__ = ("__weakref__", "address", "device", "hold", "nbytes")
+
+    def __init__(self, hold: Hold, offset: int, nbytes: int) -> None:
+        self.hold, self.device = hold, hold.memory.device
+        self.address, self.nbytes = hold.memory.address + offset, nbytes
+
+    def tensor(self) -> Any:
+        """The bytes as a torch tensor, uint8 [nbytes], whose storage keeps this block alive."""
+        return runtime().tensor_at(self.address, self.nbytes, self.device, self)
+
+
+class LeasedBlock(Block):
+    """The bytes of a message for a reader. Its `token`, which a lease watches, outlives the last view until the device
+    is done with them."""
+
+    __slots__ = ("_number", "_slots", "_streams", "token")
+
+    def __init__(self, slots: DeviceSlots, hold: Hold, slot: int, nbytes: int) -> None:
+        super().__init__(hold, slot * slots.slot_bytes, nbytes)
+        self._slots = slots
+        self._streams: tuple[Any, ...] = ()
+        self._number, self.token = keeper.begin()
+
+    def arrive(self, slot: int) -> None:
+        """From here on the current stream may read: it waits for the owner's copy. It is asked about at the end."""
+        self._streams = (self._slots.wait_for(self.hold.memory, slot),)
+
+    def __del__(self) -> None:
+        keeper.end(self._number, self.device, self._streams, self.hold)
