@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .endpoints.consumer import Consumer
 from .endpoints.loan import Loan
 from .endpoints.message import Message
+from .endpoints.producer import Producer
 from .endpoints.pubsub import Publisher, Subscriber
-from .endpoints.workqueue import Consumer, Producer
 from .errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -24,7 +24,7 @@ from shmtensor.checkpoint.directory import LOCK
 from shmtensor.checkpoint.loader import load_arrays, load_checkpoint
 from shmtensor.checkpoint.slots import HEAD, Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.endpoints.workqueue import Consumer
+from shmtensor.endpoints.consumer import Consumer
 
 from .faults import points
 from .rooms import ROOT, files, play

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ..channel.names import socket_dir
 from ..channel.sweep import sweep_channel
-from ..endpoints.workqueue import Consumer
+from ..endpoints.consumer import Consumer
 from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
 
 LAUNCH: Final = (

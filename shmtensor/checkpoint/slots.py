@@ -15,9 +15,10 @@ import numpy as np
 from ..channel.membership import Member
 from ..channel.names import ring_name
 from ..cuda.runtime import runtime
+from ..endpoints.consumer import Consumer
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
-from ..endpoints.workqueue import Consumer, Producer
+from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
 from ..memory.words import store

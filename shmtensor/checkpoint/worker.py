@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from ..endpoints.message import Message
-from ..endpoints.workqueue import Producer
+from ..endpoints.producer import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from .directory import Directory
 from .link import results_channel

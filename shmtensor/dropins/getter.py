@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..channel import control as ctl
+from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
-from ..endpoints.workqueue import Consumer
 from ..errors import WireError
 from ..ring.competing import CompetingFeed
 from ..ring.feed import ARRAY, Found

@@ -16,8 +16,9 @@ from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
 from ..channel.names import ring_name
 from ..endpoints.base import TICK
+from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
-from ..endpoints.workqueue import Consumer, Producer
+from ..endpoints.producer import Producer
 from ..errors import PeerDied, ResourceError, RingFull
 from ..memory.segment import PAGE, free_bytes
 from ..ring.competing import CompetingFeed, state_word

@@ -13,7 +13,7 @@ from ..channel.membership import Member
 from ..channel.names import ring_name
 from ..endpoints import usual
 from ..endpoints.base import SPIN_NS
-from ..endpoints.workqueue import Producer
+from ..endpoints.producer import Producer
 from ..errors import ResourceError, RingFull
 from ..memory.segment import SHM_DIR, free_bytes
 from ..memory.words import store

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
 
 from ..channel import control as ctl
 from ..channel import membership
@@ -18,23 +15,19 @@ from ..channel.inbox import Inbox
 from ..channel.membership import Member
 from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, TimedOut, WireError
 from ..memory.words import barrier, store
-from ..ring.feed import ARRAY, TENSOR, Found
 from ..statistics import ReceiverStatistics
-from ..views.pack import Unpacker
 from ..wire.record import parse_bell
 from .ahead import Ahead
 from .base import CLOSED, FORKED, LEAVING, OPEN, SPIN_NS, TICK, check_timeout, lingering
 from .devices import LOOK_S, check_pin, pinned
 from .message import Message
-from .sources import _F, Sources, log
+from .opening import Opening
+from .sources import _F, log
 
-_UNPACKERS_MOST = 1024
-_BYTE = np.dtype(np.uint8)
-_ndarray = np.ndarray
 _R = TypeVar("_R", bound="Receiver[Any]")
 
 
-class Receiver(Sources[_F]):
+class Receiver(Opening[_F]):
     """Base of `Subscriber` and `Consumer`."""
 
     _kind: int
@@ -57,8 +50,6 @@ class Receiver(Sources[_F]):
         self._unheard: bytes | None = None
         self._inlet: Any = None
         self._look_around_due = 0.0
-        self._unpackers: dict[bytes, Unpacker] = {}
-        self._from_numpy: Callable[[Any], Any] | None = None
         self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
         self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
         super().__init__()
@@ -157,47 +148,6 @@ class Receiver(Sources[_F]):
     def _blame(self, feed: _F, seq: int, error: Exception) -> None:
         self._bad_records += 1
         log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, str(error))
-
-    def _compile(self, found: Found) -> None:
-        """Make out how the array of a record is built; raises `WireError`."""
-        unpacker = self._unpackers.get(found.static)
-        if unpacker is None:
-            if len(self._unpackers) >= _UNPACKERS_MOST:
-                self._unpackers.clear()
-            unpacker = self._unpackers[found.static] = Unpacker(found.static)
-        if unpacker.nbytes > found.nbytes:
-            raise WireError(f"payload of {found.nbytes} bytes, its description needs {unpacker.nbytes}")
-        if unpacker.single is None or found.dynamic:
-            found.arguments = (found.nbytes,), _BYTE, found.ring.buffer, found.offset
-        else:
-            shape, dtype, strides, found.view_dtype, is_torch = unpacker.single
-            found.kind = TENSOR if is_torch else ARRAY
-            found.arguments = shape, dtype, found.ring.buffer, found.offset, strides
-        found.unpacker = unpacker
-
-    def _array(self, found: Found) -> np.ndarray[Any, Any]:
-        """The one array over a message's bytes: its death is the end of the lease. Raises `WireError`."""
-        if found.unpacker is None:
-            self._compile(found)
-        return _ndarray(*found.arguments)
-
-    def _value(self, found: Found, array: np.ndarray[Any, Any], readonly: bool) -> tuple[Any, Any]:
-        """(value, meta) over the array of a leased message. Raises `WireError`."""
-        kind = found.kind
-        if kind == TENSOR:
-            tensor = (self._from_numpy or self._import_torch())(array)
-            return (tensor if found.view_dtype is None else tensor.view(found.view_dtype)), None
-        if kind == ARRAY:
-            if readonly:
-                array.flags.writeable = False
-            return array, None
-        return found.unpacker(array, found.dynamic, readonly=readonly)  # type: ignore[no-any-return]
-
-    def _import_torch(self) -> Callable[[Any], Any]:
-        import torch
-
-        self._from_numpy = torch.from_numpy
-        return self._from_numpy
 
     def _unlearn(self) -> None:
         """Something changed that the inlet was told: the next message goes by the Python code and makes another."""
@@ -374,6 +324,7 @@ class Receiver(Sources[_F]):
                 self._crowd.end()
             self._inbox.close()
             for feed in (*self._feeds, *self._retired):
+                feed.emptied = self._lease_emptied
                 feed.close()
             try:
                 if self._leases():

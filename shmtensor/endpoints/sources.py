@@ -91,15 +91,17 @@ class Sources(Endpoint, Generic[_F]):
             ledger.close()
             raise
 
+        kind, writable = self._kind, self._maps_writable
+
         def attach_ring(index: int) -> Ring:
             return Ring.attach(
                 ring_name(control.channel, entry.uid, index), entry.uid, index,
-                kind=self._kind, capacity=control.capacity, writable=self._maps_writable,
+                kind=kind, capacity=control.capacity, writable=writable,
             )  # fmt: skip
 
         feed = self._make_feed(
             ledger, entry.index, self._member.index, control.words, ctl.asleep_word(entry.index), rouser,
-            attach_ring, self._lease_emptied,
+            attach_ring, self._member,
         )  # fmt: skip
         feed.gone = ledger.closed
         return feed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import hot
 from ..channel import control as ctl
 from ..channel.zmtp import frame_head
+from ..ring.feed import held
 from ..ring.layout import FAN_OUT, L_PUBLISHED, NOTE, RELEASED, WORK_QUEUE
 from ..wire.record import BELL_SIZE, BODY_OFFSET, CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SLOT_OFFSET, pack_bell
 from .message import Message
@@ -62,7 +63,7 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
     competes = receiver._kind == WORK_QUEUE
     note = ring.state + NOTE if competes else ring.state + feed.index * ring.row
     return module.Inlet(
-        mutex=receiver._mutex, message=Message, feed=feed, leases=feed.leases,
+        mutex=receiver._mutex, message=Message, feed=feed, leases=feed.leases, held=held,
         control=receiver._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
         epoch_at=ctl.W_EPOCH, epoch=receiver._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
         order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,

@@ -75,6 +75,8 @@ static int set_lock(PyObject *locks, short kind, Word seq) {
     return fcntl(fd, F_OFD_SETLK, &lock) ? errno : 0;
 }
 
+static PyObject *held_feeds; /* ring/feed.py's set of that name */
+
 /* What ring/feed.py's `_ended` does, and the feeds' `give_back`. */
 static int grip_ended(Grip *grip) {
     PyObject *key = PyLong_FromUnsignedLongLong(grip->seq);
@@ -95,6 +97,7 @@ static int grip_ended(Grip *grip) {
         Py_DECREF(done);
     }
     if (PyDict_GET_SIZE(grip->leases)) return 0;
+    if (PySet_Discard(held_feeds, grip->feed) < 0) return -1;
     PyObject *closing = PyObject_GetAttr(grip->feed, s_closing);
     if (!closing) return -1;
     Py_DECREF(closing);

@@ -32,17 +32,17 @@ typedef struct {
 
 static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
-        "mutex", "message", "feed", "leases", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
+        "mutex", "message", "feed", "leases", "held", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
         "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
     };
-    PyObject *mutex, *message, *feed, *leases, *control, *ledger, *head, *data, *locks, *siblings;
+    PyObject *mutex, *message, *feed, *leases, *keeps, *control, *ledger, *head, *data, *locks, *siblings;
     if (self->mutex) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!OOOOnKnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
-                                     &PyDict_Type, &leases, &control, &ledger, &head, &data, &self->epoch_at,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!O!OOOOnKnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
+                                     &PyDict_Type, &leases, &PySet_Type, &keeps, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
                                      &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at,
@@ -52,6 +52,7 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     self->message = Py_NewRef(message);
     self->feed = Py_NewRef(feed);
     self->leases = Py_NewRef(leases);
+    Py_XSETREF(held_feeds, Py_NewRef(keeps));
     self->head_words = Py_NewRef(head);
     self->buffer = Py_NewRef(data);
     self->locks = locks == Py_None ? NULL : Py_NewRef(locks);
@@ -280,7 +281,7 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         grip->words = Py_NewRef(self->head_words);
         grip->locks = Py_XNewRef(self->locks);
         grip->sleeper = control + self->asleep_at;
-        if (PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
+        if (PySet_Add(held_feeds, self->feed) || PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
             if (self->locks) set_lock(self->locks, F_UNLCK, seq);
         } else {
             if (!self->locks) store(grip->at, 2 * seq);

@@ -58,7 +58,7 @@ class BroadcastFeed(Feed):
         # crash: take.leased
         lease = Lease(array, self._ended)
         lease.seq, lease.word, lease.words = seq, word, ring.words
-        self.leases[seq] = lease
+        self.hold(lease)
         return lease
 
     def look_after(self) -> bool:
@@ -87,7 +87,7 @@ class BroadcastFeed(Feed):
         lease = LockedLease(array, self._ended)
         lease.seq, lease.word, lease.words = seq, ring.state + self.member * ring.row + found.slot, ring.words
         store(ring.words, lease.word, 2 * seq)
-        self.leases[seq] = lease
+        self.hold(lease)
         return lease
 
     def _lock(self, found: Found, seq: int) -> bool:
@@ -132,7 +132,7 @@ class LatestFeed(BroadcastFeed):
             return None
         lease = LockedLease(array, self._ended)
         lease.seq = seq
-        self.leases[seq] = lease
+        self.hold(lease)
         return lease
 
     def skip(self, seq: int) -> None:

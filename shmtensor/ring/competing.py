@@ -73,7 +73,7 @@ class CompetingFeed(Feed):
         claim = Claim(array, self._ended)
         claim.seq, claim.word, claim.words = seq, state_word(found.ring, found.slot), found.ring.words
         claim.acknowledged = False
-        self.leases[seq] = claim
+        self.hold(claim)
         return claim
 
     def skip(self, seq: int) -> None:

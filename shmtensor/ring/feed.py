@@ -44,23 +44,33 @@ class Found:
         return bytes(self.ring.view[at : at + SIZE])
 
 
+held: set[Feed] = set()
+"""Feeds with leases, kept although nobody else may refer to them: a receiver that was dropped goes to the garbage
+collector, which clears the weak references among what it frees and closes its files before anything can be said about
+views that live on. The compiled module keeps them, too (hot/inlet.h, hot/grip.h)."""
+
+
 class Feed(ABC):
     """One attached producer. Subclasses say how a message is taken and given back."""
 
     __slots__ = (
         "__weakref__", "_asleep", "_control", "_posted", "_rouser", "attach_ring", "closing", "device", "emptied",
-        "gone", "index", "inlet", "leases", "ledger", "mask", "member", "order", "position", "rings", "uid", "words",
+        "gone", "index", "inlet", "leases", "ledger", "mask", "member", "order", "owner", "position", "rings", "uid",
+        "words",
     )  # fmt: skip
 
     def __init__(
         self, ledger: Ledger, index: int, member: int, control: memoryview, asleep: int, rouser: Rouser | None,
-        attach_ring: Callable[[int], Ring], emptied: Callable[[], None],
+        attach_ring: Callable[[int], Ring], owner: object,
     ) -> None:  # fmt: skip
+        """`owner` is kept as long as the feed: it has the lock that says that the receiver is there. Nothing here may
+        refer to the receiver itself, which leaves when it is collected."""
         self.ledger, self.uid, self.index, self.member = ledger, ledger.uid, index, member
         self.words, self.mask, self.order = ledger.words, ledger.mask, ledger.shape.order
         self.device = ledger.device  # its messages lie in device memory: `endpoints/resident.py` takes them
         self._control, self._asleep, self._rouser, self._posted = control, asleep, rouser, 0
-        self.attach_ring, self.emptied = attach_ring, emptied
+        self.attach_ring, self.owner = attach_ring, owner
+        self.emptied: Callable[[], None] = _nobody  # the receiver, once it waits for the end of the leases
         self.rings: list[Ring] = []
         self.position = 0
         self.inlet: Any = None  # of the compiled module, for the ring that the last message was in: endpoints/usual.py
@@ -72,6 +82,7 @@ class Feed(ABC):
     def drop_in_child(self) -> None:
         """A forked child holds no lease: forgetting the references keeps their ends from being told."""
         self.leases.clear()
+        held.discard(self)
 
     @property
     def behind(self) -> int:
@@ -156,6 +167,8 @@ class Feed(ABC):
         """The storage died: give the slot back. Runs wherever the last reference was dropped; takes no lock."""
         if self.leases.pop(lease.seq, None) is None:
             return  # a forked child's copy of its parent's lease
+        if not self.leases:
+            held.discard(self)
         self.give_back(lease)
         if self._control[self._asleep] & 1:
             self.wake_sender()
@@ -169,6 +182,11 @@ class Feed(ABC):
             if ring.device is not None:
                 ring.device.unmap()
 
+    def hold(self, lease: Lease) -> None:
+        """A lease has begun."""
+        self.leases[lease.seq] = lease
+        held.add(self)
+
     @abstractmethod
     def give_back(self, lease: Lease) -> None:
         """Store what says that this receiver no longer needs the slot."""
@@ -181,3 +199,7 @@ class Feed(ABC):
             self.ledger.close()
             if self._rouser is not None:
                 self._rouser.close()
+
+
+def _nobody() -> None:
+    """Nobody waits for the end of the leases."""

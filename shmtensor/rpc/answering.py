@@ -7,9 +7,9 @@ import threading
 from typing import Any
 
 from ..endpoints.base import FORKED
+from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher
-from ..endpoints.workqueue import Consumer
 from ..errors import RingFull
 from ..memory.words import store
 from ..ring.competing import CompetingFeed

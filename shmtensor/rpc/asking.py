@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
 from ..endpoints.message import Message
+from ..endpoints.producer import Producer
 from ..endpoints.pubsub import Subscriber
-from ..endpoints.workqueue import Producer
 from ..errors import ClosedError, ForkedError, RingFull
 from ..memory.words import store
 from ..ring.competing import state_word

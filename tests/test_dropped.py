@@ -1,0 +1,90 @@
+"""A receiver that nobody closes and nobody refers to any more, while a view of a message lives."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from shmtensor import Consumer, Producer, Publisher, RingFull, Subscriber
+
+from .waiting import PATIENCE
+
+VALUES = {
+    "array": np.arange(4),
+    "small tensor": torch.arange(4),
+    "large tensor": torch.zeros(100_000, dtype=torch.int64),
+    "dict": {"a": torch.arange(4)},
+}
+
+
+def _of(value):
+    return value["a"] if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("makes", [(Publisher, Subscriber), (Producer, Consumer)], ids=["fan-out", "work queue"])
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+@pytest.mark.parametrize("known", [False, True], ids=["first message", "message like one before"])
+def test_its_view_stays_intact_and_its_slot_comes_back(channel, name, makes, in_a_cycle, known):
+    value = VALUES[name]
+    sender, receiver = makes[0](channel, slots=3, slot_bytes="1MiB", full="error"), makes[1](channel)
+    if known:  # a plain small tensor comes by the compiled module then, if it is built
+        sender.send(value)
+        receiver.recv(timeout=PATIENCE).release()
+    sender.send(value)
+    message = receiver.recv(timeout=PATIENCE)
+    message.release()  # done; the value below is all that is left of it
+    message = None
+    sender.send(value)
+    message = receiver.recv(timeout=PATIENCE)
+    view = _of(message.value)
+    if makes[1] is Consumer:
+        message.release()
+    message = None
+    if in_a_cycle:
+        ring = [receiver]
+        ring.append(ring)
+        ring = None
+    receiver = None
+    gc.collect()
+
+    other = {"a": value["a"] + 1} if isinstance(value, dict) else value + 1
+    for _ in range(2 if makes[1] is Consumer else 10):  # nobody is left to take them
+        sender.send(other)
+    if makes[1] is Consumer:
+        with pytest.raises(RingFull):
+            sender.send(other)
+    assert (np.asarray(view) == np.asarray(_of(value))).all()
+
+    view = None
+    gc.collect()  # the receiver goes, too
+    gc.collect()
+    if makes[1] is Consumer:  # what was not taken waits for another
+        with Consumer(channel) as another:
+            for _ in range(2):
+                another.recv(timeout=PATIENCE).release()
+    for _ in range(3):
+        sender.send(value)
+    assert sender.statistics().receivers == 0
+    sender.close()
+
+
+def test_a_latest_only_reader_keeps_its_message(channel):
+    sender, receiver = Publisher(channel, slots=2, slot_bytes=4096), Subscriber(channel, delivery="latest")
+    sender.send(np.arange(4))
+    view = receiver.recv(timeout=PATIENCE).value
+    receiver = None
+    gc.collect()
+    for _ in range(10):
+        sender.send(np.arange(4) + 1)
+    assert view.tolist() == [0, 1, 2, 3]
+    view = None
+    gc.collect()
+    gc.collect()
+    for _ in range(10):
+        sender.send(np.arange(4))
+    assert sender.statistics().receivers == 0
+    sender.close()
