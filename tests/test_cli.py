@@ -203,6 +203,7 @@ def test_gc_after_a_death(channel, tmp_path):
     cli("ls", channel, code=1)
 
 
+@pytest.mark.alone
 def test_ls_damaged_segments(channel):
     with shmtensor.Publisher(channel, slots=4) as pub, shmtensor.Subscriber(channel) as sub:
         pub.send(np.zeros(10))
