@@ -147,7 +147,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
             self._ring_sibling(self._member.uid, None)
 
     def _take(self, feed: CompetingFeed) -> Message | None:
-        message = self._take_usual(feed)
+        message = None if feed.inlet is None else self._take_usual(feed)
         if message is not None:
             if self._siblings and self._has_more():
                 self._ring_sibling(feed.uid, None)

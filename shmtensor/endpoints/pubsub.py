@@ -170,7 +170,7 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
     def _take(self, feed: BroadcastFeed) -> Message | None:
         if feed.device:
             return take_from_device(self, feed)
-        message = self._take_usual(feed)
+        message = None if feed.inlet is None else self._take_usual(feed)
         if message is not None:
             return message
         while seq := feed.next():
