@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from ..errors import WireError
+import zmq
+
+from ..errors import ResourceError, WireError
+from .inbox import make_socket
 from .names import socket_path
 from .zmtp import Push
 
@@ -17,14 +20,23 @@ _GREETING_S: Final = 0.02
 """The longest that the first doorbell to a receiver waits for its I/O thread, which answers in a fraction of it."""
 
 
-class Doorbells:
-    """Connections to the inboxes of sleepers, opened when one is first rung."""
+_HIGH_WATER: Final = 1000
+_LINGER_MS: Final = 200
 
-    __slots__ = ("_directory", "_lines")
+
+class Doorbells:
+    """Connections to the inboxes of sleepers, opened when one is first rung.
+
+    A single sleeper is rung by a line, which wakes it soonest. Where several are to be rung at once, each thread that a
+    line wakes may take the sender's core from it: then they are rung by sockets, whose thread does that.
+    """
+
+    __slots__ = ("_directory", "_lines", "_sockets")
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._lines: dict[int, Push] = {}
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
     def ring(self, uid: int, bell: bytes) -> Push | None:
         """Send a doorbell; a full inbox wakes its sleeper anyway. Returns where it can be rung from now on, if it can.
@@ -37,17 +49,44 @@ class Doorbells:
                 line = self._lines[uid] = Push(socket_path(self._directory, uid))
             return line if line.send(bell, _GREETING_S) else None
         except (OSError, WireError):
-            self.forget(uid)  # the next doorbell makes another connection
+            line = self._lines.pop(uid, None)  # the next doorbell makes another connection
+            if line is not None:
+                line.close()
             return None
 
+    def ring_by_socket(self, uid: int, bell: bytes) -> None:
+        """The same by ZeroMQ's thread: returns before the sleeper is woken, and never waits."""
+        try:
+            socket = self._sockets.get(uid) or self._connect(uid)
+            socket.send(bell, zmq.NOBLOCK)
+        except (zmq.ZMQError, ResourceError):
+            pass
+
+    def _connect(self, uid: int) -> zmq.Socket[bytes]:
+        socket = make_socket(zmq.PUSH)
+        try:
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+            socket.connect(f"ipc://{socket_path(self._directory, uid)}")
+        except BaseException:
+            socket.close(linger=0)
+            raise
+        self._sockets[uid] = socket
+        return socket
+
     def forget(self, uid: int) -> None:
-        """Close the connection to a member that is gone."""
-        line = self._lines.pop(uid, None)
+        """Close the connections to a member that is gone."""
+        line, socket = self._lines.pop(uid, None), self._sockets.pop(uid, None)
         if line is not None:
             line.close()
+        if socket is not None:
+            socket.close(linger=0)
 
     def close(self) -> None:
         """Close every connection. Doorbells that were sent still arrive."""
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()
         with contextlib.suppress(KeyError):
             while True:
                 self._lines.popitem()[1].close()

@@ -15,6 +15,7 @@ from .names import socket_path
 
 _HIGH_WATER: Final = 1000
 _MAX_BYTES: Final = 4096
+_LINGER_MS: Final = 200
 _FIRST_FILES: Final = 8
 """What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
 _CALLER_FILES: Final = 4
@@ -35,10 +36,19 @@ def context() -> zmq.Context[zmq.Socket[bytes]]:
     return _context
 
 
+def make_socket(kind: int) -> zmq.Socket[bytes]:
+    """A socket of this process's context; `ResourceError` if it cannot be had."""
+    shortage.need_files(_FIRST_FILES, "a socket")
+    try:
+        return context().socket(kind)
+    except zmq.ZMQError as error:
+        raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
+
+
 def close_context() -> None:
-    """The process ends: so does ZeroMQ's thread."""
+    """The process ends: let the last doorbells out."""
     if _context is not None and _context_pid == os.getpid():
-        _context.destroy(linger=0)
+        _context.destroy(linger=_LINGER_MS)
 
 
 class Inbox:
@@ -48,11 +58,7 @@ class Inbox:
 
     def __init__(self, directory: str, uid: int) -> None:
         self.path = socket_path(directory, uid)
-        shortage.need_files(_FIRST_FILES, "a socket")
-        try:
-            self._socket = context().socket(zmq.PULL)
-        except zmq.ZMQError as error:
-            raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
+        self._socket = make_socket(zmq.PULL)
         self._timeout_ms = -1
         self._callers_due = 0.0
         try:

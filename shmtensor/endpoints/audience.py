@@ -139,16 +139,23 @@ class Audience(Endpoint):
     def _wake(self, ring: Ring, slot: int) -> None:
         """Ring receivers that sleep. A publisher rings all of them; a producer overrides this to ring one."""
         words = self._control_words
+        sleepers = []
         for peer in self._listeners:
             asleep = words[peer.asleep]
             if asleep & 1 and asleep != peer.rung:
-                self._ring_bell(peer, asleep, ring, slot)
+                sleepers.append((peer, asleep))
+        for peer, asleep in sleepers:
+            self._ring_bell(peer, asleep, ring, slot, alone=len(sleepers) == 1)
 
-    def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
+    def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int, *, alone: bool = True) -> None:
         peer.rung = asleep
         self._rung += 1
         record = ring.records + slot * SIZE
-        peer.line = self._bells.ring(peer.uid, pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE])))
+        bell = pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE]))
+        if alone:
+            peer.line = self._bells.ring(peer.uid, bell)
+        else:
+            self._bells.ring_by_socket(peer.uid, bell)
 
     def _rouse(self) -> None:
         """Wake every sleeping receiver so that it looks around: there may be nothing more to wait for."""

@@ -33,10 +33,12 @@ static int ring_peer(Bells *bells, PyObject *peer, Word asleep, const char *reco
     return done;
 }
 
-/* Ring those who sleep and were not rung in this sleep, or the first of them in turn if one is enough. 1 if that is
- * done, 0 if the Python code has to do it. */
+/* Ring the one that sleeps and was not rung in this sleep, or the first of them in turn if one is enough. 1 if that is
+ * done, 0 if the Python code has to do it: it also rings several at once, by other means (channel/doorbells.py). */
 static int ring_sleepers(Bells *bells, const Word *control, const Py_ssize_t *sleepers, int count, int one,
                          const char *record, Py_ssize_t record_bytes) {
+    PyObject *found = NULL;
+    Word its_sleep = 0;
     for (int step = 0; step < count; step++) {
         int at = one ? (int)((bells->turn + (unsigned)step) % (unsigned)count) : step;
         PyObject *peer = PyTuple_GET_ITEM(bells->peers, at);
@@ -48,11 +50,13 @@ static int ring_sleepers(Bells *bells, const Word *control, const Py_ssize_t *sl
             return 0;
         }
         if (rung == asleep) continue;
-        if (!ring_peer(bells, peer, asleep, record, record_bytes)) return 0;
+        if (found) return 0;
+        found = peer;
+        its_sleep = asleep;
         if (one) {
             bells->turn = (unsigned)at + 1;
             break;
         }
     }
-    return 1;
+    return !found || ring_peer(bells, found, its_sleep, record, record_bytes);
 }
