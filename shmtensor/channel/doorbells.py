@@ -6,22 +6,17 @@ truth is in shared memory, and a lost doorbell costs one tick.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Final
 
 import zmq
 
 from ..errors import ResourceError, WireError
-from .inbox import make_socket
+from .inbox import HIGH_WATER, LINGER_MS, make_socket
 from .names import socket_path
 from .zmtp import Push
 
 _GREETING_S: Final = 0.02
 """The longest that the first doorbell to a receiver waits for its I/O thread, which answers in a fraction of it."""
-
-
-_HIGH_WATER: Final = 1000
-_LINGER_MS: Final = 200
 
 
 class Doorbells:
@@ -65,8 +60,8 @@ class Doorbells:
     def _connect(self, uid: int) -> zmq.Socket[bytes]:
         socket = make_socket(zmq.PUSH)
         try:
-            socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
             socket.connect(f"ipc://{socket_path(self._directory, uid)}")
         except BaseException:
             socket.close(linger=0)
@@ -87,6 +82,6 @@ class Doorbells:
         for socket in self._sockets.values():
             socket.close()
         self._sockets.clear()
-        with contextlib.suppress(KeyError):
-            while True:
-                self._lines.popitem()[1].close()
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()

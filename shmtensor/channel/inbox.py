@@ -13,9 +13,9 @@ from ..errors import ResourceError
 from ..memory import shortage
 from .names import socket_path
 
-_HIGH_WATER: Final = 1000
+HIGH_WATER: Final = 1000
 _MAX_BYTES: Final = 4096
-_LINGER_MS: Final = 200
+LINGER_MS: Final = 200
 _FIRST_FILES: Final = 8
 """What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
 _CALLER_FILES: Final = 4
@@ -48,7 +48,7 @@ def make_socket(kind: int) -> zmq.Socket[bytes]:
 def close_context() -> None:
     """The process ends: let the last doorbells out."""
     if _context is not None and _context_pid == os.getpid():
-        _context.destroy(linger=_LINGER_MS)
+        _context.destroy(linger=LINGER_MS)
 
 
 class Inbox:
@@ -63,7 +63,7 @@ class Inbox:
         self._callers_due = 0.0
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
             self._socket.bind(f"ipc://{self.path}")
         except zmq.ZMQError as error:
