@@ -114,7 +114,7 @@ def attaching_without_files(names) -> None:
 
 
 def sleeping_without_files(names) -> None:
-    """libzmq would end a process that cannot accept the connection of who rings it."""
+    """Who rings cannot be accepted: the receiver looks for itself."""
     _, take = pair_of(names)
     for left in range(5):
         talker = Fellow(TALKER, "c", names[0])

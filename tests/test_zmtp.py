@@ -1,4 +1,4 @@
-"""The sender's own end of a ZeroMQ connection, against real `zmq.PULL` sockets and against what is none."""
+"""Both ends of a doorbell's connection: against each other, real `zmq.PUSH` sockets, and what speaks no ZeroMQ."""
 
 from __future__ import annotations
 
@@ -17,147 +17,255 @@ import shmtensor
 from shmtensor import hot
 from shmtensor.channel import zmtp
 from shmtensor.channel.doorbells import Doorbells
-from shmtensor.errors import WireError
+from shmtensor.channel.inbox import Inbox
 
+from .rooms import few_files
 from .waiting import PATIENCE, wait_until
 
 BODY = bytes(range(256)) + bytes(16)
 
 
+HELLO = zmtp._PUSH_HELLO
+FRAME = zmtp.frame_head(len(BODY)) + BODY
+
+
 @pytest.fixture
-def pull(tmp_path):
-    """A bound PULL socket and its path."""
-    context = zmq.Context()
-    inbox = context.socket(zmq.PULL)
-    inbox.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
-    path = str(tmp_path / "inbox")
-    inbox.bind(f"ipc://{path}")
-    yield inbox, path
-    context.destroy(linger=0)
+def inbox(tmp_path):
+    made = Inbox(str(tmp_path), 7)
+    yield made
+    made.close()
 
 
 @contextlib.contextmanager
-def listener(tmp_path, says: bytes):
-    """Something else that listens: it says so much, and nothing more."""
-    with socket.socket(socket.AF_UNIX) as ours:
-        path = str(tmp_path / "other")
-        ours.bind(path)
-        ours.listen()
-        push = zmtp.Push(path)
-        theirs, _ = ours.accept()
-        with theirs:
-            theirs.sendall(says)
-            yield push, theirs
-            push.close()
-
-
-def test_messages_arrive_whole_and_in_order(pull):
-    inbox, path = pull
-    push = zmtp.Push(path)
-    bodies = [BODY, b"", b"x" * 255, b"y" * 4096] + [bytes([count]) * count for count in range(100)]
-    for body in bodies:
-        assert push.send(body, PATIENCE)
-        assert inbox.recv() == body
-    push.close()
-
-
-def test_what_was_sent_arrives_after_the_sender_has_closed(pull):
-    inbox, path = pull
-    push = zmtp.Push(path)
-    for _ in range(3):
-        assert push.send(BODY, PATIENCE)
-    push.close()
-    push.close()
-    assert [inbox.recv() for _ in range(3)] == [BODY] * 3
-
-
-def test_a_full_inbox_refuses_and_never_cuts_a_message(tmp_path):
+def zmq_push(inbox, **options: int):
+    """A real PUSH socket that calls on the inbox."""
     context = zmq.Context()
-    inbox = context.socket(zmq.PULL)
-    inbox.setsockopt(zmq.RCVHWM, 10)
-    inbox.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
-    path = str(tmp_path / "inbox")
-    inbox.bind(f"ipc://{path}")
-    push = zmtp.Push(path)
+    try:
+        push = context.socket(zmq.PUSH)
+        for name, value in options.items():
+            push.setsockopt(getattr(zmq, name), value)
+        push.connect(f"ipc://{inbox.path}")
+        yield push
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def caller(inbox):
+    """Something that calls on the inbox and may say anything."""
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.connect(inbox.path)
+        yield ours
+
+
+def wait_for(inbox, count: int) -> list[bytes]:
+    """So many messages, and then nothing more."""
+    heard = []
+    while len(heard) < count:
+        body = inbox.wait(PATIENCE)
+        assert body is not None, f"{len(heard)} of {count}"
+        heard.append(body)
+    assert inbox.drain() == []
+    return heard
+
+
+def serve(inbox) -> None:
+    """Let the inbox deal with what has arrived, which is no message."""
+    assert inbox.wait(0.01) is None
+
+
+BODIES = [BODY, b"", b"x" * 255, b"y" * 256, b"z" * zmtp.MOST] + [bytes([count]) * count for count in range(100)]
+
+
+def test_messages_arrive_whole_and_in_order(inbox):
+    push = zmtp.Push(inbox.path)
+    for body in BODIES:
+        assert push.send(body)
+        assert inbox.wait(PATIENCE) == body
+    push.close()
+
+
+def test_messages_of_a_zeromq_socket_arrive_whole_and_in_order(inbox):
+    with zmq_push(inbox) as push:
+        for body in BODIES:
+            push.send(body)
+        assert wait_for(inbox, len(BODIES)) == BODIES
+
+
+def test_many_callers_of_both_kinds(inbox):
+    with contextlib.ExitStack() as opened:
+        pushes = [opened.enter_context(zmq_push(inbox)) for _ in range(5)]
+        lines = [zmtp.Push(inbox.path) for _ in range(20)]
+        for line in lines:
+            opened.callback(line.close)
+        for number, push in enumerate([*pushes, *lines]):
+            for count in range(3):
+                push.send(bytes([number, count]))
+        heard = wait_for(inbox, 75)
+        assert sorted(heard) == sorted(bytes([number, count]) for number in range(25) for count in range(3))
+        for number in range(25):
+            assert [body[1] for body in heard if body[0] == number] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("greeting_waits", [False, True])
+def test_what_was_sent_arrives_after_the_sender_has_closed(inbox, greeting_waits):
+    push = zmtp.Push(inbox.path)
+    if greeting_waits:
+        serve(inbox)
+    for _ in range(3):
+        assert push.send(BODY)
+    push.close()
+    push.close()
+    assert wait_for(inbox, 3) == [BODY] * 3
+    assert not inbox._callers
+
+
+def test_a_full_inbox_refuses_and_never_cuts_a_message(inbox):
+    push = zmtp.Push(inbox.path)
     sent = 0
-    while push.send(BODY, PATIENCE):
+    while push.send(BODY):
         sent += 1
     assert sent >= 10
-    assert [inbox.recv() for _ in range(sent)] == [BODY] * sent
-    assert push.send(b"another", PATIENCE)
-    assert inbox.recv() == b"another"
+    assert wait_for(inbox, sent) == [BODY] * sent
+    assert push.send(b"another")
+    assert inbox.wait(PATIENCE) == b"another"
     push.close()
-    context.destroy(linger=0)
 
 
-def test_nobody_listens(tmp_path, pull):
+def test_nobody_listens(tmp_path, inbox):
     with pytest.raises(FileNotFoundError):
         zmtp.Push(str(tmp_path / "nobody"))
-    inbox, path = pull
-    push = zmtp.Push(path)
-    assert push.send(BODY, PATIENCE)
+    push, late = zmtp.Push(inbox.path), zmtp.Push(inbox.path)
+    assert push.send(BODY)
+    assert inbox.wait(PATIENCE) == BODY
     inbox.close()
-    with pytest.raises(OSError):  # ZeroMQ's thread closes the connection some time later
-        wait_until(lambda: not push.send(BODY, PATIENCE))
-    push.close()
-
-
-def test_a_socket_that_wants_authentication_is_refused(tmp_path):
-    context = zmq.Context()
-    inbox = context.socket(zmq.PULL)
-    inbox.setsockopt(zmq.PLAIN_SERVER, 1)
-    path = str(tmp_path / "inbox")
-    inbox.bind(f"ipc://{path}")
-    push = zmtp.Push(path)
-    with pytest.raises((WireError, ConnectionResetError)):
-        push.send(BODY, PATIENCE)
-    push.close()
-    context.destroy(linger=0)
+    inbox.close()
+    for line in (push, late):
+        with pytest.raises(OSError):
+            line.send(BODY)
+        line.close()
+    with pytest.raises(ConnectionRefusedError):
+        zmtp.Push(inbox.path)
 
 
 @pytest.mark.parametrize(
-    ("says", "error"),
+    "says",
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no ZMTP 3 greeting"),
-        (b"\xff" + bytes(8) + b"\x7f\x01", "no ZMTP 3 greeting"),
-        (zmtp._GREETING.replace(b"NULL", b"EVIL") + zmtp._HELLO[64:], "without security"),
-        (zmtp._GREETING + b"\x00\x05hello", "without security"),
-        (zmtp._GREETING + b"\x04\x06\x05ERROR", "not ready"),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\xff" + bytes(8) + b"\x7f\x01",
+        HELLO.replace(b"NULL", b"EVIL") + FRAME,
+        HELLO + zmtp.frame_head(zmtp.MOST + 1) + bytes(zmtp.MOST + 1),
+        HELLO + zmtp.frame_head(2**64 - 1),
     ],
+    ids=["http", "version 1", "security", "too long", "endless"],
 )
-def test_another_protocol_is_refused(tmp_path, says, error):
-    with listener(tmp_path, says) as (push, _), pytest.raises(WireError, match=error):
-        push.send(BODY, PATIENCE)
+def test_whoever_speaks_another_protocol_is_hung_up_on(inbox, says):
+    with caller(inbox) as bad:
+        bad.sendall(says)
+        assert inbox.drain() == inbox.drain() == []
+        assert not inbox._callers
+        bad.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):
+            assert bad.recv(4096).startswith(zmtp._GREETING)
+            assert bad.recv(4096) == b""
+    good = zmtp.Push(inbox.path)
+    good.send(BODY)
+    assert wait_for(inbox, 1) == [BODY]
+    good.close()
 
 
-def test_a_greeting_in_pieces_is_waited_for_again(tmp_path):
-    hello = zmtp._GREETING + b"\x04\x06\x05READY"
-    with listener(tmp_path, b"") as (push, theirs):
-        for at in range(len(hello)):
-            assert not push.send(BODY, 0.001)
-            assert push.fd == -1
-            theirs.sendall(hello[at : at + 1])
-        assert push.send(BODY, PATIENCE)
-        assert push.fd >= 0
-        wanted = zmtp._HELLO + zmtp.frame_head(len(BODY)) + BODY
-        heard = b""
-        while len(heard) < len(wanted):
-            heard += theirs.recv(4096)
-        assert heard == wanted
+def test_a_zeromq_socket_that_wants_authentication_is_hung_up_on(inbox):
+    with zmq_push(inbox, PLAIN_SERVER=1) as push, zmq_push(inbox) as good:
+        push.send(b"never")
+        good.send(BODY)
+        assert wait_for(inbox, 1) == [BODY]
 
 
-def test_the_other_side_hangs_up(tmp_path):
-    with listener(tmp_path, zmtp._GREETING[:20]) as (push, theirs):
-        theirs.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(ConnectionResetError):
-            push.send(BODY, PATIENCE)
+def test_a_message_in_pieces_is_put_together(inbox):
+    with caller(inbox) as slow:
+        says = HELLO + FRAME + b"\x00\x03abc" + b"\x04\x05\x04PING" + FRAME
+        heard = []
+        for at in range(len(says)):
+            slow.sendall(says[at : at + 1])
+            heard += inbox.drain()
+            heard += inbox.drain()
+        assert heard == [BODY, b"abc", BODY]
+        assert slow.recv(4096) == zmtp._PULL_HELLO
+
+
+def test_the_other_side_hangs_up_in_the_middle(inbox):
+    for cut in (0, 20, len(zmtp._GREETING), len(HELLO), len(HELLO) + 5, len(HELLO) + len(FRAME) - 1):
+        with caller(inbox) as short:
+            short.sendall((HELLO + FRAME)[:cut])
+            serve(inbox)
+        serve(inbox)
+        assert not inbox._callers
+
+
+def test_a_wait_ends_in_time_though_somebody_talks(inbox):
+    stop = threading.Event()
+
+    def talk():
+        with caller(inbox) as talker, contextlib.suppress(OSError):
+            talker.sendall(HELLO)
+            while not stop.is_set():
+                talker.sendall(b"\x04\x05\x04PING")
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        assert inbox.wait(0.2) is None
+    finally:
+        stop.set()
+        inbox.close()
+        thread.join()
 
 
 def test_a_doorbell_to_nobody_is_lost_in_silence(tmp_path):
     bells = Doorbells(str(tmp_path))
     assert bells.ring(1, BODY) is None
+    bells.ring_by_socket(1, BODY)
     bells.forget(1)
     bells.close()
+
+
+def test_a_line_that_broke_is_made_again_at_once(tmp_path, inbox):
+    bells = Doorbells(str(tmp_path))
+    line = bells.ring(7, BODY)
+    assert inbox.wait(PATIENCE) == BODY
+    line._socket.shutdown(socket.SHUT_RDWR)
+    other = bells.ring(7, b"again")
+    assert other is not line
+    assert (line.fd, other.fd) == (-1, other._socket.fileno())
+    assert wait_for(inbox, 1) == [b"again"]
+    bells.close()
+
+
+@pytest.mark.parametrize("by_socket", [False, True])
+def test_the_first_doorbell_does_not_wait_for_who_does_not_answer(tmp_path, inbox, by_socket):
+    bells = Doorbells(str(tmp_path))
+    ring = bells.ring_by_socket if by_socket else bells.ring
+    for number in range(3):
+        ring(7, bytes([number]))  # the inbox is not served meanwhile
+    assert wait_for(inbox, 3) == [b"\0", b"\1", b"\2"]
+    bells.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_who_cannot_be_accepted_is_accepted_later(inbox, left):
+    lines = [zmtp.Push(inbox.path) for _ in range(3)]
+    for number, line in enumerate(lines):
+        line.send(bytes([number]))
+    with few_files(left):
+        heard = list(iter(lambda: inbox.wait(PATIENCE), None))
+        assert len(heard) == left
+        assert not inbox.may_be_rung()
+        wait_until(inbox.may_be_rung)
+        assert inbox.wait(PATIENCE) is None  # the next in line wakes it, in vain
+    wait_until(inbox.may_be_rung)
+    assert sorted(heard + wait_for(inbox, 3 - left)) == [b"\0", b"\1", b"\2"]
+    for line in lines:
+        line.close()
 
 
 @pytest.mark.skipif(not hot.BUILT, reason="needs the compiled module")
@@ -211,7 +319,7 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel):
 def _send(channel, pipe):
     import numpy as np
 
-    from shmtensor.channel import inbox
+    from shmtensor.channel import doorbells
 
     with shmtensor.Publisher(channel) as pub:
         pub.wait_for_subscribers(1, timeout=PATIENCE)
@@ -219,7 +327,7 @@ def _send(channel, pipe):
         wait_until(lambda: pub._control_words[peer.asleep] & 1)
         for number in range(20):
             pub.send(np.array([number]))
-        pipe.send((inbox._context is None, pub.statistics().doorbells))
+        pipe.send((doorbells._context is None, pub.statistics().doorbells))
         pipe.recv()
 
 

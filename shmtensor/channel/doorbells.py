@@ -6,24 +6,30 @@ truth is in shared memory, and a lost doorbell costs one tick.
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import zmq
 
-from ..errors import ResourceError, WireError
-from .inbox import HIGH_WATER, LINGER_MS, make_socket
+from ..errors import ResourceError
+from ..memory import shortage
 from .names import socket_path
 from .zmtp import Push
 
-_GREETING_S: Final = 0.02
-"""The longest that the first doorbell to a receiver waits for its I/O thread, which answers in a fraction of it."""
+_HIGH_WATER: Final = 1000
+_LINGER_MS: Final = 200
+_FIRST_FILES: Final = 8
+"""What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
+
+_context: zmq.Context[zmq.Socket[bytes]] | None = None
+_context_pid = 0
 
 
 class Doorbells:
     """Connections to the inboxes of sleepers, opened when one is first rung.
 
     A single sleeper is rung by a line, which wakes it soonest. Where several are to be rung at once, each thread that a
-    line wakes may take the sender's core from it: then they are rung by sockets, whose thread does that.
+    line wakes may take the sender's core from it: then they are rung by ZeroMQ's sockets, whose thread does that.
     """
 
     __slots__ = ("_directory", "_lines", "_sockets")
@@ -38,16 +44,20 @@ class Doorbells:
 
         Where it cannot be sent its sleeper wakes at the next tick: what it is rung for is published already.
         """
-        try:
+        while True:
             line = self._lines.get(uid)
-            if line is None:
-                line = self._lines[uid] = Push(socket_path(self._directory, uid))
-            return line if line.send(bell, _GREETING_S) else None
-        except (OSError, WireError):
-            line = self._lines.pop(uid, None)  # the next doorbell makes another connection
-            if line is not None:
-                line.close()
-            return None
+            is_new = line is None
+            try:
+                if line is None:
+                    line = self._lines[uid] = Push(socket_path(self._directory, uid))
+                line.send(bell)
+                return line
+            except OSError:
+                line = self._lines.pop(uid, None)
+                if line is not None:
+                    line.close()
+                if is_new:
+                    return None
 
     def ring_by_socket(self, uid: int, bell: bytes) -> None:
         """The same by ZeroMQ's thread: returns before the sleeper is woken, and never waits."""
@@ -58,10 +68,11 @@ class Doorbells:
             pass
 
     def _connect(self, uid: int) -> zmq.Socket[bytes]:
-        socket = make_socket(zmq.PUSH)
+        socket = _make_socket()
         try:
-            socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a receiver answers when it sleeps again, however late that is
             socket.connect(f"ipc://{socket_path(self._directory, uid)}")
         except BaseException:
             socket.close(linger=0)
@@ -85,3 +96,18 @@ class Doorbells:
         for line in self._lines.values():
             line.close()
         self._lines.clear()
+
+
+def _make_socket() -> zmq.Socket[bytes]:
+    """A PUSH socket of this process's context, which is made at first use and again in a forked child."""
+    global _context, _context_pid
+    shortage.need_files(_FIRST_FILES, "a socket")
+    if _context is None or _context_pid != os.getpid():
+        _context, _context_pid = zmq.Context(), os.getpid()
+    return _context.socket(zmq.PUSH)
+
+
+def close_context() -> None:
+    """The process ends: let the last doorbells out."""
+    if _context is not None and _context_pid == os.getpid():
+        _context.destroy(linger=_LINGER_MS)

@@ -1,120 +1,129 @@
-"""Where a receiver sleeps: a ZeroMQ PULL socket over ipc, which senders ring (`doorbells.py`)."""
+"""Where a receiver sleeps: a socket that senders connect to and ring (`doorbells.py`), by ZeroMQ's wire protocol."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import select
+import socket
 import time
+from collections import deque
 from typing import Final
 
-import zmq
-
-from ..errors import ResourceError
+from ..errors import ResourceError, WireError
 from ..memory import shortage
 from .names import socket_path
+from .zmtp import Pull
 
-HIGH_WATER: Final = 1000
-_MAX_BYTES: Final = 4096
-LINGER_MS: Final = 200
-_FIRST_FILES: Final = 8
-"""What a process's first socket opens, with its context: libzmq ends the process where it can open only some."""
-_CALLER_FILES: Final = 4
-"""libzmq also ends the process where it cannot accept a connection: so many must be possible while others may ring."""
-_CALLERS_S: Final = 0.25
+_BACKLOG: Final = 1024
+"""Senders that may have connected since the receiver slept last; who finds no room cannot ring."""
 DEAF_S: Final = 0.01
-"""Seconds that a receiver sleeps at a time while it may not be rung."""
-
-_context: zmq.Context[zmq.Socket[bytes]] | None = None
-_context_pid = 0
-
-
-def context() -> zmq.Context[zmq.Socket[bytes]]:
-    """This process's ZeroMQ context, made at first use and again in a forked child."""
-    global _context, _context_pid
-    if _context is None or _context_pid != os.getpid():
-        _context, _context_pid = zmq.Context(), os.getpid()
-    return _context
-
-
-def make_socket(kind: int) -> zmq.Socket[bytes]:
-    """A socket of this process's context; `ResourceError` if it cannot be had."""
-    shortage.need_files(_FIRST_FILES, "a socket")
-    try:
-        return context().socket(kind)
-    except zmq.ZMQError as error:
-        raise ResourceError(error.errno, f"cannot make a socket: {error.strerror}: raise ulimit -n") from None
-
-
-def close_context() -> None:
-    """The process ends: let the last doorbells out."""
-    if _context is not None and _context_pid == os.getpid():
-        _context.destroy(linger=LINGER_MS)
+"""Seconds that a receiver sleeps at a time while it cannot accept who rings it."""
 
 
 class Inbox:
-    """Where a receiver sleeps. Owns the bound socket; its path is removed with the member."""
+    """Where a receiver sleeps. Owns the sockets; its path is removed with the member.
 
-    __slots__ = ("_callers_due", "_socket", "_timeout_ms", "path")
+    Connections are accepted by the one who sleeps, so that nothing happens here while it is awake.
+    """
+
+    __slots__ = ("_bells", "_callers", "_deaf_until", "_listener", "_poll", "path")
 
     def __init__(self, directory: str, uid: int) -> None:
         self.path = socket_path(directory, uid)
-        self._socket = make_socket(zmq.PULL)
-        self._timeout_ms = -1
-        self._callers_due = 0.0
-        try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
-            self._socket.bind(f"ipc://{self.path}")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ResourceError(
-                error.errno,
-                f"cannot make a socket in directory {directory}: {os.strerror(error.errno or errno.EIO)}: "
-                "make that possible, or set SHMTENSOR_DIR to another directory",
-            ) from None
-        except BaseException:
-            self._socket.close()
-            raise
+        self._bells: deque[bytes] = deque()
+        self._callers: dict[int, Pull] = {}
+        self._deaf_until = 0.0
+        opened = contextlib.ExitStack()
+        with opened:
+            try:
+                self._listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._listener.setblocking(False)
+                self._listener.bind(self.path)
+                self._listener.listen(_BACKLOG)
+                self._poll = opened.enter_context(select.epoll(select.EPOLL_CLOEXEC))
+                self._poll.register(self._listener, select.EPOLLIN)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise shortage.explain(error, "cannot make a socket") from None
+                raise ResourceError(
+                    error.errno,
+                    f"cannot make a socket in directory {directory}: {os.strerror(error.errno or errno.EIO)}: "
+                    "make that possible, or set SHMTENSOR_DIR to another directory",
+                ) from None
+            opened.pop_all()
 
     def may_be_rung(self) -> bool:
-        """Whether senders may connect now. Else the receiver sleeps a little at a time, and does not say so to them."""
-        now = time.monotonic()
-        if now < self._callers_due:
+        """Whether senders can connect now. Else the receiver sleeps a little at a time, and does not say so to them."""
+        if not self._deaf_until:
             return True
-        if not shortage.may_open(_CALLER_FILES):
+        if time.monotonic() < self._deaf_until:
             return False
-        self._callers_due = now + _CALLERS_S
+        self._deaf_until = 0.0
+        self._poll.register(self._listener, select.EPOLLIN)
         return True
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when a doorbell comes after `drain` has taken all there were.
-
-        ZeroMQ signals by edges: being readable says only that `drain` should be called.
-        """
-        return int(self._socket.getsockopt(zmq.FD))
+        """The descriptor that is readable while there is something for `drain` to take, be it a doorbell or not."""
+        return self._poll.fileno()
 
     def doze(self, seconds: float) -> None:
         """Sleep a little, deaf to doorbells."""
         time.sleep(min(seconds, DEAF_S))
 
     def wait(self, seconds: float) -> bytes | None:
-        """Sleep until a doorbell arrives, or None after `seconds`."""
-        milliseconds = max(1, int(seconds * 1000))
-        if milliseconds != self._timeout_ms:
-            self._socket.setsockopt(zmq.RCVTIMEO, milliseconds)
-            self._timeout_ms = milliseconds
-        try:
-            return self._socket.recv()
-        except zmq.Again:
-            return None
+        """Sleep until a doorbell arrives. None after `seconds`, or if whoever wants to ring cannot be accepted."""
+        end = time.monotonic() + seconds
+        while not self._bells:
+            if seconds <= 0 or not self._serve(seconds) or self._deaf_until:
+                return None
+            seconds = end - time.monotonic()
+        return self._bells.popleft()
 
     def drain(self) -> list[bytes]:
-        """Take whatever has arrived, without waiting."""
-        taken = []
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than a receive that raises
-            taken.append(self._socket.recv(zmq.NOBLOCK))
+        """Take what has arrived, without waiting. A sender's doorbells beyond the first few are left for later."""
+        self._serve(0)
+        taken = list(self._bells)
+        self._bells.clear()
         return taken
 
+    def _serve(self, seconds: float) -> int:
+        """Wait for connections, doorbells and ends of connections, and deal with them. How many there were."""
+        ready = self._poll.poll(seconds)
+        for fd, _ in ready:
+            caller = self._callers.get(fd) or self._accept()
+            if caller is not None:
+                self._hear(caller)
+        return len(ready)
+
+    def _accept(self) -> Pull | None:
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:  # it has given up
+            return None
+        except OSError:  # no descriptors or no memory: whoever calls stays in line, which would wake us over and over
+            self._poll.unregister(self._listener)
+            self._deaf_until = time.monotonic() + DEAF_S
+            return None
+        caller = self._callers[accepted.fileno()] = Pull(accepted)
+        self._poll.register(accepted, select.EPOLLIN)
+        return caller
+
+    def _hear(self, caller: Pull) -> None:
+        try:
+            if caller.take(self._bells):
+                return
+        except (OSError, WireError):
+            pass
+        del self._callers[caller.fd]
+        self._poll.unregister(caller.fd)  # closing is not enough where a forked child has the descriptor too
+        caller.close()
+
     def close(self) -> None:
-        self._socket.close()
+        """Close the sockets. Idempotent."""
+        self._listener.close()
+        self._poll.close()
+        for caller in self._callers.values():
+            caller.close()
+        self._callers.clear()

@@ -1,20 +1,26 @@
-"""The sending end of a ZeroMQ connection, spoken by the thread that sends.
+"""A ZeroMQ connection, both ends of it, spoken by the threads that send and receive.
 
-A `zmq.PUSH` socket hands each message to an I/O thread, which has to be woken before the receiver's can be. A doorbell
-is worth neither the time nor the thread: it may be lost, and nobody waits for it to be written. So the sender writes
-ZeroMQ's wire protocol to the receiver's socket itself, one system call per message. The receiver is an ordinary
-`zmq.PULL` socket.
+A ZeroMQ socket hands each message to an I/O thread, which has to be woken before the receiver's can be, and that one
+before the receiver. A doorbell is worth neither the time nor the threads: it may be lost, and nobody waits for it to be
+written. So the sender writes ZeroMQ's wire protocol to the receiver's socket itself, one system call per message, and
+the receiver sleeps at that socket. `Pull` hears `zmq.PUSH` sockets as well; `Push` calls on a `Pull` only, since it
+does not wait for the other side's greeting before it sends.
 
 Source: ZMTP 3.0 with the NULL mechanism, https://rfc.zeromq.org/spec/23/ .
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+from collections.abc import MutableSequence
 from typing import Final
 
 from ..errors import WireError
+
+MOST: Final = 4096
+"""Bytes of a message that is taken; a longer one ends the connection."""
 
 _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 _NULL: Final = b"NULL".ljust(20, b"\0")
@@ -22,10 +28,8 @@ _GREETING: Final = _SIGNATURE + bytes([3, 0]) + _NULL + bytes(32)  # not as a se
 _VERSION_AT: Final = len(_SIGNATURE)
 _MECHANISM_AT: Final = _VERSION_AT + 2
 _READY: Final = b"\x05READY"
-_COMMAND, _LONG_MESSAGE = 4, 2
+_LONG_FLAG, _COMMAND = 2, 4
 _LONG: Final = struct.Struct(">BQ")
-_GREETING_BYTES: Final = 64
-_MOST: Final = _GREETING_BYTES + 2 + 255  # a READY command is short
 
 
 def _command(name: bytes, **properties: bytes) -> bytes:
@@ -36,68 +40,46 @@ def _command(name: bytes, **properties: bytes) -> bytes:
     return bytes([_COMMAND, len(body)]) + body
 
 
-_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PUSH", Identity=b"")
+_PUSH_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PUSH", Identity=b"")
+_PULL_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PULL", Identity=b"")
 
 
 def frame_head(nbytes: int) -> bytes:
     """What a message of so many bytes follows."""
-    return _LONG.pack(_LONG_MESSAGE, nbytes)
+    return _LONG.pack(_LONG_FLAG, nbytes)
 
 
 class Push:
-    """A connection to a PULL socket that is bound to a path.
+    """The sending end of a connection to an inbox that listens at a path.
 
     Raises `OSError` where it cannot connect at once: nobody listens, or too many wait to be accepted.
     """
 
-    __slots__ = ("_heard", "_socket", "fd")
+    __slots__ = ("_socket", "fd")
 
     fd: int
-    """The descriptor, once the other side is ready for messages; else -1."""
+    """The descriptor that frames may be written to; -1 once it is closed."""
 
     def __init__(self, path: str) -> None:
-        self._heard = b""
         self.fd = -1
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._socket.connect(path)
-            self._socket.send(_HELLO, socket.MSG_NOSIGNAL)
+            self._socket.send(_PUSH_HELLO, socket.MSG_NOSIGNAL)
         except BaseException:
             self._socket.close()
             raise
+        self.fd = self._socket.fileno()
 
-    def send(self, body: bytes, patience: float) -> bool:
-        """Send a message; the first one waits up to `patience` seconds for the other side's greeting.
-
-        Returns:
-            False if the greeting has not come, or the receiver takes nothing more for now.
-
-        Raises:
-            OSError: the connection is broken.
-            WireError: the other side speaks another protocol.
-        """
+    def send(self, body: bytes) -> bool:
+        """Send a message. False if the receiver takes nothing more for now; `OSError` if the connection is broken."""
+        data = frame_head(len(body)) + body
         try:
-            if self.fd < 0:
-                self._greet(patience)
-            data = frame_head(len(body)) + body
             if self._socket.send(data, socket.MSG_NOSIGNAL) < len(data):  # a small one goes whole or not at all
                 raise ConnectionError("half a message was sent")
-        except (BlockingIOError, TimeoutError):
+        except BlockingIOError:
             return False
         return True
-
-    def _greet(self, patience: float) -> None:
-        """Hear the other side out: before it is ready it takes a message for an error."""
-        self._socket.settimeout(patience)
-        try:
-            while not _is_greeting(self._heard):
-                data = self._socket.recv(_MOST)
-                if not data:
-                    raise ConnectionResetError("closed during the greeting")
-                self._heard += data
-        finally:
-            self._socket.setblocking(False)
-        self.fd, self._heard = self._socket.fileno(), b""
 
     def close(self) -> None:
         """Close the connection. What was sent still arrives. Idempotent."""
@@ -108,18 +90,71 @@ class Push:
         self._socket.close()  # a forked child drops its parent's endpoints without closing them
 
 
-def _is_greeting(heard: bytes) -> bool:
-    """Whether the other side's greeting and READY are complete. Raises `WireError` if they never will be."""
+class Pull:
+    """The receiving end of a connection that was accepted. Owns the socket."""
+
+    __slots__ = ("_greeted", "_heard", "_socket", "fd")
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.fd = accepted.fileno()
+        self._socket = accepted
+        self._heard = b""
+        self._greeted = False
+        accepted.setblocking(False)
+        with contextlib.suppress(OSError):  # it has hung up; what it said before can be taken
+            accepted.send(_PULL_HELLO, socket.MSG_NOSIGNAL)
+
+    def take(self, bodies: MutableSequence[bytes]) -> bool:
+        """Add the messages that are complete now, up to some 4 KiB at a time. False if the connection has ended.
+
+        Raises:
+            OSError: the connection is broken.
+            WireError: the other side speaks another protocol, or sends a message longer than `MOST`.
+        """
+        try:
+            data = self._socket.recv(MOST)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        heard = self._heard + data
+        if not self._greeted:
+            self._greeted = _is_greeted(heard)
+            heard = heard[len(_GREETING) :] if self._greeted else heard
+        while self._greeted and (frame := _first_frame(heard)) is not None:
+            flags, start, end = frame
+            if not flags & _COMMAND:
+                bodies.append(heard[start:end])
+            heard = heard[end:]
+        self._heard = heard
+        return True
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+
+def _first_frame(heard: bytes) -> tuple[int, int, int] | None:
+    """The flags of the first frame, where its body starts, and where it ends; None if it is not all there."""
+    if len(heard) < 2:
+        return None
+    flags, length, start = heard[0], heard[1], 2
+    if flags & _LONG_FLAG:
+        if len(heard) < _LONG.size:
+            return None
+        length, start = _LONG.unpack_from(heard)[1], _LONG.size
+    if length > MOST:
+        raise WireError(f"a message of {length} bytes: at most {MOST} are taken")
+    return (flags, start, start + length) if len(heard) >= start + length else None
+
+
+def _is_greeted(heard: bytes) -> bool:
+    """Whether the other side's greeting is all there. Raises `WireError` if it never will be."""
     signature, version = heard[:_VERSION_AT], heard[_VERSION_AT : _VERSION_AT + 1]
     if signature[:1] not in (b"", b"\xff") or signature[9:] not in (b"", b"\x7f") or (version and version[0] < 3):
         raise WireError(f"no ZMTP 3 greeting: {heard[:12]!r}")
-    if len(heard) < _GREETING_BYTES + 2:
+    if len(heard) < len(_GREETING):
         return False
-    flags, length = heard[_GREETING_BYTES], heard[_GREETING_BYTES + 1]
-    if heard[_MECHANISM_AT : _MECHANISM_AT + 20] != _NULL or flags != _COMMAND:
-        raise WireError(f"no ZMTP greeting without security: {heard[: _GREETING_BYTES + 2]!r}")
-    if len(heard) < _GREETING_BYTES + 2 + length:
-        return False
-    if not heard.startswith(_READY, _GREETING_BYTES + 2):
-        raise WireError(f"the other side is not ready: {heard[_GREETING_BYTES + 2 :]!r}")
+    if heard[_MECHANISM_AT : _MECHANISM_AT + len(_NULL)] != _NULL:
+        raise WireError(f"no ZMTP greeting without security: {heard[: len(_GREETING)]!r}")
     return True

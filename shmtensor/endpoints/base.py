@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ..channel import inbox
+from ..channel import doorbells
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError
 from ..memory import forks, words
 
@@ -187,4 +187,4 @@ def _close_all() -> None:
                 endpoint._at_exit()
     for endpoint in list(lingering):
         endpoint._outlast()
-    inbox.close_context()
+    doorbells.close_context()

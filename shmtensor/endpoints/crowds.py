@@ -45,7 +45,7 @@ class Listeners(Crowd):
         if not receiver._inbox.may_be_rung():
             self.loop.call_later(DEAF_S, self._call_first)
             return True
-        self._was_rung()  # late doorbells of earlier sleeps; from here on a new one makes the descriptor readable
+        self._was_rung()  # late doorbells of earlier sleeps
         receiver._late_bells = True
         receiver._nap = (receiver._nap + 1) | 1
         store(receiver._control_words, receiver._asleep, receiver._nap)
@@ -68,10 +68,11 @@ class Listeners(Crowd):
         self._receiver._pass_on()
 
     def _was_rung(self) -> bool:
-        bells = self._receiver._inbox.drain()
+        inbox = self._receiver._inbox
+        bells = inbox.drain()
         for bell in bells:
             self._receiver._hear(bell)
-        return bool(bells)
+        return bool(bells) or not inbox.may_be_rung()
 
 
 class Customers(Crowd):

@@ -63,6 +63,12 @@ class Receiver(Opening[_F]):
         self._inbox = Inbox(member.directory, member.uid)
         # crash: join.inbox
 
+    def drop_in_child(self) -> None:
+        super().drop_in_child()
+        inbox: Inbox | None = getattr(self, "_inbox", None)  # it may have been joining just then
+        if inbox is not None:
+            inbox.close()
+
     # --- receiving
 
     def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
