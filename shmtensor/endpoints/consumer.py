@@ -67,6 +67,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         self._current: tuple[Claim, Any] | None = None
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
+        self._siblings_asleep: tuple[int, ...] = ()
         self._inlets: dict[tuple[int, int], Any] = {}  # by sender and ring
         super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
 
@@ -133,6 +134,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         for uid, entry in peers.items():
             if uid not in self._siblings:
                 self._siblings[uid] = Peer(entry)
+        self._siblings_asleep = tuple(peer.asleep for peer in self._siblings.values())
 
     def _sleep(self, seconds: float) -> bool:
         rung = super()._sleep(seconds)
@@ -185,8 +187,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         index = feed.uid, found.ring.index
         inlet = self._inlets.get(index)
         if inlet is None:
-            siblings = tuple(peer.asleep for peer in self._siblings.values())
-            inlet = usual.inlet(self, feed, found, siblings)
+            inlet = usual.inlet(self, feed, found, self._siblings_asleep)
         if inlet is not None:
             inlet.learn(found.slot, found.raw, found.nbytes, value)
             feed.inlet = self._inlets[index] = inlet  # the next messages are mostly in the same ring
@@ -208,6 +209,16 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         if inlet is not None and inlet.more and self._mutex.acquire(False):  # else a thread of ours is taking more
             try:
                 inlet.more = False
+                if not self._state and self._has_more():
+                    self._ring_sibling(self._member.uid, None)
+            finally:
+                self._mutex.release()
+
+    def _share_others(self) -> None:
+        """The same where there are several senders."""
+        words = self._control_words
+        if any(words[asleep] & 1 for asleep in self._siblings_asleep) and self._mutex.acquire(False):
+            try:
                 if not self._state and self._has_more():
                     self._ring_sibling(self._member.uid, None)
             finally:

@@ -75,12 +75,22 @@ class Intake(Consumer):
         raise LookupError("a request of an unknown client")
 
     def recv_soon(self) -> Message | None:
-        """A usual tensor that is there very soon, or None."""
+        """A usual tensor that is there now (of a single client: very soon), or None."""
         inlet = self._inlet
-        message: Message | None = None if inlet is None else inlet.recv(self, self._patience)
-        if message is not None and inlet.more:
-            self._share()
-        return message
+        if inlet is not None:
+            message: Message | None = inlet.recv(self, self._patience)
+            if message is not None and inlet.more:
+                self._share()
+            return message
+        feeds, turn = (*self._feeds,), self._turn
+        for step in range(len(feeds)):
+            inlet = feeds[(turn + step) % len(feeds)].inlet
+            message = None if inlet is None else inlet.recv(self, 0)
+            if message is not None:
+                self._turn = turn + step + 1
+                self._share_others()
+                return message
+        return None
 
     def clients(self) -> dict[int, bool]:
         """The uids of the clients that are attached, and whether each has left."""
