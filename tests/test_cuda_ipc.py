@@ -28,7 +28,7 @@ RECEIVER_POINTS = ["device.mapping", "device.taken", "take.leased"]
 
 @pytest.fixture(scope="module")
 def server():
-    with crash_server() as context:
+    with crash_server("tests.cuda_standin") as context:
         yield context
 
 
@@ -470,7 +470,7 @@ def test_a_publishers_process_ends_when_its_readers_have_let_go(standin, channel
         writer.do("for n in (1, 2): pub.send(filled(n)); run()")
         first = sub.recv(timeout=PATIENCE).value
         writer.end()
-        writer.process.join(1.0)
+        writer.process.join(0.5)
         assert writer.process.exitcode is None  # a message that was not taken, and one that is looked at
         second = sub.recv(timeout=PATIENCE).value
         standin.run_all()
@@ -579,7 +579,7 @@ def test_a_subscriber_dies(standin, channel, peer, point):
         assert number(standin, value) == 2
         del value
     pub.close()
-    gone(pub)
+    gone(pub, sub)
 
 
 def test_a_slot_whose_end_cannot_be_told_stays_taken(standin, channel, peer):

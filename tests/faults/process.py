@@ -14,11 +14,11 @@ PATIENCE = 30.0
 
 
 @contextlib.contextmanager
-def crash_server() -> Iterator[multiprocessing.context.ForkServerContext]:
-    """A context whose processes have the package with its crash points."""
+def crash_server(*modules: str) -> Iterator[multiprocessing.context.ForkServerContext]:
+    """A context whose processes have the package with its crash points, and these modules, loaded."""
     context = multiprocessing.get_context("forkserver")
     stop_forkserver()  # one that another test has left running has not preloaded the cast
-    context.set_forkserver_preload(["tests.faults.cast"])
+    context.set_forkserver_preload(["tests.faults.cast", *modules, "tests.faults.loaded"])
     yield context
     stop_forkserver()
     context.set_forkserver_preload(["__main__"])  # the default
