@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 from ..endpoints.base import FORKED
 from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher
-from ..errors import RingFull
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
 from ..ring.layout import SERVICE
 from ..ring.ring import Ring
-from ..views import outgoing
 from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
@@ -99,32 +95,17 @@ class Replies(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
-        self._posting = threading.Lock()
-        self._request = 0
         self._budget = BUDGET if slots is None else None
         super().__init__(channel, slots=8 if slots is None else slots, max_bytes=max_bytes)
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0
 
-    def post(self, value: Any, meta: Any, request: int, patience: float) -> None:
-        """Publish a reply; waits for so long where memory is scarce. Raises what `send` raises."""
+    def post(self, note: int, value: Any, meta: Any, timeout: float | None) -> None:
+        """Publish a reply to the request of that number; waits for so long where memory is scarce."""
         with self._posting:
-            self._request = request
-            self._send(value, meta, patience)
-
-    async def apost(self, value: Any, request: int, patience: float) -> None:
-        """`post` for an event loop."""
-        with contextlib.suppress(RingFull):
-            self.post(value, None, request, 0)
-            return
-
-        def write(out: Outgoing, ring: Ring, slot: int) -> int:
-            self._request = request
-            return self._fill(out, value, ring, slot)
-
-        await self._with_slot(lambda: outgoing.describe(value, None), write, patience)
+            super().post(note, value, meta, timeout)
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
-        store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)
+        store(ring.words, ring.state + self._member.index * ring.row + slot, self._note)
         # crash: reply.noted
         return super()._publish(ring, slot, out, guard)

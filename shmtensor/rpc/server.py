@@ -240,7 +240,7 @@ class Server(AsyncServer):
         if sent is None:
             return False
         if sent < 0:
-            replies._wake_late(-sent)  # type: ignore[union-attr]
+            replies._wake_soon(-sent)  # type: ignore[union-attr]
         self._replied += 1
         if self._open.pop(id(request), None) is not None:
             message._receiver = None  # type: ignore[assignment]
@@ -253,7 +253,7 @@ class Server(AsyncServer):
         meta = None if error is None else {FAILED: True}
         try:
             if replies is not None:
-                replies.post(value, meta, request.seq, request._patience)
+                replies.post(request.seq, value, meta, request._patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)
@@ -269,7 +269,7 @@ class Server(AsyncServer):
         replies, sent = self._replies_for(request), False
         try:
             if replies is not None:
-                await replies.apost(value, request.seq, request._patience)
+                await replies.apost(request.seq, value, None, request._patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)
