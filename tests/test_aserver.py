@@ -149,7 +149,7 @@ def test_a_reply_waits_for_room(run, channel):  # noqa: F811
             kept = await client_keeps
             asking = asyncio.create_task(client.arequest(3, timeout=PATIENCE))
             fourth = await server.arecv(timeout=PATIENCE)
-            with pytest.raises(shmtensor.RingFull):
+            with pytest.raises(shmtensor.RingFull, match=r'service ".*": no room for a reply of 1.0 MiB'):
                 await fourth.areply(np.ones(nbytes, np.uint8))
             assert not fourth.answered
             fourth.fail("no room")

@@ -597,7 +597,7 @@ def test_cancelled_requests_give_their_slots_back(channel):
 def test_a_full_ring_of_requests(channel):
     with shmtensor.Client(channel, slots=2) as client:
         futures = [client.submit(1), client.submit(2)]
-        with pytest.raises(shmtensor.RingFull):
+        with pytest.raises(shmtensor.RingFull, match=r'service ".*": no room for a request .* \(none is there\)'):
             client.request(3, timeout=0.02)
         with shmtensor.Client(channel, slots=1, full="error") as other:
             other.submit(1)

@@ -12,6 +12,7 @@ from ..memory.words import store
 from ..ring.competing import CompetingFeed
 from ..ring.layout import SERVICE
 from ..ring.ring import Ring
+from ..units import format_bytes
 from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
@@ -31,6 +32,8 @@ class Source:
 
 class Intake(Consumer):
     """Takes requests, several at once if need be."""
+
+    _abandoned_text = "service %s: request %d of client %016x dropped after %d servers that did not finish it"
 
     @property
     def _channel_kind(self) -> int:
@@ -82,11 +85,6 @@ class Intake(Consumer):
         """The uids of the clients that are attached, and whether each has left."""
         return {feed.uid: feed.gone for feed in (*self._feeds, *self._retired)}
 
-    @property
-    def epoch(self) -> int:
-        """Moves whenever a client or a server comes or goes."""
-        return self._epoch
-
     def _refuse(self) -> None:
         refuse(self, "Server")
 
@@ -104,6 +102,14 @@ class Replies(Posting, Publisher):
         """Publish a reply to the request of that number; waits for so long where memory is scarce."""
         with self._posting:
             super().post(note, value, meta, timeout)
+
+    def _full_text(self, nbytes: int) -> str:
+        service = self.name.rsplit(".", 1)[0]
+        return (
+            f'service "{service}": no room for a reply of {format_bytes(nbytes)}: its client keeps earlier ones in all '
+            f"{self._pool.slots} slots, and there is no memory for more: let go of replies there, or make the server "
+            "with a larger max_bytes="
+        )
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
         store(ring.words, ring.state + self._member.index * ring.row + slot, self._note)

@@ -62,7 +62,7 @@ async def _reply(client: Client, call: Call) -> None:
     if ended is NOTHING:
         client._requests.cancel(call)
         client._late += 1
-        client._end(call, None, failures.late(client._requests, call))
+        client._end(call, failures.late(client._requests, call))
 
 
 def _attempt(client: Client, call: Call) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ from ..ring.layout import (
     VERDICT,
 )
 from ..ring.ring import Ring
+from ..units import format_bytes
 from ..views.outgoing import Outgoing
 from .notes import BUDGET, CANCELLED
 from .posting import Posting
@@ -89,6 +90,13 @@ class Requests(Posting, Producer):
                     self._wake_soon(-sent)
                 return
         await super().apost(call, value, meta, timeout)
+
+    def _full_text(self, nbytes: int) -> str:
+        servers = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "none is there"
+        return (
+            f'service "{self.name}": no room for a request of {format_bytes(nbytes)}, all {self._pool.slots} slots '
+            f'wait for their servers ({servers}): start more of them, or pass slots=, timeout= or full="grow"'
+        )
 
     def _withhold(self, note: Call) -> None:
         super()._withhold(note)
@@ -235,12 +243,6 @@ class Answers(Subscriber):
                 if ring.words is words:
                     return words, (feed.index - own) * ring.row, ring.state + own * ring.row
         raise LookupError("a reply of an unknown server")
-
-    def look_around(self) -> None:
-        """What a tick of `recv` does: notice servers that died."""
-        with self._mutex:
-            if not self._state:
-                self._tick()
 
     def _refuse(self) -> None:
         refuse(self, "Client")
