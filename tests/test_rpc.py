@@ -543,6 +543,19 @@ def test_a_request_times_out(pair):
     assert server.statistics().cancelled == 1
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e30, 10**12])
+def test_a_time_out_that_never_comes(pair, timeout):
+    client, server = pair
+    with serving(server, lambda value: value):
+        for value in (np.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)):  # by the compiled module, too
+            assert client.request(value, timeout=timeout).sum() == 2
+            assert client.submit(value, timeout=timeout).result(PATIENCE).sum() == 2
+        assert list(client.map([1, 2], timeout=timeout)) == [1, 2]
+        future = client.submit(3, timeout=timeout)
+        assert not future.cancelled()
+        assert future.result(PATIENCE) == 3
+
+
 def test_an_expired_request_is_not_started(channel):
     """Its client, stopped or slow, has not taken it back."""
     with shmtensor.Client(channel) as client, shmtensor.Server(channel) as server:

@@ -29,7 +29,7 @@ from ..ring.layout import (
 from ..ring.ring import Ring
 from ..units import format_bytes
 from ..views.outgoing import Outgoing
-from .notes import BUDGET, CANCELLED
+from .notes import BUDGET, CANCELLED, FOREVER
 from .posting import Posting
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Requests(Posting, Producer):
                 if sent < 0:
                     self._wake_late(-sent)
                 return
-        if not self._posting.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._posting.acquire(timeout=-1 if timeout is None or timeout >= FOREVER else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
             super().post(call, value, meta, timeout)

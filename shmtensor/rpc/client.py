@@ -26,7 +26,7 @@ from .asking import Answers, Requests
 from .call import Call, Ended, RequestFuture
 from .driver import Driver
 from .mapping import mapped
-from .notes import ONCE, check_service, reply_channel
+from .notes import FOREVER, ONCE, check_service, reply_channel
 
 _Value = Any
 
@@ -161,7 +161,7 @@ class Client(AsyncClient):
             return Call(0, 0 if retry else ONCE)
         if type(timeout) is not float or not timeout >= 0:
             check_timeout(timeout)
-        return Call(monotonic_ns() + int(timeout * 1e9), 0 if retry else ONCE)
+        return Call(monotonic_ns() + int(timeout * 1e9) if timeout < FOREVER else 0, 0 if retry else ONCE)
 
     def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
         """Send a request; if that is interrupted, nobody waits for it."""
