@@ -551,9 +551,6 @@ def test_a_time_out_that_never_comes(pair, timeout):
             assert client.request(value, timeout=timeout).sum() == 2
             assert client.submit(value, timeout=timeout).result(PATIENCE).sum() == 2
         assert list(client.map([1, 2], timeout=timeout)) == [1, 2]
-        future = client.submit(3, timeout=timeout)
-        assert not future.cancelled()
-        assert future.result(PATIENCE) == 3
 
 
 def test_an_expired_request_is_not_started(channel):

@@ -15,7 +15,7 @@ _A = TypeVar("_A", bound="AsyncServer")
 
 
 class AsyncServer:
-    """The calls of `Server` that an event loop can wait for. `req.reply` is none of them: it never waits."""
+    """The calls of `Server` that an event loop can wait for. `req.reply` may be used there: it waits for room only."""
 
     async def arecv(self, *, timeout: float | None = None) -> Any:
         """`recv` for asyncio: other tasks run while this one waits, and no thread is used.

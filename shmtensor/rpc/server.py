@@ -117,14 +117,13 @@ class Server(AsyncServer):
 
     def _nothing_came(self, error: Exception, deadline: float | None) -> Batch | None:
         """Inside `except`: the batch that waits for no more; `TimedOut` at the deadline, `ClosedError` at the end."""
-        collector, now = self._collector, time.monotonic()
-        if collector is not None and not collector.is_empty:
-            due = collector.until(None)
-            if isinstance(error, ClosedError) or (due is not None and now >= due):
-                return self._batch(collector.oldest())
-        elif isinstance(error, ClosedError):
+        collector, ended = self._collector, isinstance(error, ClosedError)
+        requests = None if collector is None else collector.oldest(due=not ended)
+        if requests is not None:
+            return self._batch(requests)
+        if ended:
             raise
-        elif deadline is not None and now >= deadline:
+        if deadline is not None and time.monotonic() >= deadline and (collector is None or collector.is_empty):
             raise TimedOut(f'service "{self.name}": no request in time') from None
         self._let_clients_go()
         return None
