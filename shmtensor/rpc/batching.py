@@ -146,7 +146,9 @@ def batch_of(requests: list[Request]) -> Batch | None:
 
 
 def _look(request: Request) -> tuple[Any, bool]:
+    """What it may be stacked with; whether it goes alone, as one does that a server has died with or given back: that
+    may have been its fault, and would be the end of those beside it."""
     look = stacking.look_of(request.value)
-    if stacking.is_stackable(look):
+    if request.attempt == 1 and stacking.is_stackable(look):
         return look, False
     return (request.seq, id(request)), True
