@@ -101,7 +101,8 @@ class Replies(Posting, Publisher):
     def post(self, note: int, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a reply to the request of that number; waits for so long where memory is scarce."""
         with self._posting:
-            super().post(note, value, meta, timeout)
+            self._note = note
+            self._send(value, meta, timeout)
 
     def _full_text(self, nbytes: int) -> str:
         service = self.name.rsplit(".", 1)[0]

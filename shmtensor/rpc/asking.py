@@ -76,7 +76,11 @@ class Requests(Posting, Producer):
         if not self._posting.acquire(timeout=-1 if timeout is None or timeout >= FOREVER else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
-            super().post(call, value, meta, timeout)
+            self._note = call
+            self._send(value, meta, timeout)
+        except BaseException:
+            self._withhold(call)
+            raise
         finally:
             self._posting.release()
 

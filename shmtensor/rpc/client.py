@@ -152,9 +152,7 @@ class Client(AsyncClient):
         return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
-        """A call that is to be posted now."""
-        if self._requests._state:
-            self._requests._refuse()
+        """A call that is to be posted now, which is refused if the client is closed."""
         if retry is not True and retry is not False:
             raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
         if timeout is None:

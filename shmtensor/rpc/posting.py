@@ -11,24 +11,18 @@ from ..views.outgoing import Outgoing
 
 
 class Posting(AsyncSender):
-    """Base of `Requests` and `Replies`: one thread or task at a time is between a note and its message."""
+    """Base of `Requests` and `Replies`: one thread or task at a time is between a note and its message.
+
+    Both have `post`, for threads, with the arguments of `apost`; it raises what `send` raises.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._posting = threading.Lock()
         self._note: Any = None  # what the next message's note is made of
         super().__init__(*args, **options)
 
-    def post(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
-        """Publish a message with its note; raises what `send` raises. The caller holds `_posting`."""
-        try:
-            self._note = note
-            self._send(value, meta, timeout)
-        except BaseException:
-            self._withhold(note)
-            raise
-
     async def apost(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
-        """`post` for an event loop, in line if there is no room or a thread is at it."""
+        """Publish a message with its note, in line if there is no room or a thread is at it."""
 
         def write(out: Outgoing, ring: Ring, slot: int) -> int:
             self._note = note
