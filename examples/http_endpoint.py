@@ -4,7 +4,7 @@ The HTTP process only moves bytes: a worker decodes the image and runs the model
 on the event loop, without a thread for each. A worker that dies is started again, and what it was working on goes to
 another one: no request is lost.
 
-    pip install 'shmtensor[http]'
+    pip install '.[http]'
     python examples/http_endpoint.py            # asks itself 300 times at once, and kills a worker meanwhile
     uvicorn --app-dir examples http_endpoint:app     # serves: curl --data-binary @cat.jpg localhost:8000/classify
 """

@@ -74,6 +74,13 @@ def fragile(value):
     return os.getpid()
 
 
+def fragile_rows(value):
+    """Of a batch: ends its process by a zero."""
+    if not value.all():
+        os._exit(7)
+    return np.full(len(value), len(value))
+
+
 class Model:
     """Made once in each worker."""
 

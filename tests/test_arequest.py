@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import random
 import threading
@@ -40,7 +41,7 @@ def number(value: int) -> np.ndarray:
 def test_requests_of_many_tasks(run, service):  # noqa: F811
     async def main():
         async with shmtensor.Client(service, slots=4) as client:
-            assert (await client.arequest(number(4), timeout=PATIENCE)).tolist() == [8, 8, 8]
+            assert (await client.arequest(number(4), timeout=float("inf"))).tolist() == [8, 8, 8]
 
             async def ask(count):
                 assert int((await client.arequest(number(count), {"a": 1}, timeout=PATIENCE))[0]) == 2 * count
@@ -124,6 +125,22 @@ def test_threads_and_tasks_share_a_client(run, service):  # noqa: F811
             joins = [in_thread(ask_in_thread, 0), in_thread(submit, 50)]
             assert await asyncio.gather(*(ask(count) for count in range(100))) == [2 * count for count in range(100)]
             assert [value for join in joins for value in await join()] == [2 * count for count in range(100)]
+
+    run(main())
+
+
+def test_the_loop_does_not_wait_for_a_thread_that_waits_for_servers(run, channel):  # noqa: F811
+    async def main():
+        async with shmtensor.Client(channel) as client, contextlib.AsyncExitStack() as stack:
+            join = in_thread(lambda: client.wait_for_servers(1, timeout=PATIENCE))
+            await until(client._requests._mutex.locked)
+            asking = asyncio.create_task(client.arequest(number(7), timeout=PATIENCE))
+            await turns_of_the_loop(9)
+            server = await stack.enter_async_context(shmtensor.Server(channel))  # ends the thread's wait
+            await join()
+            req = await server.arecv(timeout=PATIENCE)
+            await req.areply(req.value)
+            assert int((await asking)[0]) == 7
 
     run(main())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shmtensor
+from shmtensor.rpc import request
 
 from .test_asyncio import PATIENCE, asleep, in_thread, run, turns_of_the_loop, until  # noqa: F401
 
@@ -148,13 +149,34 @@ def test_a_reply_waits_for_room(run, channel):  # noqa: F811
             kept = await client_keeps
             asking = asyncio.create_task(client.arequest(3, timeout=PATIENCE))
             fourth = await server.arecv(timeout=PATIENCE)
-            with pytest.raises(shmtensor.RingFull):
+            with pytest.raises(shmtensor.RingFull, match=r'service ".*": no room for a reply of 1.0 MiB'):
                 await fourth.areply(np.ones(nbytes, np.uint8))
             assert not fourth.answered
             fourth.fail("no room")
             del kept, client_keeps
             with pytest.raises(shmtensor.RemoteError):
                 await asking
+
+    run(main())
+
+
+def test_the_loop_does_not_wait_for_a_thread_that_waits_for_room(run, channel, monkeypatch):  # noqa: F811
+    nbytes = 1 << 20
+    monkeypatch.setattr(request, "ROOM_S", PATIENCE)  # only the loop can let go of the reply that is in the way
+
+    async def main():
+        server = shmtensor.Server(channel, slots=1, max_bytes=nbytes + (1 << 19))
+        async with server, shmtensor.Client(channel) as client:
+            asking = [asyncio.create_task(client.arequest(n)) for n in range(3)]
+            reqs = [await server.arecv(timeout=PATIENCE) for _ in asking]
+            await reqs[0].areply(np.zeros(nbytes, np.uint8))
+            join = in_thread(lambda: reqs[1].reply(np.ones(nbytes, np.uint8)))
+            await asleep(server._replies[client._requests.uid])
+            replying = asyncio.create_task(reqs[2].areply(np.full(nbytes, 2, np.uint8)))
+            await turns_of_the_loop(9)
+            for value in range(3):
+                assert (await asking.pop(0)).sum() == value * nbytes
+            await asyncio.gather(join(), replying)
 
     run(main())
 

@@ -19,6 +19,7 @@ import shmtensor
 from shmtensor.endpoints import crowd as crowds
 from shmtensor.endpoints import turns
 from shmtensor.endpoints.base import TICK
+from shmtensor.endpoints.crowds import Customers
 from shmtensor.memory.fifos import BY_FIFO
 
 PATIENCE = 100.0
@@ -508,6 +509,39 @@ def test_a_cancelled_asend_holds_no_slot(run, channel, pair, no_tick, others):
                 with pytest.raises(shmtensor.TimedOut):
                     await rx.arecv(timeout=0)
         assert outcomes == {True, False}
+
+    run(main())
+
+
+@pytest.mark.parametrize("send", ["asend", "aloan"])
+def test_a_cancelled_asend_takes_nothing_from_latest(run, channel, no_tick, monkeypatch, send):
+    """Cancelled when it has seen, as it fell asleep, that it may take back the newest message."""
+    held = []
+    open_ = Customers._open
+
+    def release(crowd):
+        held.clear()
+        return open_(crowd)
+
+    monkeypatch.setattr(Customers, "_open", release)
+
+    async def main():
+        with (
+            shmtensor.Publisher(channel, slots=1) as pub,
+            shmtensor.Subscriber(channel, delivery="latest") as sub,
+            shmtensor.Subscriber(channel, delivery="latest") as slow,
+        ):
+            pub.send(number(1))
+            held.append(sub.recv(timeout=PATIENCE))
+            task = asyncio.create_task(pub.asend(number(2)) if send == "asend" else pub.aloan((3,), np.int64))
+            while held:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert number_of(slow.recv(timeout=0)) == 1
+            assert await pub.asend(number(3)) == 2
+            assert [number_of(await each.arecv(timeout=PATIENCE)) for each in (sub, slow)] == [3, 3]
 
     run(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from concurrent.futures import CancelledError
 
@@ -175,6 +176,21 @@ def test_max_wait_counts_from_the_first_request(make):
     assert all(future.result(timeout=PATIENCE) == 0 for future in futures)
 
 
+def test_full_batches_starve_nobody(make):
+    """One request of another look, and always as many of one look as a batch takes."""
+    client, server = make(max_batch=2, max_wait=0)
+    futures = [client.submit(np.zeros(2 if number == 1 else 3), timeout=PATIENCE) for number in range(10)]
+    batches = []
+    while len(batches) < 3:
+        batch = server.recv(timeout=PATIENCE)
+        batches.append(batch.value.shape)
+        batch.reply(batch.value)
+    assert (1, 2) in batches
+    assert futures[1].result(PATIENCE).shape == (2,)
+    for future in futures:
+        future.cancel()
+
+
 def test_no_request_is_no_batch(make):
     _, server = make(max_batch=2, max_wait=PATIENCE)
     with pytest.raises(TimedOut):
@@ -268,6 +284,27 @@ def test_run_with_batches_of_many_clients(make, channel):
         client.close()
     assert sum(seen) == 90
     assert max(seen) <= 8
+
+
+def test_several_threads_take_batches(make):
+    client, server = make(max_batch=3, max_wait=0.0003)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=server.run, args=(lambda value: value * 2,)) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            futures = [
+                (size, client.submit(np.full(size, size), timeout=PATIENCE)) for _ in range(4) for size in (1, 2, 3)
+            ]
+            for size, future in futures:
+                assert future.result(PATIENCE).tolist() == [2 * size] * size
+    finally:
+        sys.setswitchinterval(before)
+        server.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
 
 
 def test_a_stopping_server_gives_out_what_it_has_taken(make):

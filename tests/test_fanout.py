@@ -221,6 +221,32 @@ def test_latest_never_holds_a_publisher_back_and_counts_what_it_missed(channel):
         assert sub.statistics().missed == 98
 
 
+@pytest.mark.parametrize("full", ["block", "error", "drop"])
+def test_a_message_without_room_takes_nothing_from_latest(channel, full):
+    """It needs three slots in a row, and the second of four is leased: the newest message stays where it is."""
+    with (
+        Publisher(channel, slots=4, slot_bytes=4096, full=full) as pub,
+        Subscriber(channel, delivery="latest") as sub,
+        Subscriber(channel, delivery="latest") as slow,
+    ):
+        pub.send(np.array(1))
+        pub.send(np.array(2))
+        held = sub.recv(timeout=5)
+        for value in (3, 4):
+            pub.send(np.array(value))
+        large = np.zeros(3 * 4096, np.uint8)
+        if full == "drop":
+            assert pub.send(large) == 0
+        else:
+            with pytest.raises(shmtensor.RingFull):
+                pub.send(large, timeout=0)
+        assert int(slow.recv(timeout=5).value) == 4
+        assert int(held.value) == 2
+        del held
+        pub.send(large)
+        assert slow.recv(timeout=5).nbytes == large.nbytes
+
+
 def test_lossless_and_latest_mix(channel):
     with (
         Publisher(channel, slots=4) as pub,

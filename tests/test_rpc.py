@@ -543,6 +543,16 @@ def test_a_request_times_out(pair):
     assert server.statistics().cancelled == 1
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e30, 10**12])
+def test_a_time_out_that_never_comes(pair, timeout):
+    client, server = pair
+    with serving(server, lambda value: value):
+        for value in (np.ones(2), torch.ones(2), torch.ones(2), torch.ones(2)):  # by the compiled module, too
+            assert client.request(value, timeout=timeout).sum() == 2
+            assert client.submit(value, timeout=timeout).result(PATIENCE).sum() == 2
+        assert list(client.map([1, 2], timeout=timeout)) == [1, 2]
+
+
 def test_an_expired_request_is_not_started(channel):
     """Its client, stopped or slow, has not taken it back."""
     with shmtensor.Client(channel) as client, shmtensor.Server(channel) as server:
@@ -597,7 +607,7 @@ def test_cancelled_requests_give_their_slots_back(channel):
 def test_a_full_ring_of_requests(channel):
     with shmtensor.Client(channel, slots=2) as client:
         futures = [client.submit(1), client.submit(2)]
-        with pytest.raises(shmtensor.RingFull):
+        with pytest.raises(shmtensor.RingFull, match=r'service ".*": no room for a request .* \(none is there\)'):
             client.request(3, timeout=0.02)
         with shmtensor.Client(channel, slots=1, full="error") as other:
             other.submit(1)

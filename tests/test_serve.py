@@ -86,6 +86,17 @@ def test_a_pool_takes_batches(pool_of, channel):
         assert all(1 <= count <= 4 for count in counts)
 
 
+def test_a_request_that_kills_its_worker_costs_none_beside_it(pool_of, channel):
+    options = {"max_batch": 4, "max_wait": PATIENCE, "max_attempts": 2}
+    with pool_of(services.fragile_rows, **options), shmtensor.Client(channel) as client:
+        futures = [client.submit(np.full(2, number), timeout=PATIENCE) for number in (1, 0, 2, 3)]
+        with pytest.raises(PeerDied, match="max_attempts=2"):
+            futures.pop(1).result(PATIENCE)
+        assert [int(future.result(PATIENCE)) for future in futures] == [1, 1, 1]
+        futures = [client.submit(np.full(2, number), timeout=PATIENCE) for number in range(1, 5)]
+        assert [int(future.result(PATIENCE)) for future in futures] == [4, 4, 4, 4]
+
+
 def test_a_dead_worker_is_replaced(pool_of, channel, caplog):
     with pool_of(services.fragile, workers=1) as pool, shmtensor.Client(channel) as client:
         before = client.request(1, timeout=PATIENCE)

@@ -69,7 +69,7 @@ class GrowingPool(Pool):
 
     def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
         slot_bytes = _slot_of(nbytes)
-        rings = self._fitting(slot_bytes)
+        rings = self._of_size(slot_bytes)
         for ring in rings:  # messages are got about in the order of their slots: mostly the one at the cursor is free
             entry = ring.busy[ring.cursor]
             if entry is None or is_free(ring, entry):
@@ -89,11 +89,11 @@ class GrowingPool(Pool):
         return super().find(nbytes, is_free)
 
     def make_room(self, nbytes: int) -> None:
-        if not self._fitting(_slot_of(nbytes)) and not self.may_grow(nbytes):
+        if not self._of_size(_slot_of(nbytes)) and not self.may_grow(nbytes):
             super().make_room(nbytes)
 
     def may_grow(self, nbytes: int) -> bool:
-        if not self.eager and self._fitting(_slot_of(nbytes)):
+        if not self.eager and self._of_size(_slot_of(nbytes)):
             return False
         return super().may_grow(nbytes) and self._shape(nbytes).nbytes <= free_bytes()
 
@@ -109,7 +109,7 @@ class GrowingPool(Pool):
                 "free: put smaller items, pass a larger max_bytes=, or give it more room (containers: --shm-size)",
             ) from error
 
-    def _fitting(self, slot_bytes: int) -> list[Ring]:
+    def _of_size(self, slot_bytes: int) -> list[Ring]:
         return [ring for ring in self.rings if slot_bytes <= ring.slot_bytes <= _WIDE * slot_bytes]
 
     def _take(self, ring: Ring, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
@@ -122,7 +122,7 @@ class GrowingPool(Pool):
     def _shape(self, nbytes: int) -> RingShape:
         slot_bytes = _slot_of(nbytes)
         least, most = _FIRST_SLOTS
-        before = sum(ring.slots for ring in self._fitting(slot_bytes))
+        before = sum(ring.slots for ring in self._of_size(slot_bytes))
         slots = max(least, min(most, _FIRST_BYTES // slot_bytes), min(before, _GROWTH_BYTES // slot_bytes))
         slots = min(slots, self._ledger.mask - self.slots)
         if self._max_bytes is not None:

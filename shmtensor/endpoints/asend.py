@@ -171,7 +171,7 @@ class AsyncSender(Sender, AsyncEndpoint):
                 self._exit()
 
         def is_roomy() -> bool:
-            return not wanted or self._has_moved() or self._pool.find(wanted, self._is_free) is not None
+            return not wanted or self._has_moved() or self._has_room(wanted)
 
         if self._state or self._stop:
             self._refuse()
@@ -186,6 +186,10 @@ class AsyncSender(Sender, AsyncEndpoint):
         if found is NOTHING or found is BUSY:
             raise RingFull(self._full_text(wanted))
         return found
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether `_find` would find something."""
+        return self._find(nbytes) is not None
 
     def _try_enter(self) -> bool:
         """Take what keeps other senders out, if it is free."""

@@ -47,6 +47,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
     """
 
     _kind = WORK_QUEUE
+    _abandoned_text = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
 
     def __init__(
         self,
@@ -250,10 +251,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         attempt = feed.attempt
         if attempt > self._max_attempts:
             self._abandoned += 1
-            log.error(
-                "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it",
-                self.name, seq, feed.uid, attempt - 1,
-            )  # fmt: skip
+            log.error(self._abandoned_text, self.name, seq, feed.uid, attempt - 1)
             feed.drop(found.ring, found.slot, seq)
             return None
         try:

@@ -15,6 +15,7 @@ from ..ring.broadcast import BroadcastFeed, LatestFeed
 from ..ring.feed import TENSOR, Found
 from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
+from ..ring.pool import Place
 from ..ring.ring import Busy, Ring
 from . import usual
 from .ahead import check as check_ahead
@@ -112,6 +113,20 @@ class Publisher(DeviceSender):
             # crash: takeback.cleared
             locks.unlock(seq)
         return True
+
+    def _seems_free(self, ring: Ring, entry: Busy) -> bool:
+        """`_is_free`, but takes nothing back."""
+        seq, slot, span, recipients, locked, guard = entry
+        if locked and self._ledger.locks.held_by_other(seq):
+            return False
+        return self._is_free(ring, (seq, slot, span, recipients, False, guard))
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._pool.has_room(nbytes, self._seems_free)
+
+    def _find(self, nbytes: int) -> Place | None:
+        """Latest-only readers keep what they may still take, unless a newer message takes its place."""
+        return super()._find(nbytes) if not self._locked or self._has_room(nbytes) else None
 
     def _is_settled(self) -> bool:
         for ring, (seq, slot, _, recipients, _, _) in self._pool.messages():

@@ -272,6 +272,10 @@ class Sender(Audience):
     def _is_free(self, ring: Ring, entry: Busy) -> bool:
         """Whether the slots of a message may be used again."""
 
+    def _find(self, nbytes: int) -> Place | None:
+        """Free slots, for a message that is sent now."""
+        return self._pool.find(nbytes, self._is_free)
+
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
         check_timeout(timeout)
@@ -292,12 +296,12 @@ class Sender(Audience):
             self._refresh()
         pool = self._pool
         pool.make_room(nbytes)
-        place = pool.find(nbytes, self._is_free)
+        place = self._find(nbytes)
         if place is None and self._drop_dead():
-            place = pool.find(nbytes, self._is_free)
+            place = self._find(nbytes)
         if place is None and self._full == "grow" and pool.may_grow(nbytes):
             pool.add(nbytes)
-            place = pool.find(nbytes, self._is_free)
+            place = self._find(nbytes)
         return place
 
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> Place:
@@ -308,13 +312,13 @@ class Sender(Audience):
             self._wake_for(self._published)
         awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
         while time.monotonic() < awake_until and not self._stop:
-            if (place := self._pool.find(nbytes, self._is_free)) is not None:
+            if (place := self._find(nbytes)) is not None:
                 return place
         while True:
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
             if remaining <= 0:
                 raise RingFull(self._full_text(nbytes))
-            woken = self._sleep(remaining, lambda: self._pool.find(nbytes, self._is_free))
+            woken = self._sleep(remaining, lambda: self._find(nbytes))
             if isinstance(woken, tuple):
                 return woken
             if self._stop:
@@ -324,7 +328,7 @@ class Sender(Audience):
             if not woken:
                 self._copying()
                 self._drop_dead()
-            if (place := self._pool.find(nbytes, self._is_free)) is not None:
+            if (place := self._find(nbytes)) is not None:
                 return place
 
     def _full_text(self, nbytes: int) -> str:

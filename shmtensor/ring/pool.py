@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import ResourceError
@@ -87,18 +87,27 @@ class Pool:
 
     def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
         """Consecutive free slots for a message, tried in the ring that fits it best first."""
+        for ring, span in self._fitting(nbytes):
+            slot = ring.find(span, is_free)
+            if slot >= 0:
+                # nobody may take the old record for a new one
+                store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
+                return ring, slot
+        return None
+
+    def has_room(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> bool:
+        """Whether `find` would find something. Changes nothing if `is_free` does not."""
+        return any(ring.find(span, is_free, look=True) >= 0 for ring, span in self._fitting(nbytes))
+
+    def _fitting(self, nbytes: int) -> Iterator[tuple[Ring, int]]:
+        """The rings that may hold a message, and how many slots it takes there."""
         rings = self.rings
         if len(rings) > 1:
             rings = sorted(rings, key=lambda ring: (ring.slot_bytes < nbytes, abs(ring.slot_bytes - nbytes)))
         for ring in rings:
             span = ring.span(nbytes)
             if span == 1 or (span <= ring.slots and not self._single):
-                slot = ring.find(span, is_free)
-                if slot >= 0:
-                    # nobody may take the old record for a new one
-                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
-                    return ring, slot
-        return None
+                yield ring, span
 
     def may_grow(self, nbytes: int) -> bool:
         """Whether `max_bytes` and the order table admit another ring."""

@@ -111,8 +111,11 @@ class Ring:
         """Slots that a message of `nbytes` takes."""
         return 1 if nbytes <= self.slot_bytes else -(-nbytes // self.slot_bytes)
 
-    def find(self, span: int, is_free: Callable[[Ring, Busy], bool]) -> int:
-        """The first of `span` consecutive free slots at or after the cursor, wrapping once; -1 if there are none."""
+    def find(self, span: int, is_free: Callable[[Ring, Busy], bool], *, look: bool = False) -> int:
+        """The first of `span` consecutive free slots at or after the cursor, wrapping once; -1 if there are none.
+
+        A mere `look` remembers nothing of what it has found.
+        """
         busy, slots = self.busy, self.slots
         run = 0
         slot = self.cursor if self.cursor + span <= slots else 0
@@ -121,14 +124,15 @@ class Ring:
                 slot = run = 0
             entry = busy[slot]
             if entry is not None:
-                if is_free(self, entry):
-                    self.forget(entry)
-                else:
+                if not is_free(self, entry):
                     run, slot = 0, slot + 1
                     continue
+                if not look:
+                    self.forget(entry)
             run, slot = run + 1, slot + 1
             if run == span:
-                self.cursor = slot if slot < slots else 0
+                if not look:
+                    self.cursor = slot if slot < slots else 0
                 return slot - span
         return -1
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 from ..endpoints.base import FORKED
 from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher
-from ..errors import RingFull
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
 from ..ring.layout import SERVICE
 from ..ring.ring import Ring
-from ..views import outgoing
+from ..units import format_bytes
 from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
@@ -35,6 +32,8 @@ class Source:
 
 class Intake(Consumer):
     """Takes requests, several at once if need be."""
+
+    _abandoned_text = "service %s: request %d of client %016x dropped after %d servers that did not finish it"
 
     @property
     def _channel_kind(self) -> int:
@@ -96,11 +95,6 @@ class Intake(Consumer):
         """The uids of the clients that are attached, and whether each has left."""
         return {feed.uid: feed.gone for feed in (*self._feeds, *self._retired)}
 
-    @property
-    def epoch(self) -> int:
-        """Moves whenever a client or a server comes or goes."""
-        return self._epoch
-
     def _refuse(self) -> None:
         refuse(self, "Server")
 
@@ -109,32 +103,26 @@ class Replies(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
-        self._posting = threading.Lock()
-        self._request = 0
         self._budget = BUDGET if slots is None else None
         super().__init__(channel, slots=8 if slots is None else slots, max_bytes=max_bytes)
         # set afterwards, so that the order table stays small: a client that keeps its replies does not hold us up
         self._full, self._patience = "grow", 0
 
-    def post(self, value: Any, meta: Any, request: int, patience: float) -> None:
-        """Publish a reply; waits for so long where memory is scarce. Raises what `send` raises."""
+    def post(self, note: int, value: Any, meta: Any, timeout: float | None) -> None:
+        """Publish a reply to the request of that number; waits for so long where memory is scarce."""
         with self._posting:
-            self._request = request
-            self._send(value, meta, patience)
+            self._note = note
+            self._send(value, meta, timeout)
 
-    async def apost(self, value: Any, request: int, patience: float) -> None:
-        """`post` for an event loop."""
-        with contextlib.suppress(RingFull):
-            self.post(value, None, request, 0)
-            return
-
-        def write(out: Outgoing, ring: Ring, slot: int) -> int:
-            self._request = request
-            return self._fill(out, value, ring, slot)
-
-        await self._with_slot(lambda: outgoing.describe(value, None), write, patience)
+    def _full_text(self, nbytes: int) -> str:
+        service = self.name.rsplit(".", 1)[0]
+        return (
+            f'service "{service}": no room for a reply of {format_bytes(nbytes)}: its client keeps earlier ones in all '
+            f"{self._pool.slots} slots, and there is no memory for more: let go of replies there, or make the server "
+            "with a larger max_bytes="
+        )
 
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
-        store(ring.words, ring.state + self._member.index * ring.row + slot, self._request)
+        store(ring.words, ring.state + self._member.index * ring.row + slot, self._note)
         # crash: reply.noted
         return super()._publish(ring, slot, out, guard)

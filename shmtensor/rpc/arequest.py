@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ..endpoints.crowd import Place
 from ..endpoints.crowds import Listeners, crowd_of
 from ..endpoints.turns import BUSY, NOTHING
-from ..errors import RingFull
-from ..views import outgoing
 from . import failures
 
 if TYPE_CHECKING:
-    from ..ring.ring import Ring
-    from .asking import Requests
     from .call import Call
     from .client import Client
 
@@ -46,38 +42,13 @@ async def arequest(client: Client, value: Any, meta: Any, timeout: float | None,
     """See `Client.arequest`."""
     call = client._call(timeout, retry)
     try:
-        await _post(client._requests, call, value, meta, timeout)
+        await client._requests.apost(call, value, meta, timeout)
         if not call.done:
             await _reply(client, call)
         return call.result()
     finally:
         if not call.done:
             client._drop(call)
-
-
-async def _post(requests: Requests, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
-    """Publish a request, now if there is room, else in line."""
-    crowd = requests._crowd
-    if crowd is None or crowd.is_empty:
-        try:
-            requests.post(call, value, meta, 0)
-            return
-        except RingFull:
-            if requests._full == "error" or timeout == 0:
-                raise
-
-    def write(out: outgoing.Outgoing, ring: Ring, slot: int) -> int:
-        requests._next = call
-        try:
-            return requests._fill(out, value, ring, slot)
-        except BaseException:
-            requests._next = None
-            if call.seq > requests._published:
-                requests.calls.pop(call.seq, None)
-                call.seq = 0
-            raise
-
-    await requests._with_slot(lambda: outgoing.describe(value, meta), write, timeout)
 
 
 async def _reply(client: Client, call: Call) -> None:
@@ -91,7 +62,7 @@ async def _reply(client: Client, call: Call) -> None:
     if ended is NOTHING:
         client._requests.cancel(call)
         client._late += 1
-        client._end(call, None, failures.late(client._requests, call))
+        client._end(call, failures.late(client._requests, call))
 
 
 def _attempt(client: Client, call: Call) -> Callable[[], Any]:

@@ -9,15 +9,13 @@ from ..endpoints.base import FORKED, OPEN, check_timeout
 from ..errors import ClosedError, TimedOut
 
 if TYPE_CHECKING:
-    from .batching import Batch, Collector
-    from .request import Request
     from .server import Server
 
 _A = TypeVar("_A", bound="AsyncServer")
 
 
 class AsyncServer:
-    """The calls of `Server` that an event loop can wait for. `req.reply` is none of them: it never waits."""
+    """The calls of `Server` that an event loop can wait for. `req.reply` may be used there: it waits for room only."""
 
     async def arecv(self, *, timeout: float | None = None) -> Any:
         """`recv` for asyncio: other tasks run while this one waits, and no thread is used.
@@ -40,9 +38,13 @@ class AsyncServer:
         check_timeout(timeout)
         server = cast("Server", self)
         deadline = None if timeout is None else time.monotonic() + timeout
-        if server._collector is None:
-            return await _take(server, deadline)
-        return await _collect(server, server._collector, deadline)
+        while True:
+            try:
+                found = server._accept(await server._intake.arecv(timeout=server._patience(deadline)))
+            except (TimedOut, ClosedError) as error:
+                found = server._nothing_came(error, deadline)
+            if found is not None:
+                return found
 
     def __aiter__(self: _A) -> _A:
         return self
@@ -70,31 +72,3 @@ class AsyncServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-async def _take(server: Server, deadline: float | None) -> Request:
-    """`Server._take`."""
-    intake = server._intake
-    while True:
-        try:
-            message = await intake.arecv(timeout=server._patience(deadline))
-        except TimedOut:
-            server._look_around(deadline)
-            continue
-        request = server._accept(message, intake.source_of(message._lease))
-        if request is not None:
-            return request
-        del message  # and with it its slot
-
-
-async def _collect(server: Server, collector: Collector, deadline: float | None) -> Batch:
-    """`Server._collect`."""
-    while True:
-        try:
-            batch = server._batch(collector.add(await _take(server, collector.until(deadline))))
-        except (TimedOut, ClosedError):
-            if collector.is_empty:
-                raise
-            batch = server._batch(collector.oldest())
-        if batch is not None:
-            return batch

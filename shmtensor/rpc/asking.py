@@ -27,8 +27,9 @@ from ..ring.layout import (
     VERDICT,
 )
 from ..ring.ring import Ring
+from ..units import format_bytes
 from ..views.outgoing import Outgoing
-from .notes import BUDGET, CANCELLED
+from .notes import BUDGET, CANCELLED, FOREVER
 from .posting import Posting
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ class Requests(Posting, Producer):
         self.calls: dict[
             int, Call
         ] = {}  # by sequence number: entered before they are published, as a reply may be fast
-        self._posting = threading.Lock()  # a note and its request go together
         self._withdrawing = threading.Lock()  # our lock on a request would be granted to each of our threads
-        self._next: Call | None = None
         self._budget = BUDGET if slots is None else None
         super().__init__(service, slots=16 if slots is None else slots, **options)
 
@@ -66,7 +65,7 @@ class Requests(Posting, Producer):
         self._withdrawing = threading.Lock()
 
     def post(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
-        """Publish a request; raises what `send` raises."""
+        """Publish a request."""
         outbox = self._outbox
         if meta is None and outbox is not None:
             sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
@@ -74,29 +73,50 @@ class Requests(Posting, Producer):
                 if sent < 0:
                     self._wake_late(-sent)
                 return
-        if not self._posting.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._posting.acquire(timeout=-1 if timeout is None or timeout >= FOREVER else timeout):
             raise RingFull(f'service "{self.name}": another thread waits for room for its request')
         try:
-            self._next = call
+            self._note = call
             self._send(value, meta, timeout)
         except BaseException:
-            self._next = None
-            if call.seq > self._words[L_PUBLISHED]:
-                self.calls.pop(call.seq, None)
-                call.seq = 0
+            self._withhold(call)
             raise
         finally:
             self._posting.release()
 
+    async def apost(self, call: Call, value: Any, meta: Any, timeout: float | None) -> None:
+        """`post` for an event loop, which waits for no thread."""
+        outbox = self._outbox
+        if meta is None and outbox is not None and (self._crowd is None or self._crowd.is_empty):
+            sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
+            if sent is not None:
+                if sent < 0:
+                    self._wake_soon(-sent)
+                return
+        await super().apost(call, value, meta, timeout)
+
+    def _full_text(self, nbytes: int) -> str:
+        servers = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "none is there"
+        return (
+            f'service "{self.name}": no room for a request of {format_bytes(nbytes)}, all {self._pool.slots} slots '
+            f'wait for their servers ({servers}): start more of them, or pass slots=, timeout= or full="grow"'
+        )
+
+    def _withhold(self, note: Call) -> None:
+        super()._withhold(note)
+        if note.seq > self._words[L_PUBLISHED]:
+            self.calls.pop(note.seq, None)
+            note.seq = 0
+
     def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: Any) -> int:
-        call, self._next = self._next, None
-        if call is not None:
-            seq, at = self._words[L_PUBLISHED] + 1, state_word(ring, slot)
-            call.seq, call.words, call.at = seq, ring.words, at
-            self.calls[seq] = call
-            store(ring.words, at + DEADLINE, call.deadline)
-            store(ring.words, at + NOTE, seq << 8 | call.bits)
-            # crash: request.noted
+        call: Call = self._note
+        self._note = None
+        seq, at = self._words[L_PUBLISHED] + 1, state_word(ring, slot)
+        call.seq, call.words, call.at = seq, ring.words, at
+        self.calls[seq] = call
+        store(ring.words, at + DEADLINE, call.deadline)
+        store(ring.words, at + NOTE, seq << 8 | call.bits)
+        # crash: request.noted
         seq = super()._publish(ring, slot, out, guard)
         # crash: request.posted
         return seq
@@ -227,12 +247,6 @@ class Answers(Subscriber):
                 if ring.words is words:
                     return words, (feed.index - own) * ring.row, ring.state + own * ring.row
         raise LookupError("a reply of an unknown server")
-
-    def look_around(self) -> None:
-        """What a tick of `recv` does: notice servers that died."""
-        with self._mutex:
-            if not self._state:
-                self._tick()
 
     def _refuse(self) -> None:
         refuse(self, "Client")

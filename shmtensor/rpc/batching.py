@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -84,37 +85,51 @@ class Collector:
     """Puts requests of the same look together.
 
     A batch is given out when it is full, or `max_wait` after its first request was taken; the oldest first. Requests
-    of other looks wait for their own turn here, at most twice `max_batch` of all looks together.
+    of other looks wait for their own turn here, at most twice `max_batch` of all looks together. However many full
+    batches come, one that is due is passed over by one of them, not by all. Several threads may be at it.
     """
 
     def __init__(self, max_batch: int, max_wait: float | None) -> None:
         self._max_batch, self._max_wait = max_batch, DEFAULT_WAIT if max_wait is None else max_wait
         self._groups: dict[Any, tuple[float, list[Request]]] = {}  # look -> when it is due, requests; oldest first
         self._waiting = 0
+        self._passed = False  # a younger batch was given out before the oldest
+        self._lock = threading.Lock()
 
     def until(self, deadline: float | None) -> float | None:
         """How long to wait for another request."""
-        return next((due for due, _ in self._groups.values()), deadline)
+        with self._lock:
+            return self._due_first() if self._groups else deadline
 
     def add(self, request: Request) -> list[Request] | None:
         """Put a request to those of its look; the requests that are to be given out now, if any."""
         look, alone = _look(request)
-        _, requests = self._groups.setdefault(look, (time.monotonic() + self._max_wait, []))
-        requests.append(request)
-        self._waiting += 1
-        if alone or len(requests) == self._max_batch:
-            return self._pop(look)
-        return None if self._waiting < 2 * self._max_batch else self.oldest()
+        with self._lock:
+            _, requests = self._groups.setdefault(look, (time.monotonic() + self._max_wait, []))
+            requests.append(request)
+            self._waiting += 1
+            if alone or len(requests) == self._max_batch:
+                return self._pop(look)
+            if self._waiting >= 2 * self._max_batch or (self._passed and time.monotonic() >= self._due_first()):
+                return self._pop(next(iter(self._groups)))
+            return None
 
     @property
     def is_empty(self) -> bool:
         return not self._groups
 
-    def oldest(self) -> list[Request]:
-        """The requests whose turn it is when no others come."""
-        return self._pop(next(iter(self._groups)))
+    def oldest(self, *, due: bool) -> list[Request] | None:
+        """The requests whose turn it is when no others come; with `due`, only those that wait for no more."""
+        with self._lock:
+            if self._groups and not (due and time.monotonic() < self._due_first()):
+                return self._pop(next(iter(self._groups)))
+            return None
+
+    def _due_first(self) -> float:
+        return next(iter(self._groups.values()))[0]
 
     def _pop(self, look: Any) -> list[Request]:
+        self._passed = look != next(iter(self._groups))
         _, requests = self._groups.pop(look)
         self._waiting -= len(requests)
         return requests
@@ -131,7 +146,9 @@ def batch_of(requests: list[Request]) -> Batch | None:
 
 
 def _look(request: Request) -> tuple[Any, bool]:
+    """What it may be stacked with; whether it goes alone, as one does that a server has died with or given back: that
+    may have been its fault, and would be the end of those beside it."""
     look = stacking.look_of(request.value)
-    if stacking.is_stackable(look):
+    if request.attempt == 1 and stacking.is_stackable(look):
         return look, False
     return (request.seq, id(request)), True

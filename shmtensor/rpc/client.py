@@ -26,7 +26,7 @@ from .asking import Answers, Requests
 from .call import Call, Ended, RequestFuture
 from .driver import Driver
 from .mapping import mapped
-from .notes import ONCE, check_service, reply_channel
+from .notes import FOREVER, ONCE, check_service, reply_channel
 
 _Value = Any
 
@@ -152,16 +152,14 @@ class Client(AsyncClient):
         return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
-        """A call that is to be posted now."""
-        if self._requests._state:
-            self._requests._refuse()
+        """A call that is to be posted now, which is refused if the client is closed."""
         if retry is not True and retry is not False:
             raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
         if timeout is None:
             return Call(0, 0 if retry else ONCE)
         if type(timeout) is not float or not timeout >= 0:
             check_timeout(timeout)
-        return Call(monotonic_ns() + int(timeout * 1e9), 0 if retry else ONCE)
+        return Call(monotonic_ns() + int(timeout * 1e9) if timeout < FOREVER else 0, 0 if retry else ONCE)
 
     def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
         """Send a request; if that is interrupted, nobody waits for it."""
@@ -270,7 +268,7 @@ class Client(AsyncClient):
         if message.meta is not None:
             call = self._calls.get(seq)
             if call is not None:
-                self._end(call, None, failures.from_reply(message._value))
+                self._end(call, failures.from_reply(message._value))
                 return
         else:
             call = self._calls.pop(seq, None)
@@ -282,23 +280,17 @@ class Client(AsyncClient):
 
     def _settle(self, call: Call | bool) -> None:
         """A reply came: of this call, which has its value, or of none."""
-        if isinstance(
-            call, bool
-        ):  # it was given up, or two servers replied as one died before it could say that it had
+        if isinstance(call, bool):  # it was given up, or a server died between its reply and saying that it had replied
             self._duplicates += 1
         else:
             self._replied += 1
             call.finish(call.value)
 
-    def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
-        """A call's end, if nobody else has ended it."""
-        if self._calls.pop(call.seq, None) is None:
-            return
-        if error is None:
-            self._replied += 1
-        else:
+    def _end(self, call: Call, error: BaseException) -> None:
+        """A call ends with an error, if nobody else has ended it."""
+        if self._calls.pop(call.seq, None) is not None:
             self._failed += 1
-        call.finish(value, error)
+            call.finish(None, error)
 
     def _look_around(self) -> None:
         """What nobody tells: requests that expired, that no server will answer, or that died with theirs."""
@@ -316,14 +308,14 @@ class Client(AsyncClient):
                 self._hand_out(self._answers.recv(timeout=0))
         for call in done:
             if not call.done:
-                self._end(call, None, failures.unanswered(requests, call))
+                self._end(call, failures.unanswered(requests, call))
 
     def _expire(self) -> None:
         for call in list(self._calls.values()):
             if call.deadline and monotonic_ns() >= call.deadline:
                 self._requests.cancel(call)
                 self._late += 1
-                self._end(call, None, failures.late(self._requests, call))
+                self._end(call, failures.late(self._requests, call))
         self._nearest = min((call.deadline for call in list(self._calls.values()) if call.deadline), default=0)
 
     # --- giving up

@@ -31,15 +31,10 @@ def unanswered(requests: Requests, call: Call) -> Exception:
             "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
         )
     if code == DIED or call.bits & ONCE or not attempt:
-        return died(requests)
+        return PeerDied(what + "the server that had this request died")
     deaths = attempt - 1  # who takes it once more than may die with it does not start it
     each = f"each of the {deaths} servers that had this request" if deaths > 1 else "the server that had this request"
     return PeerDied(what + f"{each} died (max_attempts={deaths})")
-
-
-def died(requests: Requests) -> PeerDied:
-    """Of a request that is tried once."""
-    return PeerDied(f'service "{requests.name}": the server that had this request died')
 
 
 def late(requests: Requests, call: Call) -> TimedOut:

@@ -33,6 +33,9 @@ found no room."""
 FAILED: Final = "error"
 """The only key of the meta of a reply that is an error; its value is the dict {type, text, traceback} in the value."""
 
+FOREVER: Final = 1e9
+"""Seconds, 32 years, from which on a time-out is none: more fits neither a deadline's word nor a lock's wait."""
+
 BUDGET: Final = 256 << 20
 """Bytes of a ring of requests or replies whose number of slots nobody has asked for; it has 2 at least."""
 

@@ -123,7 +123,8 @@ class Request:
 
         If it is cancelled, nothing is sent, and the request is still yours to answer.
         """
-        await self._server._areply(self, value)
+        if not self._server._reply_soon(self, value):
+            await self._server._areply(self, value)
 
     def fail(self, error: BaseException | str) -> None:
         """Answer with an error: the client's call raises `RemoteError` with its type's name, text and traceback."""

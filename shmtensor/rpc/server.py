@@ -15,7 +15,7 @@ from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
 from ..statistics import ServerStatistics
-from .answering import Intake, Replies, Source
+from .answering import Intake, Replies
 from .aserver import AsyncServer
 from .batching import Batch, Collector, batch_of
 from .checks import check_handler, check_options
@@ -90,65 +90,65 @@ class Server(AsyncServer):
             ClosedError, ForkedError: the server is closed or was stopped, or was made by this process's parent.
         """
         check_timeout(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self._take(deadline) if self._collector is None else self._collect(self._collector, deadline)
+        return self._next(None if timeout is None else time.monotonic() + timeout)
 
-    def _take(self, deadline: float | None) -> Request:
-        """One request; `TimedOut` at the deadline, `ClosedError` once there will be none."""
+    def _next(self, deadline: float | None) -> Any:
+        """The next request or batch; `AsyncServer.arecv` does the same. What is told apart here is told there, too."""
         intake = self._intake
         while True:
-            message = None if self._stopping else intake.recv_soon()
             try:
+                message = None if self._stopping else intake.recv_soon()
                 if message is None:
                     message = intake.recv(timeout=self._patience(deadline))
-            except TimedOut:
-                self._look_around(deadline)
-                continue
-            request = self._accept(message, intake.source_of(message._lease))
-            if request is not None:
-                return request
-            del message  # and with it its slot
-
-    def _collect(self, collector: Collector, deadline: float | None) -> Batch:
-        while True:
-            try:
-                batch = self._batch(collector.add(self._take(collector.until(deadline))))
-            except (TimedOut, ClosedError):
-                if collector.is_empty:
-                    raise
-                batch = self._batch(collector.oldest())
-            if batch is not None:
-                return batch
-
-    def _batch(self, requests: list[Request] | None) -> Batch | None:
-        return batch_of([each for each in requests if self._may_start(each)]) if requests else None
+                found = self._accept(message)
+            except (TimedOut, ClosedError) as error:
+                found = self._nothing_came(error, deadline)
+            if found is not None:
+                return found
+            message = None  # and with it its slot
 
     def _patience(self, deadline: float | None) -> float:
         """Seconds to wait before looking around; `ClosedError` once there is nothing to wait for."""
         if self._stopping:
             raise ClosedError(f'Server of service "{self.name}" was stopped')
+        if self._collector is not None:
+            deadline = self._collector.until(deadline)
         return TICK if deadline is None else max(0.0, min(TICK, deadline - time.monotonic()))
 
-    def _look_around(self, deadline: float | None) -> None:
-        """Nothing came for a while; `TimedOut` at the deadline."""
-        if deadline is not None and time.monotonic() >= deadline:
-            raise TimedOut(f'service "{self.name}": no request in time')
+    def _nothing_came(self, error: Exception, deadline: float | None) -> Batch | None:
+        """Inside `except`: the batch that waits for no more; `TimedOut` at the deadline, `ClosedError` at the end."""
+        collector, ended = self._collector, isinstance(error, ClosedError)
+        requests = None if collector is None else collector.oldest(due=not ended)
+        if requests is not None:
+            return self._batch(requests)
+        if ended:
+            raise
+        if deadline is not None and time.monotonic() >= deadline and (collector is None or collector.is_empty):
+            raise TimedOut(f'service "{self.name}": no request in time') from None
         self._let_clients_go()
+        return None
 
-    def _accept(self, message: Message, source: Source) -> Request | None:
-        """The request that a message is; None if nobody waits for it any more."""
+    def _batch(self, requests: list[Request] | None) -> Batch | None:
+        return batch_of([each for each in requests if self._may_start(each)]) if requests else None
+
+    def _accept(self, message: Message) -> Request | Batch | None:
+        """What is to be given out now: the request that a message is, if somebody waits for it, or its batch."""
         # crash: request.taken
         self._taken += 1
         if self._intake._epoch != self._replies_epoch:
             self._let_clients_go()
+        source = self._intake.source_of(message._lease)
         request = Request(self, message, source)
         self._open[id(request)] = message
         words, at = source.words, request._at
-        if words[at + NOTE] == request.seq << 8 and message.attempt == 1 and not source.feed.gone:
-            deadline = words[at + DEADLINE]
-            if not deadline or monotonic_ns() < deadline:
-                return request
-        return request if self._should_start(request) else None
+        if (
+            words[at + NOTE] == request.seq << 8
+            and message.attempt == 1
+            and not source.feed.gone
+            and (not (deadline := words[at + DEADLINE]) or monotonic_ns() < deadline)
+        ) or self._should_start(request):
+            return request if self._collector is None else self._batch(self._collector.add(request))
+        return None
 
     def _should_start(self, request: Request) -> bool:
         """Whether somebody waits for a request that may still be started; else it is finished here."""
@@ -189,7 +189,7 @@ class Server(AsyncServer):
 
     def __next__(self) -> Any:
         try:
-            return self._take(None) if self._collector is None else self._collect(self._collector, None)
+            return self._next(None)
         except ClosedError:
             if self._stopping or self._intake._state not in (OPEN, FORKED):
                 raise StopIteration from None
@@ -240,7 +240,7 @@ class Server(AsyncServer):
         if sent is None:
             return False
         if sent < 0:
-            replies._wake_late(-sent)  # type: ignore[union-attr]
+            replies._wake_soon(-sent)  # type: ignore[union-attr]
         self._replied += 1
         if self._open.pop(id(request), None) is not None:
             message._receiver = None  # type: ignore[assignment]
@@ -253,7 +253,7 @@ class Server(AsyncServer):
         meta = None if error is None else {FAILED: True}
         try:
             if replies is not None:
-                replies.post(value, meta, request.seq, request._patience)
+                replies.post(request.seq, value, meta, request._patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)
@@ -269,7 +269,7 @@ class Server(AsyncServer):
         replies, sent = self._replies_for(request), False
         try:
             if replies is not None:
-                await replies.apost(value, request.seq, request._patience)
+                await replies.apost(request.seq, value, None, request._patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)
