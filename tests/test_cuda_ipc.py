@@ -470,7 +470,7 @@ def test_a_publishers_process_ends_when_its_readers_have_let_go(standin, channel
         writer.do("for n in (1, 2): pub.send(filled(n)); run()")
         first = sub.recv(timeout=PATIENCE).value
         writer.end()
-        writer.process.join(0.5)
+        writer.process.join(1.0)
         assert writer.process.exitcode is None  # a message that was not taken, and one that is looked at
         second = sub.recv(timeout=PATIENCE).value
         standin.run_all()

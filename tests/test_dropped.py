@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -87,4 +88,27 @@ def test_a_latest_only_reader_keeps_its_message(channel):
     for _ in range(10):
         sender.send(np.arange(4))
     assert sender.statistics().receivers == 0
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", [Subscriber, Consumer])
+@pytest.mark.parametrize("view_first", [False, True])
+def test_a_closed_receiver_goes_without_the_collector(channel, kind, view_first):
+    sender = (Producer if kind is Consumer else Publisher)(channel)
+    receiver = kind(channel)
+    sender.send(np.arange(4))
+    message = receiver.recv(timeout=PATIENCE)
+    view, message = message.value, None
+    gc.collect()
+    gc.disable()
+    try:
+        receiver.close()
+        there = weakref.ref(receiver)
+        if view_first:
+            view = None
+        receiver = None
+        view = None
+        assert there() is None
+    finally:
+        gc.enable()
     sender.close()

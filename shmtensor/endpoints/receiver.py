@@ -307,6 +307,8 @@ class Receiver(Opening[_F]):
         if self._state == LEAVING and not self._leases():
             self._state = CLOSED
             lingering.discard(self)
+            for feed in (*self._feeds, *self._retired):
+                feed.settle()
             self._member.leave()
 
     # --- leaving

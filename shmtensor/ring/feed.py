@@ -84,6 +84,10 @@ class Feed(ABC):
         self.leases.clear()
         held.discard(self)
 
+    def settle(self) -> None:
+        """Nobody waits for the end of the leases any more: without this, feed and receiver would keep each other."""
+        self.emptied = _nobody
+
     @property
     def behind(self) -> int:
         """Messages published and not yet looked at."""

@@ -75,20 +75,19 @@ class Intake(Consumer):
 
     def recv_soon(self) -> Message | None:
         """A usual tensor that is there now (of a single client: very soon), or None."""
+        message: Message | None
         inlet = self._inlet
         if inlet is not None:
-            message: Message | None = inlet.recv(self, self._patience)
-            if message is not None and inlet.more:
+            if (message := inlet.recv(self, self._patience)) is not None and inlet.more:
                 self._share()
             return message
         feeds, turn = (*self._feeds,), self._turn
         for step in range(len(feeds)):
             inlet = feeds[(turn + step) % len(feeds)].inlet
-            message = None if inlet is None else inlet.recv(self, 0)
-            if message is not None:
+            if inlet is not None and (message := inlet.recv(self, 0)) is not None:
                 self._turn = turn + step + 1
                 self._share_others()
-                return message
+                return message  # type: ignore[no-any-return]
         return None
 
     def clients(self) -> dict[int, bool]:
