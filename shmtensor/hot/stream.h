@@ -6,7 +6,6 @@
  */
 
 #include <immintrin.h>
-#include <unistd.h>
 
 enum { VECTOR = 32, TURN = 4 * VECTOR };
 
@@ -29,10 +28,15 @@ __attribute__((target("avx2"))) static void stream_vectors(char *to, const char 
     _mm_sfence(); /* streaming stores are not ordered: the words that publish these bytes come after them */
 }
 
-/* Bytes that the largest cache holds. */
+/* Bytes of the largest cache that a core can use; sysconf adds up those of a whole processor. */
 static long cache_bytes(void) {
-    long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return found > 0 ? found : 32L << 20;
+    long kib = 0;
+    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    if (file) {
+        if (fscanf(file, "%ldK", &kib) != 1) kib = 0;
+        fclose(file);
+    }
+    return kib > 0 ? kib << 10 : 32L << 20;
 }
 
 PyDoc_STRVAR(stream_doc, "stream(to, source, nbytes)\n--\n\n"
