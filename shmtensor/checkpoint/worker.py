@@ -21,7 +21,7 @@ from ..errors import RingFull, ShmTensorError, TimedOut
 from .directory import Directory
 from .link import results_channel
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import Snapshot
+from .snapshot import WRITES, Snapshot
 
 _TICK: Final = 1.0
 _OTHER: Final = 0.05
@@ -45,7 +45,7 @@ class Worker:
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
         self._told = 0.0
-        self._executor = ThreadPoolExecutor(1, "shmtensor disk")
+        self._executor = ThreadPoolExecutor(WRITES, "shmtensor disk")
         self._reports = Producer(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
         self._taker = Taker(settings["channel"])
 
@@ -174,16 +174,16 @@ class Worker:
                 return
             else:
                 entry = snapshot.complete()
-            keep = self._settings["keep_last"], self._settings["keep_every"]
-            deleted = snapshot.commit(entry, *keep)
+            snapshot.commit(entry)
+            # crash: finish.before
+            snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
+            # crash: finish.released
+            deleted = snapshot.retain(self._settings["keep_last"], self._settings["keep_every"])
         except (OSError, ShmTensorError) as error:
             snapshot.discard_files()
             self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=str(error))
             self._drop(snapshot)
             return
-        # crash: finish.before
-        snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
-        # crash: finish.released
         self._report(
             r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
             digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
