@@ -38,8 +38,10 @@ class Output:
                 if self.is_directory:
                     os.mkdir(path)
                 flags |= os.O_CREAT | os.O_EXCL
-            for index in range(len(self.files)):
+            for index, (_, nbytes) in enumerate(self.files):
                 self._plain.append(os.open(self.at(index), flags, 0o644))
+                # as long as it becomes: writes that make a file longer wait for each other
+                os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
                 self._direct.append(self._open_direct(self.at(index)))
                 self._refuses.append(self._direct[-1] < 0)
         except BaseException:

@@ -26,6 +26,8 @@ from .snapshot import WRITES, Snapshot
 _TICK: Final = 1.0
 _OTHER: Final = 0.05
 """Seconds between two looks whether the writer of an earlier trainer has finished."""
+_LEAVING: Final = 0.005
+"""Seconds between two looks whether the trainer has left."""
 _LAST_WORDS: Final = 10.0
 """Seconds that a trainer who lives and listens to nothing is waited for at the end."""
 _PROGRESS: Final = 0.05
@@ -74,30 +76,31 @@ class Worker:
             messages = self._taker.take(_TICK if self._current() is None else 0)
         for snapshot in list(self._snapshots.values()):  # the trainer died while it copied
             self._drop(snapshot)
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._unsent and self._reports.statistics().receivers and time.monotonic() < deadline:
-            time.sleep(_OTHER)
-            self._flush()
         with contextlib.suppress(OSError):
             if self._directory.try_write():
                 self._directory.sweep(self._writer, lambda number: True)
         # crash: worker.finished
-        self._outlast()
+        self._report(r="over")  # the trainer leaves when it hears this, and then waits for our end
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._unsent and self._is_heard() and time.monotonic() < deadline:
+            time.sleep(_OTHER)
+            self._flush()
+        # crash: worker.over
+        self._outlast(deadline)
         self._reports.close()
         self._taker.close()
         self._directory.close()
 
-    def _outlast(self) -> None:
-        """Be the last one on both channels if the trainer is dying, for the last one removes what the dead left.
+    def _outlast(self, deadline: float) -> None:
+        """Be the last one on both channels, for the last one removes what the dead left.
 
-        The kernel drops a dying process's locks one after the other, so that it may seem to be dead on one channel and
-        to live on the other. One that has closed lives until we have ended, and is the last one itself.
+        The trainer leaves them before it waits for our end. If it dies instead, the kernel drops its locks one after
+        the other, so that it may seem to be dead on one channel and to live on the other.
         """
-        deadline = time.monotonic() + _LAST_WORDS
-        while not (_ending or self._taker.was_closed or (self._taker.is_alone and not self._is_heard())):
+        while self._is_heard() or not self._taker.is_alone:
             if time.monotonic() > deadline:
                 return
-            time.sleep(_OTHER)
+            time.sleep(_LEAVING)
 
     def _is_heard(self) -> bool:
         """Whether the trainer still listens to reports."""
