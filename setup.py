@@ -9,7 +9,9 @@ setup(
         Extension(
             "shmtensor.hot._hot",
             [HOT + "_hot.c"],
-            depends=[HOT + f"{name}.h" for name in ("look", "outbox", "grip", "claim", "inlet", "batch", "group")],
+            depends=[
+                HOT + f"{name}.h" for name in ("look", "outbox", "grip", "claim", "inlet", "batch", "group", "stream")
+            ],
             extra_compile_args=["-O2"],
             optional=True,
         )

@@ -43,8 +43,9 @@ WRITER_POINTS = [
 ]  # fmt: skip
 STREAM_POINTS = ["stream.written", "stream.logged", "stream.released"]
 TRAINER_POINTS = ["stage.begun", "stage.copied", "stage.filled", "stage.ended"]
-OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.finished"]
-CHECKPOINT_POINTS = [*WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS]
+OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.finished", "worker.over"]
+CLOSE_POINTS = ["close.staged", "close.over", "close.left"]
+CHECKPOINT_POINTS = [*WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS]
 """Every point of `shmtensor/checkpoint/`; `test_faults.py` has those of the rest."""
 
 WHOLE = "8MiB"  # room for two states
@@ -180,12 +181,14 @@ def test_writer_dies_while_it_sweeps(dies, tmp_path):
     assert names_in(path) == {".somebody.tmp", "step-00000001.safetensors"}
 
 
-def test_writer_dies_when_all_is_done(dies, tmp_path):
+@pytest.mark.parametrize("point", ["worker.finished", "worker.over"])
+def test_writer_dies_when_all_is_done(dies, tmp_path, point):
     path = tmp_path / "a"
-    dies("worker.finished")
+    dies(point)
     with CheckpointWriter(path) as writer:
         writer.save(state_of(1))
     check(path, [1], 1)
+    assert files(names.PREFIX) == set()
 
 
 def test_writer_is_killed_idle_and_again_and_again(tmp_path, monkeypatch):
@@ -272,6 +275,14 @@ def test_trainer_dies_after_save(tmp_path, memory, point):
     """The writing process finishes it, and ends."""
     wait_for_end(trainer(tmp_path / "a", memory, point=point, end="w.save(state_of(2)); w.save(state_of(3))"))
     check(tmp_path / "a", [1, 2] if point else [1, 2, 3], 2 if point else 3)
+
+
+@pytest.mark.parametrize("point", CLOSE_POINTS)
+def test_trainer_dies_inside_close(tmp_path, point):
+    """The writing process is the last one on both channels, whatever the trainer has left before, and removes them."""
+    wait_for_end(trainer(tmp_path / "a", WHOLE, point=point, end="w.close()"))
+    check(tmp_path / "a", [1], 1)
+    assert files(names.PREFIX) == set()
 
 
 def test_trainer_dies_and_the_next_one_waits_for_what_it_left(tmp_path):

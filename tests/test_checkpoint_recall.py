@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmtensor
+from shmtensor import hot
 from shmtensor.checkpoint import names, transfer
 from shmtensor.checkpoint.chunks import cut
 from shmtensor.checkpoint.formats import FORMATS, get_format
@@ -228,8 +229,9 @@ def test_an_error_is_the_one_of_a_plan():
     sizes=st.lists(st.integers(0, 300), max_size=30),
     threads=st.integers(1, 5),
     starts=st.randoms(use_true_random=False),
+    far=st.booleans(),
 )
-def test_runs_are_moved_by_any_number_of_threads(sizes, threads, starts):
+def test_runs_are_moved_by_any_number_of_threads(sizes, threads, starts, far):
     source = np.random.default_rng(1).integers(0, 256, 10_000, np.uint8)
     target, expected = np.zeros(10_000, np.uint8), np.zeros(10_000, np.uint8)
     moves, at = [], 0
@@ -241,6 +243,8 @@ def test_runs_are_moved_by_any_number_of_threads(sizes, threads, starts):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transfer, "ALONE", 0)
         patched.setattr(transfer, "_threads", lambda: threads)
+        if far and hot.BUILT:  # past the caches
+            patched.setattr(transfer, "mover", lambda total: hot.module(tensors=False).stream)
         transfer.move_all(moves, (source, target))
     assert (target == expected).all()
 

@@ -267,6 +267,7 @@ WORKLOAD = Workload(
         "itself). shmtensor saves into slots that exist (start(state)), by turns with a bare copy_ of the same "
         "tensors into memory that was written before, with as many threads, and with dd of as many zeros in blocks "
         "of 16 MiB in the same directory; the first turn is not counted; what it wrote last is loaded and compared. "
+        "Its save is durable when the file is synced under its name; the one before is deleted after that. "
         "DCP async_save saved the same state once before, the others a small one. tensorizer's subprocess is spawned "
         "for each save, which is most of it; it shares the caller's tensors, which must not change until it is done. "
         "Ten training steps: a transformer of 11 million parameters (128 MiB with AdamW's state), one torch thread, "

@@ -25,7 +25,7 @@ class Durable(NamedTuple):
     nbytes: int
     """Bytes of its files."""
     seconds: float
-    """From the beginning of `save` until it was durable."""
+    """From the beginning of `save` until it was durable; old ones are deleted after that."""
     digest: str
     """xxh3-64 over the digests of its tensors' bytes, hexadecimal."""
 

@@ -79,7 +79,9 @@ class Link:
         self._said = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
         self._ready = threading.Event()
         self._settled = threading.Event()  # what `wait_ready` waits for: ready, or given up
-        self._closing = False
+        self.closing = False
+        """The trainer is about to leave: everything is durable or has failed, and the process may end."""
+        self._over = False
         self._deaths = 0
         self._results = Consumer(results_channel(channel), acknowledge="next")
         try:
@@ -109,7 +111,7 @@ class Link:
         Nothing is left to be written then. A process that joined too late to hear of the end is told by a signal, and
         one that does not end at all (stopped, or waiting for a dead file system) is killed.
         """
-        self._closing = True
+        self.closing = True
         deadline = time.monotonic() + _PATIENCE
         while True:
             self._thread.join(_REMINDER)
@@ -118,8 +120,9 @@ class Link:
             self._process.send_signal(signal.SIGUSR1 if time.monotonic() < deadline else signal.SIGKILL)
         self._results.close()
         self._said.close()
-        if self._process.returncode:  # it died as the last one on its channel
-            sweep_channel(self.channel, socket_dir(), patience=1.0)
+        if self._process.returncode:  # it died as the last one on its channels
+            for channel in (self.channel, results_channel(self.channel)):
+                sweep_channel(channel, socket_dir(), patience=1.0)
 
     # --- the thread
 
@@ -132,13 +135,19 @@ class Link:
             self._give_up(PeerDied(f"the writing process is not watched any more: {error}"))
 
     def _hear(self) -> bool:
-        """Listen until the process has ended; whether to go on listening."""
+        """Listen until the process has ended, or has said its last word; whether to go on listening."""
         try:
             self._take(_TICK)
         except TimedOut:
             pass
         except EndOfStream:  # not there yet, or not there any more
             time.sleep(0.02)
+        if self._over and self.closing:
+            # crash: close.over
+            self._results.close()  # the process stays until we have left, and removes what is left here
+            # crash: close.left
+            self._process.wait()
+            return False
         if self._process.poll() is None:
             return True
         try:
@@ -150,6 +159,9 @@ class Link:
     def _take(self, timeout: float) -> None:
         with self._results.recv(timeout=timeout) as message:
             report = message.meta
+        if report["r"] == "over":
+            self._over = True
+            return
         if report["r"] == "ready":
             self._ready.set()
             self._settled.set()
@@ -160,7 +172,7 @@ class Link:
     def _restart(self) -> bool:
         """The process has ended. Whether another one was started."""
         code = self._process.returncode
-        if self._closing:  # nothing is in flight any more
+        if self.closing:  # nothing is in flight any more
             return False
         self._deaths += 1
         alive = self._on_death(code)
@@ -169,7 +181,7 @@ class Link:
             self._give_up(PeerDied(self._death_text()))
             return False
         time.sleep(_PAUSES[self._deaths])
-        if self._closing:
+        if self.closing:
             return False
         self._ready.clear()
         try:

@@ -30,6 +30,7 @@ class Output:
         self.is_directory = bool(self.files[0][0])
         self._plain: list[int] = []
         self._direct: list[int] = []
+        self._refuses: list[bool] = []  # set by any writing thread, never taken back
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             if not resume:
@@ -37,9 +38,12 @@ class Output:
                 if self.is_directory:
                     os.mkdir(path)
                 flags |= os.O_CREAT | os.O_EXCL
-            for index in range(len(self.files)):
+            for index, (_, nbytes) in enumerate(self.files):
                 self._plain.append(os.open(self.at(index), flags, 0o644))
+                # as long as it becomes: writes that make a file longer wait for each other
+                os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
                 self._direct.append(self._open_direct(self.at(index)))
+                self._refuses.append(self._direct[-1] < 0)
         except BaseException:
             self.close()
             raise
@@ -52,7 +56,7 @@ class Output:
     @property
     def is_direct(self) -> bool:
         """Whether the page cache is passed by."""
-        return all(fd >= 0 for fd in self._direct)
+        return not any(self._refuses)
 
     @staticmethod
     def _open_direct(path: str) -> int:
@@ -66,16 +70,18 @@ class Output:
             raise
 
     def write(self, index: int, offset: int, view: memoryview) -> None:
-        """Write whole pages of a slot at a page's offset; what lies beyond the file's end is cut off by `finish`."""
-        if self._direct[index] >= 0 and not offset % PAGE and not len(view) % PAGE:
+        """Write whole pages of a slot at a page's offset; what lies beyond the file's end is cut off by `finish`.
+
+        Several threads may do so at once, at different offsets.
+        """
+        if not self._refuses[index] and not offset % PAGE and not len(view) % PAGE:
             try:
                 _write(self._direct[index], view, offset)
                 return
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                os.close(self._direct[index])
-                self._direct[index] = -1
+                self._refuses[index] = True  # its descriptor stays: another thread may be using it
         _write(self._plain[index], view, offset)
 
     def patch(self, index: int, offset: int, data: bytes) -> None:
@@ -113,7 +119,7 @@ class Output:
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-        self._plain, self._direct = [], []
+        self._plain, self._direct, self._refuses = [], [], []
 
     def discard(self) -> None:
         """Close and remove the files."""

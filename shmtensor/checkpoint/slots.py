@@ -22,9 +22,7 @@ from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
 from ..memory.words import store
-from ..ring.competing import CompetingFeed
 from ..ring.layout import R_RECORDS, RECORD_WORDS, RingShape
-from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
 from ..ring.ring import Ring
 from ..units import format_bytes
@@ -241,18 +239,7 @@ class Taker(Consumer):
     def __init__(self, channel: str) -> None:
         self.over = False
         """Nothing more comes: the trainer has closed or died."""
-        self._ledgers: list[Ledger] = []
         super().__init__(channel, acknowledge="release", max_attempts=250)
-
-    def _make_feed(self, *args: Any) -> CompetingFeed:
-        feed = super()._make_feed(*args)
-        self._ledgers.append(feed.ledger)
-        return feed
-
-    @property
-    def was_closed(self) -> bool:
-        """Whether the trainer has said that nothing follows, and so lives to see us end."""
-        return any(ledger.closed for ledger in self._ledgers)
 
     @property
     def is_alone(self) -> bool:

@@ -13,9 +13,10 @@ import contextlib
 import json
 import os
 import time
-from concurrent.futures import Executor
+from collections import deque
+from concurrent.futures import Executor, Future, wait
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from ..endpoints.message import Message
 from .chunks import Chunk, cut
@@ -27,7 +28,17 @@ from .limits import PAGE
 from .output import Output
 from .plan import Plan
 
-_READ = 1 << 20
+WRITES: Final = 4
+"""Chunks that are on their way to the disk at once: it then has the next one when it is through with the last."""
+_READ: Final = 1 << 20
+
+
+class _Write(NamedTuple):
+    """A chunk on its way to the disk."""
+
+    chunk: Chunk
+    message: Message
+    done: Future[None]
 
 
 class Snapshot:
@@ -42,9 +53,12 @@ class Snapshot:
         self.begun = False
         self.staged = False  # the trainer has published all of it
         self.written = 0
+        self.seconds = 0.0
+        """From the beginning of `save` until it was durable under its name."""
         self._chunks: dict[int, Message] = {}
         self._held: list[Message] = []
-        self._next = 0
+        self._writes: deque[_Write] = deque()
+        self._next = 0  # the chunk whose write is begun next
         self._output: Output | None = None
         self._log = -1
 
@@ -77,7 +91,7 @@ class Snapshot:
             return False  # the copy has the memory and the cores for itself
         if not self.begun:
             return True
-        return self._next in self._chunks or (self.staged and self._next == len(self.chunks))
+        return bool(self._writes) or self._next in self._chunks or (self.staged and self._next == len(self.chunks))
 
     # --- writing
 
@@ -140,23 +154,21 @@ class Snapshot:
 
     @property
     def is_written(self) -> bool:
-        return self._next == len(self.chunks)
+        return self._next == len(self.chunks) and not self._writes
 
     def write_next(self, executor: Executor) -> None:
-        """Write one chunk from its slot, and sum up its regions meanwhile. Raises OSError."""
-        message = self._chunks.pop(self._next)
-        chunk = self.chunks[self._next]
+        """Begin as many writes as may be on their way, straight from the slots; sum up the oldest chunk meanwhile, and
+        see it written. Raises OSError."""
+        while len(self._writes) < WRITES and self._next in self._chunks:
+            self._begin_write(executor)
+        chunk, message, done = self._writes[0]
         view: memoryview = message.value.data
-        # crash: write.chunk
-        writing = executor.submit(self._files.write, chunk.file, chunk.offset, view[: -(-chunk.nbytes // PAGE) * PAGE])
-        try:
-            for at, nbytes, region, _, _ in chunk.runs:
-                if region >= 0:
-                    self._sums[region].update(view[at : at + nbytes])
-        finally:
-            writing.result()
+        for at, nbytes, region, _, _ in chunk.runs:
+            if region >= 0:
+                self._sums[region].update(view[at : at + nbytes])
         del view
-        self._next += 1
+        done.result()
+        del self._writes[0]
         self.written += chunk.nbytes
         if not self.streams:
             self._held.append(message)
@@ -168,6 +180,15 @@ class Snapshot:
         # crash: stream.logged
         message.release()
         # crash: stream.released
+
+    def _begin_write(self, executor: Executor) -> None:
+        message = self._chunks.pop(self._next)
+        chunk = self.chunks[self._next]
+        view: memoryview = message.value.data[: -(-chunk.nbytes // PAGE) * PAGE]
+        # crash: write.chunk
+        done = executor.submit(self._files.write, chunk.file, chunk.offset, view)
+        self._writes.append(_Write(chunk, message, done))
+        self._next += 1
 
     def complete(self) -> Saved:
         """Write what holds the sums, make the files durable and note them. Raises OSError."""
@@ -188,8 +209,8 @@ class Snapshot:
         # crash: commit.recorded
         return entry
 
-    def commit(self, entry: Saved, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Give the files their name, then `latest`, then delete old ones; the names of these. May be repeated."""
+    def commit(self, entry: Saved) -> None:
+        """Give the files their name, then `latest`. May be repeated."""
         directory = self._directory
         if not entry.is_there(directory.path):
             if directory.is_taken(self.name):
@@ -199,22 +220,23 @@ class Snapshot:
         directory.sync()
         # crash: commit.durable
         directory.point_latest(self.name)
-        deleted = directory.retain(keep_last, keep_every)
+        self.seconds = time.monotonic() - float(self.options["began"])
+
+    def retain(self, keep_last: int | None, keep_every: int | None) -> list[str]:
+        """Delete old ones, and what is left of the writing; the names of the deleted. May be repeated."""
+        deleted = self._directory.retain(keep_last, keep_every)
         self._drop_log()
         return deleted
-
-    @property
-    def seconds(self) -> float:
-        """Since the beginning of `save`."""
-        return time.monotonic() - float(self.options["began"])
 
     # --- the end
 
     def release_chunks(self) -> None:
         """Give back everything but the head: who comes after a death sees by the list that the save was complete."""
-        for message in (*self._chunks.values(), *self._held):
+        writing = [write.message for write in self._writes]
+        for message in (*self._chunks.values(), *writing, *self._held):
             message.release()
         self._chunks.clear()
+        self._writes.clear()
         self._held.clear()
 
     def release(self) -> None:
@@ -231,7 +253,11 @@ class Snapshot:
         self.release()
 
     def discard_files(self) -> None:
-        """Remove its files; not the log, by which who comes after a death sees that they were there."""
+        """Remove its files; not the log, by which who comes after a death sees that they were there.
+
+        No write may be on its way then: its descriptor could be another file's by the time.
+        """
+        wait([write.done for write in self._writes])
         if self._output is not None:
             self._output.discard()
         if self.begun:

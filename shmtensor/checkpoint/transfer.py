@@ -2,8 +2,9 @@
 
 Host memory that is one run is moved by address, with as many threads of our own as torch would use. torch's own copy
 waits at a barrier of all its threads after each tensor, so that a core that is busy with something else holds up all
-of them, every time: these threads meet once, in the end. Everything else (views with gaps, device memory) is copied by
-the caller, region after region.
+of them, every time: these threads meet once, in the end. A state that is larger than the caches goes past them: what
+is in a slot is not read before the disk takes it. Everything else (views with gaps, device memory) is copied by the
+caller, region after region.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..views.moves import move
+from ..views.moves import mover
 from ..views.numpy import Array, address_of
 from .chunks import Chunk
 from .copying import Regions, copy
@@ -47,7 +48,7 @@ class Transfer:
             for at, nbytes, region, start, data in chunk.runs:
                 address = self._addresses[region] if region >= 0 else 0
                 if address:
-                    moves.append((base + at, address + start, nbytes))
+                    _add(moves, base + at, address + start, nbytes)
                 elif region >= 0:
                     self._copy(slot[at : at + nbytes], self._source(region)[start : start + nbytes])
                 else:
@@ -64,25 +65,36 @@ def move_all(moves: Sequence[Move], owners: object) -> None:
     """
     total = sum(nbytes for _, _, nbytes in moves)
     count = _threads() if total > ALONE else 1
+    move = mover(total)
     first, *rest = _shares(moves, -(-total // count)) if count > 1 else [moves]
     helpers = []
     try:
         for share in rest:
-            helper = threading.Thread(target=_move, args=(share, owners), name="shmtensor-copy", daemon=True)
+            helper = threading.Thread(target=_move, args=(move, share, owners), name="shmtensor-copy", daemon=True)
             try:
                 helper.start()
             except RuntimeError:  # no more threads may be made
-                _move(share)
+                _move(move, share)
                 continue
             helpers.append(helper)
         del owners
-        _move(first)
+        _move(move, first)
     finally:
         for helper in helpers:
             helper.join()
 
 
-def _move(moves: Sequence[Move], owners: object = None) -> None:
+def _add(moves: list[Move], to: int, source: int, nbytes: int) -> None:
+    """Note a run; one that goes on where the last one ended is part of that."""
+    if moves:
+        last_to, last_source, last = moves[-1]
+        if (last_to + last, last_source + last) == (to, source):
+            to, source, nbytes = last_to, last_source, last + nbytes
+            del moves[-1]
+    moves.append((to, source, nbytes))
+
+
+def _move(move: Callable[[int, int, int], object], moves: Sequence[Move], owners: object = None) -> None:
     for to, source, nbytes in moves:
         move(to, source, nbytes)
 

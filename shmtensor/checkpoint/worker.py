@@ -21,11 +21,13 @@ from ..errors import RingFull, ShmTensorError, TimedOut
 from .directory import Directory
 from .link import results_channel
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import Snapshot
+from .snapshot import WRITES, Snapshot
 
 _TICK: Final = 1.0
 _OTHER: Final = 0.05
 """Seconds between two looks whether the writer of an earlier trainer has finished."""
+_LEAVING: Final = 0.005
+"""Seconds between two looks whether the trainer has left."""
 _LAST_WORDS: Final = 10.0
 """Seconds that a trainer who lives and listens to nothing is waited for at the end."""
 _PROGRESS: Final = 0.05
@@ -45,7 +47,7 @@ class Worker:
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
         self._told = 0.0
-        self._executor = ThreadPoolExecutor(1, "shmtensor disk")
+        self._executor = ThreadPoolExecutor(WRITES, "shmtensor disk")
         self._reports = Producer(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
         self._taker = Taker(settings["channel"])
 
@@ -74,30 +76,31 @@ class Worker:
             messages = self._taker.take(_TICK if self._current() is None else 0)
         for snapshot in list(self._snapshots.values()):  # the trainer died while it copied
             self._drop(snapshot)
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._unsent and self._reports.statistics().receivers and time.monotonic() < deadline:
-            time.sleep(_OTHER)
-            self._flush()
         with contextlib.suppress(OSError):
             if self._directory.try_write():
                 self._directory.sweep(self._writer, lambda number: True)
         # crash: worker.finished
-        self._outlast()
+        self._report(r="over")  # the trainer leaves when it hears this, and then waits for our end
+        deadline = time.monotonic() + _LAST_WORDS
+        while self._unsent and self._is_heard() and time.monotonic() < deadline:
+            time.sleep(_OTHER)
+            self._flush()
+        # crash: worker.over
+        self._outlast(deadline)
         self._reports.close()
         self._taker.close()
         self._directory.close()
 
-    def _outlast(self) -> None:
-        """Be the last one on both channels if the trainer is dying, for the last one removes what the dead left.
+    def _outlast(self, deadline: float) -> None:
+        """Be the last one on both channels, for the last one removes what the dead left.
 
-        The kernel drops a dying process's locks one after the other, so that it may seem to be dead on one channel and
-        to live on the other. One that has closed lives until we have ended, and is the last one itself.
+        The trainer leaves them before it waits for our end. If it dies instead, the kernel drops its locks one after
+        the other, so that it may seem to be dead on one channel and to live on the other.
         """
-        deadline = time.monotonic() + _LAST_WORDS
-        while not (_ending or self._taker.was_closed or (self._taker.is_alone and not self._is_heard())):
+        while self._is_heard() or not self._taker.is_alone:
             if time.monotonic() > deadline:
                 return
-            time.sleep(_OTHER)
+            time.sleep(_LEAVING)
 
     def _is_heard(self) -> bool:
         """Whether the trainer still listens to reports."""
@@ -174,16 +177,16 @@ class Worker:
                 return
             else:
                 entry = snapshot.complete()
-            keep = self._settings["keep_last"], self._settings["keep_every"]
-            deleted = snapshot.commit(entry, *keep)
+            snapshot.commit(entry)
+            # crash: finish.before
+            snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
+            # crash: finish.released
+            deleted = snapshot.retain(self._settings["keep_last"], self._settings["keep_every"])
         except (OSError, ShmTensorError) as error:
             snapshot.discard_files()
             self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=str(error))
             self._drop(snapshot)
             return
-        # crash: finish.before
-        snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
-        # crash: finish.released
         self._report(
             r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
             digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,

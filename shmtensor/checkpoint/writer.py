@@ -268,9 +268,12 @@ class CheckpointWriter:
             self._closed = True
             exits.discard(self)
             stager, self._stager, self._staging = self._stager, None, None  # to let go of the memory
+            link, self._link = self._link, None
+            if link is not None:
+                link.closing = True
             if stager is not None:
                 stager.close()
-            link, self._link = self._link, None
+            # crash: close.staged
             if link is not None:
                 link.finish()
                 self._restarts += link.restarts

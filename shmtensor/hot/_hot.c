@@ -39,6 +39,7 @@
 #include "inlet.h"
 #include "batch.h"
 #include "group.h"
+#include "stream.h"
 
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
@@ -67,6 +68,7 @@ static PyObject *use(PyObject *module, PyObject *type) {
 
 static PyMethodDef methods[] = {
     {"use", use, METH_O, use_doc},
+    {"stream", (PyCFunction)(void (*)(void))stream, METH_FASTCALL, stream_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -96,7 +98,8 @@ PyMODINIT_FUNC PyInit__hot(void) {
         PyModule_AddObjectRef(module, "Inlet", (PyObject *)&InletType) ||
         PyModule_AddObjectRef(module, "Grip", (PyObject *)&GripType) ||
         PyModule_AddObjectRef(module, "Batch", (PyObject *)&BatchType) ||
-        PyModule_AddObjectRef(module, "Group", (PyObject *)&GroupType)) {
+        PyModule_AddObjectRef(module, "Group", (PyObject *)&GroupType) ||
+        PyModule_AddIntConstant(module, "CACHE_BYTES", cache_bytes())) {
         Py_DECREF(module);
         return NULL;
     }

@@ -5,13 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from ctypes import memmove
+from typing import Any
 
+from .. import hot
 from . import walk
 from .numpy import Array
 
 SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
 LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
+
+_hot: Any = hot.module(tensors=False)
+FAR = _hot.CACHE_BYTES // 4 if _hot is not None else sys.maxsize
+"""Bytes from which a copy had better go past the caches, which the compiled module can: most of what it leaves there is
+driven out again before anybody reads it, and room for it would be made by driving out something else."""
 
 
 def _copy_alone() -> None:
@@ -34,9 +42,34 @@ def move(to: int, source: int, nbytes: int) -> None:
     (move_small if nbytes <= SMALL else memmove)(to, source, nbytes)
 
 
+def mover(total: int) -> Callable[[int, int, int], object]:
+    """What copies runs as `move` does, of `total` bytes together: past the caches if that is `FAR` or more."""
+    return move if total < FAR else _hot.stream
+
+
+def goes_far(nbytes: int) -> bool:
+    """Whether a copy is one for `move_far`: large, and by one thread.
+
+    Several of torch's are nearly as fast, and may still be awake, so that others would wait for their cores.
+    """
+    return nbytes >= FAR and (nbytes < LARGE or _torch_threads() == 1)
+
+
+def _torch_threads() -> int:
+    torch = sys.modules.get("torch")
+    return 1 if torch is None else int(torch.get_num_threads())
+
+
+def move_far(to: int, source: int, nbytes: int) -> None:
+    """Copy `FAR` bytes or more from one address to another, past the caches."""
+    _hot.stream(to, source, nbytes)
+
+
 def move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
     """Copy more than `SMALL` bytes to `offset` of a payload, which lies at `base`."""
-    if size >= LARGE and walk.tensor_types:
+    if goes_far(size):
+        move_far(base + offset, address, size)
+    elif size >= LARGE and walk.tensor_types:
         walk.torch_views().copy_run(payload, offset, address, size)
     else:
         memmove(base + offset, address, size)

@@ -17,6 +17,7 @@ from ..errors import ArgumentTypeError
 from ..wire.record import BODY, BODY_OFFSET, INLINE, SIZE, VERSION, padded
 from . import moves, pack
 from .group import PackedGroup
+from .numpy import address_of
 
 _PACKED, _TENSOR, _ARRAY, _EMPTY, DEVICE = range(5)  # DEVICE: `views/resident.py`, for a device ring
 _PLANS_MOST: Final = 4096
@@ -108,6 +109,9 @@ def write(out: Outgoing, value: Any, buffer: Any, address: int, offset: int) -> 
         if out.nbytes <= moves.SMALL:
             moves.move_small(address + offset, source, out.nbytes)
             return
+        if moves.goes_far(out.nbytes):
+            moves.move_far(address + offset, source, out.nbytes)
+            return
         if out.nbytes < moves.LARGE:
             ctypes.memmove(address + offset, source, out.nbytes)
             return
@@ -116,6 +120,9 @@ def write(out: Outgoing, value: Any, buffer: Any, address: int, offset: int) -> 
         target.view(source.dtype).view(source.shape).copy_(source)
         return
     if kind == _ARRAY:
+        if out.nbytes >= moves.FAR:
+            moves.move_far(address + offset, address_of(value), out.nbytes)
+            return
         np.ndarray(value.shape, value.dtype, buffer, offset)[...] = value
         return
     if kind == DEVICE:

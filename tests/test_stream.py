@@ -1,0 +1,183 @@
+"""Copies past the caches (`hot/stream.h`): every byte, at every alignment, and none beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmtensor import CheckpointWriter, Publisher, Subscriber, hot, load_checkpoint
+from shmtensor.checkpoint import names
+from shmtensor.views import moves
+from shmtensor.views.numpy import address_of
+
+needs_hot = pytest.mark.skipif(not hot.BUILT, reason="shmtensor.hot._hot is not built, or SHMTENSOR_PURE is set")
+
+VECTOR = 32
+ROOM = 8192
+NOISE = np.random.default_rng(0).integers(1, 256, ROOM + 2 * VECTOR, np.uint8)
+
+
+def check(copy, to: int, source: int, nbytes: int) -> None:
+    """Copy into zeros, and compare the bytes on both sides as well."""
+    memory = np.zeros(ROOM + 4 * VECTOR, np.uint8)
+    start = -address_of(memory) % VECTOR + VECTOR + to
+    begin = -address_of(NOISE) % VECTOR + source
+    copy(address_of(memory) + start, address_of(NOISE) + begin, nbytes)
+    expected = np.zeros_like(memory)
+    expected[start : start + nbytes] = NOISE[begin : begin + nbytes]
+    assert np.array_equal(memory, expected), (to, source, nbytes)
+
+
+@needs_hot
+@pytest.mark.parametrize("nbytes", [0, 1, 31, 32, 33, 127, 128, 129, 160, 256, 257, 4097])
+def test_every_alignment(nbytes):
+    stream = hot.module(tensors=False).stream
+    for to in range(VECTOR):
+        for source in range(VECTOR):
+            check(stream, to, source, nbytes)
+
+
+@needs_hot
+@given(st.integers(0, VECTOR - 1), st.integers(0, VECTOR - 1), st.integers(0, ROOM - VECTOR))
+@settings(max_examples=200, deadline=None)
+def test_every_size(to, source, nbytes):
+    check(hot.module(tensors=False).stream, to, source, nbytes)
+
+
+@needs_hot
+def test_several_threads_at_once():
+    """The interpreter lock is not held: each thread has its own part."""
+    stream, size, count = hot.module(tensors=False).stream, (4 << 20) + 12345, 4
+    source = np.random.default_rng(1).integers(0, 256, size * count, np.uint8)
+    target = np.zeros(size * count, np.uint8)
+
+    def part(index: int) -> None:
+        stream(address_of(target) + index * size, address_of(source) + index * size, size)
+
+    threads = [threading.Thread(target=part, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert np.array_equal(target, source)
+
+
+@needs_hot
+@pytest.mark.parametrize("arguments", [(), (0, 0), (0, 0, 0, 0), (0, None, 0), (0, 0, -1), (0, 0, 1 << 65)])
+def test_wrong_arguments(arguments):
+    with pytest.raises((TypeError, OverflowError)):
+        hot.module(tensors=False).stream(*arguments)
+
+
+def test_what_is_small_is_copied_the_usual_way():
+    assert moves.mover(0) is moves.move
+    assert moves.mover(moves.FAR - 1) is moves.move
+
+
+@needs_hot
+def test_what_is_large_goes_past_the_caches():
+    assert 1 << 20 <= moves.FAR <= hot.module(tensors=False).CACHE_BYTES
+    assert moves.mover(moves.FAR) == hot.module(tensors=False).stream
+
+
+def test_without_the_compiled_module_everything_is_copied_the_usual_way():
+    code = "from shmtensor.views import moves; print(moves.mover(1 << 40) is moves.move)"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env={**os.environ, "SHMTENSOR_PURE": "1"}, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("True", "")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The copies that go past the caches, which here begin at 64 KiB and more."""
+    calls = []
+    real = moves._hot.stream
+
+    class Counting:
+        @staticmethod
+        def stream(*arguments):
+            calls.append(arguments[2])
+            real(*arguments)
+
+    monkeypatch.setattr(moves, "_hot", Counting)
+    monkeypatch.setattr(moves, "FAR", 65 << 10)
+    monkeypatch.setattr(moves, "LARGE", 66 << 10)
+    return calls
+
+
+SIZE = 100_003
+
+
+def bytes_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
+
+
+VALUES = {
+    "tensor": lambda: torch.from_numpy(bytes_of(0)),
+    "parameter": lambda: torch.nn.Parameter(torch.from_numpy(bytes_of(0)), requires_grad=False),
+    "array": lambda: bytes_of(0),
+    "read-only array": lambda: np.frombuffer(bytes_of(0).tobytes(), np.uint8),
+    "structured array": lambda: bytes_of(0)[: SIZE // 3 * 3].view([("a", ">u2"), ("b", "u1")]),
+    "dict": lambda: {"a": torch.from_numpy(bytes_of(0)), "b": torch.ones(3), "c": torch.from_numpy(bytes_of(1))},
+    "mixed": lambda: [bytes_of(0), 7, {"x": torch.from_numpy(bytes_of(1))[1:]}],
+}
+
+
+@pytest.fixture
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_hot
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", VALUES)
+def test_sent_values_are_the_same(channel, counted, name):
+    with Publisher(channel, slots=4) as pub, Subscriber(channel) as sub:
+        for _ in range(3):  # described anew, and as one seen before
+            pub.send(VALUES[name]())
+            with sub.recv(timeout=60) as msg:
+                assert leaves(msg.value) == leaves(VALUES[name]())
+    assert len(counted) >= 3
+
+
+def leaves(value) -> list:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [each for child in value for each in leaves(child)]
+    if isinstance(value, torch.Tensor):
+        value = value.detach().numpy()
+    return [value.tobytes() if isinstance(value, np.ndarray) else value]
+
+
+@needs_hot
+def test_torch_s_threads_keep_what_they_share(channel, counted, monkeypatch):
+    monkeypatch.setattr(moves, "_torch_threads", lambda: 2)
+    with Publisher(channel, slots=4) as pub, Subscriber(channel) as sub:
+        for name in ("tensor", "dict"):
+            pub.send(VALUES[name]())
+            with sub.recv(timeout=60) as msg:
+                assert leaves(msg.value) == leaves(VALUES[name]())
+    assert counted == []
+    assert moves.goes_far(moves.LARGE - 1)  # as large as that torch's threads have no part in it
+
+
+@needs_hot
+def test_saved_values_are_the_same(tmp_path, channel, counted, monkeypatch):
+    monkeypatch.setattr(names, "PREFIX", channel)
+    state = {"a": torch.from_numpy(bytes_of(0)), "b": [bytes_of(1), 7], "c": torch.from_numpy(bytes_of(2))[1:]}
+    with CheckpointWriter(tmp_path, memory="8MiB") as writer:
+        path = writer.save(state).durable.result(120).path
+    assert leaves(load_checkpoint(path, verify="all")) == leaves(state)
+    assert sum(counted) >= 3 * SIZE - 1
