@@ -23,7 +23,7 @@ from ..channel.control import CAPACITY
 from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..units import parse_bytes
-from . import worker
+from . import lines, worker
 from .arrivals import Arrivals
 from .parcels import check_fits
 from .retries import Retries, fail_overlooked, settle
@@ -112,6 +112,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             depot.close()
             raise
         self._depot: Depot | None = depot
+        lines.lay(self)
         self._initializer, self._initargs = worker.start, (depot.address, *beginning)
         self._manager: weakref.ref[threading.Thread] | None = None
 

@@ -104,6 +104,10 @@ class Outbox(Producer):
                 if not hope():
                     raise ResourceError(errno.ENOMEM, self._shortage(nbytes_of(value), what, holder)) from None
 
+    def post_now(self, value: list[Any]) -> Parcel:
+        """As `post`, but raises `RingFull` instead of waiting."""
+        return Parcel(self._member.uid, self.send(value, timeout=0))
+
     def _shortage(self, nbytes: int, what: str, holder: str) -> str:
         now = self.statistics()
         limit = "none" if self._max_bytes is None else format_bytes(self._max_bytes)

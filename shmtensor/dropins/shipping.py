@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import PENDING
 from typing import Any
@@ -85,8 +84,12 @@ class Depot:
         self._under_way: set[Shipment] = set()
         self.address = Address(f"{name}.calls", f"{name}.results", self._outbox.index, max_bytes)
 
-    def ship(self, shipment: Shipment) -> Packed:
-        """Send a call, or make it fit for the pipe. Waits for room while other calls are under way."""
+    def ship(self, shipment: Shipment, wait: bool) -> Packed:
+        """Put a call into a slot, or make it fit to go without one.
+
+        If there is no room: waits as long as other calls are under way, then raises `ResourceError`; without `wait`,
+        raises `RingFull`.
+        """
         value = shipment.task.value
         if value is None or not shipment.task.begin():
             return NOTHING
@@ -95,7 +98,10 @@ class Depot:
             return packed
         holder = "calls that run, and by arguments that workers keep"
         try:
-            shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
+            if wait:
+                shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
+            else:
+                shipment.parcel = self._outbox.post_now(value)
         except Exception:
             if shipment.over:
                 return NOTHING  # to raise would be to wait for a lock of the pool that broke meanwhile
@@ -141,9 +147,10 @@ class Depot:
 
 
 class Shipment:
-    """A call on its way: what the standard executor pickles is only this, and then the call is sent.
+    """A call on its way: the standard executor carries this, up to where the call is sent (`lines.py`).
 
-    That happens in the executor's own thread and not in `submit`, so that a thousand calls that wait take no slots.
+    That is when a worker will have time for it soon and not in `submit`, so that a thousand calls that wait take no
+    slots.
     """
 
     parcel: Parcel | None = None
@@ -153,6 +160,6 @@ class Shipment:
     def __init__(self, depot: Depot, task: Task) -> None:
         self.depot, self.task = depot, task
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        packed = self.depot.ship(self)
-        return (bytes, (packed,)) if isinstance(packed, bytes) else (Parcel, tuple(packed))
+    def ship(self, wait: bool) -> Packed:
+        """See `Depot.ship`."""
+        return self.depot.ship(self, wait)
