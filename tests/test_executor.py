@@ -510,11 +510,12 @@ def test_more_calls_than_the_socket_holds():
         wait_until(lambda: not line._late and not line.under_way)
 
 
+@pytest.mark.parametrize(("size", "max_bytes"), [(LARGE, "3MiB"), (5 * LARGE, None)])
 @pytest.mark.parametrize("retry_on_death", [0, 1])
-def test_one_worker_begins_calls_in_order(retry_on_death):
-    """Small and large ones, of which most find no room at first."""
-    with forking(1, max_bytes="3MiB", retry_on_death=retry_on_death) as pool:
-        arguments = [(number, np.ones(LARGE, np.uint8)) if number % 3 else (number,) for number in range(40)]
+def test_one_worker_begins_calls_in_order(retry_on_death, size, max_bytes):
+    """Small and large ones, of which most find no room at first, or are copied by another thread."""
+    with forking(1, max_bytes=max_bytes, retry_on_death=retry_on_death) as pool:
+        arguments = [(number, np.ones(size, np.uint8)) if number % 3 else (number,) for number in range(40)]
         futures = [pool.submit(note, *each) for each in arguments]
         assert [future.result(PATIENCE)[-1] for future in futures] == list(range(40))
         assert futures[-1].result() == list(range(40))

@@ -1,8 +1,8 @@
 """`ProcessPoolExecutor` whose tensors and arrays go through shared-memory slots.
 
-It is the standard executor: its management thread, its queues and its worker loop. Only what they carry is another
-thing. What `submit` was given is pickled at once and sent when a worker is chosen (`shipping.py`); a worker sends its
-result the same way (`worker.py`); pipes carry the name of a slot.
+It is the standard executor: its management thread and its worker loop. Only what they carry is another thing, and
+what carries it. What `submit` was given is pickled at once and sent when a worker has time for it (`shipping.py`); a
+worker sends its result the same way (`worker.py`); sockets carry the name of a slot (`lines.py`).
 """
 
 from __future__ import annotations

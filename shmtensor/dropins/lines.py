@@ -35,8 +35,8 @@ from multiprocessing import context
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
-from ..errors import RingFull
 from .parcels import Parcel
+from .shipping import WouldWait
 from .worker import INLINE_MOST, Packed, run
 
 _HEAD: Final = struct.Struct("<BQQQ")
@@ -83,7 +83,7 @@ class CallLine(_Line):
     """Calls on their way to workers.
 
     The management thread sends each one itself. Where that would be to wait, for room in shared memory or in the
-    socket, a thread does it, and then everything that follows, until it has caught up.
+    socket or for a long copy, another thread does it, and then everything that follows, until it has caught up.
 
     Args:
         workers: how many share the line.
@@ -119,7 +119,7 @@ class CallLine(_Line):
                 message = self._stage(item, wait=False)
                 if message is None or self._sent(message):
                     return
-            except RingFull:
+            except WouldWait:
                 pass
         with self._lateness:
             self._late.append((item, message))
@@ -135,7 +135,7 @@ class CallLine(_Line):
         future was told; `RingFull` if there is no room now."""
         try:
             return _message(item.work_id, item.args[0].ship(wait))
-        except RingFull:
+        except WouldWait:
             raise
         except Exception as error:
             self.under_way.discard(item.work_id)

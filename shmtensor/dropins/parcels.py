@@ -2,7 +2,7 @@
 
 A work queue gives a message to whichever consumer takes it first. An executor knows better: each call is one worker's,
 each result is its parent's. So nobody walks these queues and nobody sleeps on them: what a process sends, it names in
-the pipe that wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the
+the message that wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the
 work queue's: the lock that is the claim, the lease that ends with the last view, the clean-up after any death.
 """
 
@@ -33,7 +33,7 @@ _MOST_SLOTS: Final = 1024
 
 
 class Parcel(NamedTuple):
-    """Names one message: small enough for any pipe."""
+    """Names one message: small enough for any message."""
 
     sender: int
     """The sending endpoint's uid."""

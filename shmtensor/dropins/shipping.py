@@ -7,12 +7,20 @@ import secrets
 import threading
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import PENDING
-from typing import Any
+from typing import Any, Final
 
+from ..errors import RingFull
 from .arrivals import Arrival, Arrivals
 from .parcels import Inbox, Outbox, Parcel
-from .streams import loads
+from .streams import loads, nbytes_of
 from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
+
+AT_ONCE_MOST: Final = 4 << 20
+"""Calls [bytes] up to here are copied into their slot by the thread that also takes results; larger ones hold it up."""
+
+
+class WouldWait(Exception):
+    """A call cannot be sent at once: there is no room now, or copying it takes long."""
 
 
 class Task(Future[Any]):
@@ -87,8 +95,8 @@ class Depot:
     def ship(self, shipment: Shipment, wait: bool) -> Packed:
         """Put a call into a slot, or make it fit to go without one.
 
-        If there is no room: waits as long as other calls are under way, then raises `ResourceError`; without `wait`,
-        raises `RingFull`.
+        If there is no room: waits as long as other calls are under way, then raises `ResourceError`. Without `wait`,
+        raises `WouldWait`.
         """
         value = shipment.task.value
         if value is None or not shipment.task.begin():
@@ -100,8 +108,12 @@ class Depot:
         try:
             if wait:
                 shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
-            else:
+            elif nbytes_of(value) <= AT_ONCE_MOST:
                 shipment.parcel = self._outbox.post_now(value)
+            else:
+                raise WouldWait
+        except RingFull:
+            raise WouldWait from None
         except Exception:
             if shipment.over:
                 return NOTHING  # to raise would be to wait for a lock of the pool that broke meanwhile
