@@ -111,8 +111,9 @@ class CallLine(_Line):
         """Send a call. Does not wait."""
         self.under_way.add(item.work_id)
         if self._feeder is None:  # not when it is needed: while the interpreter ends no thread can be started
-            self._feeder = threading.Thread(target=self._feed, name="shmtensor feeder", daemon=True)
-            self._feeder.start()
+            feeder = threading.Thread(target=self._feed, name="shmtensor feeder", daemon=True)
+            feeder.start()
+            self._feeder = feeder
         message = None
         if not self._late:  # only this thread adds to it
             try:
