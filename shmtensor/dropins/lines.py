@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
 import pickle
 import queue
@@ -43,6 +44,7 @@ _HEAD: Final = struct.Struct("<BQQQ")
 _STREAM, _PARCEL, _PART, _END = range(4)
 _MOST: Final = INLINE_MOST + _HEAD.size
 """Bytes of the largest message: a socket's buffer holds several."""
+_HUNG_UP: Final = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF}
 
 
 class _Line:
@@ -117,31 +119,27 @@ class CallLine(_Line):
         message = None
         if not self._late:  # only this thread adds to it
             try:
-                message = self._stage(item, wait=False)
-                if message is None or self._sent(message):
+                message = _message(item.work_id, item.args[0].ship(wait=False))
+                if self._sent(message):
                     return
             except WouldWait:
                 pass
+            except Exception as error:
+                self._fail(item, error)
+                return
         with self._lateness:
             self._late.append((item, message))
             self._lateness.notify()
+
+    def _fail(self, item: Any, error: Exception) -> None:
+        """A call cannot be sent: its future is told."""
+        self.under_way.discard(item.work_id)
+        self._replaced._on_queue_feeder_error(error, item)
 
     def put_nowait(self, item: None) -> None:
         """Tell one worker to leave; `queue.Full` if there is no room to."""
         if not self._sent(_HEAD.pack(_END, 0, 0, 0)):
             raise queue.Full
-
-    def _stage(self, item: Any, wait: bool) -> bytes | None:
-        """Put what is large into a slot, and make the message that goes to a worker. None if that failed, which its
-        future was told; `RingFull` if there is no room now."""
-        try:
-            return _message(item.work_id, item.args[0].ship(wait))
-        except WouldWait:
-            raise
-        except Exception as error:
-            self.under_way.discard(item.work_id)
-            self._replaced._on_queue_feeder_error(error, item)
-            return None
 
     def _sent(self, message: bytes, flags: int = socket.MSG_DONTWAIT) -> bool:
         """Send a message; False if there is no room. Once the line was hung up, nobody waits for it."""
@@ -149,8 +147,9 @@ class CallLine(_Line):
             self._sender.send(message, flags)
         except BlockingIOError:
             return False
-        except OSError:
-            pass
+        except OSError as error:
+            if error.errno not in _HUNG_UP:
+                raise
         return True
 
     def _feed(self) -> None:
@@ -160,10 +159,12 @@ class CallLine(_Line):
                 if self._over:
                     return
                 item, message = self._late[0]  # it stays there, so that what follows comes after it
-            if message is None:
-                message = self._stage(item, wait=True)
-            if message is not None:
+            try:
+                if message is None:
+                    message = _message(item.work_id, item.args[0].ship(wait=True))
                 self._sent(message, 0)
+            except Exception as error:
+                self._fail(item, error)
             self._late.popleft()
             del item, message
 
@@ -278,4 +279,5 @@ def lay(executor: Any) -> None:
     calls = executor._call_queue = CallLine(executor._max_workers, queued)
     executor._result_queue = ResultLine(calls)
     queued.close()
+    queued._writer.close()
     results.close()

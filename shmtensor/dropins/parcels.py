@@ -2,8 +2,8 @@
 
 A work queue gives a message to whichever consumer takes it first. An executor knows better: each call is one worker's,
 each result is its parent's. So nobody walks these queues and nobody sleeps on them: what a process sends, it names in
-the message that wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the
-work queue's: the lock that is the claim, the lease that ends with the last view, the clean-up after any death.
+what wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the work
+queue's: the lock that is the claim, the lease that ends with the last view, the clean-up after any death.
 """
 
 from __future__ import annotations
