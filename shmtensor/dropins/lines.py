@@ -263,7 +263,8 @@ class ResultLine(_Line):
 
     def put(self, item: Any) -> None:
         """Send a result, or the worker's pid. Raises what pickling it raises."""
-        if not isinstance(item, int) and item.exception is None and item.exit_pid is None:
+        plain = not isinstance(item, int) and item.exception is None
+        if plain and getattr(item, "exit_pid", None) is None:  # which Python 3.10 does not have
             self._sender.send(_message(item.work_id, item.result))
             return
         pickled, sender = bytes(ForkingPickler.dumps(item)), os.getpid()
