@@ -26,6 +26,8 @@ import torch
 import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, ProcessPoolExecutor, ResourceError
 
+from .waiting import wait_until
+
 METHODS = ("fork", "forkserver", "spawn")
 LARGE = 1 << 20
 PATIENCE = 120
@@ -152,6 +154,19 @@ def set_up(value):
 
 def first_kept():
     return _kept[0]
+
+
+def note(number, large=None):
+    _kept.append(number)
+    return list(_kept)
+
+
+def fail_at_length(number, size):
+    raise LookupError(str(number) * size)
+
+
+def wait_at_the_gate():
+    return _kept[0].wait(PATIENCE)
 
 
 def fail_to_begin():
@@ -466,6 +481,56 @@ def test_an_argument_that_cannot_be_read_fails_its_own_future_only():
         with pytest.raises(LookupError, match="not to be read"):
             pool.submit(same, [Unreadable(), np.ones(LARGE)]).result(PATIENCE)
         assert pool.submit(same, 1).result(PATIENCE) == 1
+
+
+# --- the way to workers and back
+
+
+def test_errors_larger_than_a_message():
+    """Each comes in pieces, between those of others."""
+    with forking() as pool:
+        futures = [pool.submit(fail_at_length, number, LARGE) for number in range(8)]
+        for number, future in enumerate(futures):
+            assert str(future.exception(PATIENCE)) == str(number) * LARGE
+        assert pool.submit(same, 1).result(PATIENCE) == 1
+
+
+def test_more_calls_than_the_socket_holds():
+    """The rest waits in the parent, where nobody waits for it, and what comes later does not overtake it."""
+    fork = get_context("fork")
+    gate = fork.Event()
+    with ProcessPoolExecutor(12, mp_context=fork, initializer=set_up, initargs=(gate,)) as pool:
+        running = [pool.submit(wait_at_the_gate) for _ in range(12)]
+        futures = [pool.submit(same, bytes([number]) * 30000) for number in range(40)]
+        line = pool._call_queue
+        wait_until(lambda: line._late)
+        gate.set()
+        assert all(future.result(PATIENCE) for future in running)
+        assert [future.result(PATIENCE)[0] for future in futures] == list(range(40))
+        wait_until(lambda: not line._late and not line.under_way)
+
+
+@pytest.mark.parametrize(("size", "max_bytes"), [(LARGE, "3MiB"), (5 * LARGE, None)])
+@pytest.mark.parametrize("retry_on_death", [0, 1])
+def test_one_worker_begins_calls_in_order(retry_on_death, size, max_bytes):
+    """Small and large ones, of which most find no room at first, or are copied by another thread."""
+    with forking(1, max_bytes=max_bytes, retry_on_death=retry_on_death) as pool:
+        arguments = [(number, np.ones(size, np.uint8)) if number % 3 else (number,) for number in range(40)]
+        futures = [pool.submit(note, *each) for each in arguments]
+        assert [future.result(PATIENCE)[-1] for future in futures] == list(range(40))
+        assert futures[-1].result() == list(range(40))
+
+
+def test_a_pool_that_breaks_while_calls_wait_for_room(fifo):
+    with forking(1, max_bytes="3MiB") as pool:
+        running = pool.submit(stay, fifo)
+        futures = [pool.submit(same, np.ones(2 * LARGE, np.uint8)) for _ in range(12)]
+        line = pool._call_queue
+        wait_until(lambda: line._late)
+        for pid in pool._processes:
+            os.kill(pid, signal.SIGKILL)
+        for future in [running, *futures]:
+            assert isinstance(future.exception(PATIENCE), BrokenProcessPool)
 
 
 # --- memory

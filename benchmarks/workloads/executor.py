@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..measure import RowSpec, Samples
-from ..processes import Role, run_roles
+from ..processes import Role, fresh_name, run_roles
 from ..transports import PICKLE, SHMTENSOR, SPDL_POOL, Transport
 from ..transports.spdl_arena import quiet_arenas
 from . import pipeline
@@ -24,6 +25,8 @@ from .base import Case, Effort, Workload
 WORKERS = 2
 UNDER_WAY = 8
 """Calls of the plain loop that run or wait at a time."""
+CHUNK = 8
+"""Calls in one of `map`."""
 SINK_BUFFER = 1
 WARM = 40
 COUNTS = {"full": 300, "quick": 80, "tiny": 8}
@@ -77,6 +80,27 @@ def _submit_and_take(executor: Any, load: Callable[[Any], Any], given: Any, coun
         yield waiting.popleft().result()
 
 
+def measure_map(kind: str, way: str, job: str, effort: Effort) -> Samples:
+    """Samples per second of `map` with `chunksize`, in the plain loop."""
+    return run_roles([Role(_run_map, (kind, job, COUNTS[effort.scale]))])[0]
+
+
+def _run_map(meet: Callable[[], object], kind: str, job: str, count: int) -> Samples:
+    with tempfile.TemporaryDirectory() as folder, pipeline.make_executor(kind, WORKERS) as executor:
+        load, given = _job(job, folder)
+        executor.submit(len, ()).result()
+        # objects of their own for each call of a chunk: the same one would be sent once
+        alike = [tuple(bytes(bytearray(part)) if job == BYTES else part for part in given) for _ in range(CHUNK)]
+        for found in executor.map(load, itertools.islice(itertools.cycle(alike), WARM), chunksize=CHUNK):
+            pipeline.check(found)
+        start = time.perf_counter()  # before the first call, since workers go on while this process does not
+        for found in executor.map(load, itertools.islice(itertools.cycle(alike), count), chunksize=CHUNK):
+            found[0][0, 0, 0]
+        spent = time.perf_counter() - start
+        pipeline.check(found)
+    return {"rate": [count / spent]}
+
+
 def _time_pipeline(add_stage: Callable[[Any], Any] | None, source: Any, count: int) -> Samples:
     """Through a pipeline: a source that gives the same thing again and again, and a stage; or only a source."""
     from spdl.pipeline import PipelineBuilder
@@ -121,6 +145,33 @@ def _run_arena(meet: Callable[[], object], arena: str, way: str, job: str, count
     return samples
 
 
+def measure_producer(kind: str, way: str, job: str, effort: Effort) -> Samples:
+    """Samples per second from one process that loads them and sends them through this library's work queue."""
+    return run_roles([Role(_run_producer, (way, job, COUNTS[effort.scale]))])[0]
+
+
+def _run_producer(meet: Callable[[], object], way: str, job: str, count: int) -> Samples:
+    import shmtensor
+
+    channel = fresh_name()
+    with tempfile.TemporaryDirectory() as folder:
+        sender = pipeline.FORK.Process(target=_produce, args=(channel, _Loaded(*_job(job, folder), WARM + count)))
+        sender.start()
+        with shmtensor.Consumer(channel) as receiver:
+            source = (message.value for message in receiver)
+            samples = _time(source, count) if way == LOOP else _time_pipeline(None, source, count)
+        sender.join()
+    return samples
+
+
+def _produce(channel: str, source: _Loaded) -> None:
+    import shmtensor
+
+    with shmtensor.Producer(channel, slots=pipeline.ARENA_SAMPLES) as sender:
+        for sample in source:
+            sender.send(sample)
+
+
 def measure_bound(effort: Effort) -> Samples:
     """Samples per second of a pipeline whose executor has the sample at once: what SPDL's pipeline itself takes."""
     return run_roles([Role(_run_bound, (COUNTS[effort.scale],))])[0]
@@ -157,12 +208,17 @@ EXECUTORS: tuple[tuple[str, str, Transport], ...] = (
     ("ProcessPoolExecutor", "processes", PICKLE),
 )
 OURS = EXECUTORS[0][0]
+PRODUCER = "shmtensor Producer, one process"
 JOBS = (PATHS, BYTES)
 BOUND = "SPDL's pipeline: an executor that does nothing"
 
 
 def _arena(arena: str) -> str:
     return f"SPDL {arena}, one process"
+
+
+def _map(line: str) -> str:
+    return f"{line}, map in chunks of {CHUNK}"
 
 
 def row_name(way: str, line: str, job: str) -> str:
@@ -179,10 +235,14 @@ def _rows(way: str, line: str, transport: Transport) -> tuple[RowSpec, ...]:
     )  # fmt: skip
 
 
+_SLOWER = {_arena("ring buffer"), PRODUCER, *(_map(line) for line, _, _ in EXECUTORS)}
+"""Left out of a quick run."""
+
+
 def _cases(way: str, line: str, transport: Transport, run: Callable[..., Samples], kind: str) -> tuple[Case, ...]:
     return tuple(
         Case(row_name(way, line, job), transport, partial(run, kind, way, job),
-             quick=line != _arena("ring buffer"), needs=pipeline.no_spdl)
+             quick=line not in _SLOWER, needs=pipeline.no_spdl)
         for job in JOBS
     )  # fmt: skip
 
@@ -190,7 +250,12 @@ def _cases(way: str, line: str, transport: Transport, run: Callable[..., Samples
 _LINES: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = (
     *((line, transport, measure, kind) for line, kind, transport in EXECUTORS),
     *((_arena(arena), SPDL_POOL, measure_arena, arena) for arena in pipeline.ARENAS),
+    (PRODUCER, SHMTENSOR, measure_producer, ""),
 )
+_MAPS: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = tuple(
+    (_map(line), transport, measure_map, kind) for line, kind, transport in EXECUTORS
+)
+_LINES_OF = {LOOP: (*_LINES, *_MAPS), PIPELINE: _LINES}
 
 WORKLOAD = Workload(
     name="executor",
@@ -202,15 +267,17 @@ WORKLOAD = Workload(
         "oldest result is taken, one byte of it read, and dropped. SPDL's pipeline: the executor is that of a stage "
         "with concurrency 2, sink buffer 1. Forked workers; counted after 40 samples, which are checked. SPDL's arenas "
         "bring what one process of iterate_in_subprocess loads by itself: it is asked for nothing and given nothing "
-        "(with bytes it has them already); in the pipeline that is the source. An executor that does nothing gives "
-        "the same arrays in submit: what the pipeline itself takes, which bounds its rows."
+        "(with bytes it has them already); in the pipeline that is the source. They have no way to be given anything: "
+        "what is like them here is a Producer in one process that loads by itself, and a Consumer. Map in chunks: "
+        "map(chunksize=8), no bytes twice in a chunk, timed from the call to the last sample. An executor "
+        "that does nothing gives the same arrays in submit: what the pipeline itself takes, which bounds its rows."
     ),
     cases=(
-        *(case for way in LOOPS for line in _LINES for case in _cases(way, *line)),
+        *(case for way in LOOPS for line in _LINES_OF[way] for case in _cases(way, *line)),
         Case(BOUND, SPDL_POOL, measure_bound, needs=pipeline.no_spdl),
     ),
     rows=(
-        *(row for way in LOOPS for line, transport, _, _ in _LINES for row in _rows(way, line, transport)),
+        *(row for way in LOOPS for line, transport, _, _ in _LINES_OF[way] for row in _rows(way, line, transport)),
         RowSpec(
             BOUND, "SPDL", BOUND, "rate", "samples/s", 1.0, None,
             f"samples/s, {LOOPS[PIPELINE]}", "an executor that does nothing", PATHS,

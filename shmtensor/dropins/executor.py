@@ -1,8 +1,8 @@
 """`ProcessPoolExecutor` whose tensors and arrays go through shared-memory slots.
 
-It is the standard executor: its management thread, its queues and its worker loop. Only what they carry is another
-thing. What `submit` was given is pickled at once and sent when a worker is chosen (`shipping.py`); a worker sends its
-result the same way (`worker.py`); pipes carry the name of a slot.
+It is the standard executor: its management thread and its worker loop. Only what they carry is another thing, and
+what carries it. What `submit` was given is pickled at once and sent when a worker has time for it (`shipping.py`); a
+worker sends its result the same way (`worker.py`); sockets carry the name of a slot (`lines.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..channel.control import CAPACITY
 from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..units import parse_bytes
-from . import worker
+from . import lines, worker
 from .arrivals import Arrivals
 from .parcels import check_fits
 from .retries import Retries, fail_overlooked, settle
@@ -112,6 +112,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             depot.close()
             raise
         self._depot: Depot | None = depot
+        lines.lay(self)
         self._initializer, self._initargs = worker.start, (depot.address, *beginning)
         self._manager: weakref.ref[threading.Thread] | None = None
 

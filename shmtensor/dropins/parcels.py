@@ -2,8 +2,8 @@
 
 A work queue gives a message to whichever consumer takes it first. An executor knows better: each call is one worker's,
 each result is its parent's. So nobody walks these queues and nobody sleeps on them: what a process sends, it names in
-the pipe that wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the
-work queue's: the lock that is the claim, the lease that ends with the last view, the clean-up after any death.
+what wakes the receiver anyway (`Parcel`), and the receiver claims exactly that message. Everything else is the work
+queue's: the lock that is the claim, the lease that ends with the last view, the clean-up after any death.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_SLOTS: Final = 1024
 
 
 class Parcel(NamedTuple):
-    """Names one message: small enough for any pipe."""
+    """Names one message: small enough for any message."""
 
     sender: int
     """The sending endpoint's uid."""
@@ -103,6 +103,10 @@ class Outbox(Producer):
             except RingFull:
                 if not hope():
                     raise ResourceError(errno.ENOMEM, self._shortage(nbytes_of(value), what, holder)) from None
+
+    def post_now(self, value: list[Any]) -> Parcel:
+        """As `post`, but raises `RingFull` instead of waiting."""
+        return Parcel(self._member.uid, self.send(value, timeout=0))
 
     def _shortage(self, nbytes: int, what: str, holder: str) -> str:
         now = self.statistics()

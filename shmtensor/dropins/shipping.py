@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import PENDING
-from typing import Any
+from typing import Any, Final
 
+from ..errors import RingFull
 from .arrivals import Arrival, Arrivals
 from .parcels import Inbox, Outbox, Parcel
-from .streams import loads
+from .streams import loads, nbytes_of
 from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
+
+AT_ONCE_MOST: Final = 4 << 20
+"""Calls [bytes] up to here are copied into their slot by the thread that also takes results; larger ones hold it up."""
+
+
+class WouldWait(Exception):
+    """A call cannot be sent at once: there is no room now, or copying it takes long."""
 
 
 class Task(Future[Any]):
@@ -85,8 +92,12 @@ class Depot:
         self._under_way: set[Shipment] = set()
         self.address = Address(f"{name}.calls", f"{name}.results", self._outbox.index, max_bytes)
 
-    def ship(self, shipment: Shipment) -> Packed:
-        """Send a call, or make it fit for the pipe. Waits for room while other calls are under way."""
+    def ship(self, shipment: Shipment, wait: bool) -> Packed:
+        """Put a call into a slot, or make it fit to go without one.
+
+        If there is no room: waits as long as other calls are under way, then raises `ResourceError`. Without `wait`,
+        raises `WouldWait`.
+        """
         value = shipment.task.value
         if value is None or not shipment.task.begin():
             return NOTHING
@@ -95,7 +106,14 @@ class Depot:
             return packed
         holder = "calls that run, and by arguments that workers keep"
         try:
-            shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
+            if wait:
+                shipment.parcel = self._outbox.post(value, lambda: self._may_get_room(shipment), "a call", holder)
+            elif nbytes_of(value) <= AT_ONCE_MOST:
+                shipment.parcel = self._outbox.post_now(value)
+            else:
+                raise WouldWait
+        except RingFull:
+            raise WouldWait from None
         except Exception:
             if shipment.over:
                 return NOTHING  # to raise would be to wait for a lock of the pool that broke meanwhile
@@ -141,9 +159,10 @@ class Depot:
 
 
 class Shipment:
-    """A call on its way: what the standard executor pickles is only this, and then the call is sent.
+    """A call on its way: the standard executor carries this, up to where the call is sent (`lines.py`).
 
-    That happens in the executor's own thread and not in `submit`, so that a thousand calls that wait take no slots.
+    That is when a worker will have time for it soon and not in `submit`, so that a thousand calls that wait take no
+    slots.
     """
 
     parcel: Parcel | None = None
@@ -153,6 +172,6 @@ class Shipment:
     def __init__(self, depot: Depot, task: Task) -> None:
         self.depot, self.task = depot, task
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        packed = self.depot.ship(self)
-        return (bytes, (packed,)) if isinstance(packed, bytes) else (Parcel, tuple(packed))
+    def ship(self, wait: bool) -> Packed:
+        """See `Depot.ship`."""
+        return self.depot.ship(self, wait)

@@ -28,7 +28,7 @@ INTERRUPTED: Final = 130
 NOTHING: Final = b""
 """What is sent of a call that is over before it was sent, and what comes back."""
 INLINE_MOST: Final = 32 << 10
-"""Streams [bytes] without a tensor go through the pipe up to here, which is cheaper than a slot."""
+"""Streams [bytes] without a tensor go in the message up to here, which is cheaper than a slot."""
 COPY_MOST: Final = 64 << 10
 """Values [bytes] that are copied out of their slot on arrival up to here: whoever keeps many of them holds no slots."""
 
@@ -39,7 +39,7 @@ _PATIENCE: Final = 5.0
 _LOOK: Final = 0.5
 
 Packed = bytes | Parcel
-"""A pickled value as it goes through a pipe: itself, or where it is."""
+"""A pickled value as it goes in a message: itself, or where it is."""
 
 
 class Address(NamedTuple):
@@ -91,7 +91,7 @@ def raised(error: BrokenProcessPool) -> bool:
 
 
 def inline(value: list[Any]) -> bytes | None:
-    """The pickled value for the pipe, if it holds no tensor and is small."""
+    """The pickled value for the message, if it holds no tensor and is small."""
     stream = value[0]
     if len(value) > 1 or type(stream) is list or stream.nbytes > INLINE_MOST:
         return None
@@ -99,7 +99,7 @@ def inline(value: list[Any]) -> bytes | None:
 
 
 def unfold(packed: bytes) -> Any:
-    """The object of a pickled value that came through the pipe."""
+    """The object of a pickled value that came in the message."""
     return loads([np.frombuffer(packed, np.uint8)])
 
 

@@ -1,0 +1,284 @@
+"""What carries calls to a pool's workers and results back, in place of the standard executor's two queues.
+
+A line is a pair of Unix sockets of type SEQPACKET that all workers share: the kernel gives each message, whole, to one
+reader, and puts those of several writers one after the other. So there is no lock that a dying process could keep, and
+no thread between the executor's management thread and a worker.
+
+    management thread --- calls ---> any worker             at most `2 * workers + 1` calls are on their way or running
+    management thread <-- results -- all workers
+
+A message is a head, and then what is small enough to go with it:
+
+    kind u8 | work id u64 | a u64 | b u64 | bytes
+
+    STREAM   a call or a result: the bytes are its stream; no bytes: see `worker.NOTHING`
+    PARCEL   a call or a result that lies in a slot: a, b name it (`Parcel`)
+    PART     a piece of anything else that a worker sends, pickled; a: its sender; b: whether it is the last one
+    END      to one worker: leave
+
+The standard executor calls these classes where it would call its own queues, in all its versions: `full`, `put`,
+`put_nowait`, `close`, `join_thread`, `_reader`, `_terminate_broken`; `get` and `put` in workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import pickle
+import queue
+import socket
+import struct
+import threading
+from concurrent.futures import process as standard
+from multiprocessing import context
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+from .parcels import Parcel
+from .shipping import WouldWait
+from .worker import INLINE_MOST, Packed, run
+
+_HEAD: Final = struct.Struct("<BQQQ")
+_STREAM, _PARCEL, _PART, _END = range(4)
+_MOST: Final = INLINE_MOST + _HEAD.size
+"""Bytes of the largest message: a socket's buffer holds several."""
+_HUNG_UP: Final = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF}
+
+
+class _Line:
+    """Both ends of a line. A worker keeps the one that it needs."""
+
+    _receiver: Any = None
+    _sender: Any = None
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def hang_up(self) -> None:
+        """Wake whoever sends or receives, in any process; nothing more goes through."""
+        with contextlib.suppress(OSError):  # closed already
+            self._receiver.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this process's ends. Idempotent."""
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.close()
+
+    def __del__(self) -> None:
+        _Line.close(self)
+
+
+def _message(work_id: int, packed: Packed) -> bytes:
+    if isinstance(packed, Parcel):
+        return _HEAD.pack(_PARCEL, work_id, *packed)
+    return _HEAD.pack(_STREAM, work_id, 0, 0) + packed
+
+
+def _packed(kind: int, a: int, b: int, message: bytes) -> Packed:
+    return Parcel(a, b) if kind == _PARCEL else message[_HEAD.size :]
+
+
+class CallLine(_Line):
+    """Calls on their way to workers.
+
+    The management thread sends each one itself. Where that would be to wait, for room in shared memory or in the
+    socket or for a long copy, another thread does it, and then everything that follows, until it has caught up.
+
+    Args:
+        workers: how many share the line.
+        replaced: the standard executor's call queue, which knows what becomes of a call that cannot be sent.
+    """
+
+    def __init__(self, workers: int, replaced: Any) -> None:
+        super().__init__()
+        self._replaced = replaced
+        self._most = 2 * workers + standard.EXTRA_QUEUED_CALLS
+        self.under_way: set[int] = set()
+        """Work ids of the calls that were put and whose results have not arrived."""
+        self._late: collections.deque[tuple[Any, bytes | None]] = collections.deque()
+        self._lateness = threading.Condition(threading.Lock())
+        self._feeder: threading.Thread | None = None
+        self._over = False
+
+    # --- the management thread's side
+
+    def full(self) -> bool:
+        """Whether so much is under way that more calls should wait where they can be cancelled."""
+        return len(self.under_way) >= self._most
+
+    def put(self, item: Any, block: bool = True) -> None:
+        """Send a call. Does not wait."""
+        self.under_way.add(item.work_id)
+        if self._feeder is None:  # not when it is needed: while the interpreter ends no thread can be started
+            feeder = threading.Thread(target=self._feed, name="shmtensor feeder", daemon=True)
+            feeder.start()
+            self._feeder = feeder
+        message = None
+        if not self._late:  # only this thread adds to it
+            try:
+                message = _message(item.work_id, item.args[0].ship(wait=False))
+                if self._sent(message):
+                    return
+            except WouldWait:
+                pass
+            except Exception as error:
+                self._fail(item, error)
+                return
+        with self._lateness:
+            self._late.append((item, message))
+            self._lateness.notify()
+
+    def _fail(self, item: Any, error: Exception) -> None:
+        """A call cannot be sent: its future is told."""
+        self.under_way.discard(item.work_id)
+        self._replaced._on_queue_feeder_error(error, item)
+
+    def put_nowait(self, item: None) -> None:
+        """Tell one worker to leave; `queue.Full` if there is no room to."""
+        if not self._sent(_HEAD.pack(_END, 0, 0, 0)):
+            raise queue.Full
+
+    def _sent(self, message: bytes, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Send a message; False if there is no room. Once the line was hung up, nobody waits for it."""
+        try:
+            self._sender.send(message, flags)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _HUNG_UP:
+                raise
+        return True
+
+    def _feed(self) -> None:
+        while True:
+            with self._lateness:
+                self._lateness.wait_for(lambda: self._late or self._over)
+                if self._over:
+                    return
+                item, message = self._late[0]  # it stays there, so that what follows comes after it
+            try:
+                if message is None:
+                    message = _message(item.work_id, item.args[0].ship(wait=True))
+                self._sent(message, 0)
+            except Exception as error:
+                self._fail(item, error)
+            self._late.popleft()
+            del item, message
+
+    def close(self) -> None:
+        """Nobody waits for a call any more. Idempotent."""
+        with self._lateness:
+            self._over = True
+            self._lateness.notify()
+        if self._late:
+            self.hang_up()
+        if self._feeder is None or not self._feeder.is_alive():
+            super().close()
+
+    def join_thread(self) -> None:
+        """After `close`: wait until the thread has ended."""
+        if self._feeder is not None:
+            self._feeder.join()
+        super().close()
+
+    @property
+    def _reader(self) -> _Hook:
+        return _Hook(self)
+
+    def _terminate_broken(self) -> None:
+        self.hang_up()
+        self.close()
+        self.join_thread()
+
+    # --- a worker's side
+
+    def __getstate__(self) -> dict[str, Any]:
+        context.assert_spawning(self)
+        return {"_receiver": self._receiver, "_sender": None}
+
+    def get(self, block: bool = True) -> Any:
+        """Wait for a call; None: leave."""
+        if self._sender is not None:  # a forked worker: the parent's end is to be the last one
+            self._sender.close()
+            self._sender = None
+        message = self._receiver.recv(_MOST)
+        if not message:
+            os._exit(1)  # the parent is gone
+        kind, work_id, a, b = _HEAD.unpack_from(message)
+        if kind == _END:
+            return None
+        return standard._CallItem(work_id, run, (_packed(kind, a, b, message),), {})
+
+
+class _Hook:
+    """What the standard executor closes when its pool broke, so that nobody waits for a worker to read."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+
+    def close(self) -> None:
+        self._line.hang_up()
+
+
+class ResultLine(_Line):
+    """Results on their way back."""
+
+    def __init__(self, calls: CallLine) -> None:
+        super().__init__()
+        self._calls = calls
+        self._parts: dict[int, list[bytes]] = {}  # by sender
+
+    @property
+    def _reader(self) -> ResultLine:
+        return self
+
+    def fileno(self) -> int:
+        """Readable when there is a message."""
+        return self._receiver.fileno()  # type: ignore[no-any-return]
+
+    def recv(self) -> Any:
+        """One message: a result, the pid of a worker that leaves, or None for a piece of something larger."""
+        message = self._receiver.recv(_MOST)
+        kind, work_id, a, b = _HEAD.unpack_from(message)
+        if kind == _PART:
+            parts = self._parts.setdefault(a, [])
+            parts.append(message[_HEAD.size :])
+            if not b:
+                return None
+            item = pickle.loads(b"".join(self._parts.pop(a)))
+        else:
+            item = standard._ResultItem(work_id, result=_packed(kind, a, b, message))
+        if not isinstance(item, int):
+            self._calls.under_way.discard(item.work_id)
+        return item
+
+    # --- a worker's side
+
+    def __getstate__(self) -> dict[str, Any]:
+        context.assert_spawning(self)
+        return {"_receiver": None, "_sender": self._sender}
+
+    def put(self, item: Any) -> None:
+        """Send a result, or the worker's pid. Raises what pickling it raises."""
+        plain = not isinstance(item, int) and item.exception is None
+        if plain and getattr(item, "exit_pid", None) is None:  # which Python 3.10 does not have
+            self._sender.send(_message(item.work_id, item.result))
+            return
+        pickled, sender = bytes(ForkingPickler.dumps(item)), os.getpid()
+        for start in range(0, len(pickled), INLINE_MOST):
+            part = pickled[start : start + INLINE_MOST]
+            last = start + INLINE_MOST >= len(pickled)
+            self._sender.send(_HEAD.pack(_PART, 0, sender, last) + part)
+
+
+def lay(executor: Any) -> None:
+    """Give a standard executor that has not begun lines in place of its queues."""
+    queued, results = executor._call_queue, executor._result_queue
+    calls = executor._call_queue = CallLine(executor._max_workers, queued)
+    executor._result_queue = ResultLine(calls)
+    queued.close()
+    queued._writer.close()
+    results.close()
