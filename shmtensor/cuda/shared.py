@@ -7,6 +7,7 @@ frees asks first who has it mapped (docs/protocols.md, section 11).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import weakref
@@ -64,11 +65,12 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        self._events.clear()
-        if self.mine:
-            self._runtime.free(self.address, self.device)
-        else:
-            self._runtime.close_memory(self.address, self.device)
+        self._events.clear()  # a reader's before the memory: their owner may free both as soon as that is unmapped
+        with contextlib.suppress(CudaError):  # the context is broken, or unloaded, and what it knew of us with it
+            if self.mine:
+                self._runtime.free(self.address, self.device)
+            else:
+                self._runtime.close_memory(self.address, self.device)
 
     @property
     def is_open(self) -> bool:
