@@ -65,6 +65,12 @@ def lazy():
         assert stand_in.registered == {}, "something is still registered though its endpoint is gone"
 
 
+def gone(*endpoints) -> None:
+    """Wait until closed endpoints have left their channels."""
+    gc.collect()
+    wait_until(lambda: all("views alive" not in repr(endpoint) for endpoint in endpoints))
+
+
 def strike(victim, point, action, code) -> None:
     """Let the victim come by a point in something that it does."""
     victim.do(f"points.arm({point!r}, {action!r}, 1)")
@@ -185,6 +191,7 @@ def test_a_publisher_of_device_memory_dies_before_its_event(standin, channel, vi
             victim.do("pub.close()")
         with pytest.raises(shmtensor.EndOfStream):
             sub.recv(timeout=PATIENCE)
+    gone(sub)
 
 
 # --- a trainer
@@ -343,7 +350,8 @@ import atexit, gc, json, sys, torch, shmtensor
 from tests.cuda_standin import installed
 from shmtensor.cuda.pending import finish_all
 how, channel = {how!r}, {channel!r}
-stand_in = installed(polls=None).__enter__()
+installing = installed(polls=None)
+stand_in = installing.__enter__()
 def tell():
     waiting = stand_in.waiting
     stand_in.run_all()
@@ -475,3 +483,4 @@ def test_in_device_memory_as_well(standin, channel):
         standin.capturing.clear()
         assert pub.send(standin.tensor([1]), timeout=PATIENCE) == 4
         sub.recv(timeout=PATIENCE).release()
+    gone(pub, sub)

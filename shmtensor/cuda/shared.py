@@ -7,7 +7,6 @@ frees asks first who has it mapped (docs/protocols.md, section 11).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 import weakref
@@ -66,11 +65,13 @@ class SharedMemory:
             return
         self._closed = True
         self._events.clear()  # a reader's before the memory: their owner may free both as soon as that is unmapped
-        with contextlib.suppress(CudaError):  # the context is broken, or unloaded, and what it knew of us with it
+        try:
             if self.mine:
                 self._runtime.free(self.address, self.device)
             else:
                 self._runtime.close_memory(self.address, self.device)
+        except Exception:  # the context is broken, or the interpreter ends, and what CUDA knew of us is gone with it
+            pass
 
     @property
     def is_open(self) -> bool:
