@@ -12,6 +12,8 @@ import tempfile
 
 import pytest
 
+from .waiting import wait_until
+
 _count = itertools.count()
 
 
@@ -94,6 +96,7 @@ def standin():
         yield stand_in
         gc.collect()
         stand_in.run_all()
+        wait_until(cuda_standin.keeper_is_idle)  # views that have died: asked about while there is somebody to ask
         stand_in.check()
         left = [path for _, path, _ in stand_in.device_memory.values()]
         assert not left, f"device memory that nobody gave back: {left}"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmtensor.cuda import keeper
 from shmtensor.cuda.library import HANDLE_BYTES, failure
 from shmtensor.cuda.runtime import Runtime
 from shmtensor.errors import ArgumentError
@@ -485,6 +486,13 @@ def _mapped(address: int, nbytes: int, *, writable: bool = False) -> bool:
                 nbytes -= high - address
                 address = high
     return False
+
+
+def keeper_is_idle() -> bool:
+    """Whether nothing is left that the library asks the device about."""
+    keeper.settle()
+    with keeper._busy:  # its thread may be at the last one
+        return not (keeper._ended or keeper._waiting)
 
 
 MISSING = {name for name in vars(Runtime) if not name.startswith("_")} - set(vars(StandIn))
