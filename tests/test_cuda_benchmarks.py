@@ -163,13 +163,14 @@ def test_half(n): assert n == 1
 @pytest.mark.skip(reason="no")
 def test_skipped(): pass
 def test_long():
-    import time
-    time.sleep(100)
+    import signal
+    signal.raise_signal(signal.SIGALRM)  # the time is over
+def test_late(): pass
 """
 SESSION = """
 import json, sys
 from tests.cuda_session import run
-recorder, code = run(sys.argv[1:], ["-q"], 10)
+recorder, code = run(sys.argv[1:], ["-q"], 150)
 report = recorder.report("X")
 report["hit"] = [name for name in ("xdist", "pytest_timeout", "psutil", "hypothesis") if name in sys.modules]
 print("REPORT", json.dumps([report, code]))
