@@ -85,22 +85,26 @@ def main(
             report.print_rows(console, workload, its_rows)
             report.print_failures(console, outcomes)
             console.print(f"[dim]{workload.name}: {seconds[workload.name]:.0f} s[/dim]\n")
+            if json_file is not None:  # a run that is ended before its end has what it had measured
+                result |= {
+                    "seconds": seconds,
+                    "case_seconds": case_seconds,
+                    "texts": {
+                        each.name: {"title": each.title, "what": each.what, "heading": each.heading}
+                        for each in workloads
+                    },
+                    "targets": [asdict(verdict) for verdict in targets.judge(rows)],
+                    "rows": [asdict(row) for row in rows],
+                    "samples": samples,
+                    "failures": failures,
+                }
+                json_file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     verdicts = targets.judge(rows)
     for name, group, more, title in CROSSOVERS:
         its_rows = [row for row in rows if row.workload == name]
         report.print_crossovers(console, title, crossover.find(its_rows, group, more=more))
     report.print_verdicts(console, verdicts)
-    result |= {
-        "seconds": seconds,
-        "case_seconds": case_seconds,
-        "texts": {each.name: {"title": each.title, "what": each.what, "heading": each.heading} for each in workloads},
-        "targets": [asdict(verdict) for verdict in verdicts],
-        "rows": [asdict(row) for row in rows],
-        "samples": samples,
-        "failures": failures,
-    }
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         console.print(f"written to {json_file}")
     judged = [verdict for verdict in verdicts if verdict.met is not None]
     console.print(

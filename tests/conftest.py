@@ -107,6 +107,7 @@ def standin():
         yield stand_in
         gc.collect()
         stand_in.run_all()
+        wait_until(cuda_standin.keeper_is_idle)  # views that have died: asked about while there is somebody to ask
 
         def over():
             gc.collect()

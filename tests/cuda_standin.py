@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmtensor.cuda import keeper
 from shmtensor.cuda.library import HANDLE_BYTES, failure
 from shmtensor.cuda.runtime import Runtime
 from shmtensor.errors import ArgumentError
@@ -94,6 +95,8 @@ class StandIn:
         self.refuse_registration = 0
         self.refuse_memory = 0
         self.fail_copies = 0
+        self.refuse_read_only = 0
+        self.capturing: set[Stream] = set()  # streams of which a CUDA graph is being captured
 
     # --- for tests
 
@@ -164,9 +167,16 @@ class StandIn:
         if os.getpid() != self.pid:
             raise failure("CUDA in a forked process", 3)
 
-    def current_stream(self, device: int) -> Stream:
+    def current_stream(self, device: int, *, captured: bool = False) -> Stream:
         self._usable()
-        return getattr(self.here, "stream", None) or self.defaults[device]
+        stream = getattr(self.here, "stream", None) or self.defaults[device]
+        if stream in self.capturing and not captured:
+            raise failure("a CUDA graph is being captured on the current stream", 900)
+        return stream
+
+    def is_capturing(self, stream: Stream) -> bool:
+        self._usable()
+        return stream in self.capturing
 
     def new_stream(self, device: int) -> Stream:
         self._usable()
@@ -196,6 +206,8 @@ class StandIn:
         self._drain(stream, 0)
 
     def _put(self, stream: Stream, operation: Any) -> None:
+        if stream in self.capturing:  # it would run whenever the graph is replayed, and not now
+            self.violations.append(f"{operation} became a part of a CUDA graph")
         with self.lock:
             stream.queue.append(operation)
 
@@ -295,11 +307,11 @@ class StandIn:
     def supports_read_only(self, device: int) -> bool:
         return self.read_only
 
-    def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+    def register_host(self, address: int, nbytes: int, device: int, *, read_only: bool = False) -> None:
         self._usable()
         what = f"cannot pin {nbytes} bytes of shared memory"
-        if self.refuse_registration:
-            raise failure(what, self.refuse_registration)
+        if self.refuse_registration or (read_only and self.refuse_read_only):
+            raise failure(what, self.refuse_registration or self.refuse_read_only)
         if read_only and not self.read_only:
             raise failure(what, 801)
         if not nbytes or address % PAGE or nbytes % PAGE or not _mapped(address, nbytes, writable=not read_only):
@@ -309,7 +321,7 @@ class StandIn:
         self.registered[address] = nbytes
         self.registrations += 1
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, address: int, device: int) -> None:
         self._usable()
         nbytes = self.registered.pop(address, 0)
         if not nbytes:
@@ -474,6 +486,13 @@ def _mapped(address: int, nbytes: int, *, writable: bool = False) -> bool:
                 nbytes -= high - address
                 address = high
     return False
+
+
+def keeper_is_idle() -> bool:
+    """Whether nothing is left that the library asks the device about."""
+    keeper.settle()
+    with keeper._busy:  # its thread may be at the last one
+        return not (keeper._ended or keeper._waiting)
 
 
 MISSING = {name for name in vars(Runtime) if not name.startswith("_")} - set(vars(StandIn))

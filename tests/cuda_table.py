@@ -1,68 +1,120 @@
-"""`docs/cuda-verified.md`: every test that needs a CUDA device, and on which hardware it has passed.
+"""`docs/cuda-verified.md`: every test and every benchmark row that needs a CUDA device, and where it was verified.
 
-python -m pytest -m cuda -n 0 --junitxml run.xml         # on a machine that has one
-python -m tests.cuda_table run.xml "NVIDIA X, driver Y"  # note what passed
-python -m tests.cuda_table                               # after a test was added: list it
+python -m tests.cuda_session run.json                                        # on a machine that has one
+python -m benchmarks.run --only cuda --rounds 1 --json gpu.json
+python -m tests.cuda_table run.json gpu.json                                 # note what passed, and what was measured
+python -m tests.cuda_table                                                   # after a test or a row was added: list it
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import re
-import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cuda-verified.md"
 NOT_YET = "not yet"
-_ROW = re.compile(r"^\| (?P<what>[^|]+) \| `(?P<test>tests/[^`]+)` \| (?P<on>[^|]+) \|$", re.MULTILINE)
-_HEAD = "| what | test | verified on |\n|---|---|---|\n"
+FILES = {
+    "tests/test_cuda_hardware.py": "`test_cuda_copies.py`, `test_cuda_deaths.py`, `test_cuda_runtime.py`",
+    "tests/test_cuda_ipc_device.py": "`test_cuda_ipc.py`, `test_cuda_deaths.py`",
+    "tests/test_cuda_device.py": "`test_cuda_dropins.py`, `test_cuda_checkpoint.py`",
+}
+"""Every file with tests that need a device -> where the same sentences are tested against the stand-in."""
+BY_HAND = {
+    "test_the_workloads_run": "`test_cuda_benchmarks.py`",
+    "test_device_memory_and_events_are_shared": "`test_cuda_runtime.py`",
+    "test_batches_on_the_device": "`test_cuda_dropins.py`, with `fork`",
+    "test_a_queue_on_the_device": "`test_cuda_dropins.py`, without sparse tensors",
+    "test_a_capture_does_not_notice_that_another_thread_asks_for_events": "`test_cuda_calls.py`",
+}
+STAND_IN_ALONE = {
+    "test_a_copy_that_fails_is_told_to_the_receiver_and_its_slot_comes_back": "a copy to the device that fails",
+    "test_a_sender_dies_before_its_copy_is_published": "a death at each step of a copy from the device",
+    "test_a_receiver_dies_with_a_copy_on_its_way": "a death at each step of a copy to the device",
+    "test_a_trainer_dies_while_its_state_leaves_the_device": "a death at each step of a save",
+    "test_a_registration_that_fails_for_the_second_range_only": "a registration that is refused, also in part",
+    "test_a_read_only_registration_that_is_refused_all_the_same": "a read-only registration that is refused",
+}
+"""Tests of `tests/test_cuda_deaths.py` for which there is no counterpart with a device."""
+NO_COUNTERPART = "no test there"
+_ROW = re.compile(r"^\| (?P<what>[^|]+) \| `(?P<key>[^`|]+)` \| (?P<without>[^|]+) \| (?P<on>[^|]+) \|$", re.MULTILINE)
+_HEAD = "| what | test, or benchmark row | without a device | verified on hardware |\n|---|---|---|---|\n"
 
 
-def collected() -> list[str]:
-    """The tests that are marked `cuda`, as `file::name`, parameters left out."""
-    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "-n", "0", *map(str, files)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
-    names = re.findall(r"^(tests/\S+::[A-Za-z_0-9:]+)", done.stdout, re.MULTILINE)
-    return list(dict.fromkeys(names))
+def tests() -> list[str]:
+    """The tests that need a device, as `file::name`."""
+    found = []
+    for file in FILES:
+        for node in ast.parse((ROOT / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.append(f"{file}::{node.name}")
+    return found
+
+
+def alone() -> list[str]:
+    """The tests of what no device can be made to do."""
+    return [f"tests/test_cuda_deaths.py::{name}" for name in STAND_IN_ALONE]
+
+
+def rows() -> list[str]:
+    """The rows of the benchmarks that need one, as `workload: row`."""
+    from benchmarks.workloads import WORKLOADS
+
+    return [f"{each.name}: {row.name}" for each in WORKLOADS if each.name.startswith("cuda-") for row in each.rows]
 
 
 def listed(page: str) -> dict[str, str]:
-    """By test, what the page says of where it was verified."""
-    return {match["test"]: match["on"] for match in _ROW.finditer(page)}
+    """By test or row, what the page says of where it was verified."""
+    return {match["key"]: match["on"] for match in _ROW.finditer(page)}
 
 
-def passed(report: str) -> set[str]:
-    """The tests of a JUnit report that passed with all their parameters."""
-    good: dict[str, bool] = {}
-    for case in ElementTree.fromstring(report).iter("testcase"):
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
-        good[name] = good.get(name, True) and not any(
-            case.find(end) is not None for end in ("failure", "error", "skipped")
-        )
-    return {name for name, is_good in good.items() if is_good}
+def verified(report: dict[str, Any]) -> dict[str, str]:
+    """By test or row, the hardware, of a report of `tests.cuda_session` or of `benchmarks.run --json`."""
+    if "passed" in report:
+        return dict.fromkeys(report["passed"], report["hardware"])
+    hardware = report["machine"]["gpu"]
+    if hardware is None:
+        return {}
+    on = f"{hardware['name']}, CUDA {hardware['cuda']}, torch {report['versions']['torch']}, {report['date'][:10]}"
+    return {
+        f"{row['workload']}: {row['name']}": on
+        for row in report["rows"]
+        if row["median"] is not None and row["workload"].startswith("cuda-")
+    }
 
 
-def render(page: str, tests: list[str], good: set[str], hardware: str) -> str:
+def render(page: str, keys: list[str], good: dict[str, str]) -> str:
     """The page with its table made anew."""
     before = listed(page)
     lines = []
-    for test in tests:
-        what = test.rpartition("::")[2].removeprefix("test_").replace("_", " ")
-        lines.append(f"| {what} | `{test}` | {hardware if test in good else before.get(test, NOT_YET)} |\n")
+    for key in keys:
+        file, _, name = key.partition("::")
+        if name in STAND_IN_ALONE:
+            lines.append(f"| {STAND_IN_ALONE[name]} | `{key}` | this | {NO_COUNTERPART} |\n")
+            continue
+        what = name.removeprefix("test_").replace("_", " ") if name else "a speed: see the row's text in benchmarks.md"
+        without = BY_HAND.get(name, FILES[file]) if name else _program_of(key)
+        lines.append(f"| {what} | `{key}` | {without} | {good.get(key, before.get(key, NOT_YET))} |\n")
     head, _, rest = page.partition(_HEAD)
     after = _ROW.sub("", rest).strip()
     return head + _HEAD + "".join(lines) + (f"\n{after}\n" if after else "")
 
 
+def _program_of(row: str) -> str:
+    rival = any(each in row for each in ("cuda-handover", "DCP"))
+    return "no" if rival else "its program: `test_cuda_benchmarks.py`"
+
+
 def main(arguments: list[str]) -> None:
-    good, hardware = set(), ""
-    if arguments:
-        report, hardware = arguments
-        good = passed(Path(report).read_text())
-    PAGE.write_text(render(PAGE.read_text(), collected(), good, hardware))
+    good: dict[str, str] = {}
+    for report in arguments:
+        good |= verified(json.loads(Path(report).read_text()))
+    PAGE.write_text(render(PAGE.read_text(), [*tests(), *alone(), *rows()], good))
+    print(f"{len(good)} rows noted in {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

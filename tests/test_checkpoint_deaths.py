@@ -45,7 +45,10 @@ STREAM_POINTS = ["stream.written", "stream.logged", "stream.released"]
 TRAINER_POINTS = ["stage.begun", "stage.copied", "stage.filled", "stage.ended"]
 OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.finished", "worker.over"]
 CLOSE_POINTS = ["close.staged", "close.over", "close.left"]
-CHECKPOINT_POINTS = [*WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS]
+DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: test_cuda_deaths.py
+CHECKPOINT_POINTS = [
+    *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS,
+]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `test_faults.py` has those of the rest."""
 
 WHOLE = "8MiB"  # room for two states

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +19,10 @@ from benchmarks.targets import TARGETS
 from benchmarks.workloads import SCALES, WORKLOADS, cuda_copies, cuda_prefetch, cuda_saving
 from shmtensor.checkpoint import names, structure
 
-from . import cuda_table
+from . import cuda_session, cuda_table
 from .cuda_standin import DeviceTensor
 
+ROOT = Path(__file__).parents[1]
 CUDA = [workload for workload in WORKLOADS if workload.name.startswith("cuda-")]
 by_name = pytest.mark.parametrize("workload", CUDA, ids=lambda workload: workload.name)
 
@@ -94,24 +100,103 @@ def test_saving(standin, channel, tmp_path, monkeypatch):
 # --- the table of what was verified
 
 
-def test_the_table_lists_every_test_that_needs_a_device():
-    page = cuda_table.PAGE.read_text()
-    assert list(cuda_table.listed(page)) == cuda_table.collected(), "python -m tests.cuda_table"
+def test_the_table_is_up_to_date():
+    page, keys = cuda_table.PAGE.read_text(), [*cuda_table.tests(), *cuda_table.alone(), *cuda_table.rows()]
+    assert cuda_table.render(page, keys, {}) == page, "python -m tests.cuda_table"
+    assert list(cuda_table.listed(page)) == keys
+    nothing = {cuda_table.NOT_YET, cuda_table.NO_COUNTERPART} >= set(cuda_table.listed(page).values())
+    assert ("**Nothing yet.**" in page) == nothing
+
+
+def test_the_table_lists_every_test_and_row_that_needs_a_device():
+    mark = re.compile(r"^ +pytest\.mark\.cuda,$", re.MULTILINE)
+    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if mark.search(path.read_text())]
+    assert sorted(cuda_table.FILES) == [path.relative_to(ROOT).as_posix() for path in marked]
+    for key in [*cuda_table.tests(), *cuda_table.alone()]:
+        file, _, name = key.partition("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), key
+    for text in (*cuda_table.FILES.values(), *cuda_table.BY_HAND.values()):
+        assert all((ROOT / "tests" / name).exists() for name in re.findall(r"`(\w+\.py)`", text)), text
+    assert {key.partition(": ")[0] for key in cuda_table.rows()} == {workload.name for workload in CUDA}
+    assert len(cuda_table.rows()) == sum(len(workload.rows) for workload in CUDA)
+    assert set(cuda_table.BY_HAND) <= {key.partition("::")[2] for key in cuda_table.tests()}
+
+
+def test_no_other_page_says_what_was_verified():
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if path != cuda_table.PAGE:
+            assert cuda_table.NOT_YET not in path.read_text(), path.name
 
 
 def test_the_table_keeps_what_was_verified_and_takes_what_has_passed():
-    rows = "".join(f"| {name} | `tests/test_x.py::test_{name}` | old |\n" for name in ("a", "gone"))
-    page = f"# Title\n\n{cuda_table._HEAD}{rows}\nMore.\n"
-    report = (
-        '<testsuites><testsuite><testcase classname="tests.test_x" name="test_b[1]"/>'
-        '<testcase classname="tests.test_x" name="test_b[2]"/>'
-        '<testcase classname="tests.test_x" name="test_c[1]"/>'
-        '<testcase classname="tests.test_x" name="test_c[2]"><skipped/></testcase></testsuite></testsuites>'
-    )
-    good = cuda_table.passed(report)
-    assert good == {"tests/test_x.py::test_b"}
-    tests = [f"tests/test_x.py::test_{name}" for name in "abc"]
-    made = cuda_table.render(page, tests, good, "new")
-    assert list(cuda_table.listed(made).values()) == ["old", "new", cuda_table.NOT_YET]
+    def row(key, on):
+        return f"| x | `{key}` | no | {on} |\n"
+
+    first, second, gone = (f"tests/test_cuda_device.py::test_{name}" for name in ("a", "b", "gone"))
+    speed = "cuda-copies: a copy"
+    page = f"# Title\n\n{cuda_table._HEAD}{row(first, 'old')}{row(gone, 'old')}{row(speed, 'old')}\nMore.\n"
+    tested = cuda_table.verified({"passed": [second], "hardware": "new"})
+    machine = {"gpu": {"name": "X", "cuda": "13.0"}}
+    measured = {
+        "machine": machine, "versions": {"torch": "2"}, "date": "2026-01-02T03",
+        "rows": [{"workload": "cuda-copies", "name": "a copy", "median": 1.0},
+                 {"workload": "cuda-copies", "name": "skipped", "median": None}],
+    }  # fmt: skip
+    good = tested | cuda_table.verified(measured)
+    assert good == {second: "new", speed: "X, CUDA 13.0, torch 2, 2026-01-02"}
+    assert cuda_table.verified(measured | {"machine": {"gpu": None}}) == {}
+    made = cuda_table.render(page, [first, second, speed, "cuda-copies: skipped"], good)
+    assert list(cuda_table.listed(made).values()) == ["old", "new", good[speed], cuda_table.NOT_YET]
     assert made.endswith("\nMore.\n")
-    assert cuda_table.render(made, tests, set(), "") == made
+    assert gone not in made
+
+
+# --- the session on a machine that has a device
+
+
+TRIAL = """
+import pytest
+@pytest.mark.parametrize("n", [1, 2])
+def test_good(n): pass
+@pytest.mark.parametrize("n", [1, 2])
+def test_half(n): assert n == 1
+@pytest.mark.skip(reason="no")
+def test_skipped(): pass
+def test_long():
+    import signal
+    signal.raise_signal(signal.SIGALRM)  # the time is over
+def test_late(): pass
+"""
+SESSION = """
+import json, sys
+from tests.cuda_session import run
+recorder, code = run(sys.argv[1:], ["-q"], 150)
+report = recorder.report("X")
+report["hit"] = [name for name in ("xdist", "pytest_timeout", "psutil", "hypothesis") if name in sys.modules]
+print("REPORT", json.dumps([report, code]))
+"""
+
+
+def test_the_session_reports_what_has_passed_also_when_its_time_is_over(tmp_path):
+    """With a configuration of its own, and none of the plugins of the suite."""
+    trial = tmp_path / "test_trial.py"
+    trial.write_text(TRIAL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, str(trial)], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=170,
+    )  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT ")), "")
+    assert line, done.stdout + done.stderr
+    report, code = json.loads(line.removeprefix("REPORT "))
+    assert code == 2, "interrupted"
+    assert [name.rpartition("::")[2] for name in report["passed"]] == ["test_good"]
+    assert len(report["other"]) == 2
+    assert report["hit"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_session_says_so(tmp_path, capsys):
+    assert cuda_session.main([str(tmp_path / "run.json")]) == 2
+    assert "there is no device to test on: torch" in capsys.readouterr().out
+    assert not (tmp_path / "run.json").exists()

@@ -1,4 +1,7 @@
-"""The sentences of test_cuda_copies.py and test_cuda_runtime.py on a real device: `python -m pytest -m cuda -n 0`."""
+"""The sentences of test_cuda_copies.py, test_cuda_deaths.py and test_cuda_runtime.py on a real device.
+
+`python -m tests.cuda_session` runs them: docs/cuda-verified.md.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import signal
+import threading
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ MIB = 1 << 20
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
 ]
 KINDS = pytest.mark.parametrize("kind", ["fanout", "work"])
 
@@ -102,7 +108,7 @@ def test_a_task_sends_without_holding_up_the_loop(channel):
     async def main():
         tx, rx = pair(channel)
         async with tx, rx:
-            await tx.asend(torch.zeros(8, device="cuda"))
+            await tx.asend(torch.zeros(MIB, device="cuda"))  # the ring is there and pinned from here on
             (await rx.arecv(timeout=LONG)).release()
             tensor = torch.ones(MIB, device="cuda")
             spin()
@@ -155,8 +161,8 @@ def test_a_forked_child_is_told(channel):
 
 def _share(pipe):
     found = cuda.runtime()
-    address = found.allocate(MIB, 0)
-    tensor, event = found.tensor_at(address, MIB, 0, None), found.new_event(0, interprocess=True)
+    address = found.allocate(2 * MIB, 0)  # a multiple of 2 MiB, as rings are: CUDA puts less beside other memory
+    tensor, event = found.tensor_at(address, 2 * MIB, 0, None), found.new_event(0, interprocess=True)
     tensor.fill_(7)
     found.record(event, found.current_stream(0))
     pipe.send((found.memory_handle(address, 0), found.event_handle(event)))
@@ -175,7 +181,7 @@ def test_device_memory_and_events_are_shared():
     found = cuda.runtime()
     address = found.open_memory(memory, 0)
     found.stream_waits(found.current_stream(0), found.open_event(event, 0))
-    tensor = found.tensor_at(address, MIB, 0, None)
+    tensor = found.tensor_at(address, 2 * MIB, 0, None)
     assert tensor.eq(7).all()
     del tensor
     found.close_memory(address, 0)
@@ -183,3 +189,98 @@ def test_device_memory_and_events_are_shared():
     process.join(LONG)
     assert process.exitcode == 0
     process.close()
+
+
+def test_nothing_is_queued_while_a_graph_is_captured(channel):
+    """It is said, the capture goes on, and nothing is lost."""
+    tx, rx = pair(channel, slots=2)
+    with tx, rx:
+        tx.send(torch.ones(MIB))
+        msg = rx.recv(timeout=LONG)
+        msg.to("cuda")
+        source, target, graph = torch.full((MIB,), 5.0, device="cuda"), torch.zeros(MIB, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            target.copy_(source)
+            with pytest.raises(shmtensor.CudaError, match="graph is being captured"):
+                msg.to("cuda", non_blocking=True)
+            with pytest.raises(shmtensor.CudaError, match="graph is being captured"):
+                tx.send(source)
+        graph.replay()
+        assert target.eq(5).all()
+        assert msg.to("cuda").eq(1).all()
+        del msg
+        tx.send(source, timeout=LONG)
+        assert rx.recv(timeout=LONG).value.eq(5).all()
+
+
+def test_a_capture_does_not_notice_that_another_thread_asks_for_events(channel):
+    found = cuda.runtime()
+    event, stream, stop, errors = found.new_event(0), found.new_stream(0), threading.Event(), []
+    asked = threading.Event()
+
+    def ask():
+        try:
+            while not stop.is_set():
+                found.record(event, stream)
+                found.is_done(event)
+                found.wait(event)
+                asked.set()
+        except shmtensor.CudaError as error:
+            errors.append(error)
+            asked.set()
+
+    target = torch.zeros(MIB, device="cuda")
+    found.record(event, stream)
+    torch.cuda.synchronize()
+    graph, thread = torch.cuda.CUDAGraph(), threading.Thread(target=ask)
+    with torch.cuda.graph(graph):
+        thread.start()
+        assert asked.wait(LONG)
+        target.add_(1)
+        stop.set()
+        thread.join(LONG)
+    assert errors == []
+    graph.replay()
+    assert target.eq(1).all()
+
+
+def _take(channel, pipe):
+    rx = shmtensor.Consumer(channel, device="cuda", prefetch=1)
+    rx.recv(timeout=LONG)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(rx._devices().stream(0)):  # the receiver's own: its next copy waits behind this
+        torch.cuda._sleep(10**10)
+    msg = rx.recv(timeout=LONG)
+    pipe.send([msg.meta["n"], rx.statistics().copying])
+    signal.pause()
+
+
+def test_a_process_dies_with_a_copy_on_its_way(channel):
+    tx = shmtensor.Producer(channel, slots=4)
+    for number in range(4):
+        tx.send(torch.full((MIB,), float(number)), meta={"n": number})
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_take, args=(channel, theirs))
+    process.start()
+    assert mine.poll(LONG)
+    assert mine.recv() == [1, 1]  # the second is handed out, the copy of the third is on its way
+    process.kill()
+    process.join()
+    process.close()
+    with shmtensor.Consumer(channel, device="cuda") as rx:
+        got = {}
+        for _ in range(3):
+            with rx.recv(timeout=LONG) as msg:
+                assert msg.value.eq(msg.meta["n"]).all()
+                got[msg.meta["n"]] = msg.attempt
+        assert got == {1: 2, 2: 2, 3: 1}
+    tx.close()
+
+
+def test_the_doctor_pins_both_kinds_of_mapping():
+    from shmtensor.cli import software
+
+    found = [(each.status, each.value) for each in software.torch() if each.name.startswith("CUDA")]
+    assert [status for status, _ in found] == ["ok"] * len(found), found

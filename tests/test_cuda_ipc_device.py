@@ -1,4 +1,4 @@
-"""Rings in device memory on a real device: `python -m pytest -m cuda -n 0`. The sentences of tests/test_cuda_ipc.py."""
+"""Rings in device memory on a real device: the sentences of tests/test_cuda_ipc.py. `python -m tests.cuda_session`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ SLEEP = 200_000_000  # cycles: about a tenth of a second, in which what runs too
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
     pytest.mark.skipif(not available(), reason="no CUDA device here: run these on a machine that has one"),
 ]
 
@@ -60,14 +61,14 @@ def read(pipe, channel, count, slow):
         sums.append((value.min(), value.max()))
         del value
     pipe.send([(int(low), int(high)) for low, high in sums])
-    held = [sub.recv(timeout=PATIENCE).value] if pipe.recv() == "hold" else []
-    pipe.send(len(held))
-    pipe.recv()
+    if pipe.recv() == "hold":
+        held = [sub.recv(timeout=PATIENCE).value]
+        pipe.send(len(held))
+        pipe.recv()
 
 
 def read_blind(pipe, channel):
-    """A process that sees no device."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """A process that sees no device: it was started so, since importing this module asks for one."""
     sub = shmtensor.Subscriber(channel)
     pipe.send("joined")
     try:
@@ -198,8 +199,9 @@ def test_a_publishers_process_waits_for_its_readers(channel):
     gone(sub)
 
 
-def test_a_process_without_the_device_is_told_so(channel):
+def test_a_process_without_the_device_is_told_so(channel, monkeypatch):
     pub = shmtensor.Publisher(channel, device="cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with other(read_blind, channel) as (_, pipe):
         assert hear(pipe) == "joined"
         pub.send(filled(1))

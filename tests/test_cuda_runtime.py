@@ -69,7 +69,7 @@ def test_the_stand_in_does_what_the_runtime_does():
 
 def test_copies_run_late_and_in_order(lazy, channel):
     mapping = mapped(channel)
-    lazy.register_host(mapping.address, mapping.nbytes)
+    lazy.register_host(mapping.address, mapping.nbytes, 0)
     host = torch.from_numpy(np.ndarray(PAGE, np.uint8, mapping.buffer)).fill_(7)
     stream, event = lazy.new_stream(0), lazy.new_event(0)
     target = lazy.empty((PAGE,), torch.uint8, 0, stream)
@@ -81,7 +81,7 @@ def test_copies_run_late_and_in_order(lazy, channel):
     lazy.wait(event)
     assert int(lazy.host(target)[0]) == 9
     assert lazy.is_done(event)
-    lazy.unregister_host(mapping.address)
+    lazy.unregister_host(mapping.address, 0)
     assert (lazy.pinned_copies, lazy.pageable_copies) == (1, 0)
 
 
@@ -109,36 +109,36 @@ def test_an_event_happens_after_enough_looks(standin):
 
 def test_registrations_are_checked(standin, channel):
     mapping = mapped(channel)
-    standin.register_host(mapping.address, 2 * PAGE)
+    standin.register_host(mapping.address, 2 * PAGE, 0)
     for address, nbytes, number in ((mapping.address + PAGE, PAGE, 712), (mapping.address + 1, PAGE, 1)):
         with pytest.raises(shmtensor.CudaError, match=f"CUDA error {number} ") as raised:
-            standin.register_host(address, nbytes)
+            standin.register_host(address, nbytes, 0)
         assert raised.value.number == number
     over_the_end = torch.from_numpy(np.ndarray(2 * PAGE, np.uint8, mapping.buffer, PAGE))
     with pytest.raises(shmtensor.CudaError, match="leaves a registered range"):
         standin.copy(standin.tensor(torch.zeros(2 * PAGE, dtype=torch.uint8)), over_the_end, standin.new_stream(0))
-    standin.unregister_host(mapping.address)
+    standin.unregister_host(mapping.address, 0)
     with pytest.raises(shmtensor.CudaError, match="713"):
-        standin.unregister_host(mapping.address)
+        standin.unregister_host(mapping.address, 0)
 
 
 def test_read_only_mappings_are_refused_as_by_cuda(standin, channel):
     mapping = mapped(channel, writable=False)
     for read_only, number in ((False, 1), (True, 801)):
         with pytest.raises(shmtensor.CudaError, match=str(number)):
-            standin.register_host(mapping.address, PAGE, read_only=read_only)
+            standin.register_host(mapping.address, PAGE, 0, read_only=read_only)
     standin.read_only = True
-    standin.register_host(mapping.address, PAGE, read_only=True)
-    standin.unregister_host(mapping.address)
+    standin.register_host(mapping.address, PAGE, 0, read_only=True)
+    standin.unregister_host(mapping.address, 0)
 
 
 def test_unregistering_under_a_copy_is_a_violation(channel):
     mapping = mapped(channel)
     with installed(polls=None) as stand_in:
-        stand_in.register_host(mapping.address, PAGE)
+        stand_in.register_host(mapping.address, PAGE, 0)
         host = torch.from_numpy(np.ndarray(8, np.uint8, mapping.buffer))
         stand_in.copy(stand_in.tensor(torch.zeros(8, dtype=torch.uint8)), host, stand_in.new_stream(0))
-        stand_in.unregister_host(mapping.address)
+        stand_in.unregister_host(mapping.address, 0)
         with pytest.raises(AssertionError, match="while a copy was on its way"):
             stand_in.check()
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from .waiting import wait_until
+
 ROOT = Path(__file__).parents[1]
-CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model", "gpu")
+CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model", "gpu", "device")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues", "training": "checkpoints"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
@@ -33,6 +40,19 @@ def test_example(path, socket_directory, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert done.stdout.strip()
+
+
+def test_the_device_ring_over_a_stand_in(standin, channel, monkeypatch, capsys):
+    """Where there is no device; the reader is a thread here, which reads the same slots."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("device_ring")
+    threads = SimpleNamespace(SimpleQueue=queue.SimpleQueue, Process=threading.Thread)
+    monkeypatch.setattr(example.multiprocessing, "get_context", lambda method: threads)
+    monkeypatch.setattr(example, "CHANNEL", channel)
+    example.main()
+    assert "20 tensors were read on the GPU" in capsys.readouterr().out
+    gc.collect()
+    wait_until(lambda: not standin.device_memory)
 
 
 def test_every_example_is_in_the_documentation():

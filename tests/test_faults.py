@@ -16,6 +16,7 @@ import shmtensor
 from .conftest import shared_files
 from .faults import points
 from .faults.process import Process, crash_server
+from .test_cuda_deaths import POINTS as COPY_POINTS
 from .test_cuda_ipc import POINTS as DEVICE_POINTS
 from .test_dropin_faults import POINTS as DROPIN_POINTS
 
@@ -55,7 +56,7 @@ ACTIONS = ["kill", "exit", "raise"]
 
 
 def test_every_point_is_in_the_matrix():
-    """Those of the drop-ins are in `test_dropin_faults.py`, those of device memory in `test_cuda_ipc.py`."""
+    """Those of the drop-ins are in `test_dropin_faults.py`, of CUDA in `test_cuda_ipc.py` and `test_cuda_deaths.py`."""
     everywhere = (
         SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL, RPC_SERVER,
         RPC_CLIENT, RPC_SPECIAL,
@@ -63,7 +64,8 @@ def test_every_point_is_in_the_matrix():
     covered = {point for points_of_role in everywhere for point in points_of_role}
     of_checkpoints = set(points.names("checkpoint"))  # test_checkpoint_deaths.py
     assert not covered & of_checkpoints
-    assert covered | DROPIN_POINTS | set(DEVICE_POINTS) | of_checkpoints == set(points.names())
+    of_cuda = {*DEVICE_POINTS, *COPY_POINTS}
+    assert covered | DROPIN_POINTS | of_cuda | of_checkpoints == set(points.names())
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ CTYPES = {
     "cuda/library.py": {
         "CDLL",
         "POINTER",
+        "byref",
         "Structure",
         "c_char",
         "c_char_p",

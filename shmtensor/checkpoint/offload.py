@@ -71,6 +71,7 @@ class Offload:
 
     def note(self, loan: Loan) -> None:
         """The copies into this slot are on the streams."""
+        # crash: offload.started
         for device, stream in self._streams.items():
             self._last[device] = self._cuda.new_event(device)
             self._cuda.record(self._last[device], stream)
@@ -94,6 +95,7 @@ class Offload:
                     self._cuda.wait(event)
                 elif not self._cuda.is_done(event):
                     return
+            # crash: offload.copied
             self._pending.popleft()
             yield loan
 

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ..errors import CudaError
@@ -42,11 +43,40 @@ class Chore(Protocol):
     def look_after(self) -> bool: ...
 
 
+class Ends:
+    """What was queued on some streams: the events after it, and streams where none could be recorded yet, since a CUDA
+    graph is being captured there: the event would become a part of it."""
+
+    __slots__ = ("_device", "_events", "_streams")
+
+    def __init__(self, device: int, streams: Sequence[Any]) -> None:
+        self._device, self._streams = device, streams
+        self._events: list[Any] = []
+        self._record()
+
+    def _record(self) -> None:
+        used, left = runtime(), []
+        for stream in self._streams:
+            if used.is_capturing(stream):
+                left.append(stream)
+                continue
+            event = used.new_event(self._device)
+            used.record(event, stream)
+            self._events.append(event)
+        self._streams = left
+
+    def are_done(self) -> bool:
+        """Whether all has been computed. `CudaError` if that cannot be told."""
+        if self._streams:
+            self._record()
+        return not self._streams and all(map(runtime().is_done, self._events))
+
+
 _numbers = itertools.count(1)
 _tokens: dict[int, Token] = {}
-_ended: deque[tuple[int, list[Any] | None, Any]] = deque()
-_waiting: deque[tuple[int, list[Any] | None, Any]] = deque()
-_lost: list[tuple[int, list[Any] | None, Any]] = []
+_ended: deque[tuple[int, Ends | None, Any]] = deque()
+_waiting: deque[tuple[int, Ends | None, Any]] = deque()
+_lost: list[tuple[int, Ends | None, Any]] = []
 _chores: weakref.WeakSet[Any] = weakref.WeakSet()
 _busy = threading.Lock()
 _starting = threading.Lock()
@@ -68,17 +98,11 @@ def end(number: int, device: int, streams: tuple[Any, ...], hold: Any) -> None:
     current stream of this thread. `hold` lives as long. Called from destructors: takes no lock."""
     if os.getpid() != _pid:
         return  # a forked child's copy: the lease is its parent's
-    events: list[Any] | None
     try:
-        used, recorded = runtime(), []
-        for stream in (*streams, used.current_stream(device)):
-            event = used.new_event(device)
-            used.record(event, stream)
-            recorded.append(event)
-        events = recorded
+        ends = Ends(device, (*streams, runtime().current_stream(device, captured=True)))
     except Exception:
-        events = None  # nobody can tell
-    _ended.append((number, events, hold))
+        ends = None  # nobody can tell
+    _ended.append((number, ends, hold))
     _kicks.put(None)
 
 
@@ -90,25 +114,25 @@ def settle() -> None:
         while _ended:
             _waiting.append(_ended.popleft())
         for _ in range(len(_waiting)):
-            number, events, hold = _waiting.popleft()
-            done = _are_done(events)
+            number, ends, hold = _waiting.popleft()
+            done = _are_done(ends)
             if done is None:
-                _lost.append((number, events, hold))
+                _lost.append((number, ends, hold))
             elif not done:
-                _waiting.append((number, events, hold))
-            del events, hold  # unmapped before its member may leave
+                _waiting.append((number, ends, hold))
+            del ends, hold  # unmapped before its member may leave
             if done:
                 _tokens.pop(number, None)
     finally:
         _busy.release()
 
 
-def _are_done(events: list[Any] | None) -> bool | None:
-    """Whether all have happened; None: that cannot be told, and the slot stays taken while the process lives."""
+def _are_done(ends: Ends | None) -> bool | None:
+    """Whether all has been computed; None: that cannot be told, and the slot stays taken while the process lives."""
     try:
-        if events is None:
+        if ends is None:
             raise CudaError(errno.EIO, "no event could be recorded")
-        return all(runtime().is_done(event) for event in events)
+        return ends.are_done()
     except Exception as error:
         log.error("a slot in device memory stays taken until this process ends: %s", str(error))
         return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ..errors import CudaError
@@ -13,10 +15,14 @@ HANDLE_BYTES: Final = 64
 
 NAMES: Final = {
     1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 3: "cudaErrorInitializationError",
+    4: "cudaErrorCudartUnloading", 35: "cudaErrorInsufficientDriver", 100: "cudaErrorNoDevice",
     201: "cudaErrorDeviceUninitialized", 205: "cudaErrorMapBufferObjectFailed", 208: "cudaErrorAlreadyMapped",
     400: "cudaErrorInvalidResourceHandle", 700: "cudaErrorIllegalAddress",
     712: "cudaErrorHostMemoryAlreadyRegistered", 713: "cudaErrorHostMemoryNotRegistered",
-    719: "cudaErrorLaunchFailure", 800: "cudaErrorNotPermitted", 801: "cudaErrorNotSupported", 999: "cudaErrorUnknown",
+    719: "cudaErrorLaunchFailure", 800: "cudaErrorNotPermitted", 801: "cudaErrorNotSupported",
+    900: "cudaErrorStreamCaptureUnsupported", 901: "cudaErrorStreamCaptureInvalidated",
+    905: "cudaErrorStreamCaptureIsolation", 906: "cudaErrorStreamCaptureImplicit", 907: "cudaErrorCapturedEvent",
+    999: "cudaErrorUnknown",
 }  # fmt: skip
 """The names of the errors that our calls meet, for where the library itself cannot be asked."""
 
@@ -39,15 +45,20 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaIpcCloseMemHandle": (_POINTER,),
     "cudaDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cudaDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cudaStreamIsCapturing": (_POINTER, ctypes.POINTER(ctypes.c_int)),
+    "cudaThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cudaGetLastError": (),
 }
+_RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
+_CAPTURE_IMPLICIT: Final = 906  # asked about the legacy stream while a stream that it waits for is captured
 
 
 class Library:
     """`libcudart`, with errors as exceptions. Its calls let go of the interpreter lock."""
 
     def __init__(self, version: str) -> None:
-        path = _loaded() or f"libcudart.so.{version.split('.')[0]}"
+        major = version.split(".")[0]
+        path = _loaded(major) or f"libcudart.so.{major}"
         try:
             self._library = ctypes.CDLL(path)
             for name, arguments in _SIGNATURES.items():
@@ -69,6 +80,32 @@ class Library:
             text = self._library.cudaGetErrorString(number).decode()
             raise failure(what, number, f"{title}: {text}", remedy)
 
+    def texts(self) -> dict[str, int]:
+        """The numbers of the errors that our calls meet, by what torch says of them."""
+        return {self._library.cudaGetErrorString(number).decode(): number for number in NAMES}
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a CUDA graph is being captured from what is put into a stream."""
+        status = ctypes.c_int()
+        number: int = self._library.cudaStreamIsCapturing(stream, ctypes.byref(status))
+        if number:
+            self._library.cudaGetLastError()
+        return bool(status.value) or number == _CAPTURE_IMPLICIT
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Calls of this thread that wait, ask or allocate do not end a capture that another thread is at.
+
+        In the mode that threads have, `cudaEventQuery` fails while one captures "globally" (torch does), and so does
+        the capture.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
 
 def failure(what: str, number: int, text: str = "", remedy: str = "") -> CudaError:
     """The error of a call that returned `number`."""
@@ -80,14 +117,15 @@ def failure(what: str, number: int, text: str = "", remedy: str = "") -> CudaErr
     return error
 
 
-def _loaded() -> str | None:
-    """The file of the runtime library that is in this process already."""
+def _loaded(major: str) -> str | None:
+    """The file of the runtime library that is in this process already: of that version, if there are several."""
+    found: list[str] = []
     try:
         with open("/proc/self/maps") as maps:
             for line in maps:
                 path = line.rstrip("\n").partition("/")[2]
                 if path.rpartition("/")[2].startswith("libcudart"):
-                    return f"/{path}"
+                    found.append(f"/{path}")
     except OSError:
         pass
-    return None
+    return next((path for path in found if f".so.{major}" in path), found[0] if found else None)

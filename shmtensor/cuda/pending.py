@@ -53,9 +53,10 @@ class Pending:
     def _look(self) -> None:
         if self._copies:
             cuda = runtime()
-            for number, (event, _, _) in list(self._copies.items()):
+            for number in list(self._copies):
+                event = self._event(number)
                 try:
-                    if not cuda.is_done(event):
+                    if event is not None and not cuda.is_done(event):
                         continue
                 except CudaError:
                     self.failed += 1
@@ -64,20 +65,28 @@ class Pending:
     def finish(self) -> None:
         """Wait for all of them."""
         while self._copies:
-            number, (event, _, _) = next(iter(self._copies.items()))
+            number = next(iter(self._copies), -1)
+            event = self._event(number)
             try:
-                runtime().wait(event)
+                if event is not None:
+                    runtime().wait(event)
             except CudaError:
                 self.failed += 1
             self._let_go(number)
 
+    def _event(self, number: int) -> Any:
+        """None: another thread was faster. (What else there is to the copy must not be held here.)"""
+        copy = self._copies.get(number)
+        return None if copy is None else copy[0]
+
     def _let_go(self, number: int) -> None:
-        copy = self._copies.pop(number, None)
+        _, holds, done = self._copies.pop(number, (None, None, None))
+        del holds  # before the owner, which leaves when nobody else has it: its leases have ended by then
+        if done is not None:
+            done()
         if not self._copies:
             _busy.discard(self)
             self._alive = None
-        if copy is not None and copy[2] is not None:
-            copy[2]()
 
 
 class Releasable(Protocol):
@@ -104,11 +113,18 @@ def finish_all() -> None:
 
 
 def _drop() -> None:
-    """A forked child has no copies on their way: they are its parent's, and so are the leases."""
+    """A forked child has no copies on their way: they are its parent's, and so are the leases.
+
+    What they hold is kept, since the destructors of tensors and events on a device would call CUDA, which a child of
+    a process that uses it cannot.
+    """
     for pending in _busy:
-        pending._copies.clear()
-        pending._alive = None
+        _inherited.append((pending._copies, pending._alive))
+        pending._copies, pending._alive = {}, None
     _busy.clear()
+
+
+_inherited: list[object] = []
 
 
 os.register_at_fork(after_in_child=_drop)

@@ -5,8 +5,8 @@ A mapping is registered piece by piece, each at the first copy that touches it, 
     mapping   |page ........................................|     anchor: what every view of it keeps alive
     pieces    |0: at most PIECE |1: at most PIECE |2 ....... |     copies are cut where pieces meet
 
-A mapping that this process may only read (fan-out) is registered as read-only where the device can; elsewhere CUDA
-refuses it, and a second mapping of the same pages, writable and seen by nobody but the copies, is registered instead.
+A mapping that this process may only read (fan-out) is registered as read-only where the device can; where CUDA refuses
+that, a second mapping of the same pages, writable and seen by nobody but the copies, is registered instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pinning:
         self.failure = ""
         """Why copies are pageable, if they are."""
         self._address, self._nbytes, self._writable = address, buffer.nbytes, writable
-        self._registered: dict[int, tuple[int, int]] = {}  # piece -> address, bytes
+        self._registered: dict[int, tuple[int, int, int]] = {}  # piece -> address, bytes, device whose context did it
         self._alias: Alias | None = None
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(buffer.obj, self.release)
@@ -46,7 +46,7 @@ class Pinning:
     @property
     def nbytes(self) -> int:
         """Bytes that are registered."""
-        return sum(nbytes for _, nbytes in self._registered.values())
+        return sum(nbytes for _, nbytes, _ in self._registered.values())
 
     def parts(self, buffer: memoryview, offset: int, nbytes: int, device: int) -> list[Part]:
         """Where a copy of these bytes goes from or to: parts that lie within one piece each, registered if possible."""
@@ -72,7 +72,7 @@ class Pinning:
                 start = piece * PIECE
                 nbytes = (min(PIECE, self._nbytes - start) + PAGE - 1) & -PAGE
                 try:
-                    self._registered[piece] = self._pin(start, nbytes, device), nbytes
+                    self._registered[piece] = self._pin(start, nbytes, device), nbytes, device
                 except OSError as error:
                     self.failure = error.strerror or str(error)
             return piece in self._registered
@@ -81,20 +81,24 @@ class Pinning:
         """Register a piece; returns the address by which it is registered."""
         cuda = runtime()
         if self._alias is None and (self._writable or cuda.supports_read_only(device)):
-            cuda.register_host(self._address + start, nbytes, read_only=not self._writable)
-            return self._address + start
+            try:
+                cuda.register_host(self._address + start, nbytes, device, read_only=not self._writable)
+                return self._address + start
+            except CudaError:
+                if self._writable or self._registered:  # pieces that are registered are not moved
+                    raise
         if self._alias is None:
             self._alias = Alias(self._address, self._nbytes)
-        cuda.register_host(self._alias.address + start, nbytes)
+        cuda.register_host(self._alias.address + start, nbytes, device)
         return self._alias.address + start
 
     def release(self) -> None:
         """Unregister everything. The mapping is about to go."""
         with self._lock:
             pieces, self._registered = self._registered, {}
-            for address, _ in pieces.values():
+            for address, _, device in pieces.values():
                 try:
-                    runtime().unregister_host(address)
+                    runtime().unregister_host(address, device)
                 except CudaError:
                     pass  # the device is gone, and what it knew of us with it
             self._alias = None

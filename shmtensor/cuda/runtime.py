@@ -2,6 +2,9 @@
 
 Streams and events are torch's own and opaque to everybody else. Nothing here waits for a device but `wait` and
 `synchronize`, and both let go of the interpreter lock.
+
+A call that reaches the driver in a thread that has used no device makes a context on device 0, some hundred megabytes
+there, whatever device it is about. So each is made on its own device, also from destructors and the library's threads.
 """
 
 from __future__ import annotations
@@ -30,6 +33,24 @@ class Runtime:
     def __init__(self) -> None:
         self._torch: Any = _usable_torch()
         self._library = Library(str(self._torch.version.cuda))
+        _numbers.update(self._library.texts())
+
+    def _there(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
+        """Within it, the thread is on this device."""
+        cuda = self._torch.cuda
+        if device is None or device == cuda.current_device():
+            return contextlib.nullcontext()
+        return cuda.device(device)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _aside(self, device: int | None) -> Iterator[None]:
+        """The thread is on this device, and no capture of a CUDA graph suffers."""
+        with self._there(device), self._library.aside():
+            yield
+
+    def _call(self, device: int, name: str, *arguments: Any, what: str, remedy: str = "") -> None:
+        with self._aside(device):
+            self._library.call(name, *arguments, what=what, remedy=remedy)
 
     # --- devices
 
@@ -73,18 +94,35 @@ class Runtime:
 
     # --- streams
 
-    def current_stream(self, device: int) -> Any:
-        """The stream that this thread's work on a device goes to."""
-        return self._torch.cuda.current_stream(device)
+    def current_stream(self, device: int, *, captured: bool = False) -> Any:
+        """The stream that this thread's work on a device goes to.
+
+        `CudaError` if a CUDA graph is being captured there, unless `captured`: the graph would be replayed with slots
+        that hold other messages by then.
+        """
+        stream = self._torch.cuda.current_stream(device)
+        if not captured and self.is_capturing(stream):
+            raise failure(
+                "a CUDA graph is being captured on the current stream", 900, "",
+                "send and receive outside of it, and copy what was received into the graph's own input",
+            )  # fmt: skip
+        return stream
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether a CUDA graph is being captured from what is put into a stream."""
+        with self._there(_index(stream)):
+            return self._library.is_capturing(int(stream.cuda_stream))
 
     def new_stream(self, device: int) -> Any:
         """A stream of its own."""
         with _translated("cannot make a CUDA stream"):
             return self._torch.cuda.Stream(device)
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[Any]:
         """Within it, the thread's work goes to this stream."""
-        return self._torch.cuda.stream(stream)  # type: ignore[no-any-return]
+        with self._there(_index(stream)), self._torch.cuda.stream(stream):  # alone, it would go back to device 0
+            yield stream
 
     def stream_waits(self, stream: Any, event: Any) -> None:
         """What is put into the stream from now on comes after the event; the host does not wait."""
@@ -97,7 +135,7 @@ class Runtime:
 
     def synchronize(self, stream: Any) -> None:
         """The host waits for everything in a stream."""
-        with _translated("work on a CUDA stream failed"):
+        with _translated("work on a CUDA stream failed"), self._aside(_index(stream)):
             stream.synchronize()
 
     # --- events
@@ -114,12 +152,12 @@ class Runtime:
 
     def is_done(self, event: Any) -> bool:
         """Whether a recorded event has happened. `CudaError` if what came before it failed."""
-        with _translated("work on a CUDA device failed"):
+        with _translated("work on a CUDA device failed"), self._aside(_index(event)):
             return bool(event.query())
 
     def wait(self, event: Any) -> None:
         """The host waits for a recorded event. `CudaError` if what came before it failed."""
-        with _translated("work on a CUDA device failed"):
+        with _translated("work on a CUDA device failed"), self._aside(_index(event)):
             event.synchronize()
 
     def event_handle(self, event: Any) -> bytes:
@@ -145,16 +183,16 @@ class Runtime:
             return False
         return bool(value.value)
 
-    def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Pin host memory, page-aligned, for all devices. It stays so until `unregister_host`."""
-        self._library.call(
-            "cudaHostRegister", address, nbytes, PORTABLE | (READ_ONLY if read_only else 0),
+    def register_host(self, address: int, nbytes: int, device: int, *, read_only: bool = False) -> None:
+        """Pin host memory, page-aligned, for all devices, by the context of one, until `unregister_host`."""
+        self._call(
+            device, "cudaHostRegister", address, nbytes, PORTABLE | (READ_ONLY if read_only else 0),
             what=f"cannot pin {nbytes} bytes of shared memory", remedy="free memory of the host, or pass pin=False",
         )  # fmt: skip
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, address: int, device: int) -> None:
         """Undo `register_host`; no copy may be on its way."""
-        self._library.call("cudaHostUnregister", address, what="cannot unpin shared memory")
+        self._call(device, "cudaHostUnregister", address, what="cannot unpin shared memory")
 
     # --- copies and memory
 
@@ -194,47 +232,43 @@ class Runtime:
     def allocate(self, nbytes: int, device: int) -> int:
         """The address of new device memory, outside torch's own pools: it can be shared with other processes."""
         pointer = ctypes.c_void_p()
-        with self._torch.cuda.device(device):
-            self._library.call(
-                "cudaMalloc", ctypes.byref(pointer), nbytes, what=f"cannot allocate {nbytes} bytes on device {device}",
-                remedy="free device memory (torch.cuda.empty_cache()), or ask for less",
-            )  # fmt: skip
+        self._call(
+            device, "cudaMalloc", ctypes.byref(pointer), nbytes,
+            what=f"cannot allocate {nbytes} bytes on device {device}",
+            remedy="free device memory (torch.cuda.empty_cache()), or ask for less",
+        )  # fmt: skip
         return int(pointer.value or 0)
 
     def free(self, address: int, device: int) -> None:
         """Give back what `allocate` returned; waits for the device."""
-        with self._torch.cuda.device(device):
-            self._library.call("cudaFree", address, what="cannot free device memory")
+        self._call(device, "cudaFree", address, what="cannot free device memory")
 
     def memory_handle(self, address: int, device: int) -> bytes:
         """64 bytes by which another process opens what `allocate` returned here."""
         handle = Handle()
-        with self._torch.cuda.device(device):
-            self._library.call(
-                "cudaIpcGetMemHandle", ctypes.byref(handle), address, what="cannot share device memory",
-                remedy="this machine may not allow CUDA IPC (containers: same IPC namespace and device)",
-            )  # fmt: skip
+        self._call(
+            device, "cudaIpcGetMemHandle", ctypes.byref(handle), address, what="cannot share device memory",
+            remedy="this machine may not allow CUDA IPC (containers: same IPC namespace and device)",
+        )  # fmt: skip
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def open_memory(self, handle: bytes, device: int) -> int:
         """The address here of another process's device memory: at most once per handle, and never one's own."""
         pointer = ctypes.c_void_p()
-        with self._torch.cuda.device(device):
-            self._library.call(
-                "cudaIpcOpenMemHandle", ctypes.byref(pointer), Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
-                what="cannot map another process's device memory",
-                remedy="both processes need the same device and driver, and CUDA IPC must be allowed",
-            )  # fmt: skip
+        self._call(
+            device, "cudaIpcOpenMemHandle", ctypes.byref(pointer), Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
+            what="cannot map another process's device memory",
+            remedy="both processes need the same device and driver, and CUDA IPC must be allowed",
+        )  # fmt: skip
         return int(pointer.value or 0)
 
     def close_memory(self, address: int, device: int) -> None:
         """Undo `open_memory`; nothing on the device may use it any more."""
-        with self._torch.cuda.device(device):
-            self._library.call("cudaIpcCloseMemHandle", address, what="cannot unmap another process's device memory")
+        self._call(device, "cudaIpcCloseMemHandle", address, what="cannot unmap another process's device memory")
 
     def tensor_at(self, address: int, nbytes: int, device: int, owner: Any) -> Any:
         """Device memory as a tensor of uint8. Its storage keeps `owner` alive."""
-        with _translated("cannot make a tensor of device memory"):
+        with _translated("cannot make a tensor of device memory"), self._there(device):
             return self._torch.as_tensor(_Memory(address, nbytes, owner), device=self.torch_device(device))
 
 
@@ -255,7 +289,18 @@ def _translated(what: str) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if type(error).__name__ == "OutOfMemoryError":
             raise failure(what, 2, text, "free device memory, or keep fewer messages on the device") from error
-        raise CudaError(errno.EIO, f"{what}: {text}") from error
+        translated = CudaError(errno.EIO, f"{what}: {text}")
+        translated.number = getattr(error, "error_code", 0) or _numbers.get(text.removeprefix("CUDA error: "), 0)
+        raise translated from error
+
+
+def _index(thing: Any) -> int | None:
+    """The number of the device of a stream or an event; None if it was neither recorded nor opened."""
+    device = thing.device
+    return None if device is None else int(device.index)
+
+
+_numbers: Final[dict[str, int]] = {}  # what the runtime says of an error, in its own words -> its number
 
 
 def _usable_torch() -> Any:

@@ -64,11 +64,14 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        self._events.clear()
-        if self.mine:
-            self._runtime.free(self.address, self.device)
-        else:
-            self._runtime.close_memory(self.address, self.device)
+        self._events.clear()  # a reader's before the memory: their owner may free both as soon as that is unmapped
+        try:
+            if self.mine:
+                self._runtime.free(self.address, self.device)
+            else:
+                self._runtime.close_memory(self.address, self.device)
+        except Exception:  # the context is broken, or the interpreter ends, and what CUDA knew of us is gone with it
+            pass
 
     @property
     def is_open(self) -> bool:

@@ -9,14 +9,12 @@ computing; the current stream is told of (`record_stream`), or the memory would 
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from typing import Any
 
 from ..cuda.runtime import runtime
 from ..endpoints.message import Message
 from ..endpoints.receiver import Receiver
 from ..errors import ArgumentError
-from ..views.pack import map_leaves
-from ..views.walk import is_tensor
 from . import pickling
 
 _PIN_LOOP = "_pin_memory_loop"
@@ -66,7 +64,6 @@ class Arrivals:
             devices.pending.look()
             stream = devices.stream(self._device)
             moved, event, memory = devices.copy_out(value, receiver._mapped_rings(), self._device, stream)
-        memory = [*memory, *_others(moved)]
         return moved, Arrival(self._device, event, memory) if memory else None
 
     def unpack(self, message: Message, receiver: Receiver[Any]) -> Any:
@@ -83,27 +80,3 @@ class Arrivals:
         if arrival is not None:
             arrival.hand_over()
         return pickling.unpack(value)
-
-
-_PARTS: Final = {
-    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets"),
-    "sparse_csr": ("crow_indices", "col_indices", "values"), "sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "sparse_csc": ("ccol_indices", "row_indices", "values"), "sparse_bsc": ("ccol_indices", "row_indices", "values"),
-}  # fmt: skip
-
-
-def _others(value: object) -> list[Any]:
-    """The memory of a value's tensors that are more than one plain block: sparse, nested, quantized."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        if is_tensor(leaf):
-            layout = str(leaf.layout).removeprefix("torch.")
-            if layout in _PARTS:
-                found.extend(getattr(leaf, part)() for part in _PARTS[layout])
-            elif leaf.is_nested or leaf.is_quantized:
-                found.append(leaf)
-        return leaf
-
-    map_leaves(note, value)
-    return found

@@ -47,14 +47,14 @@ class Ahead:
         return self._top_up()
 
     def _top_up(self) -> Message:
+        cuda = runtime()
+        stream = cuda.current_stream(self._device)  # may raise: nothing is handed out by then
         while len(self._line) <= self._prefetch:
             message = self._raw or self._receiver._poll()
             if message is None:
                 break
             self._start(message)
         message, event, blocks = self._line.popleft()
-        cuda = runtime()
-        stream = cuda.current_stream(self._device)
         cuda.stream_waits(stream, event)
         for block in blocks:
             cuda.used_on(block, stream)

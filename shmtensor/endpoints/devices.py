@@ -5,6 +5,7 @@ Nothing here is reached by a message that stays in host memory.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -81,10 +82,23 @@ class Devices:
             moved, blocks = views.copy_out(value, device, stream, self.parts(rings, device), held)
         finally:  # what was started reads its slot, also if the rest cannot be
             event = cuda.new_event(device)
+            self._note(event, stream, held)
+        return moved, event, blocks
+
+    def _note(self, event: Any, stream: Any, held: list[Any]) -> None:
+        """Copies were put into a stream: record the event that says that they are done, and keep `held` until then."""
+        cuda = runtime()
+        try:
+            # crash: copy.started
             cuda.record(event, stream)
             if held:
                 self.pending.add(event, held)
-        return moved, event, blocks
+        except BaseException:
+            with contextlib.suppress(CudaError):  # nobody could tell later: wait here
+                cuda.synchronize(stream)
+            held.clear()  # no frame of a traceback may hold the slot
+            raise
+        # crash: copy.noted
 
     def send(self, out: Outgoing, rings: Iterable[Ring], ring: Ring, slot: int) -> Sending:
         """Start the copies of a described value into a free place, after what the caller's streams hold now."""
@@ -118,8 +132,7 @@ class Devices:
                 for job in jobs:
                     held.append(job.start(stream, base, parts))
             finally:
-                cuda.record(done, stream)
-                self.pending.add(done, held)
+                self._note(done, stream, held)
                 del held
             sending.events.append(done)
 
@@ -176,6 +189,7 @@ def send(sender: Sender, out: Outgoing, ring: Ring, slot: int) -> int:
 
 def publish(sender: Sender, sending: Sending) -> int:
     """Publish a message whose copies are done, for the members that are there now."""
+    # crash: copy.done
     if sender._control_words[ctl.W_EPOCH] != sender._epoch:
         sender._refresh()
     return sender._publish(sending.ring, sending.slot, sending.out, None)

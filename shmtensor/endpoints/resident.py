@@ -191,6 +191,7 @@ def _block(receiver: Subscriber, feed: BroadcastFeed, found: Found) -> LeasedBlo
     hold = slots.open(member.index, member.uid)
     if hold is None:
         return None
+    runtime().current_stream(hold.memory.device)  # raises before the message is taken, not after it
     keeper.add_chore(feed)
     return LeasedBlock(slots, hold, found.slot, found.nbytes)
 

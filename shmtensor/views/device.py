@@ -6,7 +6,7 @@ Imported only once a CUDA tensor is sent or asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def job_of(source: torch.Tensor, offset: int, nbytes: int, at: int | None = None
 def copy_out(
     value: object, device: int, stream: Any, parts: Parts, held: list[Any]
 ) -> tuple[object, list[torch.Tensor]]:
-    """The value with its tensors on a device, and the new memory there.
+    """The value with its tensors on a device, and the new memory there, all of it the stream's.
 
     The copies are put into `stream`; what must live until they are done is appended to `held`, also when it fails
     half-way. Tensors that share memory share it there as well. Arrays of NumPy stay what they are.
@@ -99,7 +99,10 @@ def copy_out(
             return leaf
         if device_of(leaf) >= 0 or not _is_plain(leaf):
             held.append(leaf)
-            return cuda.move(leaf, device, stream)
+            moved = cuda.move(leaf, device, stream)
+            if moved is not leaf:
+                blocks.extend(_parts_of(moved))
+            return moved
         if not leaf.numel():
             return cuda.empty(tuple(leaf.shape), leaf.dtype, device, stream)
         held.append(leaf)
@@ -139,6 +142,19 @@ def _spans(value: object) -> dict[int, tuple[int, int]]:
 
 def _is_plain(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+
+
+_PARTS: Final = {
+    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"), "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"), "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}  # fmt: skip
+
+
+def _parts_of(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor's memory is in: several, if it is no plain block."""
+    parts = _PARTS.get(str(leaf.layout).removeprefix("torch."))
+    return [leaf] if parts is None else [getattr(leaf, part)() for part in parts]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -113,6 +113,7 @@ class DevicePacked:
                         source = source.view(target.dtype)
                     used.copy(target, source, stream)
                     waits = waits or used.device_of(leaf.source) < 0
+        # crash: device.queued
         event = slots.written(slot)
         if waits:  # the caller may change what lies in host memory as soon as this returns
             used.wait(event)

@@ -1,0 +1,111 @@
+"""Every test that needs a CUDA device, in one command, on a machine that has one: docs/cuda-verified.md.
+
+python -m tests.cuda_session run.json [--seconds 240]
+
+Needs the package's dependencies and pytest; no compiler, and none of the packages of the other tests. What has passed
+goes into the report also when the time is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cuda_table import FILES, ROOT
+
+NEEDED = ("torch", "numpy", "zmq", "posix_ipc", "xxhash", "typer", "rich")
+
+
+def hardware() -> str:
+    """What the tests ran on; `CudaError` says why there is nothing."""
+    import torch
+
+    from shmtensor.cuda.runtime import runtime
+
+    runtime()
+    driver = Path("/proc/driver/nvidia/version")
+    words = driver.read_text().split() if driver.exists() else []
+    version = next((f"driver {word}, " for word in words if word[:3].isdigit() and "." in word), "")
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    found = torch.cuda.get_device_name(0)
+    return f"{found}, {version}CUDA {torch.version.cuda}, torch {torch.__version__}, {day}"
+
+
+class Recorder:
+    """What has become of each test, parameters together; told on the way."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, set[str]] = {}
+        self.texts: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.partition("[")[0]
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes.setdefault(name, set()).add(report.outcome)
+        if report.outcome != "passed":
+            self.texts[report.nodeid] = str(report.longrepr)[-3000:]
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + report.duration, 2)
+
+    def report(self, on: str) -> dict[str, Any]:
+        return {
+            "hardware": on,
+            "python": platform.python_version(),
+            "passed": sorted(name for name, found in self.outcomes.items() if found == {"passed"}),
+            "other": self.texts,
+            "seconds": self.seconds,
+        }
+
+
+def run(files: list[str], more: list[str], seconds: int) -> tuple[Recorder, int]:
+    """Run tests within so many seconds; the exit code is pytest's."""
+    recorder = Recorder()
+
+    def over(*_: object) -> None:
+        raise KeyboardInterrupt(f"the {seconds} seconds are over")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        # a configuration of its own: that of the suite wants packages that are not needed here
+        options = ["-c", str(ROOT / "tests" / "cuda.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v"]
+        code = pytest.main([*options, *more, *(str(ROOT / file) for file in files)], plugins=[recorder])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return recorder, int(code)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_session", description=__doc__.partition("\n")[0])
+    parser.add_argument("report", type=Path, help="file for the report, for python -m tests.cuda_table")
+    parser.add_argument("--seconds", type=int, default=240, help="end after so many seconds, with what has passed then")
+    options, more = parser.parse_known_args(arguments)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"missing: {', '.join(missing)}: install the dependencies of pyproject.toml")
+        return 2
+    try:
+        on = hardware()
+    except OSError as error:
+        print(f"there is no device to test on: {error.strerror}")
+        return 2
+    print(on, flush=True)
+    recorder, code = run(list(FILES), more, options.seconds)
+    report = recorder.report(on)
+    options.report.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(report['passed'])} tests passed, {len(report['other'])} did not, written to {options.report}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
