@@ -10,7 +10,8 @@ setup(
             "shmtensor.hot._hot",
             [HOT + "_hot.c"],
             depends=[
-                HOT + f"{name}.h" for name in ("look", "outbox", "grip", "claim", "inlet", "batch", "group", "stream")
+                HOT + f"{name}.h"
+                for name in ("look", "bells", "outbox", "grip", "claim", "inlet", "batch", "group", "stream")
             ],
             extra_compile_args=["-O2"],
             optional=True,
