@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shmtensor import Consumer, Producer, Publisher, RingFull, Subscriber
+from shmtensor.endpoints.base import lingering
 
 from .waiting import PATIENCE
 
@@ -110,3 +111,21 @@ def test_a_closed_receiver_goes_without_the_collector(channel, kind):
     finally:
         gc.enable()
     sender.close()
+
+
+@pytest.mark.parametrize("kind", [Subscriber, Consumer])
+def test_a_dropped_receiver_that_was_alone_is_not_kept(channel, kind):
+    sender = (Producer if kind is Consumer else Publisher)(channel)
+    receiver = kind(channel)
+    sender.send(np.arange(4))
+    message = receiver.recv(timeout=PATIENCE)
+    view, message = message.value, None
+    sender.close()
+    there, receiver = weakref.ref(receiver), None
+    gc.collect()
+    gc.collect()
+    assert not [endpoint for endpoint in lingering if endpoint.name == channel]
+    assert view.tolist() == [0, 1, 2, 3]
+    view = None
+    gc.collect()
+    assert there() is None

@@ -305,11 +305,14 @@ class Receiver(Opening[_F]):
     def _lease_emptied(self) -> None:
         """The last lease of a feed ended after close."""
         if self._state == LEAVING and not self._leases():
-            self._state = CLOSED
-            lingering.discard(self)
-            for feed in (*self._feeds, *self._retired):
-                feed.settle()
-            self._member.leave()
+            self._depart()
+
+    def _depart(self) -> None:
+        self._state = CLOSED
+        lingering.discard(self)
+        for feed in (*self._feeds, *self._retired):
+            feed.settle()
+        self._member.leave()
 
     # --- leaving
 
@@ -353,8 +356,7 @@ class Receiver(Opening[_F]):
         if self._state == OPEN:
             self._leave(acknowledge=False)
         if self._state == LEAVING and not self._member.control.anybody_alive():
-            self._state = CLOSED
-            self._member.leave()  # the last one out, and its views die with the process
+            self._depart()  # the last one out, and its views die with the process
 
     def statistics(self) -> ReceiverStatistics:
         """Counters since this receiver was made."""
