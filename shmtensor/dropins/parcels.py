@@ -138,7 +138,7 @@ class Outbox(Producer):
 
 
 class _NoInbox:
-    """Nobody sleeps on parcels, so there is no socket, and no thread of ZeroMQ, for doorbells."""
+    """Nobody sleeps on parcels, so there is no socket for doorbells."""
 
     def close(self) -> None:
         """Nothing to close."""
