@@ -11,9 +11,11 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -930,3 +932,17 @@ def module_tests(module: str) -> set[str]:
 
 def test_differences_are_listed():
     assert len(listed_differences()) == 8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_timeout_of_sockets_is_not_the_pools(method):
+    """A worker waits for its next call longer than that."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        with ProcessPoolExecutor(2, mp_context=get_context(method)) as pool:
+            for _ in range(3):
+                assert list(pool.map(abs, [-1, -2, -3])) == [1, 2, 3]
+                time.sleep(0.05)
+    finally:
+        socket.setdefaulttimeout(before)

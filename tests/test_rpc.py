@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import itertools
 import multiprocessing.connection
 import os
 import random
@@ -891,3 +892,24 @@ def test_ten_thousand_requests_with_random_kills(forks, channel):
         assert not outstanding
     assert kills >= 20
     shmtensor.Client(channel).close()  # whoever comes next removes what the killed ones left
+
+
+def test_an_unusual_request_is_not_passed_over(channel):
+    """Others always have usual ones, which the compiled module takes."""
+    usual = torch.arange(4)
+    clients = [shmtensor.Client(channel) for _ in range(3)]
+    with shmtensor.Server(channel) as server, clients[0] as one, clients[1] as two, clients[2] as other:
+        turns = itertools.cycle((one, two))
+        for _ in range(12):
+            next(turns).submit(usual)
+        for number in range(40):
+            if number == 20:
+                asked = other.submit({"rare": usual})
+            with server.recv(timeout=60) as request:
+                rare = isinstance(request.value, dict)
+                request.reply(usual)
+            if rare:
+                break
+            next(turns).submit(usual)
+        assert 20 <= number < 26
+        assert asked.result(60).tolist() == usual.tolist()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import gc
 import multiprocessing
 import socket
 import subprocess
@@ -18,6 +21,7 @@ from shmtensor import hot
 from shmtensor.channel import zmtp
 from shmtensor.channel.doorbells import Doorbells
 from shmtensor.channel.inbox import Inbox
+from shmtensor.endpoints.crowds import Listeners, crowd_of
 
 from .rooms import few_files
 from .waiting import PATIENCE, wait_until
@@ -266,6 +270,53 @@ def test_who_cannot_be_accepted_is_accepted_later(inbox, left):
     assert sorted(heard + wait_for(inbox, 3 - left)) == [b"\0", b"\1", b"\2"]
     for line in lines:
         line.close()
+
+
+class FailingPoll:
+    """An epoll that cannot take one more descriptor, once."""
+
+    def __init__(self, poll):
+        self._poll, self.left = poll, 1
+
+    def register(self, *args):
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, "max_user_watches")
+        self._poll.register(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._poll, name)
+
+
+def test_a_caller_that_cannot_be_watched_calls_again(tmp_path, inbox):
+    inbox._poll = FailingPoll(inbox._poll)
+    bells = Doorbells(str(tmp_path))
+    line = bells.ring(7, b"lost")
+    assert inbox.wait(PATIENCE) is None
+    assert not inbox._callers
+    wait_until(inbox.may_be_rung)
+    assert bells.ring(7, BODY) is not line
+    assert wait_for(inbox, 1) == [BODY]
+    bells.close()
+
+
+def test_no_descriptor_for_a_line_is_one_error(inbox):
+    with few_files(0), pytest.raises(OSError):
+        zmtp.Push(inbox.path)
+    gc.collect()  # what complains about half a line that goes is an error
+
+
+def test_tasks_do_not_say_that_they_sleep_while_nobody_can_ring(channel):
+    async def go():
+        with shmtensor.Subscriber(channel) as sub:
+            crowd = crowd_of(sub, Listeners)
+            line = zmtp.Push(sub._inbox.path)
+            with few_files(0):
+                assert crowd._fall_asleep(lambda: False)
+                assert not sub._control_words[sub._asleep] & 1
+            line.close()
+
+    asyncio.run(go())
 
 
 @pytest.mark.skipif(not hot.BUILT, reason="needs the compiled module")

@@ -60,8 +60,8 @@ class Inbox:
             return True
         if time.monotonic() < self._deaf_until:
             return False
+        self._poll.modify(self._listener, select.EPOLLIN)
         self._deaf_until = 0.0
-        self._poll.register(self._listener, select.EPOLLIN)
         return True
 
     def fileno(self) -> int:
@@ -100,14 +100,14 @@ class Inbox:
     def _accept(self) -> Pull | None:
         try:
             accepted, _ = self._listener.accept()
+            self._poll.register(accepted, select.EPOLLIN)
         except BlockingIOError:  # it has given up
             return None
         except OSError:  # no descriptors or no memory: whoever calls stays in line, which would wake us over and over
-            self._poll.unregister(self._listener)
             self._deaf_until = time.monotonic() + DEAF_S
+            self._poll.modify(self._listener, 0)
             return None
         caller = self._callers[accepted.fileno()] = Pull(accepted)
-        self._poll.register(accepted, select.EPOLLIN)
         return caller
 
     def _hear(self, caller: Pull) -> None:

@@ -87,7 +87,8 @@ class Push:
         self._socket.close()
 
     def __del__(self) -> None:
-        self._socket.close()  # a forked child drops its parent's endpoints without closing them
+        if hasattr(self, "_socket"):  # there was a descriptor for it
+            self._socket.close()  # a forked child drops its parent's endpoints without closing them
 
 
 class Pull:
@@ -121,12 +122,13 @@ class Pull:
         if not self._greeted:
             self._greeted = _is_greeted(heard)
             heard = heard[len(_GREETING) :] if self._greeted else heard
-        while self._greeted and (frame := _first_frame(heard)) is not None:
+        at = 0
+        while self._greeted and (frame := _frame(heard, at)) is not None:
             flags, start, end = frame
             if not flags & _COMMAND:
                 bodies.append(heard[start:end])
-            heard = heard[end:]
-        self._heard = heard
+            at = end
+        self._heard = heard[at:]
         return True
 
     def close(self) -> None:
@@ -134,15 +136,15 @@ class Pull:
         self._socket.close()
 
 
-def _first_frame(heard: bytes) -> tuple[int, int, int] | None:
-    """The flags of the first frame, where its body starts, and where it ends; None if it is not all there."""
-    if len(heard) < 2:
+def _frame(heard: bytes, at: int) -> tuple[int, int, int] | None:
+    """The flags of the frame there, where its body starts, and where it ends; None if it is not all there."""
+    if len(heard) < at + 2:
         return None
-    flags, length, start = heard[0], heard[1], 2
+    flags, length, start = heard[at], heard[at + 1], at + 2
     if flags & _LONG_FLAG:
-        if len(heard) < _LONG.size:
+        if len(heard) < at + _LONG.size:
             return None
-        length, start = _LONG.unpack_from(heard)[1], _LONG.size
+        length, start = _LONG.unpack_from(heard, at)[1], at + _LONG.size
     if length > MOST:
         raise WireError(f"a message of {length} bytes: at most {MOST} are taken")
     return (flags, start, start + length) if len(heard) >= start + length else None

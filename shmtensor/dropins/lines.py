@@ -32,7 +32,7 @@ import socket
 import struct
 import threading
 from concurrent.futures import process as standard
-from multiprocessing import context
+from multiprocessing import context, reduction
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -47,6 +47,28 @@ _MOST: Final = INLINE_MOST + _HEAD.size
 _HUNG_UP: Final = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF}
 
 
+class _End:
+    """An end that was sent to a worker. A socket made of it would have Python's default time-out there, and by that
+    change what all workers share."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def recv(self, most: int) -> bytes:
+        """Wait for a message; b"" if the other side is gone."""
+        return os.read(self._fd, most)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, whole; waits for room."""
+        os.write(self._fd, message)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 class _Line:
     """Both ends of a line. A worker keeps the one that it needs."""
 
@@ -55,6 +77,8 @@ class _Line:
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._receiver, self._sender):
+            end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
 
     def hang_up(self) -> None:
         """Wake whoever sends or receives, in any process; nothing more goes through."""
@@ -197,7 +221,10 @@ class CallLine(_Line):
 
     def __getstate__(self) -> dict[str, Any]:
         context.assert_spawning(self)
-        return {"_receiver": self._receiver, "_sender": None}
+        return {"_receiver": reduction.DupFd(self._receiver.fileno()), "_sender": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._receiver = _End(state["_receiver"].detach())
 
     def get(self, block: bool = True) -> Any:
         """Wait for a call; None: leave."""
@@ -259,10 +286,16 @@ class ResultLine(_Line):
 
     def __getstate__(self) -> dict[str, Any]:
         context.assert_spawning(self)
-        return {"_receiver": None, "_sender": self._sender}
+        return {"_receiver": None, "_sender": reduction.DupFd(self._sender.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._sender = _End(state["_sender"].detach())
 
     def put(self, item: Any) -> None:
         """Send a result, or the worker's pid. Raises what pickling it raises."""
+        if self._receiver is not None:  # a forked worker: the parent's end is to be the last one
+            self._receiver.close()
+            self._receiver = None
         plain = not isinstance(item, int) and item.exception is None
         if plain and getattr(item, "exit_pid", None) is None:  # which Python 3.10 does not have
             self._sender.send(_message(item.work_id, item.result))
@@ -280,5 +313,6 @@ def lay(executor: Any) -> None:
     calls = executor._call_queue = CallLine(executor._max_workers, queued)
     executor._result_queue = ResultLine(calls)
     queued.close()
+    queued._reader.close()
     queued._writer.close()
     results.close()

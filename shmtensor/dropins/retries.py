@@ -154,7 +154,7 @@ def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) 
 def settle(shipment: Shipment, retries: Retries, attempt: Future[Packed]) -> None:
     """An attempt has ended: so does its task, unless it is tried again.
 
-    Runs in the management thread, or in the standard queue's feeder thread.
+    Runs in the management thread, or in that of `CallLine`.
     """
     depot, task = shipment.depot, shipment.task
     depot.arrived(shipment)

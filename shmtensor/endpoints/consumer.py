@@ -208,22 +208,22 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         """If the compiled module took a message while there was more to take and a sibling slept: ring it."""
         inlet = self._inlet
         if inlet is not None and inlet.more and self._mutex.acquire(False):  # else a thread of ours is taking more
-            try:
-                inlet.more = False
-                if not self._state and self._has_more():
-                    self._ring_sibling(self._member.uid, None)
-            finally:
-                self._mutex.release()
+            inlet.more = False
+            self._ring_if_more()
 
     def _share_others(self) -> None:
         """The same where there are several senders."""
         words = self._control_words
         if any(words[asleep] & 1 for asleep in self._siblings_asleep) and self._mutex.acquire(False):
-            try:
-                if not self._state and self._has_more():
-                    self._ring_sibling(self._member.uid, None)
-            finally:
-                self._mutex.release()
+            self._ring_if_more()
+
+    def _ring_if_more(self) -> None:
+        """Under the mutex, which is let go."""
+        try:
+            if not self._state and self._has_more():
+                self._ring_sibling(self._member.uid, None)
+        finally:
+            self._mutex.release()
 
     def _scan(self) -> Message | None:
         """A look through all records, for messages that somebody claimed and did not finish."""

@@ -42,10 +42,10 @@ class Listeners(Crowd):
         receiver = self._receiver
         if look():
             return False
+        self._was_rung()  # late doorbells of earlier sleeps
         if not receiver._inbox.may_be_rung():
             self.loop.call_later(DEAF_S, self._call_first)
             return True
-        self._was_rung()  # late doorbells of earlier sleeps
         receiver._late_bells = True
         receiver._nap = (receiver._nap + 1) | 1
         store(receiver._control_words, receiver._asleep, receiver._nap)

@@ -83,11 +83,13 @@ class Intake(Consumer):
             return message
         feeds, turn = (*self._feeds,), self._turn
         for step in range(len(feeds)):
-            inlet = feeds[(turn + step) % len(feeds)].inlet
-            if inlet is not None and (message := inlet.recv(self, 0)) is not None:
+            feed = feeds[(turn + step) % len(feeds)]
+            if feed.inlet is not None and (message := feed.inlet.recv(self, 0)) is not None:
                 self._turn = turn + step + 1
                 self._share_others()
                 return message  # type: ignore[no-any-return]
+            if feed.behind > 0:  # something unusual, or it is time to look around: the others wait for their turn
+                return None
         return None
 
     def clients(self) -> dict[int, bool]:
