@@ -1,5 +1,7 @@
 """The command that makes `docs/benchmarks.md` of a run: `python -m benchmarks.document RUN.json`.
 
+Of several runs on one machine, which measured different workloads: `python -m benchmarks.document ONE.json OTHER.json`.
+
 What people wrote stands in `document.md`, where a line like `<!-- targets -->` is replaced by what the run found.
 """
 
@@ -27,14 +29,19 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    run_file: Annotated[Path, typer.Argument(help="What `python -m benchmarks.run --json` wrote.")],
+    run_files: Annotated[list[Path], typer.Argument(help="What `python -m benchmarks.run --json` wrote.")],
     out: Annotated[Path, typer.Option(help="The page; plots go into a folder beside it, named like it.")] = TARGET,
     template: Annotated[Path, typer.Option(help="The page with the hand-written parts.")] = TEMPLATE,
 ) -> None:
     """Write the page and its plots (these if matplotlib is installed)."""
-    run = json.loads(run_file.read_text(encoding="utf-8"))
-    if run.get("schema") != report.SCHEMA:
-        raise typer.BadParameter(f"{run_file} has schema {run.get('schema')}, this program reads {report.SCHEMA}")
+    runs = [json.loads(run_file.read_text(encoding="utf-8")) for run_file in run_files]
+    for run_file, each in zip(run_files, runs, strict=True):
+        if each.get("schema") != report.SCHEMA:
+            raise typer.BadParameter(f"{run_file} has schema {each.get('schema')}, this program reads {report.SCHEMA}")
+    try:
+        run = joined(runs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     folder = out.with_suffix("")
     try:
         drawn = plots.draw(run, folder)
@@ -43,6 +50,32 @@ def main(
         drawn = {}
     out.write_text(render(template.read_text(encoding="utf-8"), run, drawn, folder.name), encoding="utf-8")
     typer.echo(f"written: {out}" + (f", {len(drawn)} plots in {folder}" if drawn else ""))
+
+
+def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One run of several: of each workload what the last of them found that measured it.
+
+    Raises `ValueError` if they are not of one machine, the same versions and the same scale.
+    """
+    whole = dict(runs[0])
+    for run in runs[1:]:
+        places = [{**each["machine"], "load_average": None} for each in (whole, run)]
+        if places[0] != places[1] or any(whole[key] != run[key] for key in ("versions", "scale")):
+            raise ValueError(
+                "the runs are of different machines, versions or scales: they belong on pages of their own"
+            )
+        fresh = run["seconds"]
+        whole["command"] += f"` and `{run['command']}"
+        whole["rows"] = [row for row in whole["rows"] if row["workload"] not in fresh] + [
+            row for row in run["rows"] if row["workload"] in fresh
+        ]
+        for key in ("rounds", "seconds", "texts"):
+            whole[key] = {**whole[key], **{name: value for name, value in run[key].items() if name in fresh}}
+        failures = {case: text for case, text in whole["failures"].items() if case.split(":")[0] not in fresh}
+        whole["failures"] = {**failures, **run["failures"]}
+        found = {(one["what"], one["against"]): one for one in run["targets"] if one["measured"] is not None}
+        whole["targets"] = [found.get((one["what"], one["against"]), one) for one in whole["targets"]]
+    return whole
 
 
 def render(template: str, run: Mapping[str, Any], drawn: Mapping[str, str], folder: str) -> str:
