@@ -61,9 +61,7 @@ def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     for run in runs[1:]:
         places = [{**each["machine"], "load_average": None} for each in (whole, run)]
         if places[0] != places[1] or any(whole[key] != run[key] for key in ("versions", "scale")):
-            raise ValueError(
-                "the runs are of different machines, versions or scales: they belong on pages of their own"
-            )
+            raise ValueError("the runs are of different machines, versions or scales: make a page of each")
         fresh = run["seconds"]
         whole["command"] += f"` and `{run['command']}"
         whole["rows"] = [row for row in whole["rows"] if row["workload"] not in fresh] + [
@@ -73,8 +71,8 @@ def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             whole[key] = {**whole[key], **{name: value for name, value in run[key].items() if name in fresh}}
         failures = {case: text for case, text in whole["failures"].items() if case.split(":")[0] not in fresh}
         whole["failures"] = {**failures, **run["failures"]}
-        found = {(one["what"], one["against"]): one for one in run["targets"] if one["measured"] is not None}
-        whole["targets"] = [found.get((one["what"], one["against"]), one) for one in whole["targets"]]
+        verdicts = {(one["what"], one["against"]): one for one in (*whole["targets"], *run["targets"])}
+        whole["targets"] = list(verdicts.values())
     return whole
 
 

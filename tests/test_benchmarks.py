@@ -392,6 +392,25 @@ def test_the_page_refuses_a_part_that_does_not_exist():
         document.render("<!-- nonsense -->", {"rows": []}, {}, "")
 
 
+def test_one_page_of_two_runs():
+    def run(workload, value, **more):
+        return {
+            "machine": {"cpu": "c", "load_average": [value]}, "versions": {}, "scale": "tiny", "command": f"run {workload}",
+            "rows": [{"workload": workload, "value": value}], "seconds": {workload: 1.0}, "rounds": {"a": 1, "b": 1},
+            "texts": {"a": {}, "b": {}}, "failures": {f"{workload}: x": "broken"},
+            "targets": [{"what": workload, "against": None, "measured": value}], **more,
+        }  # fmt: skip
+
+    whole = document.joined([run("a", 1), run("b", 2), run("a", 3)])
+    assert [(row["workload"], row["value"]) for row in whole["rows"]] == [("b", 2), ("a", 3)]
+    assert {one["what"]: one["measured"] for one in whole["targets"]} == {"a": 3, "b": 2}
+    assert whole["command"] == "run a` and `run b` and `run a"
+    assert whole["seconds"] == {"a": 1.0, "b": 1.0}
+    assert set(whole["failures"]) == {"a: x", "b: x"}
+    with pytest.raises(ValueError, match="different machines, versions or scales"):
+        document.joined([run("a", 1), run("b", 2, versions={"torch": "0"})])
+
+
 def test_plots_are_drawn_of_what_is_there(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
