@@ -395,7 +395,8 @@ def test_the_page_refuses_a_part_that_does_not_exist():
 def test_one_page_of_two_runs():
     def run(workload, value, **more):
         return {
-            "machine": {"cpu": "c", "load_average": [value]}, "versions": {}, "scale": "tiny", "command": f"run {workload}",
+            "machine": {"cpu": "c", "load_average": [value]}, "versions": {}, "scale": "tiny",
+            "command": f"run {workload}",
             "rows": [{"workload": workload, "value": value}], "seconds": {workload: 1.0}, "rounds": {"a": 1, "b": 1},
             "texts": {"a": {}, "b": {}}, "failures": {f"{workload}: x": "broken"},
             "targets": [{"what": workload, "against": None, "measured": value}], **more,
