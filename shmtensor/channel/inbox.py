@@ -100,7 +100,11 @@ class Inbox:
     def _accept(self) -> Pull | None:
         try:
             accepted, _ = self._listener.accept()
-            self._poll.register(accepted, select.EPOLLIN)
+            try:
+                self._poll.register(accepted, select.EPOLLIN)
+            except BaseException:
+                accepted.close()  # whoever it is calls again
+                raise
         except BlockingIOError:  # it has given up
             return None
         except OSError:  # no descriptors or no memory: whoever calls stays in line, which would wake us over and over
