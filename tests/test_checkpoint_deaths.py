@@ -145,6 +145,23 @@ def test_writer_dies(dies, tmp_path, point, memory, nth, action):
     assert [entry.step for entry in index.read(str(path))] == [3, 4]
 
 
+def test_writer_dies_and_somebody_truncates_what_it_had_written(dies, tmp_path, monkeypatch):
+    """The save fails: zeros in the place of what is lost would have digests that match."""
+    path = tmp_path / "a"
+    dies("stream.logged", nth=3)
+    truncate = (
+        f"import glob, os; found = glob.glob({str(path)!r} + '/.*.tmp') if os.path.exists({str(tmp_path / 'flag')!r}) "
+        "else []; [os.truncate(each, 4096) for each in found]; "
+    )
+    monkeypatch.setattr(link, "LAUNCH", truncate + link.LAUNCH)
+    with CheckpointWriter(path, memory=LITTLE) as writer:
+        with pytest.raises(shmtensor.ResourceError, match="truncated by somebody"):
+            writer.save(state_of(1)).durable.result(PATIENCE)
+        assert writer.save(state_of(2)).durable.result(PATIENCE)
+        assert writer.statistics().restarts == 1
+    check(path, [2], 2)
+
+
 def test_writer_dies_between_the_names_of_a_deletion(dies, tmp_path):
     path = tmp_path / "a"
     dies("retain.renamed")
@@ -182,6 +199,15 @@ def test_writer_dies_while_it_sweeps(dies, tmp_path):
     with CheckpointWriter(path) as writer:
         writer.save(state_of(1))
     assert names_in(path) == {".somebody.tmp", "step-00000001.safetensors"}
+
+
+def test_what_cannot_be_swept_fails_no_save(tmp_path):
+    path = tmp_path / "a"
+    left = path / f".shards.{'0' * 16}-1.old"
+    (left / "somebody's directory").mkdir(parents=True)
+    with CheckpointWriter(path) as writer:
+        assert writer.save(state_of(1)).durable.result(PATIENCE)
+    assert names_in(path) == {left.name, "step-00000001.safetensors"}
 
 
 @pytest.mark.parametrize("point", ["worker.finished", "worker.over"])

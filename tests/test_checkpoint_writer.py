@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -20,7 +21,8 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import flight, index, link, names, staged, transfer
+from shmtensor.checkpoint import disk, flight, index, link, names, staged, transfer
+from shmtensor.checkpoint.directory import Directory
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.loader import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
@@ -452,6 +454,62 @@ def test_a_damaged_list_deletes_nothing(make, tmp_path, caplog):
     assert "cannot be read" in caplog.text
 
 
+UNDELETABLE = """
+import os
+unlink = os.unlink
+def refuse(path, *args, **more):
+    if "step-00000001" in str(path) and os.path.exists({flag!r}):
+        raise PermissionError(1, "Operation not permitted", path)
+    unlink(path, *args, **more)
+os.unlink = refuse
+"""
+
+
+@pytest.mark.parametrize("max_shard", [None, 300_000])
+def test_an_old_one_that_cannot_be_deleted_fails_no_save(make, tmp_path, monkeypatch, caplog, max_shard):
+    """What was written is durable all the same; the old one is deleted when that is possible again."""
+    flag = tmp_path / "immutable"
+    monkeypatch.setattr(link, "LAUNCH", UNDELETABLE.format(flag=str(flag)) + link.LAUNCH)
+    writer = make(keep_last=1, max_shard=max_shard)
+    for number in (1, 2, 3):
+        assert number_in(writer.save(state_of(number)).durable.result(PATIENCE).path) == number
+        flag.touch()
+    assert number_in(tmp_path / "a" / "latest") == 3
+    assert "Operation not permitted" in caplog.text
+    assert "step-00000001" in caplog.text
+    ending = "" if max_shard else ".safetensors"
+    stays = [] if max_shard else ["step-00000001.safetensors"]  # a directory has lost its name by then
+    assert checkpoints(tmp_path / "a") == [*stays, f"step-00000003{ending}"]
+    flag.unlink()
+    writer.save(state_of(4)).durable.result(PATIENCE)
+    assert checkpoints(tmp_path / "a") == [f"step-00000004{ending}"]
+    writer.close()
+    counts = writer.statistics()
+    assert (counts.durable, counts.failed, counts.deleted) == (4, 0, 2 if max_shard else 3)
+
+
+def test_a_list_that_cannot_be_written_after_a_deletion(make, tmp_path, monkeypatch):
+    """What is gone is told all the same, and is left out of the list the next time."""
+    writer = make()
+    for number in (1, 2):
+        writer.save(state_of(number)).durable.result(PATIENCE)
+    writer.close()
+    directory = Directory(str(tmp_path / "a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "write", full_disk)
+        deleted, failed = directory.retain(1, None)
+    assert deleted == ["step-00000001.safetensors"]
+    assert len(failed) == 1
+    assert "No space left on device" in failed[0]
+    assert [entry.step for entry in index.read(directory.path)] == [1, 2]
+    assert directory.retain(1, None) == ([], [])
+    assert [entry.step for entry in index.read(directory.path)] == [2]
+
+
+def full_disk(path, entries):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
 # --- errors
 
 
@@ -515,6 +573,44 @@ def test_an_exception_in_the_block_is_the_one_that_is_seen(make, tmp_path):
         break_directory(tmp_path / "a")
         writer.save(state_of(1))
         raise ZeroDivisionError
+
+
+FEW_THREADS = """
+import threading
+start = threading.Thread.start
+def refuse(thread):
+    if thread.name.startswith("shmtensor disk"):
+        refuse.count += 1
+        if refuse.count > {count}:
+            raise RuntimeError("can't start new thread")
+    start(thread)
+refuse.count = 0
+threading.Thread.start = refuse
+"""
+
+
+@pytest.mark.parametrize(("count", "memory"), [(0, "1MiB"), (2, "8MiB")])
+def test_the_writing_process_may_start_no_threads(make, monkeypatch, count, memory):
+    """It writes with those that it has, or by itself."""
+    monkeypatch.setattr(link, "LAUNCH", FEW_THREADS.format(count=count) + link.LAUNCH)
+    writer = make(memory=memory)
+    for number in (1, 2):
+        done = writer.save(state_of(number, elements=100_000)).durable.result(PATIENCE)
+        assert number_in(done.path) == number
+    assert writer.statistics().restarts == 0
+
+
+def test_an_error_of_a_write_that_is_done_at_once_is_in_its_future(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    alone = disk.Disk(4)
+    assert alone.threads == 0
+    assert alone.submit(lambda: None).result(0) is None
+    with pytest.raises(OSError, match="No space left"):
+        alone.submit(full_disk, "a", []).result(0)
+
+
+def refuse_to_start(thread):
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_process_that_cannot_start(make, monkeypatch):

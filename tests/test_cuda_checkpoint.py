@@ -289,6 +289,23 @@ def test_close_waits_for_copies(tmp_path, standin, held):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shmtensor save")]
 
 
+def test_no_thread_can_be_started_that_waits_for_the_copies(writer, standin, monkeypatch):
+    """That save is taken back; the next one and `close` are not held up by a thread that never ran."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith("shmtensor save"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(shmtensor.ResourceError, match="can't start new thread"):
+            writer.save(state_of(standin, 1))
+    assert number_in(writer.save(state_of(standin, 2))) == 2
+    assert [name for name in os.listdir(writer.directory) if name.startswith("step")] == ["step-00000002.safetensors"]
+
+
 def test_the_next_save_waits_until_the_one_before_is_staged(writer, standin, held):
     writer.save(state_of(standin, 1))
     with pytest.raises(shmtensor.TimedOut, match="copied from the device"):

@@ -113,7 +113,8 @@ class Directory:
         """Remove the temporary files of other writers, and of those saves of this one that are over. Needs byte 1."""
         for path, owner, number in list(self.leftovers()):
             if owner != writer or is_over(number):
-                remove(path)
+                with contextlib.suppress(OSError):  # it stays for the next writer: no save fails for it
+                    remove(path)
                 # crash: ckptsweep.removed
 
     # --- after a save
@@ -148,10 +149,15 @@ class Directory:
         # crash: latest.moved
         self.sync()
 
-    def retain(self, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Delete old checkpoints of ours; returns the names. What was changed, or is not in the list, stays."""
+    def retain(self, keep_last: int | None, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Delete old checkpoints of ours; the names of the deleted, and what could not be done: raises nothing.
+
+        What was changed, or is not in the list, stays. What cannot be deleted stays in the list, for the next time.
+        """
+        deleted: list[str] = []
+        failed: list[str] = []
         if keep_last is None:
-            return []
+            return deleted, failed
         entries = index.read(self.path)
         present = [entry for entry in entries if entry.is_there(self.path)]
         latest = os.path.basename(os.path.realpath(self.at(LATEST)))
@@ -162,12 +168,20 @@ class Directory:
         ]
         for entry in doomed:
             # crash: retain.before
-            self._delete(entry)
+            try:
+                self._delete(entry)
+            except OSError as error:
+                failed.append(f"{self.at(entry.name)}: {error}")
+                continue
             # crash: retain.deleted
-        if doomed or len(present) != len(entries):
-            index.write(self.path, [entry for entry in present if entry not in doomed])
-            self.sync()
-        return [entry.name for entry in doomed]
+            deleted.append(entry.name)
+        try:
+            if deleted or len(present) != len(entries):
+                index.write(self.path, [entry for entry in present if entry.name not in deleted])
+                self.sync()
+        except OSError as error:  # the list names what is gone: the next time it is left out
+            failed.append(f"{self.at(index.INDEX)}: {error}")
+        return deleted, failed
 
     def _delete(self, entry: Saved) -> None:
         """Remove what an entry names. A directory loses its name first, so that nobody finds half of it."""

@@ -89,7 +89,9 @@ class Flight:
             handle._advance(report.get("written", 0))
             self._bar.update(handle)
         elif kind == "durable":
-            self.deleted += len(report["deleted"])
+            self.deleted += report["deleted"]
+            if report["undeleted"]:
+                log.warning("%s is durable, but old ones were not deleted: %s", report["path"], report["undeleted"])
             result = Durable(report["path"], report["nbytes"], report["seconds"], report["digest"])
             self.settle(number, DURABLE, result)
         elif kind == "error":

@@ -22,7 +22,8 @@ _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 class Output:
     """Files (name, bytes) below `path`; a single file with the name "" is `path` itself.
 
-    resume: go on with the files that are there, instead of new ones.
+    resume: go on with the files that are there, instead of new ones. Something was written into them, so that all had
+            their sizes: `OSError` if one is shorter, for what was there is lost.
     """
 
     def __init__(self, path: str, files: Sequence[tuple[str, int]], *, resume: bool = False) -> None:
@@ -40,8 +41,10 @@ class Output:
                 flags |= os.O_CREAT | os.O_EXCL
             for index, (_, nbytes) in enumerate(self.files):
                 self._plain.append(os.open(self.at(index), flags, 0o644))
-                # as long as it becomes: writes that make a file longer wait for each other
-                os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
+                if resume:
+                    self._check_size(index)
+                else:  # as long as it becomes: writes that make a file longer wait for each other
+                    os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
                 self._direct.append(self._open_direct(self.at(index)))
                 self._refuses.append(self._direct[-1] < 0)
         except BaseException:
@@ -53,10 +56,10 @@ class Output:
         name = self.files[index][0]
         return os.path.join(self.path, name) if name else self.path
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the page cache is passed by."""
-        return not any(self._refuses)
+    def _check_size(self, index: int) -> None:
+        expected, found = self.files[index][1], os.fstat(self._plain[index]).st_size
+        if found < expected:
+            raise OSError(errno.EIO, f"{self.at(index)} was truncated by somebody, from {expected} bytes to {found}")
 
     @staticmethod
     def _open_direct(path: str) -> int:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import deque
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from ..endpoints.message import Message
 from .chunks import Chunk, cut
 from .digests import Summer, combine
 from .directory import Directory, remove
+from .disk import Disk
 from .formats import Layout, get_format
 from .index import Saved
 from .limits import PAGE
@@ -156,11 +157,11 @@ class Snapshot:
     def is_written(self) -> bool:
         return self._next == len(self.chunks) and not self._writes
 
-    def write_next(self, executor: Executor) -> None:
+    def write_next(self, disk: Disk) -> None:
         """Begin as many writes as may be on their way, straight from the slots; sum up the oldest chunk meanwhile, and
         see it written. Raises OSError."""
         while len(self._writes) < WRITES and self._next in self._chunks:
-            self._begin_write(executor)
+            self._begin_write(disk)
         chunk, message, done = self._writes[0]
         view: memoryview = message.value.data
         for at, nbytes, region, _, _ in chunk.runs:
@@ -181,12 +182,12 @@ class Snapshot:
         message.release()
         # crash: stream.released
 
-    def _begin_write(self, executor: Executor) -> None:
+    def _begin_write(self, disk: Disk) -> None:
         message = self._chunks.pop(self._next)
         chunk = self.chunks[self._next]
         view: memoryview = message.value.data[: -(-chunk.nbytes // PAGE) * PAGE]
         # crash: write.chunk
-        done = executor.submit(self._files.write, chunk.file, chunk.offset, view)
+        done = disk.submit(self._files.write, chunk.file, chunk.offset, view)
         self._writes.append(_Write(chunk, message, done))
         self._next += 1
 
@@ -222,11 +223,13 @@ class Snapshot:
         directory.point_latest(self.name)
         self.seconds = time.monotonic() - float(self.options["began"])
 
-    def retain(self, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Delete old ones, and what is left of the writing; the names of the deleted. May be repeated."""
-        deleted = self._directory.retain(keep_last, keep_every)
+    def retain(self, keep_last: int | None, keep_every: int | None) -> tuple[list[str], list[str]]:
+        """Delete old ones, and what is left of the writing; the names of the deleted, and what could not be done.
+
+        May be repeated.
+        """
         self._drop_log()
-        return deleted
+        return self._directory.retain(keep_last, keep_every)
 
     # --- the end
 

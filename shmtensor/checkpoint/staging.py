@@ -6,6 +6,7 @@ Every wait is one of at most a quarter of a second; in between it looks whether 
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ..endpoints.loan import Loan
-from ..errors import ClosedError, PeerDied, RingFull, TimedOut
+from ..errors import ClosedError, PeerDied, ResourceError, RingFull, TimedOut
 from .chunks import Chunk
 from .flight import Flight
 from .handle import FAILED, REPLACED, WAITING, WRITING, SaveHandle
@@ -147,8 +148,13 @@ class Staging:
 
     def _finish_later(self, handle: SaveHandle, offload: Offload, nbytes: int, *, loud: bool) -> None:
         name, args = f"shmtensor save {handle.number}", (handle, offload, nbytes, loud)
-        self._thread = threading.Thread(target=self._finish, args=args, name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._finish, args=args, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            text = f"no thread can be started that waits for copies from the device ({error}): raise ulimit -u"
+            raise ResourceError(errno.EAGAIN, text) from None
+        self._thread = thread  # only now: one that never ran cannot be joined
 
     def _finish(self, handle: SaveHandle, offload: Offload, nbytes: int, loud: bool) -> None:
         """Hand over each chunk when its copies are complete, then say that this is all."""

@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from .directory import Directory
+from .disk import Disk
 from .link import results_channel
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, Snapshot
@@ -47,7 +47,7 @@ class Worker:
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
         self._told = 0.0
-        self._executor = ThreadPoolExecutor(WRITES, "shmtensor disk")
+        self._disk = Disk(WRITES)
         self._reports = Producer(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
         self._taker = Taker(settings["channel"])
 
@@ -172,24 +172,24 @@ class Worker:
                 if entry is None:
                     return
             elif not snapshot.is_written:
-                snapshot.write_next(self._executor)
+                snapshot.write_next(self._disk)
                 self._tell_progress(snapshot)
                 return
             else:
                 entry = snapshot.complete()
             snapshot.commit(entry)
-            # crash: finish.before
-            snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
-            # crash: finish.released
-            deleted = snapshot.retain(self._settings["keep_last"], self._settings["keep_every"])
         except (OSError, ShmTensorError) as error:
             snapshot.discard_files()
             self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=str(error))
             self._drop(snapshot)
             return
+        # crash: finish.before
+        snapshot.release_chunks()  # before it is told: who hears of it finds room for the next one
+        # crash: finish.released
+        deleted, failed = snapshot.retain(self._settings["keep_last"], self._settings["keep_every"])
         self._report(
             r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
-            digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
+            digest=entry.digest, seconds=snapshot.seconds, deleted=len(deleted), undeleted="; ".join(failed[:3]),
         )  # fmt: skip
         # crash: finish.reported
         del self._snapshots[snapshot.number]
