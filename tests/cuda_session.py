@@ -2,8 +2,8 @@
 
 python -m tests.cuda_session run.json [--seconds 240]
 
-Needs the package's dependencies and pytest; no compiler, and none of the packages of the other tests. What has passed
-goes into the report also when the time is over.
+Needs the package's dependencies and pytest; no compiler, and none of the packages of the other tests. The report is
+written anew after each test, so what has passed is in it also when the time is over, or the process is killed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +43,17 @@ def hardware() -> str:
 
 
 class Recorder:
-    """What has become of each test, parameters together; told on the way."""
+    """What has become of each test, parameters together; written to a file on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: str, file: Path) -> None:
+        self.on, self.file = on, file
+        self.left: Counter[str] = Counter()  # of each test, the runs that have not ended
         self.outcomes: dict[str, set[str]] = {}
         self.texts: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.left.update(item.nodeid.partition("[")[0] for item in session.items)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid.partition("[")[0]
@@ -55,20 +62,29 @@ class Recorder:
         if report.outcome != "passed":
             self.texts[report.nodeid] = str(report.longrepr)[-3000:]
         self.seconds[name] = round(self.seconds.get(name, 0.0) + report.duration, 2)
+        if report.when == "teardown":
+            self.left[name] -= 1
+            self.write()
 
-    def report(self, on: str) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
+        passed = (name for name, found in self.outcomes.items() if found == {"passed"} and not self.left[name])
         return {
-            "hardware": on,
+            "hardware": self.on,
             "python": platform.python_version(),
-            "passed": sorted(name for name, found in self.outcomes.items() if found == {"passed"}),
+            "passed": sorted(passed),
             "other": self.texts,
             "seconds": self.seconds,
         }
 
+    def write(self) -> None:
+        """Whole, or not at all: the process may be killed at any time."""
+        part = self.file.with_name(f"{self.file.name}.part")
+        part.write_text(json.dumps(self.report(), indent=1) + "\n")
+        os.replace(part, self.file)
 
-def run(files: list[str], more: list[str], seconds: int) -> tuple[Recorder, int]:
+
+def run(files: list[str], more: list[str], seconds: int, recorder: Recorder) -> int:
     """Run tests within so many seconds; the exit code is pytest's."""
-    recorder = Recorder()
 
     def over(*_: object) -> None:
         raise KeyboardInterrupt(f"the {seconds} seconds are over")
@@ -82,7 +98,8 @@ def run(files: list[str], more: list[str], seconds: int) -> tuple[Recorder, int]
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    return recorder, int(code)
+    recorder.write()
+    return int(code)
 
 
 def main(arguments: list[str]) -> int:
@@ -100,9 +117,9 @@ def main(arguments: list[str]) -> int:
         print(f"there is no device to test on: {error.strerror}")
         return 2
     print(on, flush=True)
-    recorder, code = run(list(FILES), more, options.seconds)
-    report = recorder.report(on)
-    options.report.write_text(json.dumps(report, indent=1) + "\n")
+    recorder = Recorder(on, options.report)
+    code = run(list(FILES), more, options.seconds, recorder)
+    report = recorder.report()
     print(f"{len(report['passed'])} tests passed, {len(report['other'])} did not, written to {options.report}")
     return code
 

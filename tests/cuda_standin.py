@@ -197,6 +197,8 @@ class StandIn:
 
     def used_on(self, tensor: Any, stream: Stream) -> None:
         self._usable()
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise failure("record_stream", 0, "torch has it for plain tensors only")
         storage = tensor.untyped_storage()  # alive until what is in the stream now has passed
         self._put(stream, lambda: storage.nbytes())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -162,37 +163,41 @@ def test_good(n): pass
 def test_half(n): assert n == 1
 @pytest.mark.skip(reason="no")
 def test_skipped(): pass
-def test_long():
+@pytest.mark.parametrize("n", [1, 2])
+def test_long(n):
     import signal
-    signal.raise_signal(signal.SIGALRM)  # the time is over
+    if n == 2:
+        signal.raise_signal(signal.{end})
 def test_late(): pass
 """
 SESSION = """
-import json, sys
-from tests.cuda_session import run
-recorder, code = run(sys.argv[1:], ["-q"], 150)
-report = recorder.report("X")
-report["hit"] = [name for name in ("xdist", "pytest_timeout", "psutil", "hypothesis") if name in sys.modules]
-print("REPORT", json.dumps([report, code]))
+import sys
+from pathlib import Path
+from tests.cuda_session import Recorder, run
+code = run(sys.argv[2:], ["-q"], 150, Recorder("X", Path(sys.argv[1])))
+hit = [name for name in ("xdist", "pytest_timeout", "psutil", "hypothesis") if name in sys.modules]
+print(hit or "none of them")
+sys.exit(code)
 """
 
 
-def test_the_session_reports_what_has_passed_also_when_its_time_is_over(tmp_path):
-    """With a configuration of its own, and none of the plugins of the suite."""
-    trial = tmp_path / "test_trial.py"
-    trial.write_text(TRIAL)
+@pytest.mark.parametrize(("end", "code"), [("SIGALRM", 2), ("SIGTERM", -signal.SIGTERM)])
+def test_the_session_reports_what_has_passed_also_when_its_time_is_over(tmp_path, end, code):
+    """By its own clock, or killed, as what hangs in the driver must be. It has a configuration of its own, and none of
+    the plugins of the suite."""
+    trial, file = tmp_path / "test_trial.py", tmp_path / "run.json"
+    trial.write_text(TRIAL.replace("{end}", end))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SESSION, str(trial)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=170,
+        [sys.executable, "-c", SESSION, str(file), str(trial)], cwd=ROOT, env=environment, capture_output=True,
+        text=True, timeout=170,
     )  # fmt: skip
-    line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT ")), "")
-    assert line, done.stdout + done.stderr
-    report, code = json.loads(line.removeprefix("REPORT "))
-    assert code == 2, "interrupted"
-    assert [name.rpartition("::")[2] for name in report["passed"]] == ["test_good"]
+    assert done.returncode == code, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert [name.rpartition("::")[2] for name in report["passed"]] == ["test_good"]  # of test_long one run had no end
     assert len(report["other"]) == 2
-    assert report["hit"] == []
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run.json"]
+    assert code < 0 or "none of them" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import mmap
 import threading
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.cuda import library, runtime
+from shmtensor.cuda import library, pinning, runtime
 
 HANDLE = bytes(range(64))
 FAR = 0x7F12_3456_7000
@@ -336,6 +337,39 @@ def test_an_error_of_torch_has_cudas_number(cudart, used):
             used.is_done(Event(cudart, 1, error))
         assert raised.value.number == number
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_device_that_cannot_be_used_is_an_error_of_ours(cudart, used, name):
+    """After a kernel has failed, every call on its device does, also that which names it."""
+    call = calls_of(used)[name]
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    used._torch.cuda.device = lost
+    used._torch.cuda.stream = lost
+    with pytest.raises(shmtensor.CudaError, match="illegal memory access") as raised:
+        call()
+    assert raised.value.number == 700
+    assert (cudart.device, cudart.mode) == (0, GLOBAL)
+    used._torch.cuda.current_device = lost
+    with pytest.raises(shmtensor.CudaError, match="illegal memory access"):
+        call()
+
+
+def test_a_device_that_cannot_be_used_is_copied_to_without_pinning(used, monkeypatch):
+    """So that the copy itself says what is wrong."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(runtime, "_substitute", used)
+    used._torch.cuda.device = lost
+    buffer = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+    held = pinning.Pinning(buffer, FAR, writable=True)
+    assert held.parts(buffer, 8, 16, 1) == [(buffer, 8, 16)]
+    assert "illegal memory access" in held.failure
 
 
 @pytest.mark.parametrize(("major", "found"), [("13", "/b/libcudart.so.13"), ("12", "/a/libcudart.so.12"),

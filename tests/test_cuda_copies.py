@@ -264,6 +264,25 @@ def test_large_rings_are_pinned_in_pieces_and_copies_cut(lazy, channel, monkeypa
         del msg
 
 
+def test_a_piece_that_cannot_be_unregistered_keeps_no_other(lazy, channel, monkeypatch):
+    monkeypatch.setattr(pinning, "PIECE", PAGE)
+    unregister, asked = lazy.unregister_host, []
+
+    def unlucky(address, device):
+        asked.append(address)
+        unregister(address, device)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    tx, rx = pair(channel, slot_bytes=3 * PAGE)
+    with tx, rx:
+        tx.send(lazy.tensor(torch.ones(3 * PAGE, dtype=torch.uint8)))
+        assert len(lazy.registered) == 3
+        monkeypatch.setattr(lazy, "unregister_host", unlucky)
+    del tx, rx
+    gc.collect()
+    assert (len(asked), lazy.registered) == (3, {})
+
+
 def test_a_ring_that_is_added_is_pinned_as_well(lazy, channel):
     tx, rx = pair(channel, slots=2)
     with tx, rx:

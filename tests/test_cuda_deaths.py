@@ -382,21 +382,66 @@ def test_a_process_ends(channel, how):
 # --- memory on the device
 
 
-@pytest.mark.filterwarnings("ignore:Sparse.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(Sparse|quantize_per|nested tensors)")
 def test_the_parts_of_what_is_no_plain_tensor_are_told_to_the_allocator(standin, channel, monkeypatch):
     """They lie in memory of the receiver's own stream, and are used on the caller's."""
     told = []
+    used_on = standin.used_on
+
+    def tell(tensor, stream):
+        used_on(tensor, stream)
+        told.append((tensor.data_ptr(), stream))
+
     monkeypatch.setattr(standin, "move", lambda tensor, device, stream: tensor.clone())
-    monkeypatch.setattr(standin, "used_on", lambda tensor, stream: told.append((tensor.data_ptr(), stream)))
+    monkeypatch.setattr(standin, "used_on", tell)
     sparse = torch.eye(3).to_sparse()
+    flat = {
+        "quantized": torch.quantize_per_tensor(torch.arange(6.0).view(2, 3), 0.5, 1, torch.qint8),
+        "channels": torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2).long(), 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "plain": torch.ones(3),
+    }
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with shmtensor.Subscriber(channel, device="cuda", prefetch=1) as rx, shmtensor.Publisher(channel) as tx:
-        tx.send({"sparse": sparse, "rows": sparse.to_sparse_csr(), "plain": torch.ones(3)})
+        tx.send({"sparse": sparse, "rows": sparse.to_sparse_csr(), "jagged": jagged, **flat})
         value = rx.recv(timeout=PATIENCE).value
-        rows, stream = value["rows"], standin.current_stream(0)
-        parts = [value["sparse"]._indices(), value["sparse"]._values()]
-        parts += [rows.crow_indices(), rows.col_indices(), rows.values(), value["plain"]]
+        rows, jagged, stream = value["rows"], value["jagged"], standin.current_stream(0)
+        parts = [value["sparse"]._indices(), value["sparse"]._values(), jagged.values(), jagged.offsets()]
+        parts += [rows.crow_indices(), rows.col_indices(), rows.values(), *(value[name] for name in flat)]
         assert {(part.data_ptr(), stream) for part in parts} == set(told)
-        del value, rows, parts
+        del value, rows, jagged, parts
+
+
+@pytest.mark.parametrize("call", ["stream_waits", "used_on"])
+def test_a_message_that_cannot_be_handed_out_is_not_lost(standin, channel, monkeypatch, call):
+    with shmtensor.Subscriber(channel, device="cuda") as rx, shmtensor.Publisher(channel) as tx:
+        tx.send(torch.ones(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(standin, call, failing)
+            with pytest.raises(shmtensor.CudaError, match="no such luck"):
+                rx.recv(timeout=PATIENCE)
+        msg = rx.recv(timeout=PATIENCE)
+        standin.run_all()
+        assert (msg.seq, standin.host(msg.value).tolist(), rx.statistics().received) == (1, [1, 1, 1], 1)
+        del msg
+
+
+def failing(*_):
+    raise shmtensor.CudaError(5, "no such luck")
+
+
+@KINDS
+def test_without_an_event_no_copy_is_started(lazy, channel, monkeypatch, kind):
+    """Nobody could tell when it is done, and its slot would be written again under it."""
+    sender, receiver = ENDS[kind]
+    with getattr(shmtensor, receiver)(channel) as rx, getattr(shmtensor, sender)(channel, slots=1) as tx:
+        tx.send(torch.ones(3))
+        with rx.recv(timeout=PATIENCE) as msg, monkeypatch.context() as patch:
+            patch.setattr(lazy, "new_event", failing)
+            with pytest.raises(shmtensor.CudaError, match="no such luck"):
+                msg.to("cuda", non_blocking=True)
+            assert (lazy.waiting, lazy.flying, rx.statistics().copying) == (0, [], 0)
+            assert msg.value.tolist() == [1, 1, 1]
 
 
 def test_a_forked_child_does_not_touch_what_was_on_its_way(lazy, channel):
@@ -442,6 +487,7 @@ def test_while_a_graph_is_captured_nothing_is_queued_and_nothing_is_lost(lazy, c
                 msg.to("cuda", non_blocking=non_blocking)
         with pytest.raises(shmtensor.CudaError, match="CUDA graph is being captured"):
             ahead.recv(timeout=PATIENCE)
+        assert (lazy.waiting, ahead.statistics().copying) == (0, 0)
         lazy.capturing.clear()
         got = [msg.to("cuda"), *(ahead.recv(timeout=PATIENCE).value for _ in range(2))]
         lazy.run_all()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -224,6 +227,50 @@ def test_pending_copies_hold_until_their_event(standin):
     assert [pending.look(), pending.look(), told] == [1, 1, []]
     assert pending.look() == 0
     assert told == [1]
+
+
+def add_at(cuda, at):
+    """Let a copy be added by another thread, so to speak, at a step of letting go of the last one. Whether there was
+    such a step; and whether the owner lived as long as the copy, and no longer."""
+
+    class Owner:
+        pass
+
+    def event():
+        made = cuda.new_event(0)
+        cuda.record(made, stream)
+        return made
+
+    def trace(frame, *_):
+        if frame.f_code is Pending._let_go.__code__ and next(steps) == at:
+            pending.add(late, None)
+        return trace
+
+    owner, stream, steps = Owner(), cuda.new_stream(0), itertools.count()
+    pending, seen = Pending(owner), weakref.ref(owner)
+    pending.add(event(), None)
+    cuda.run_all()
+    late, before = event(), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pending.look()
+    finally:
+        sys.settrace(before)
+    added = len(pending) == 1
+    del owner
+    lived = seen() is not None
+    cuda.run_all()
+    Pending().look()  # some other owner's
+    return added, (lived, len(pending), seen())
+
+
+def test_a_copy_that_is_added_while_the_last_one_goes_keeps_its_owner(lazy):
+    for at in itertools.count():
+        added, found = add_at(lazy, at)
+        if not added:
+            break
+        assert found == (True, 0, None), f"step {at}"
+    assert at > 5
 
 
 def test_finishing_waits(lazy):

@@ -61,6 +61,8 @@ class Ends:
                 left.append(stream)
                 continue
             event = used.new_event(self._device)
+            # A capture that another thread begins right here takes the event in, and no call could tell before. CUDA
+            # refuses to say then whether it has happened (cudaErrorCapturedEvent): the slot stays taken.
             used.record(event, stream)
             self._events.append(event)
         self._streams = left

@@ -15,20 +15,19 @@ from typing import Any, Protocol
 from ..errors import CudaError
 from .runtime import runtime
 
-_busy: set[Pending] = set()  # so that a list outlives its owner while copies are on their way
+_busy: dict[int, Pending] = {}  # by copy: so that a list lives while one is on its way
 _numbers = itertools.count()
 
 
 class Pending:
     """The copies of one owner that are on their way. Thread-safe.
 
-    They keep the owner alive: the garbage collector would forget its leases before their ends are told.
+    Each keeps the owner alive: the garbage collector would forget its leases before their ends are told.
     """
 
     def __init__(self, owner: object = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._alive: object = None
-        self._copies: dict[int, tuple[Any, Any, Callable[[], None] | None]] = {}
+        self._copies: dict[int, tuple[Any, Any, Callable[[], None] | None, object]] = {}
         self.failed = 0
         """Copies that the device did not complete."""
 
@@ -37,15 +36,14 @@ class Pending:
 
     def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> None:
         """Keep `holds` alive until a recorded event has happened, then call `done`, in whichever thread looks."""
-        self._copies[next(_numbers)] = event, holds, done
-        if self._owner is not None:
-            self._alive = self._owner()
-        _busy.add(self)
+        number = next(_numbers)
+        _busy[number] = self  # first: another thread may let go of the copy as soon as it is listed
+        self._copies[number] = event, holds, done, None if self._owner is None else self._owner()
 
     def look(self) -> int:
         """Let go of what is done, here and of owners that nobody uses any more. How many are left here."""
         self._look()
-        for other in list(_busy):
+        for other in {*_busy.values()}:
             if other is not self:
                 other._look()
         return len(self._copies)
@@ -80,13 +78,12 @@ class Pending:
         return None if copy is None else copy[0]
 
     def _let_go(self, number: int) -> None:
-        _, holds, done = self._copies.pop(number, (None, None, None))
+        _, holds, done, owner = self._copies.pop(number, (None, None, None, None))
+        _busy.pop(number, None)
         del holds  # before the owner, which leaves when nobody else has it: its leases have ended by then
         if done is not None:
             done()
-        if not self._copies:
-            _busy.discard(self)
-            self._alive = None
+        del owner
 
 
 class Releasable(Protocol):
@@ -106,7 +103,7 @@ def at_end(owner: Releasable) -> None:
 @atexit.register
 def finish_all() -> None:
     """The process ends: its memory must not go while a device reads or writes it."""
-    for pending in list(_busy):
+    for pending in {*_busy.values()}:
         pending.finish()
     for owner in list(_ends):
         owner.release()
@@ -118,9 +115,9 @@ def _drop() -> None:
     What they hold is kept, since the destructors of tensors and events on a device would call CUDA, which a child of
     a process that uses it cannot.
     """
-    for pending in _busy:
-        _inherited.append((pending._copies, pending._alive))
-        pending._copies, pending._alive = {}, None
+    for pending in {*_busy.values()}:
+        _inherited.append(pending._copies)
+        pending._copies = {}
     _busy.clear()
 
 

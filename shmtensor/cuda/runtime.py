@@ -49,7 +49,7 @@ class Runtime:
             yield
 
     def _call(self, device: int, name: str, *arguments: Any, what: str, remedy: str = "") -> None:
-        with self._aside(device):
+        with _translated(what), self._aside(device):
             self._library.call(name, *arguments, what=what, remedy=remedy)
 
     # --- devices
@@ -73,7 +73,8 @@ class Runtime:
 
     def current_device(self) -> int:
         """The number of the device that this thread uses when none is named."""
-        return int(self._torch.cuda.current_device())
+        with _translated("cannot tell the current CUDA device"):
+            return int(self._torch.cuda.current_device())
 
     def device_of(self, tensor: Any) -> int:
         """The number of the device where a tensor lies; -1 if it lies on none."""
@@ -110,7 +111,7 @@ class Runtime:
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether a CUDA graph is being captured from what is put into a stream."""
-        with self._there(_index(stream)):
+        with _translated("cannot ask about a CUDA stream"), self._there(_index(stream)):
             return self._library.is_capturing(int(stream.cuda_stream))
 
     def new_stream(self, device: int) -> Any:
@@ -121,7 +122,10 @@ class Runtime:
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[Any]:
         """Within it, the thread's work goes to this stream."""
-        with self._there(_index(stream)), self._torch.cuda.stream(stream):  # alone, it would go back to device 0
+        with contextlib.ExitStack() as stack:
+            with _translated("cannot use a CUDA stream"):
+                stack.enter_context(self._there(_index(stream)))  # the next alone would go back to device 0
+                stack.enter_context(self._torch.cuda.stream(stream))
             yield stream
 
     def stream_waits(self, stream: Any, event: Any) -> None:
@@ -130,8 +134,9 @@ class Runtime:
             stream.wait_event(event)
 
     def used_on(self, tensor: Any, stream: Any) -> None:
-        """The tensor's memory is not used again before what is in the stream now has passed (`record_stream`)."""
-        tensor.record_stream(stream)
+        """A plain tensor's memory is not used again before what is in the stream now has passed (`record_stream`)."""
+        with _translated("cannot tell that device memory is in use"):
+            tensor.record_stream(stream)
 
     def synchronize(self, stream: Any) -> None:
         """The host waits for everything in a stream."""

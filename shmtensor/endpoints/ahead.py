@@ -27,37 +27,42 @@ class Ahead:
 
     def next(self, timeout: float | None) -> Message:
         """`recv`."""
-        receiver = self._receiver
+        receiver, stream = self._receiver, self._stream()
         if not self._line:
             self._start(self._raw or receiver._poll() or receiver._wait(timeout))
-        return self._top_up()
+        return self._top_up(stream)
 
     def poll(self) -> Message | None:
         """The next message if it is there."""
+        stream = self._stream()
         if not self._line:
             message = self._raw or self._receiver._poll()
             if message is None:
                 return None
             self._start(message)
-        return self._top_up()
+        return self._top_up(stream)
 
     def push(self, message: Message) -> Message:
         """This one was taken while there was none: hand it out."""
         self._start(message)
-        return self._top_up()
+        return self._top_up(self._stream())
 
-    def _top_up(self) -> Message:
+    def _stream(self) -> Any:
+        """The caller's. Asked for first: while a graph is captured there it raises, and nothing is taken by then."""
+        return runtime().current_stream(self._device)
+
+    def _top_up(self, stream: Any) -> Message:
         cuda = runtime()
-        stream = cuda.current_stream(self._device)  # may raise: nothing is handed out by then
         while len(self._line) <= self._prefetch:
             message = self._raw or self._receiver._poll()
             if message is None:
                 break
             self._start(message)
-        message, event, blocks = self._line.popleft()
+        message, event, blocks = self._line[0]
         cuda.stream_waits(stream, event)
         for block in blocks:
             cuda.used_on(block, stream)
+        self._line.popleft()  # last: what raises leaves the message to the next call
         return message
 
     def _start(self, message: Message) -> None:

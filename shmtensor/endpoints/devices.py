@@ -76,12 +76,11 @@ class Devices:
         """A received value on a device: (value, event after the copies, new memory). Its slot waits for the event."""
         from ..views import device as views
 
-        cuda = runtime()
+        event = runtime().new_event(device)  # before any copy: one that was started must be noted
         held: list[Any] = []
         try:
             moved, blocks = views.copy_out(value, device, stream, self.parts(rings, device), held)
         finally:  # what was started reads its slot, also if the rest cannot be
-            event = cuda.new_event(device)
             self._note(event, stream, held)
         return moved, event, blocks
 

@@ -145,16 +145,28 @@ def _is_plain(leaf: Any) -> bool:
 
 
 _PARTS: Final = {
-    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets"),
+    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets", "lengths"),
     "sparse_csr": ("crow_indices", "col_indices", "values"), "sparse_bsr": ("crow_indices", "col_indices", "values"),
     "sparse_csc": ("ccol_indices", "row_indices", "values"), "sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }  # fmt: skip
 
 
+_PER_CHANNEL: Final = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+
+
 def _parts_of(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor's memory is in: several, if it is no plain block."""
-    parts = _PARTS.get(str(leaf.layout).removeprefix("torch."))
-    return [leaf] if parts is None else [getattr(leaf, part)() for part in parts]
+    """The plain tensors that a tensor's memory is in: torch tells its allocator of no others (`record_stream`)."""
+    names = _PARTS.get(str(leaf.layout).removeprefix("torch."))
+    if names is not None:
+        parts = [getattr(leaf, name)() for name in names]
+        return [part for part in parts if part is not None]  # a jagged one may have no lengths
+    if not leaf.is_quantized and not leaf.is_nested:
+        return [leaf]
+    block = runtime().run(leaf, 0, leaf.untyped_storage().nbytes())
+    if not leaf.is_quantized or leaf.qscheme() not in _PER_CHANNEL:
+        return [block]
+    scales = leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points()
+    return [block, *(part for part in scales if device_of(part) >= 0)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
