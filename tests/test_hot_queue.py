@@ -258,7 +258,7 @@ def _take(rx: Consumer, into: list[int]) -> None:
 
 
 ITEMS = [
-    7, None, True, "text", b"bytes", 1.5, 2j, [1, [2]], {"a": (1, 2)}, set("ab"), "x" * 100, "y" * 5000, b"z" * 40000,
+    7, None, True, "text", b"bytes", 1.5, 2j, [1, [2]], {"a": (1, 2)}, {"b"}, "x" * 100, "y" * 5000, b"z" * 40000,
     range(3), ValueError("v"), 1 << 200,
 ]  # fmt: skip
 
