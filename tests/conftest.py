@@ -118,3 +118,16 @@ def standin():
         stand_in.check()
         left = [path for _, path, _ in stand_in.device_memory.values()]
         assert not left, f"device memory that nobody gave back: {left}"
+
+
+@pytest.fixture
+def lazy():
+    """A device that does nothing before somebody waits, or the test says so."""
+    from . import cuda_standin
+
+    with cuda_standin.installed(polls=None) as stand_in:
+        yield stand_in
+        stand_in.run_all()
+        gc.collect()
+        stand_in.check()
+        assert stand_in.registered == {}, "something is still registered though its endpoint is gone"

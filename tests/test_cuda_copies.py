@@ -23,17 +23,6 @@ from .cuda_standin import DeviceTensor, installed
 LONG = 60
 
 
-@pytest.fixture
-def lazy():
-    """A device that does nothing before somebody waits, or the test says so."""
-    with installed(polls=None) as stand_in:
-        yield stand_in
-        stand_in.run_all()
-        gc.collect()
-        stand_in.check()
-        assert stand_in.registered == {}, "something is still registered though its endpoint is gone"
-
-
 def pair(channel, kind="fanout", **options):
     receiver = {name: options.pop(name) for name in ("device", "prefetch", "acknowledge") if name in options}
     pin = options.get("pin", "auto")

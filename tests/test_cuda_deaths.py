@@ -26,7 +26,6 @@ from shmtensor.cuda import pending, pinning
 from shmtensor.memory.segment import PAGE
 
 from .cuda_peer import PATIENCE, Peer
-from .cuda_standin import installed
 from .faults.process import crash_server
 from .rooms import ROOT
 from .test_layers import run_isolated
@@ -52,17 +51,6 @@ def victim(server):
     peer = Peer(server, polls=None)
     yield peer
     peer.finish()
-
-
-@pytest.fixture
-def lazy():
-    """A device that does nothing before somebody waits, or the test says so."""
-    with installed(polls=None) as stand_in:
-        yield stand_in
-        stand_in.run_all()
-        gc.collect()
-        stand_in.check()
-        assert stand_in.registered == {}, "something is still registered though its endpoint is gone"
 
 
 def gone(*endpoints) -> None:

@@ -23,15 +23,6 @@ from .test_layers import run_isolated
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-@pytest.fixture
-def lazy():
-    """A stand-in that does nothing before somebody waits."""
-    with installed(polls=None) as stand_in:
-        yield stand_in
-        stand_in.run_all()
-        stand_in.check()
-
-
 def mapped(channel, *, writable=True):
     """Four pages that have no name any more."""
     name = f"/shmtensor.{channel}"

@@ -92,13 +92,17 @@ def test_a_latest_only_reader_keeps_its_message(channel):
     sender.close()
 
 
-@pytest.mark.parametrize("kind", [Subscriber, Consumer])
-def test_a_closed_receiver_goes_without_the_collector(channel, kind):
+def _one_view(channel, kind):
+    """A sender, a receiver, and the view of a message as the only item of a list."""
     sender = (Producer if kind is Consumer else Publisher)(channel)
     receiver = kind(channel)
     sender.send(np.arange(4))
-    message = receiver.recv(timeout=PATIENCE)
-    views, message = [message.value], None
+    return sender, receiver, [receiver.recv(timeout=PATIENCE).value]
+
+
+@pytest.mark.parametrize("kind", [Subscriber, Consumer])
+def test_a_closed_receiver_goes_without_the_collector(channel, kind):
+    sender, receiver, views = _one_view(channel, kind)
     gc.collect()
     gc.disable()
     try:
@@ -115,17 +119,13 @@ def test_a_closed_receiver_goes_without_the_collector(channel, kind):
 
 @pytest.mark.parametrize("kind", [Subscriber, Consumer])
 def test_a_dropped_receiver_that_was_alone_is_not_kept(channel, kind):
-    sender = (Producer if kind is Consumer else Publisher)(channel)
-    receiver = kind(channel)
-    sender.send(np.arange(4))
-    message = receiver.recv(timeout=PATIENCE)
-    view, message = message.value, None
+    sender, receiver, views = _one_view(channel, kind)
     sender.close()
     there, receiver = weakref.ref(receiver), None
     gc.collect()
     gc.collect()
     assert not [endpoint for endpoint in lingering if endpoint.name == channel]
-    assert view.tolist() == [0, 1, 2, 3]
-    view = None
+    assert views[0].tolist() == [0, 1, 2, 3]
+    views.clear()
     gc.collect()
     assert there() is None

@@ -48,7 +48,7 @@ def mover(total: int) -> Callable[[int, int, int], object]:
 
 
 def goes_far(nbytes: int) -> bool:
-    """Whether a copy is one for `move_far`: large, and by one thread.
+    """Whether a copy is one for `move_far`: `FAR` bytes or more, and by one thread.
 
     Several of torch's are nearly as fast, and may still be awake, so that others would wait for their cores.
     """
