@@ -20,6 +20,8 @@ _hot: Any = hot.module(tensors=False)
 FAR = _hot.CACHE_BYTES // 4 if _hot is not None else sys.maxsize
 """Bytes from which a copy had better go past the caches, which the compiled module can: most of what it leaves there is
 driven out again before anybody reads it, and room for it would be made by driving out something else."""
+move_far: Callable[[int, int, int], object] = memmove if _hot is None else _hot.stream
+"""Copies so many bytes from one address to another (to, from, bytes)."""
 
 
 def _copy_alone() -> None:
@@ -44,7 +46,7 @@ def move(to: int, source: int, nbytes: int) -> None:
 
 def mover(total: int) -> Callable[[int, int, int], object]:
     """What copies runs as `move` does, of `total` bytes together: past the caches if that is `FAR` or more."""
-    return move if total < FAR else _hot.stream
+    return move if total < FAR else move_far
 
 
 def goes_far(nbytes: int) -> bool:
@@ -58,11 +60,6 @@ def goes_far(nbytes: int) -> bool:
 def _torch_threads() -> int:
     torch = sys.modules.get("torch")
     return 1 if torch is None else int(torch.get_num_threads())
-
-
-def move_far(to: int, source: int, nbytes: int) -> None:
-    """Copy `FAR` bytes or more from one address to another, past the caches."""
-    _hot.stream(to, source, nbytes)
 
 
 def move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
