@@ -107,8 +107,9 @@ def test_another_version_is_a_clear_error_and_left_alone(channel):
 @pytest.mark.parametrize("content", [b"x" * 100, b"\xff" * (4096 + 256 * 256)])
 def test_a_foreign_file_under_the_name_is_a_clear_error(channel, content):
     path = f"/dev/shm/shmtensor.{channel}"
-    with open(path, "wb") as file:
+    with open(f"/dev/shm/{channel}", "wb") as file:
         file.write(content)
+    os.rename(file.name, path)  # an empty file would look like one that its maker died over, to whoever sweeps
     with pytest.raises(shmtensor.WireError, match="another"):
         shmtensor.Publisher(channel)
     os.unlink(path)

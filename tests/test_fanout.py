@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import shmtensor
 from shmtensor import Publisher, Subscriber
@@ -684,3 +686,50 @@ def test_a_failed_publication_is_never_seen(channel, monkeypatch):
             with pytest.raises(shmtensor.TimedOut):
                 rx.recv(timeout=0.6)
             assert tx.statistics().slots_busy <= 2
+
+
+SIZES = pytest.mark.parametrize("count", [16, 80_000], ids=["compiled", "Python code"])  # 80,000: more than moves.ALONE
+
+
+@SIZES
+def test_a_receiver_that_keeps_up_is_sent_everything_in_one_slot(channel, count):
+    with Publisher(channel, slots=8) as pub, Subscriber(channel) as sub:
+        places = set()
+        for number in range(20):
+            pub.send(torch.full((count,), number, dtype=torch.int32))
+            value = sub.recv(timeout=60).value
+            assert value[-1] == number
+            places.add(value.data_ptr())
+            del value
+        assert len(places) == 1
+        pub.send(torch.full((count,), 20, dtype=torch.int32))
+        kept = sub.recv(timeout=60).value
+        pub.send(torch.full((count,), 21, dtype=torch.int32))
+        other = sub.recv(timeout=60).value
+        assert kept.data_ptr() in places
+        assert other.data_ptr() not in places
+        assert (kept[-1], other[-1]) == (20, 21)
+
+
+@SIZES
+@pytest.mark.parametrize("pattern", ["fan-out", "work queue"])
+def test_no_view_is_written_to_whatever_is_kept(channel, pattern, count):
+    """At random: up to 6 of 8 slots are held as views or wait to be received, in any order."""
+    sender, receiver = (Publisher, Subscriber) if pattern == "fan-out" else (shmtensor.Producer, shmtensor.Consumer)
+    choose = random.Random(count)
+    with sender(channel, slots=8) as out, receiver(channel) as into:
+        kept: list[tuple[int, torch.Tensor]] = []
+        sent = got = 0
+        for _ in range(600):
+            action = choose.random()
+            if action < 0.45 and sent - got + len(kept) < 6:
+                out.send(torch.full((count,), sent, dtype=torch.int32))
+                sent += 1
+            elif action < 0.8 and got < sent:
+                kept.append((got, into.recv(timeout=60).value))
+                got += 1
+            elif kept:
+                kept.pop(choose.randrange(len(kept)))
+            assert all((view[0], view[-1]) == (number, number) for number, view in kept)
+        assert sent > 100
+        kept.clear()

@@ -106,6 +106,7 @@ def counted(monkeypatch):
         real(to, source, nbytes)
 
     monkeypatch.setattr(moves, "move_far", counting)
+    monkeypatch.setattr(moves, "ALONE", 64 << 10)
     monkeypatch.setattr(moves, "FAR", 65 << 10)
     monkeypatch.setattr(moves, "LARGE", 66 << 10)
     return sizes
@@ -168,7 +169,8 @@ def test_torch_s_threads_keep_what_they_share(channel, counted, monkeypatch):
             with sub.recv(timeout=60) as msg:
                 assert leaves(msg.value) == leaves(VALUES[name]())
     assert counted == []
-    assert moves.goes_far(moves.LARGE - 1)  # as large as that torch's threads have no part in it
+    assert moves.goes_by_threads(moves.LARGE)
+    assert not moves.goes_by_threads(moves.LARGE - 1)
 
 
 @needs_hot

@@ -70,8 +70,8 @@ class GrowingPool(Pool):
     def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
         slot_bytes = _slot_of(nbytes)
         rings = self._of_size(slot_bytes)
-        for ring in rings:  # messages are got about in the order of their slots: mostly the one at the cursor is free
-            entry = ring.busy[ring.cursor]
+        for ring in rings:  # messages are got about in the order of their slots: mostly the first to look at is free
+            entry = ring.busy[ring.first(is_free)]
             if entry is None or is_free(ring, entry):
                 return self._take(ring, is_free)
         for ring in rings:

@@ -144,18 +144,23 @@ class Audience(Endpoint):
             asleep = words[peer.asleep]
             if asleep & 1 and asleep != peer.rung:
                 sleepers.append((peer, asleep))
-        for peer, asleep in sleepers:
-            self._ring_bell(peer, asleep, ring, slot, alone=len(sleepers) == 1)
+        if len(sleepers) == 1:
+            self._ring_bell(*sleepers[0], ring, slot)
+        elif sleepers:
+            bell = self._bell(ring, slot)
+            for peer, asleep in sleepers:
+                peer.rung = asleep
+                self._rung += 1
+                self._bells.ring_by_socket(peer.uid, bell)
 
-    def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int, *, alone: bool = True) -> None:
+    def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
         peer.rung = asleep
         self._rung += 1
+        peer.line = self._bells.ring(peer.uid, self._bell(ring, slot))
+
+    def _bell(self, ring: Ring, slot: int) -> bytes:
         record = ring.records + slot * SIZE
-        bell = pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE]))
-        if alone:
-            peer.line = self._bells.ring(peer.uid, bell)
-        else:
-            self._bells.ring_by_socket(peer.uid, bell)
+        return pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE]))
 
     def _rouse(self) -> None:
         """Wake every sleeping receiver so that it looks around: there may be nothing more to wait for."""

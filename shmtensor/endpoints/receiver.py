@@ -87,11 +87,12 @@ class Receiver(Opening[_F]):
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
         inlet = self._inlet
-        message = None if inlet is None else inlet.recv(self, 0 if timeout == 0 else self._patience)
-        if message is not None:
-            if copy:
-                self._make_private(message)
-            return message  # type: ignore[no-any-return]
+        if inlet is not None:
+            message = inlet.recv(self, self._patience if timeout is None or timeout else 0)
+            if message is not None:
+                if copy:
+                    self._make_private(message)
+                return message  # type: ignore[no-any-return]
         with self._mutex:
             if self._state:
                 self._refuse()

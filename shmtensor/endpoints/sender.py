@@ -21,8 +21,8 @@ from ..ring.ledger import Ledger
 from ..ring.pool import Place, Pool
 from ..ring.ring import Busy, Ring
 from ..units import format_bytes, parse_bytes
-from ..views import outgoing
-from ..views.outgoing import SMALL, Outgoing
+from ..views import moves, outgoing
+from ..views.outgoing import Outgoing
 from . import usual
 from .audience import Audience, Peer
 from .base import CLOSED, CLOSING, SPIN_NS, TICK, check_choice, check_count, check_timeout
@@ -149,7 +149,7 @@ class Sender(Audience):
 
     def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
         """From now on, tensors like this one go by the compiled module, if there is one and nothing is unusual."""
-        if self._locked or len(self._rings) != 1 or out.nbytes > min(SMALL, ring.slot_bytes) or not out.is_tensor:
+        if self._locked or len(self._rings) != 1 or out.nbytes > min(moves.ALONE, ring.slot_bytes) or not out.is_tensor:
             return
         if self._outbox is None:
             self._outbox = usual.outbox(self, ring)
@@ -176,18 +176,14 @@ class Sender(Audience):
         self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
 
     def _usual_place(self, nbytes: int) -> Place | None:
-        """The next slot of the only ring, if the message fits it and it is free: what `_place` nearly always finds."""
+        """What `_place` mostly finds: a slot of the only ring, if the message fits it."""
         if self._control_words[ctl.W_EPOCH] == self._epoch and len(self._rings) == 1:
             ring = self._rings[0]
-            slot = ring.cursor
-            if nbytes <= ring.slot_bytes:
-                entry = ring.busy[slot]
-                if entry is None or (entry[2] == 1 and self._is_free(ring, entry)):
-                    ring.busy[slot] = None
-                    ring.cursor = slot + 1 if slot + 1 < ring.slots else 0
-                    # nobody may take the old record for a new one
-                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
-                    return ring, slot
+            slot = ring.take(self._is_free) if nbytes <= ring.slot_bytes else -1
+            if slot >= 0:
+                # nobody may take the old record for a new one
+                store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
+                return ring, slot
         return None
 
     def loan(self, shape: tuple[int, ...], dtype: Any, meta: Any = None, *, timeout: float | None = None) -> Loan:

@@ -37,7 +37,7 @@ def outbox(sender: Sender, ring: Ring) -> Any:
     else:
         peers, step, note = (ring.state + RELEASED,), 8, ring.state + NOTE
     return module.Outbox(
-        mutex=sender._mutex, ring=ring, busy=ring.busy, described=ring.described, recipients=sender._recipients,
+        locked=sender._mutex.locked, ring=ring, busy=ring.busy, described=ring.described, recipients=sender._recipients,
         control=sender._control_words, ledger=sender._words, head=ring.words, data=ring.buffer,
         epoch_at=ctl.W_EPOCH, epoch=sender._epoch, published_at=L_PUBLISHED, order_at=sender._order, mask=sender._mask,
         ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes, records_at=ring.records, record_bytes=SIZE,
@@ -63,7 +63,7 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
     competes = receiver._kind == WORK_QUEUE
     note = ring.state + NOTE if competes else ring.state + feed.index * ring.row
     return module.Inlet(
-        mutex=receiver._mutex, message=Message, feed=feed, leases=feed.leases, held=held,
+        locked=receiver._mutex.locked, message=Message, feed=feed, leases=feed.leases, held=held,
         control=receiver._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
         epoch_at=ctl.W_EPOCH, epoch=receiver._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
         order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,

@@ -81,10 +81,13 @@ static PyObject *held_feeds; /* ring/feed.py's set of that name */
 static int grip_ended(Grip *grip) {
     PyObject *key = PyLong_FromUnsignedLongLong(grip->seq);
     if (!key) return -1;
-    int held = PyDict_Contains(grip->leases, key);
-    if (held == 1 && PyDict_DelItem(grip->leases, key)) held = -1;
+    int missing = PyDict_DelItem(grip->leases, key);
     Py_DECREF(key);
-    if (held != 1) return held; /* 0: a forked child's copy of its parent's lease */
+    if (missing) { /* a forked child's copy of its parent's lease */
+        if (!PyErr_ExceptionMatches(PyExc_KeyError)) return -1;
+        PyErr_Clear();
+        return 0;
+    }
     if (!grip->locks) store(grip->at, 2 * grip->seq + 1);
     else {
         if (grip->acknowledged) store(grip->at, grip->seq);

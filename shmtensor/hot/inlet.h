@@ -4,6 +4,12 @@
 
 #define LOOK_EVERY 250000000 /* endpoints/base.py's TICK: how often the Python code looks for what nobody finished */
 
+/* In the order of endpoints/message.py's __init__. */
+static const char *const message_fields[] = {
+    "_value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease", "_receiver",
+};
+enum { MESSAGE_FIELDS = sizeof message_fields / sizeof *message_fields };
+
 typedef struct {
     Look look;
     char is_stream;     /* bytes, in a uint8 array of one dimension, for `pop`, instead of a tensor */
@@ -14,10 +20,11 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
-    PyObject *mutex, *message, *feed, *leases, *head_words, *buffer;
+    PyObject *locked, *message, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
     Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
+    Py_ssize_t position_at, fields[MESSAGE_FIELDS]; /* where a feed keeps its position, and a message what it consists of */
     Py_ssize_t siblings[MOST_PEERS];
     int nsiblings;
     uint64_t epoch;
@@ -32,23 +39,23 @@ typedef struct {
 
 static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
-        "mutex", "message", "feed", "leases", "held", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
+        "locked", "message", "feed", "leases", "held", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
         "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
     };
-    PyObject *mutex, *message, *feed, *leases, *keeps, *control, *ledger, *head, *data, *locks, *siblings;
-    if (self->mutex) {
+    PyObject *locked, *message, *feed, *leases, *keeps, *control, *ledger, *head, *data, *locks, *siblings;
+    if (self->locked) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!O!OOOOnKnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO!OO!O!OOOOnKnnnnnnnnnnnnnOO!", names, &locked, &PyType_Type, &message, &feed,
                                      &PyDict_Type, &leases, &PySet_Type, &keeps, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
                                      &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at,
                                      &self->note_at, &locks, &PyTuple_Type, &siblings))
         return -1;
-    self->mutex = Py_NewRef(mutex);
+    self->locked = Py_NewRef(locked);
     self->message = Py_NewRef(message);
     self->feed = Py_NewRef(feed);
     self->leases = Py_NewRef(leases);
@@ -57,7 +64,10 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     self->buffer = Py_NewRef(data);
     self->locks = locks == Py_None ? NULL : Py_NewRef(locks);
     self->step = locks == Py_None ? 1 : STATE_WORDS;
-    if (words_of(siblings, self->siblings, &self->nsiblings)) return -1;
+    self->position_at = field_of(Py_TYPE(feed), "position");
+    if (self->position_at < 0 || words_of(siblings, self->siblings, &self->nsiblings)) return -1;
+    for (int i = 0; i < MESSAGE_FIELDS; i++)
+        if ((self->fields[i] = field_of((PyTypeObject *)message, message_fields[i])) < 0) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
@@ -109,7 +119,7 @@ static void Inlet_dealloc(Inlet *self) {
     memory_drop(&self->ledger);
     memory_drop(&self->head);
     memory_drop(&self->data);
-    Py_XDECREF(self->mutex);
+    Py_XDECREF(self->locked);
     Py_XDECREF(self->locks);
     Py_XDECREF(self->head_words);
     Py_XDECREF(self->buffer);
@@ -170,7 +180,8 @@ static const Known *recognise(Inlet *self, const char *record, Py_ssize_t slot) 
 
 static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObject *number, const Known *known,
                               Py_ssize_t slot) {
-    PyObject *nbytes = Py_NewRef(known->nbytes), *type = Py_NewRef(self->message), *message = NULL;
+    PyObject *nbytes = Py_NewRef(known->nbytes), *message = NULL;
+    PyTypeObject *type = (PyTypeObject *)Py_NewRef(self->message);
     PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
     if (!tensor) {
         PyObject *error, *value, *traceback;
@@ -180,8 +191,9 @@ static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObj
     } else {
         PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
         PyObject *hold = self->locks ? tensor : Py_None; /* a claim that ends before it is done is given to another */
-        PyObject *args[] = {tensor, Py_None, number, nbytes, one, zero, hold, (PyObject *)grip, receiver};
-        message = PyObject_Vectorcall(type, args, 9, NULL);
+        PyObject *values[] = {tensor, Py_None, number, nbytes, one, zero, hold, (PyObject *)grip, receiver};
+        message = type->tp_alloc(type, 0); /* its __init__ would only store these */
+        for (int i = 0; message && i < MESSAGE_FIELDS; i++) *field(message, self->fields[i]) = Py_NewRef(values[i]);
         Py_DECREF(zero);
         Py_DECREF(one);
         Py_DECREF(tensor);
@@ -242,7 +254,7 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
     char *head = self->head.view.buf;
     uint64_t position;
     if (!self->feed) Py_RETURN_NONE;
-    if (get_index(self->feed, s_position, &position)) return NULL;
+    if (get_field(self->feed, self->position_at, &position)) return NULL;
     if (load(control + self->epoch_at) != self->epoch) Py_RETURN_NONE;
     if (self->locks && nanoseconds() >= self->look_due) {
         self->look_due = nanoseconds() + LOOK_EVERY;
@@ -264,9 +276,8 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         if (self->locks) {
             int answer = claim(self->locks, self->leases, number, seq, (const Word *)record, state);
             if (answer != MINE) {
-                int failed = answer == PASSED && PyObject_SetAttr(self->feed, s_position, number);
+                if (answer == PASSED) set_field(self->feed, self->position_at, number);
                 Py_DECREF(number);
-                if (failed) return NULL;
                 if (answer == NOT_USUAL) Py_RETURN_NONE;
                 position = seq;
                 continue;
@@ -281,22 +292,21 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         grip->words = Py_NewRef(self->head_words);
         grip->locks = Py_XNewRef(self->locks);
         grip->sleeper = control + self->asleep_at;
-        if (PySet_Add(held_feeds, self->feed) || PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
+        if ((!PyDict_GET_SIZE(self->leases) && PySet_Add(held_feeds, self->feed)) || PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
             if (self->locks) set_lock(self->locks, F_UNLCK, seq);
         } else {
             if (!self->locks) store(grip->at, 2 * seq);
-            if (!PyObject_SetAttr(self->feed, s_position, number)) {
-                /* From here on the message is taken, and other Python code may run: even what retires this inlet. */
-                if (counted) {
-                    self->received++;
-                    self->received_bytes += (unsigned long long)known->look.nbytes;
-                }
-                for (int i = 0; i < self->nsiblings && published > seq; i++)
-                    if (load(control + self->siblings[i]) & 1) self->more = 1;
-                made = loads   ? make_object(self, grip, loads, known, (Py_ssize_t)slot)
-                       : calls ? make_answer(self, grip, calls, known, (Py_ssize_t)slot)
-                               : make_message(self, grip, receiver, number, known, (Py_ssize_t)slot);
+            set_field(self->feed, self->position_at, number);
+            /* From here on the message is taken, and other Python code may run: even what retires this inlet. */
+            if (counted) {
+                self->received++;
+                self->received_bytes += (unsigned long long)known->look.nbytes;
             }
+            for (int i = 0; i < self->nsiblings && published > seq; i++)
+                if (load(control + self->siblings[i]) & 1) self->more = 1;
+            made = loads   ? make_object(self, grip, loads, known, (Py_ssize_t)slot)
+                   : calls ? make_answer(self, grip, calls, known, (Py_ssize_t)slot)
+                           : make_message(self, grip, receiver, number, known, (Py_ssize_t)slot);
         }
         Py_DECREF(number);
         return made;
@@ -308,7 +318,7 @@ static int spin(Inlet *self, int64_t patience) {
     const Word *published = (const Word *)self->ledger.view.buf + self->published_at;
     const Word *epoch = (const Word *)self->control.view.buf + self->epoch_at;
     uint64_t position;
-    if (get_index(self->feed, s_position, &position)) return -1;
+    if (get_field(self->feed, self->position_at, &position)) return -1;
     for (int64_t until = 0; load(published) <= position && load(epoch) == self->epoch;) {
         int64_t now = nanoseconds();
         if (!until) until = now + patience;
@@ -343,7 +353,7 @@ static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs
     Grip *grip = new_grip();
     if (!grip) return NULL;
     PyObject *message = NULL;
-    int locked = is_locked(self->mutex);
+    int locked = is_locked(self->locked);
     if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
     else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
     Py_DECREF(grip);
@@ -380,7 +390,7 @@ static PyObject *Inlet_pop(Inlet *self, PyObject *const *args, Py_ssize_t nargs)
     Grip *grip = new_grip();
     if (!grip) return NULL;
     PyObject *object = NULL;
-    int locked = is_locked(self->mutex);
+    int locked = is_locked(self->locked);
     if (locked > 0) object = Py_NewRef(args[1]);
     else if (!locked) object = take(self, grip, NULL, args[0], NULL, 1);
     if (object == Py_None && !grip->feed) {
@@ -406,7 +416,7 @@ static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nar
     Grip *grip = new_grip();
     if (!grip) return NULL;
     PyObject *call = NULL;
-    int locked = is_locked(self->mutex);
+    int locked = is_locked(self->locked);
     if (locked > 0 || !self->feed) call = Py_NewRef(Py_None);
     else if (!locked && !spin(self, patience)) call = take(self, grip, NULL, NULL, args[0], 1);
     Py_DECREF(grip);

@@ -13,13 +13,14 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
-    PyObject *mutex, *ring, *busy, *described, *recipients, *head_words;
+    PyObject *locked, *ring, *busy, *described, *recipients, *head_words;
     Py_ssize_t epoch_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
     Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at;
     uint64_t epoch;
     int retired, npeers, nsleepers, nplans, twice; /* `twice`: what a free slot's word says is 2 * seq + 1 instead of seq */
     Py_ssize_t step;                      /* words from one slot's word to the next one's */
     Py_ssize_t note_at;                   /* slot 0's note: see Note */
+    Py_ssize_t cursor_at;                 /* where the ring keeps its cursor */
     Py_ssize_t peers[MOST_PEERS], sleepers[MOST_PEERS];
     Plan plans[MOST_PLANS];
     unsigned long long sent_bytes;
@@ -35,27 +36,27 @@ static int64_t stream_class(int64_t nbytes) {
 
 static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
-        "mutex", "ring", "busy", "described", "recipients", "control", "ledger", "head", "data", "epoch_at", "epoch",
+        "locked", "ring", "busy", "described", "recipients", "control", "ledger", "head", "data", "epoch_at", "epoch",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
         "sent_ns_at", "constant_at", "slot_at", "peers", "step", "twice", "sleepers", "listeners", "bell", "note_at",
         NULL,
     };
     PyObject *control, *ledger, *head, *data, *peers, *sleepers, *listeners, *bell;
-    if (self->mutex) {
+    if (self->locked) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!O!O!n", names, &self->mutex, &self->ring, &PyList_Type,
+            args, kwargs, "$OOO!O!O!OOOOnKnnnnnnnnnnnO!npO!O!O!n", names, &self->locked, &self->ring, &PyList_Type,
             &self->busy, &PyList_Type, &self->described, &PyTuple_Type, &self->recipients, &control, &ledger, &head,
             &data, &self->epoch_at, &self->epoch, &self->published_at, &self->order_at, &self->mask, &self->ring_index,
             &self->slots, &self->slot_bytes, &self->records_at, &self->record_bytes, &self->sent_ns_at,
             &self->constant_at, &self->slot_at, &PyTuple_Type, &peers, &self->step, &self->twice, &PyTuple_Type,
             &sleepers, &PyTuple_Type, &listeners, &PyBytes_Type, &bell, &self->note_at)) {
-        self->mutex = self->ring = self->busy = self->described = self->recipients = NULL; /* borrowed */
+        self->locked = self->ring = self->busy = self->described = self->recipients = NULL; /* borrowed */
         return -1;
     }
-    Py_INCREF(self->mutex);
+    Py_INCREF(self->locked);
     Py_INCREF(self->ring);
     Py_INCREF(self->busy);
     Py_INCREF(self->described);
@@ -63,7 +64,8 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
     self->bells.peers = Py_NewRef(listeners);
     self->bells.head = Py_NewRef(bell);
     self->head_words = Py_NewRef(head);
-    if (words_of(peers, self->peers, &self->npeers) || words_of(sleepers, self->sleepers, &self->nsleepers)) return -1;
+    self->cursor_at = field_of(Py_TYPE(self->ring), "cursor");
+    if (self->cursor_at < 0 || words_of(peers, self->peers, &self->npeers) || words_of(sleepers, self->sleepers, &self->nsleepers)) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
@@ -94,7 +96,7 @@ static void Outbox_dealloc(Outbox *self) {
     memory_drop(&self->ledger);
     memory_drop(&self->head);
     memory_drop(&self->data);
-    Py_XDECREF(self->mutex);
+    Py_XDECREF(self->locked);
     Py_XDECREF(self->ring);
     Py_XDECREF(self->busy);
     Py_XDECREF(self->described);
@@ -180,21 +182,21 @@ static int enter_call(Outbox *self, const Note *note, Word seq, uint64_t slot) {
     return failed ? -1 : 0;
 }
 
-/* Publish `nbytes` from `source` as `plan` says, if the slot at the cursor is free and nothing is unusual; see
- * Outbox_send. The caller has made sure that `source` lives, and runs no other Python code between that and this call. */
+/* Publish `nbytes` from `source` as `plan` says, if the slot is free and nothing is unusual; see Outbox_send. The caller has made sure that `source` lives, and runs no other Python code between that and this call. */
 static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot, const Plan *plan, const void *source,
                          Py_ssize_t nbytes, int64_t patience, const Note *note) {
     Word *control = self->control.view.buf, *ledger = self->ledger.view.buf;
     char *head = self->head.view.buf;
-    uint64_t again;
-    int locked = is_locked(self->mutex);
-    if (locked < 0 || get_index(self->ring, s_cursor, &again)) return NULL;
-    if (locked || self->retired || load(control + self->epoch_at) != self->epoch || slot != again ||
+    int locked = is_locked(self->locked);
+    if (locked < 0) return NULL;
+    if (locked || self->retired || load(control + self->epoch_at) != self->epoch ||
         slot >= (uint64_t)self->slots || load(ledger + self->published_at) + 1 != seq ||
         !becomes_free(self, PyList_GET_ITEM(self->busy, slot), (Py_ssize_t)slot, patience))
         Py_RETURN_NONE;
     if (note && note->table && enter_call(self, note, seq, slot)) return NULL;
-    if (set_index(self->ring, s_cursor, slot + 1 < (uint64_t)self->slots ? slot + 1 : 0)) return NULL;
+    PyObject *next = PyLong_FromUnsignedLongLong(slot + 1 < (uint64_t)self->slots ? slot + 1 : 0);
+    if (!next) return NULL;
+    Py_XSETREF(*field(self->ring, self->cursor_at), next);
 
     char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
     if (note) {
@@ -224,12 +226,22 @@ static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot,
     return PyLong_FromLongLong(asleep ? -(long long)seq : (long long)seq);
 }
 
-/* What `busy` is to hold of the next message; making it may run the garbage collector, so that it comes first. */
+/* What `busy` is to hold of the next message, and its slot, as ring/ring.py's `first` chooses it. Making the entry may
+ * run the garbage collector, so that it comes first. */
 static PyObject *next_entry(Outbox *self, Word *seq, uint64_t *slot) {
     *seq = load((Word *)self->ledger.view.buf + self->published_at) + 1;
-    if (get_index(self->ring, s_cursor, slot)) return NULL;
-    return Py_BuildValue("KKiOOO", (unsigned long long)*seq, (unsigned long long)*slot, 1, self->recipients, Py_False,
-                         Py_None);
+    *slot = 0;
+    if (!is_free(self, PyList_GET_ITEM(self->busy, 0), 0) && get_field(self->ring, self->cursor_at, slot)) return NULL;
+    PyObject *items[] = {
+        PyLong_FromUnsignedLongLong(*seq), PyLong_FromUnsignedLongLong(*slot), PyLong_FromLong(1),
+        Py_NewRef(self->recipients), Py_NewRef(Py_False), Py_NewRef(Py_None),
+    };
+    PyObject *entry = items[0] && items[1] && items[2] ? PyTuple_New(6) : NULL;
+    for (int i = 0; i < 6; i++) {
+        if (entry) PyTuple_SET_ITEM(entry, i, items[i]);
+        else Py_XDECREF(items[i]);
+    }
+    return entry;
 }
 
 PyDoc_STRVAR(Outbox_send_doc,

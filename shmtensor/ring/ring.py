@@ -111,14 +111,34 @@ class Ring:
         """Slots that a message of `nbytes` takes."""
         return 1 if nbytes <= self.slot_bytes else -(-nbytes // self.slot_bytes)
 
+    def first(self, is_free: Callable[[Ring, Busy], bool]) -> int:
+        """The slot to look at first: slot 0 if it was given back, since caches still hold the first few slots where
+        receivers keep up; else the next one. Where free slots' messages can be taken back, the oldest comes first.
+        """
+        entry = self.busy[0]
+        return 0 if entry is None or (not entry[4] and is_free(self, entry)) else self.cursor
+
+    def take(self, is_free: Callable[[Ring, Busy], bool]) -> int:
+        """A slot as `find(1, is_free)` would find it if it need not search, else -1."""
+        slot, entry = 0, self.busy[0]
+        if entry is not None and (entry[4] or entry[2] > 1 or not is_free(self, entry)):
+            slot = self.cursor
+            entry = self.busy[slot]
+            if entry is not None and (entry[2] > 1 or not is_free(self, entry)):
+                return -1
+        self.busy[slot] = None
+        self.cursor = slot + 1 if slot + 1 < self.slots else 0
+        return slot
+
     def find(self, span: int, is_free: Callable[[Ring, Busy], bool], *, look: bool = False) -> int:
-        """The first of `span` consecutive free slots at or after the cursor, wrapping once; -1 if there are none.
+        """The first of `span` consecutive free slots at or after `first`, wrapping once; -1 if there are none.
 
         A mere `look` remembers nothing of what it has found.
         """
         busy, slots = self.busy, self.slots
-        run = 0
-        slot = self.cursor if self.cursor + span <= slots else 0
+        run, slot = 0, self.first(is_free)
+        if slot + span > slots:
+            slot = 0
         for _ in range(slots + span):
             if slot == slots:
                 slot = run = 0

@@ -13,8 +13,11 @@ from .. import hot
 from . import walk
 from .numpy import Array
 
-SMALL = 64 << 10  # bytes; up to here a copy is shorter than letting go of the interpreter lock and getting it back
-LARGE = 256 << 10  # bytes; from here on torch's threads copy faster than memmove
+SMALL = 64 << 10  # bytes; up to here each of several copies is made without letting go of the interpreter lock
+ALONE = 256 << 10
+"""Bytes up to which a single copy is: it takes some ten microseconds, and who lets go of the lock while another thread
+computes may get it back after milliseconds."""
+LARGE = 1 << 20  # bytes; from here on several of torch's threads copy faster than memmove
 
 _hot: Any = hot.module(tensors=False)
 FAR = _hot.CACHE_BYTES // 4 if _hot is not None else sys.maxsize
@@ -40,8 +43,8 @@ move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 
 
 def move(to: int, source: int, nbytes: int) -> None:
-    """Copy bytes from one address to another. More than `SMALL` let other threads of the interpreter run meanwhile."""
-    (move_small if nbytes <= SMALL else memmove)(to, source, nbytes)
+    """Copy bytes from one address to another. More than `ALONE` let other threads of the interpreter run meanwhile."""
+    (move_small if nbytes <= ALONE else memmove)(to, source, nbytes)
 
 
 def mover(total: int) -> Callable[[int, int, int], object]:
@@ -49,12 +52,12 @@ def mover(total: int) -> Callable[[int, int, int], object]:
     return move if total < FAR else move_far
 
 
-def goes_far(nbytes: int) -> bool:
-    """Whether a copy is one for `move_far`: `FAR` bytes or more, and by one thread.
+def goes_by_threads(nbytes: int) -> bool:
+    """Whether a copy is one for torch's threads: `LARGE` bytes or more, and there are several of them.
 
-    Several of torch's are nearly as fast, and may still be awake, so that others would wait for their cores.
+    They are nearly as fast as one that goes past the caches, and more; but they may still be awake afterwards.
     """
-    return nbytes >= FAR and (nbytes < LARGE or _torch_threads() == 1)
+    return nbytes >= LARGE and _torch_threads() > 1
 
 
 def _torch_threads() -> int:
@@ -64,9 +67,9 @@ def _torch_threads() -> int:
 
 def move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
     """Copy more than `SMALL` bytes to `offset` of a payload, which lies at `base`."""
-    if goes_far(size):
-        move_far(base + offset, address, size)
-    elif size >= LARGE and walk.tensor_types:
+    if walk.tensor_types and goes_by_threads(size):
         walk.torch_views().copy_run(payload, offset, address, size)
+    elif size >= FAR:
+        move_far(base + offset, address, size)
     else:
         memmove(base + offset, address, size)

@@ -6,7 +6,6 @@ its bytes go by one `memmove`. Everything else goes through `views/pack.py`.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from typing import Any, Final
@@ -106,14 +105,11 @@ def write(out: Outgoing, value: Any, buffer: Any, address: int, offset: int) -> 
         if not source and out.nbytes:  # it only stands for zeros, or its storage was freed: the general way tells
             pack.pack(value).copy_into(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
             return
-        if out.nbytes <= moves.SMALL:
+        if out.nbytes <= moves.ALONE:
             moves.move_small(address + offset, source, out.nbytes)
             return
-        if moves.goes_far(out.nbytes):
-            moves.move_far(address + offset, source, out.nbytes)
-            return
-        if out.nbytes < moves.LARGE:
-            ctypes.memmove(address + offset, source, out.nbytes)
+        if not moves.goes_by_threads(out.nbytes):
+            (moves.move_far if out.nbytes >= moves.FAR else moves.move)(address + offset, source, out.nbytes)
             return
         target = sys.modules["torch"].from_numpy(np.ndarray((out.nbytes,), np.uint8, buffer, offset))
         source = value.detach()
