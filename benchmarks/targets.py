@@ -196,6 +196,26 @@ TARGETS: tuple[Target, ...] = (
         for job in executor.JOBS
     ),
     *(
+        Target(
+            f"ProcessPoolExecutor, npy sample, map in chunks, {job}",
+            ("executor", executor.row_name(executor.LOOP, executor.map_line(executor.OURS), job)), ">=", limit,
+            ("executor", executor.row_name(executor.LOOP, rival, job)),
+        )
+        for rival, limit in (
+            (executor.map_line("ProcessPoolExecutor"), 3), ("SPDL segment pool, one process", 1)
+        )
+        for job in executor.JOBS
+    ),
+    *(
+        Target(
+            f"Producer in one process that loads by itself, npy sample, {way}, {job}",
+            ("executor", executor.row_name(way, executor.PRODUCER, job)), ">=", 1,
+            ("executor", executor.row_name(way, "SPDL segment pool, one process", job)),
+        )
+        for way in executor.LOOPS
+        for job in executor.JOBS
+    ),
+    *(
         Target(f"CUDA, 64 MiB {what}, beside the link", _copy(way, cuda_copies.SLOT), ">=", 0.9, _copy(way, "link"))
         for way, what in (("receive", "from a pinned slot to the device"), ("send", "from the device into a slot"))
     ),

@@ -217,7 +217,7 @@ def _arena(arena: str) -> str:
     return f"SPDL {arena}, one process"
 
 
-def _map(line: str) -> str:
+def map_line(line: str) -> str:
     return f"{line}, map in chunks of {CHUNK}"
 
 
@@ -235,7 +235,7 @@ def _rows(way: str, line: str, transport: Transport) -> tuple[RowSpec, ...]:
     )  # fmt: skip
 
 
-_SLOWER = {_arena("ring buffer"), PRODUCER, *(_map(line) for line, _, _ in EXECUTORS)}
+_SLOWER = {_arena("ring buffer"), PRODUCER, *(map_line(line) for line, _, _ in EXECUTORS)}
 """Left out of a quick run."""
 
 
@@ -253,7 +253,7 @@ _LINES: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = (
     (PRODUCER, SHMTENSOR, measure_producer, ""),
 )
 _MAPS: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = tuple(
-    (_map(line), transport, measure_map, kind) for line, kind, transport in EXECUTORS
+    (map_line(line), transport, measure_map, kind) for line, kind, transport in EXECUTORS
 )
 _LINES_OF = {LOOP: (*_LINES, *_MAPS), PIPELINE: _LINES}
 
