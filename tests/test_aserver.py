@@ -73,7 +73,11 @@ def test_batches_on_a_loop(run, channel):  # noqa: F811
             asking = [asyncio.create_task(client.arequest(number(n), timeout=PATIENCE)) for n in range(4)]
             batch = await server.arecv(timeout=PATIENCE)
             assert batch.value.shape == (4, 3)
-            batch.reply(batch.value.sum(1))
+            with pytest.raises(shmtensor.ArgumentError):
+                await batch.areply(batch.value[:3])
+            await batch.areply(batch.value.sum(1))
+            with pytest.raises(shmtensor.ReleasedError):
+                await batch.areply(batch.value.sum(1))
             assert sorted(int(each) for each in await asyncio.gather(*asking)) == [0, 3, 6, 9]
             # what a cancelled task has put aside is in the next batch
             asking = [asyncio.create_task(client.arequest(number(n), timeout=PATIENCE)) for n in range(2)]
@@ -87,6 +91,32 @@ def test_batches_on_a_loop(run, channel):  # noqa: F811
             batch.reply(batch.value)
             del batch
             await asyncio.gather(*asking)
+
+    run(main())
+
+
+def test_a_cancelled_reply_to_a_batch_can_be_gone_on_with(run, channel):  # noqa: F811
+    """There is room for one reply at a time: the task that answers waits for its client to let go of the first."""
+    nbytes = 1 << 20
+
+    async def main():
+        server = shmtensor.Server(channel, slots=1, max_bytes=nbytes + (1 << 19), max_batch=2, max_wait=PATIENCE)
+        async with server, shmtensor.Client(channel) as client:
+            asking = [asyncio.create_task(client.arequest(number(n), timeout=PATIENCE)) for n in range(2)]
+            batch = await server.arecv(timeout=PATIENCE)
+            value = np.arange(2, dtype=np.uint8).repeat(nbytes).reshape(2, nbytes)
+            replying = asyncio.create_task(batch.areply(value))
+            await until(lambda: batch.requests[0].answered)
+            await asleep(server._replies[client._requests.uid])
+            replying.cancel()
+            await asyncio.wait([replying])
+            assert replying.cancelled()
+            assert [request.answered for request in batch] == [True, False]
+            done, left = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            assert done.pop().result().sum() == 0
+            asking.clear()
+            await batch.areply(value)
+            assert (await left.pop()).sum() == nbytes
 
     run(main())
 

@@ -50,12 +50,24 @@ class Batch:
 
         Raises `ArgumentError` if a tensor or array in it has another first dimension; nothing is answered then.
         """
+        for request, part in self._open_with(value):
+            request.reply(part)
+
+    async def areply(self, value: Any) -> None:
+        """`reply` for asyncio: other tasks run where it has to wait for room.
+
+        If it is cancelled, those that have no answer yet are still yours to answer, by the same call if you like.
+        """
+        for request, part in self._open_with(value):
+            await request.areply(part)
+
+    def _open_with(self, value: Any) -> list[tuple[Request, Any]]:
+        """The requests that have no answer yet, with their parts of a value."""
         open_ = [(index, request) for index, request in enumerate(self.requests) if not request.answered]
         if not open_:
             raise ReleasedError("every request of this batch was answered already")
         parts = stacking.split(value, len(self.requests))
-        for index, request in open_:
-            request.reply(parts[index])
+        return [(request, parts[index]) for index, request in open_]
 
     def fail(self, error: BaseException | str) -> None:
         """Answer every request that has no answer yet with an error."""
