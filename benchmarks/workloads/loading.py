@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import mmap
 import os
@@ -28,6 +29,8 @@ TENSORS = 64
 SMALL, LARGE = 16 * MIB, 1024 * MIB
 TINY = 1 * MIB
 BLOCK = 16 * MIB
+SETTLING = 0.05
+"""Seconds until those that have been told whose turn it is sleep again: they would run beside a call of few ms."""
 PATIENCE = 600.0
 """Seconds for all rounds: a first touch of memory that the host has to find again takes seconds per GiB."""
 
@@ -151,6 +154,16 @@ class _Memory:
             self._held = None
 
 
+def _trim() -> None:
+    """Give what the C library keeps of freed memory back to the kernel, so that each load finds what a first one does.
+
+    Whether it keeps the memory of the load before is chance, and a load into memory that exists needs half of the time.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
 # --- by turns
 
 
@@ -183,21 +196,30 @@ def _prepare(meet: Callable[[], object], folder: Path, sizes: Mapping[int, int],
 
 
 def _take_turns(
-    meet: Callable[[], object], number: int, count: int, rounds: int, way: str, folder: Path, size: int, sizes: Mapping[int, int],
+    meet: Callable[[], object],
+    number: int,
+    count: int,
+    rounds: int,
+    way: str,
+    folder: Path,
+    size: int,
+    sizes: Mapping[int, int],
     sums: Mapping[int, Mapping[str, float]],
-) -> list[Samples]:  # fmt: skip
+) -> list[Samples]:
     name, load = WAYS[way]
     path = folder / str(size) / name
     _time(load, folder / str(TINY) / name, sums[TINY])  # imports, threads
     found: list[Samples] = [{} for _ in range(rounds)]
-    memory, room = _Memory(), max(sizes.values()) * 9 // 4  # for tensors and page cache, and some more
-    if number == 0:
-        memory.hold(room)
+    memory, most = _Memory(), max(sizes.values())
     for turn in range(rounds):
         for heat in ("warm", "cold"):
-            if heat == "warm" and number == 0:
-                for file in folder.glob("*/a.*"):
+            room = most * (5 if heat == "warm" else 9) // 4  # for the tensors; and for the page cache; and some more
+            meet()  # nobody loads any more
+            memory.free()
+            if number == 0:
+                for file in folder.glob("*/a.*") if heat == "warm" else ():
                     _remember(file)
+                memory.hold(room)
             for place in range(count):
                 mine = (place + turn) % count == number
                 if mine and heat == "cold":
@@ -207,9 +229,13 @@ def _take_turns(
                 meet()
                 if not mine:
                     continue
-                found[turn] |= {f"{what}, {heat}": [took] for what, took in _time(load, path, sums[size]).items()}
+                time.sleep(SETTLING)
+                if heat == "cold" or not way.startswith("dd"):
+                    times = _time(load, path, sums[size])
+                    found[turn] |= {f"{what}, {heat}": [seconds] for what, seconds in times.items()}
                 if heat == "cold":
                     _forget(path)
+                _trim()
                 memory.hold(room)
     meet()
     return found
@@ -256,17 +282,19 @@ WORKLOAD = Workload(
     name="loading",
     title="Loading a checkpoint of 64 float32 tensors, ms",
     what=(
-        "A process for each row, all alive at once. In each round every one has its turn, first with the files in "
-        "the page cache, filled by plain reading for all, then with the file dropped from it by posix_fadvise; "
-        "before each turn the process touches and frees 2.25 times as many bytes, because here free memory is given back "
-        "to the host after 2 s, and touching it again takes longer than loading. All load the same file, but "
-        "tensorizer, whose format is its own; both files were copied in the same way, into the directory for temporary "
-        "files. The call, and the call with a sum over every tensor: a mapped file is read only then. load_file maps as "
-        "well, so that from the page cache it copies nothing, which a reading row does, and so does the row that clones "
-        "what was mapped: their tensors have memory of their own. shmtensor's reading rows compare digests, but for one; "
-        "tensorizer's do not (its default). tensorizer has as many readers as there are cores. dd: the "
-        "file read once in blocks of 16 MiB by a process that keeps nothing of it, through the page cache and past it: "
-        "what the disk gives. Ratios are of neighbours in a round, and of those the median."
+        "A process for each row, all alive at once. In each round every one has its turn, right after the other: "
+        "first with the files in the page cache, filled by plain reading for all of them, then with the file dropped "
+        "from it by posix_fadvise. Until its turn somebody holds memory enough for it, because free memory may be "
+        "given back to a machine's host after 2 s, and touching it again takes longer than loading; what the C "
+        "library keeps of freed memory is given back (malloc_trim), so that each load finds what a first one does. "
+        "All load the same file, but tensorizer, whose format is its own; both were copied in the same way, into the "
+        "directory for temporary files. The call, and the call with a sum over every tensor: a mapped file is read "
+        "only then. load_file maps as well, so that from the page cache it copies nothing, which a reading row does, "
+        "and so does the row that clones what was mapped: their tensors have memory of their own. shmtensor's reading "
+        "rows compare digests, but for one; tensorizer's do not (its default), and it has as many readers as there "
+        "are cores. torch has its usual number of threads. dd: the file, read once in blocks of 16 MiB by a process "
+        "that keeps nothing of it, through the page cache and past it: what the disk gives. A target judges the "
+        "median of the ratios of the rounds."
     ),
     cases=tuple(
         Case(name, _transport(way), None, quick=nbytes == SMALL, needs=partial(_needs, way))
@@ -278,7 +306,7 @@ WORKLOAD = Workload(
         )
         for name, (way, _) in CASES.items()
         for metric, line in _METRICS
-        if metric.startswith("call") or not way.startswith("dd")
+        if metric == "call, cold" or not way.startswith("dd")
     ),
     rounds={"full": 7, "quick": 3},
     by_turns=measure,

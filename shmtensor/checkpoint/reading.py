@@ -114,7 +114,7 @@ def _cut(targets: Sequence[_Target], places: Sequence[tuple[int, int]], readers:
     before = 0
     for target in targets:
         file, offset = places[target.region]
-        if before // share >= len(runs):
+        if min(before // share, readers - 1) >= len(runs):  # what is empty at the end is in the last one
             runs.append(deque())
         before += target.memory.nbytes
         count = -(-target.memory.nbytes // CHUNK)
