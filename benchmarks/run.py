@@ -116,10 +116,12 @@ def main(
 
 
 def _steps(workloads: tuple[Workload, ...], scale: str, rounds: int | None, transports: frozenset[str] | None) -> int:
-    """How many cases will be run, rounds counted, if nothing fails."""
-    return sum(
+    """How many cases will be run, rounds counted, if nothing fails; those that are measured together count once."""
+    together = [workload for workload in workloads if workload.by_turns is not None]
+    return len(together) + sum(
         min(rounds_of(workload, scale, rounds), case.rounds or sys.maxsize)
         for workload in workloads
+        if workload not in together
         for case in workload.cases
         if (scale == "full" or case.quick)
         and (transports is None or case.transport.name in transports)

@@ -152,6 +152,10 @@ TARGETS: tuple[Target, ...] = (
             ("read", "safetensors load_file, cloned"), ("read", "tensorizer"),
         )
     ),
+    Target(
+        "checkpoint of 1 GiB read, disk, beside the disk's own speed",
+        ("loading", "call, disk: shmtensor, read, 1024 MiB"), None, None, ("loading", "call, disk: dd, 1024 MiB"),
+    ),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(
         "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,

@@ -36,7 +36,7 @@ from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
 from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS
-from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, mixed_dict, round_trip, saving, throughput
+from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, loading, mixed_dict, round_trip, saving, throughput
 from shmtensor.cli import main as cli
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
@@ -279,6 +279,36 @@ def test_a_failing_case_is_reported_and_the_others_go_on():
     assert "on purpose" in outcomes["bad"].failed
 
 
+def test_cases_measured_by_turns_are_compared_round_by_round():
+    asked = []
+
+    def by_turns(effort, names, rounds):
+        asked.append((names, rounds))
+        return {
+            name: [{"x": [(index + 1.0) * (turn + 1)]} for turn in range(rounds)] for index, name in enumerate(names)
+        }
+
+    cases = [Case(name, SHMTENSOR, None) for name in ("a", "b")]
+    cases.append(Case("absent", SHMTENSOR, None, needs=lambda: "no such module"))
+    rows = tuple(RowSpec(case.name, "shmtensor", case.name, "x", "s", against="a") for case in cases)
+    workload = Workload("w", "W", "What.", tuple(cases), rows, by_turns=by_turns)
+    (of_a, of_b, of_absent), _ = run_workload(workload, "tiny", rounds=3)
+    assert asked == [(["a", "b"], 3)]
+    assert (of_a.rounds, of_b.rounds, of_b.ratio_rounds) == ([1, 2, 3], [2, 4, 6], [2, 2, 2])
+    assert of_absent.skipped == "no such module"
+
+
+def test_what_fails_by_turns_has_failed_for_all():
+    def by_turns(effort, names, rounds):
+        return run_roles([Role(_fail)])[0]
+
+    cases = tuple(Case(name, SHMTENSOR, None) for name in ("a", "b"))
+    rows = tuple(RowSpec(case.name, "shmtensor", case.name, "x", "s") for case in cases)
+    rows, outcomes = run_workload(Workload("w", "W", "What.", cases, rows, by_turns=by_turns), "tiny", rounds=1)
+    assert [row.skipped for row in rows] == ["failed", "failed"]
+    assert all("on purpose" in outcome.failed for outcome in outcomes.values())
+
+
 # --- the real thing, a few iterations of it
 
 
@@ -336,6 +366,17 @@ def test_a_rival_saves_a_module_with_its_optimizer():
     samples = saving.measure_rival(TINY, way=savers.THREADS, what=saving.MODEL)
     (stall,), (written,), (durable,) = samples["stall"], samples["written"], samples["durable"]
     assert 0 < stall <= written <= durable
+
+
+@pytest.mark.slow
+def test_every_way_of_loading_has_its_turn_in_each_round():
+    names = [case.name for case in loading.WORKLOAD.cases if not case.needs()]
+    found = loading.measure(TINY, names, 2)
+    assert list(found) == names
+    for name, rounds in found.items():
+        expected = {"call, cold"} if name.startswith("dd") else {"call, warm", "call, cold", "used, warm", "used, cold"}
+        assert [set(samples) for samples in rounds] == [expected, expected]
+        assert all(seconds > 0 for samples in rounds for values in samples.values() for seconds in values)
 
 
 def test_states_count_each_storage_once():

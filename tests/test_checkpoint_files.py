@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, CheckpointError, load_arrays, load_checkpoint, load_into
+from shmtensor.checkpoint import reading
 from shmtensor.checkpoint.formats import detect, get_format
 from shmtensor.checkpoint.plan import Plan, plan
 from shmtensor.views import torch as torch_views
@@ -559,6 +560,31 @@ def test_many_readers_of_one_large_tensor(path_of):
     path = save(state, path_of("safetensors"))
     for readers in (1, 2, 7):
         assert same(load_checkpoint(path, map=False, readers=readers), state)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [1] * 9, [4, 4, 0], [reading.CHUNK * 5 + 1], [3, reading.CHUNK * 4, 0, 7] * 5]
+)
+def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
+    offsets = np.cumsum([8, *sizes]).tolist()
+    targets = [reading._Target(number, np.empty(size, np.uint8), None) for number, size in enumerate(sizes)]
+    runs = reading._cut(targets, [(0, offset) for offset in offsets[:-1]], readers)
+    assert len(runs) <= readers
+    jobs = [job for run in runs for job in run]
+    assert [(job.target.region, job.chunk) for job in jobs] == [
+        (number, chunk) for number, size in enumerate(sizes) for chunk in range(-(-size // reading.CHUNK))
+    ]
+    assert all(job.offset == offsets[job.target.region] + job.chunk * reading.CHUNK for job in jobs)
+    regions = [{job.target.region for job in run} for run in runs]
+    assert sum(map(len, regions)) == len(set().union(*regions))
+    share = -(-sum(sizes) // readers)
+    assert all(sum(sizes[number] for number in sorted(its)[:-1]) <= share for its in regions)
+    taken = []
+    for own in runs[::-1]:  # the last reader begins; who has emptied its own run empties the others'
+        while (job := reading._next(own, runs)) is not None:
+            taken.append((job.target.region, job.chunk))
+    assert sorted(taken) == [(job.target.region, job.chunk) for job in jobs]
 
 
 # --- for all of it: the documentation of the modules

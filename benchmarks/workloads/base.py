@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..measure import RowSpec, Samples
@@ -43,11 +43,12 @@ SCALES: Mapping[str, Scale] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `measure(effort)` runs it once, in processes of its own, and returns its samples."""
+    """One configuration. `measure(effort)` runs it once, in processes of its own, and returns its samples; None if the
+    workload measures all of its cases itself (`by_turns`)."""
 
     name: str
     transport: Transport
-    measure: Callable[[Effort], Samples]
+    measure: Callable[[Effort], Samples] | None
     quick: bool = True
     """Whether it is part of a quick run."""
     rounds: int | None = None
@@ -69,5 +70,9 @@ class Workload:
     rows: tuple[RowSpec, ...]
     rounds: Mapping[str, int] = field(default_factory=dict)
     """Per scale, instead of the scale's own number."""
+    by_turns: Callable[[Effort, Sequence[str], int], Mapping[str, list[Samples]]] | None = None
+    """Measures the cases of these names together, in so many rounds: each runs once in a round, right after the other.
+    For what depends on the state of the machine so much that only neighbours in time can be compared; the cases have no
+    `measure` then. Returns each one's rounds."""
     heading: str = ""
     """What the columns of its matrices are."""

@@ -1,13 +1,16 @@
 """Read regions of files into memory, with several readers, and sum them up on the way.
 
-The regions are cut into chunks, in the order of the files. Each reader takes the next chunk, reads it, and then sums
-up what is ready of its region: chunks of one region are read at the same time, and summed up one after the other.
+The regions, in the order of the files, are cut into as many runs as there are readers, and into chunks. Each reader
+goes through its own run, so that the disk and the kernel's read-ahead see few long sequential streams, and sums each
+chunk up while it is in the cache. Who has finished helps with the run that has most left: chunks of one region are read
+at the same time then, and summed up one after the other.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +102,37 @@ class _Job(NamedTuple):
     offset: int
 
 
+_Run = deque[_Job]
+"""Chunks that follow each other in the files; taken from the left."""
+
+
+def _cut(targets: Sequence[_Target], places: Sequence[tuple[int, int]], readers: int) -> list[_Run]:
+    """At most `readers` runs of whole regions, alike in size as far as the regions allow: none is cut, because it is
+    summed up from its beginning to its end."""
+    share = max(1, -(-sum(target.memory.nbytes for target in targets) // readers))
+    runs: list[_Run] = []
+    before = 0
+    for target in targets:
+        file, offset = places[target.region]
+        if min(before // share, readers - 1) >= len(runs):  # what is empty at the end is in the last one
+            runs.append(deque())
+        before += target.memory.nbytes
+        count = -(-target.memory.nbytes // CHUNK)
+        runs[-1].extend(_Job(target, chunk, file, offset + chunk * CHUNK) for chunk in range(count))
+    return runs
+
+
+def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
+    """The next chunk of one's own run; when there is none left, of the run that has most."""
+    run = own or max(runs, key=len, default=None)
+    while run:
+        try:
+            return run.popleft()
+        except IndexError:  # somebody else has taken the last one
+            run = max(runs, key=len)
+    return None
+
+
 class Damage(NamedTuple):
     """A region whose bytes are not what was written: the message, and where it is."""
 
@@ -133,21 +167,16 @@ def read_regions(
     """
     places = opened.places or []
     digests = opened.digests if verify else None
-    targets = []
-    jobs: list[_Job] = []
-    for region in sorted(regions, key=lambda region: places[region]):
-        target = _Target(region, memory_of(region), Summer() if digests is not None else None)
-        targets.append(target)
-        file, offset = places[region]
-        count = -(-target.memory.nbytes // CHUNK)
-        jobs += [_Job(target, chunk, file, offset + chunk * CHUNK) for chunk in range(count)]
-    queue = iter(jobs)
-    gate = threading.Lock()
+    targets = [
+        _Target(region, memory_of(region), Summer() if digests is not None else None)
+        for region in sorted(regions, key=places.__getitem__)
+    ]
+    runs = _cut(targets, places, readers)
 
-    def work() -> None:
+    def work(number: int) -> None:
+        own = runs[number] if number < len(runs) else None
         while True:
-            with gate:
-                job = next(queue, None)
+            job = _next(own, runs)
             if job is None:
                 return
             at = job.chunk * CHUNK
@@ -157,12 +186,12 @@ def read_regions(
             if progress is not None:
                 progress(view.nbytes)
 
-    count = max(1, min(readers, len(jobs)))
+    count = max(1, min(readers, sum(map(len, runs))))
     if count == 1:
-        work()
+        work(0)
     else:
         with ThreadPoolExecutor(count, thread_name_prefix="shmtensor-read") as pool:
-            for done in [pool.submit(work) for _ in range(count)]:
+            for done in [pool.submit(work, number) for number in range(count)]:
                 done.result()
     if digests is None:
         return []
