@@ -70,15 +70,16 @@ def _dd_direct(path: Path) -> None:
 OURS, THEIRS = "a.safetensors", "a.tensors"
 WAYS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "shmtensor, mapped": (OURS, _load_ours),
+    "shmtensor, read": (OURS, partial(_load_ours, map=False)),
+    "shmtensor, read, no digests": (OURS, partial(_load_ours, map=False, verify=False)),
     "safetensors load_file": (OURS, _load_safetensors),
     "safetensors load_file, cloned": (OURS, _load_cloned),
-    "shmtensor, read": (OURS, partial(_load_ours, map=False)),
     "tensorizer": (THEIRS, _load_tensorizer),
-    "shmtensor, read, no digests": (OURS, partial(_load_ours, map=False, verify=False)),
     "dd": (OURS, _dd),
     "dd, direct": (OURS, _dd_direct),
 }
-"""Which file, and how it is loaded; those beside each other that are compared."""
+"""Which file, and how it is loaded; in this order, for what takes small pages leaves memory in pieces: huge ones
+are made elsewhere then, of memory that the host may have to find first."""
 
 
 # --- the files
@@ -173,7 +174,7 @@ def measure(effort: Effort, names: Sequence[str], rounds: int) -> Mapping[str, l
     """Seconds of the call, and until every element was added up; of a file in the page cache, and of one that is not.
 
     A process for each case; in each round every case has its turn, first with all files in the page cache, then with
-    the own file dropped from it; every other round the other way round, so that neighbours stay neighbours.
+    the own file dropped from it. Who begins changes from round to round; who comes after whom does not.
     """
     cases = [CASES[name] for name in names]
     with (
@@ -224,7 +225,7 @@ def _take_turns(
                     _read(file)
                 memory.hold(room)
             for place in range(count):
-                mine = number == (count - 1 - place if turn % 2 else place)
+                mine = (place + turn) % count == number
                 if mine:
                     (_forget if heat == "cold" else _read)(path)
                 meet()
