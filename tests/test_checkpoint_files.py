@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import json
 import os
 import pickle
 import random
 import subprocess
 import sys
+import time
 import zipfile
 
 import ml_dtypes
@@ -38,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning"),
 ]
 each_format = pytest.mark.parametrize("format", sorted(SUFFIX))
+PATIENCE = 100.0
 FUZZ = settings(deadline=None, max_examples=120, suppress_health_check=list(HealthCheck))
 
 
@@ -585,6 +588,32 @@ def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
         while (job := reading._next(own, runs)) is not None:
             taken.append((job.target.region, job.chunk))
     assert sorted(taken) == [(job.target.region, job.chunk) for job in jobs]
+
+
+def test_readers_stop_when_one_has_failed(path_of, monkeypatch):
+    path = save({"large": torch.zeros(16 * reading.CHUNK, dtype=torch.uint8)}, path_of("safetensors"))
+    made, filled, calls = [], [], itertools.count()
+    cut, fill = reading._cut, reading.fill
+
+    def keep(*args):
+        made.append(cut(*args))
+        return made[0]
+
+    def fail_once(files, file, offset, view, names):
+        if next(calls) == 0:
+            raise CheckpointError("on purpose")
+        deadline = time.monotonic() + PATIENCE
+        while any(made[0]):  # the others are in the middle of a chunk until all that is left has been taken away
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        filled.append(offset)
+        fill(files, file, offset, view, names)
+
+    monkeypatch.setattr(reading, "_cut", keep)
+    monkeypatch.setattr(reading, "fill", fail_once)
+    with pytest.raises(CheckpointError, match="on purpose"):
+        load_checkpoint(path, map=False, readers=3)
+    assert len(filled) <= 2
 
 
 # --- for all of it: the documentation of the modules

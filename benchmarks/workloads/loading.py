@@ -78,7 +78,8 @@ WAYS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "dd": (OURS, _dd),
     "dd, direct": (OURS, _dd_direct),
 }
-"""Which file, and how it is loaded."""
+"""Which file, and how it is loaded; in this order, for what takes small pages leaves memory in pieces: huge ones
+are made elsewhere then, of memory that the host may have to find first."""
 
 
 # --- the files
@@ -122,10 +123,12 @@ def _forget(path: Path) -> None:
         os.close(fd)
 
 
-def _remember(path: Path) -> None:
-    """Have the file in the page cache, in whatever pages the kernel takes for plain reading: a mapping that is touched
-    and a mapping that is asked for fill the cache with smaller ones, and are slower ever after."""
-    _forget(path)
+def _read(path: Path) -> None:
+    """Have the file in the page cache, and read just now: who is the first to touch it after seconds pays for that.
+
+    By plain reading, in whatever pages the kernel takes for that: a mapping that is touched, or asked for, may fill the
+    cache with others.
+    """
     block = bytearray(MIB)
     with path.open("rb", buffering=0) as file:
         while file.readinto(block):
@@ -171,7 +174,7 @@ def measure(effort: Effort, names: Sequence[str], rounds: int) -> Mapping[str, l
     """Seconds of the call, and until every element was added up; of a file in the page cache, and of one that is not.
 
     A process for each case; in each round every case has its turn, first with all files in the page cache, then with
-    the own file dropped from it. Who begins changes from round to round.
+    the own file dropped from it. Who begins changes from round to round; who comes after whom does not.
     """
     cases = [CASES[name] for name in names]
     with (
@@ -218,12 +221,13 @@ def _take_turns(
             memory.free()
             if number == 0:
                 for file in folder.glob("*/a.*") if heat == "warm" else ():
-                    _remember(file)
+                    _forget(file)
+                    _read(file)
                 memory.hold(room)
             for place in range(count):
                 mine = (place + turn) % count == number
-                if mine and heat == "cold":
-                    _forget(path)
+                if mine:
+                    (_forget if heat == "cold" else _read)(path)
                 meet()
                 memory.free()
                 meet()
@@ -275,7 +279,7 @@ def _transport(way: str) -> Any:
     return SHMTENSOR if way.startswith("shmtensor") else TORCH_DESCRIPTOR
 
 
-_CHOSEN = [*((way, LARGE) for way in WAYS), ("shmtensor, mapped", SMALL)]
+_CHOSEN = [("shmtensor, mapped", SMALL), *((way, LARGE) for way in WAYS)]
 CASES = {_name(way, nbytes): (way, nbytes) for way, nbytes in _CHOSEN}
 
 WORKLOAD = Workload(
@@ -283,18 +287,18 @@ WORKLOAD = Workload(
     title="Loading a checkpoint of 64 float32 tensors, ms",
     what=(
         "A process for each row, all alive at once. In each round every one has its turn, right after the other: "
-        "first with the files in the page cache, filled by plain reading for all of them, then with the file dropped "
-        "from it by posix_fadvise. Until its turn somebody holds memory enough for it, because free memory may be "
-        "given back to a machine's host after 2 s, and touching it again takes longer than loading; what the C "
-        "library keeps of freed memory is given back (malloc_trim), so that each load finds what a first one does. "
-        "All load the same file, but tensorizer, whose format is its own; both were copied in the same way, into the "
-        "directory for temporary files. The call, and the call with a sum over every tensor: a mapped file is read "
-        "only then. load_file maps as well, so that from the page cache it copies nothing, which a reading row does, "
-        "and so does the row that clones what was mapped: their tensors have memory of their own. shmtensor's reading "
-        "rows compare digests, but for one; tensorizer's do not (its default), and it has as many readers as there "
-        "are cores. torch has its usual number of threads. dd: the file, read once in blocks of 16 MiB by a process "
-        "that keeps nothing of it, through the page cache and past it: what the disk gives. A target judges the "
-        "median of the ratios of the rounds."
+        "first with the files in the page cache, filled by plain reading and read once more before each turn, then "
+        "with the file dropped from it by posix_fadvise. Until its turn somebody holds memory enough for it, because "
+        "free memory may be given back to a machine's host after 2 s, and touching it again takes longer than "
+        "loading; what the C library keeps of freed memory is given back (malloc_trim), so that each load finds what "
+        "a first one does. All load the same file, but tensorizer, whose format is its own; both were copied in the "
+        "same way, into the directory for temporary files. The call, and the call with a sum over every tensor: a "
+        "mapped file is read only then. load_file maps as well, so that from the page cache it copies nothing, which "
+        "a reading row does, and so does the row that clones what was mapped: their tensors have memory of their own. "
+        "shmtensor's reading rows compare digests, but for one; tensorizer's do not (its default), and it has as many "
+        "readers as there are cores. torch has its usual number of threads. dd: the file, read once in blocks of 16 "
+        "MiB by a process that keeps nothing of it, through the page cache and past it: what the disk gives. A target "
+        "judges the median of the ratios of the rounds."
     ),
     cases=tuple(
         Case(name, _transport(way), None, quick=nbytes == SMALL, needs=partial(_needs, way))

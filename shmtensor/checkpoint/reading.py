@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -191,7 +191,13 @@ def read_regions(
         work(0)
     else:
         with ThreadPoolExecutor(count, thread_name_prefix="shmtensor-read") as pool:
-            for done in [pool.submit(work, number) for number in range(count)]:
+            at_work = [pool.submit(work, number) for number in range(count)]
+            try:
+                wait(at_work, return_when=FIRST_EXCEPTION)
+            finally:
+                for run in runs:
+                    run.clear()  # after an error or Ctrl-C nobody begins another chunk
+            for done in at_work:
                 done.result()
     if digests is None:
         return []
