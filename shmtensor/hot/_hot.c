@@ -85,7 +85,7 @@ PyMODINIT_FUNC PyInit__hot(void) {
         {&s_is_neg, "is_neg"}, {&s_locked, "locked"}, {&s_position, "position"}, {&s_cursor, "cursor"},
         {&s_closing, "closing"}, {&s_close, "close"}, {&s_emptied, "emptied"}, {&s_wake_sender, "wake_sender"},
         {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_seq, "seq"}, {&s_at, "at"}, {&s_words, "words"},
-        {&s_value, "value"},
+        {&s_value, "value"}, {&s_gone, "gone"},
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;

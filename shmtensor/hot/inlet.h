@@ -11,13 +11,58 @@ typedef struct {
     PyObject *nbytes;
 } Known;
 
+enum { M_VALUE, M_META, M_SEQ, M_NBYTES, M_ATTEMPT, M_MISSED, M_HOLD, M_LEASE, M_RECEIVER, M_ALL }; /* of a Message */
+enum { R_SERVER, R_MESSAGE, R_SOURCE, R_WORDS, R_AT, R_SEQ, R_ALL };                                  /* of a Request */
+
+static const char *const message_slots[] = {"_value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease",
+                                            "_receiver", NULL};
+static const char *const request_slots[] = {"_server", "_message", "_source", "_words", "_at", "seq", NULL};
+
+/* A class whose `__init__` does nothing but fill its slots: that is done here, without a Python call. */
+typedef struct {
+    PyObject *type;
+    Py_ssize_t at[M_ALL];
+} Class;
+
+static int class_get(Class *class, PyObject *type, const char *const *slots) {
+    if (!PyType_Check(type)) {
+        PyErr_SetString(PyExc_TypeError, "no class");
+        return -1;
+    }
+    for (int i = 0; slots[i]; i++) {
+        PyObject *slot = PyObject_GetAttrString(type, slots[i]);
+        if (!slot) return -1;
+        PyMemberDef *member = Py_TYPE(slot) == &PyMemberDescr_Type ? ((PyMemberDescrObject *)slot)->d_member : NULL;
+        if (member) class->at[i] = member->offset;
+        if (!member || member->type != T_OBJECT_EX) PyErr_Format(PyExc_TypeError, "%s is no slot", slots[i]);
+        Py_DECREF(slot);
+        if (PyErr_Occurred()) return -1;
+    }
+    Py_XSETREF(class->type, Py_NewRef(type));
+    return 0;
+}
+
+/* An object with these in its slots; takes over the references, also where it fails. */
+static PyObject *class_make(const Class *class, PyObject **values, int count) {
+    PyTypeObject *type = (PyTypeObject *)class->type;
+    int missing = 0;
+    for (int i = 0; i < count; i++) missing |= !values[i];
+    PyObject *made = missing ? NULL : type->tp_alloc(type, 0);
+    for (int i = 0; i < count; i++)
+        if (made) *(PyObject **)((char *)made + class->at[i]) = values[i];
+        else Py_XDECREF(values[i]);
+    return made;
+}
+
 typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
-    PyObject *mutex, *message, *feed, *leases, *head_words, *buffer;
+    Class message, request;
+    PyObject *source; /* whose requests these are, for `request` */
+    PyObject *mutex, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
-    Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
+    Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
     Py_ssize_t siblings[MOST_PEERS];
     int nsiblings;
     uint64_t epoch;
@@ -26,7 +71,7 @@ typedef struct {
     int nknown;
     unsigned next;
     unsigned char *hints; /* which of them a slot held last */
-    unsigned long long received, received_bytes;
+    unsigned long long received, received_bytes, sent_ns;
     char more; /* a sibling sleeps though there is more to take */
 } Inlet;
 
@@ -34,22 +79,22 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "mutex", "message", "feed", "leases", "held", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
+        "sent_ns_at", "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
     };
     PyObject *mutex, *message, *feed, *leases, *keeps, *control, *ledger, *head, *data, *locks, *siblings;
     if (self->mutex) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!O!OOOOnKnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!O!OOOOnKnnnnnnnnnnnnnnOO!", names, &mutex, &message, &feed,
                                      &PyDict_Type, &leases, &PySet_Type, &keeps, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
-                                     &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at,
-                                     &self->note_at, &locks, &PyTuple_Type, &siblings))
+                                     &self->record_bytes, &self->sent_ns_at, &self->constant_at, &self->slot_at,
+                                     &self->state_at, &self->note_at, &locks, &PyTuple_Type, &siblings))
         return -1;
     self->mutex = Py_NewRef(mutex);
-    self->message = Py_NewRef(message);
+    if (class_get(&self->message, message, message_slots)) return -1;
     self->feed = Py_NewRef(feed);
     self->leases = Py_NewRef(leases);
     Py_XSETREF(held_feeds, Py_NewRef(keeps));
@@ -89,14 +134,18 @@ static void forget(Known *known) {
 static int Inlet_traverse(Inlet *self, visitproc visit, void *arg) {
     Py_VISIT(self->feed);
     Py_VISIT(self->leases);
-    Py_VISIT(self->message);
+    Py_VISIT(self->message.type);
+    Py_VISIT(self->request.type);
+    Py_VISIT(self->source);
     return 0;
 }
 
 static int Inlet_clear(Inlet *self) {
     Py_CLEAR(self->feed);
     Py_CLEAR(self->leases);
-    Py_CLEAR(self->message);
+    Py_CLEAR(self->message.type);
+    Py_CLEAR(self->request.type);
+    Py_CLEAR(self->source);
     return 0;
 }
 
@@ -170,7 +219,9 @@ static const Known *recognise(Inlet *self, const char *record, Py_ssize_t slot) 
 
 static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObject *number, const Known *known,
                               Py_ssize_t slot) {
-    PyObject *nbytes = Py_NewRef(known->nbytes), *type = Py_NewRef(self->message), *message = NULL;
+    PyObject *nbytes = Py_NewRef(known->nbytes), *message = NULL;
+    Class class = self->message; /* other code may run, and retire this inlet */
+    Py_INCREF(class.type);
     PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
     if (!tensor) {
         PyObject *error, *value, *traceback;
@@ -178,15 +229,15 @@ static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObj
         if (grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* unless torch has called the deleter */
         PyErr_Restore(error, value, traceback);
     } else {
-        PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
         PyObject *hold = self->locks ? tensor : Py_None; /* a claim that ends before it is done is given to another */
-        PyObject *args[] = {tensor, Py_None, number, nbytes, one, zero, hold, (PyObject *)grip, receiver};
-        message = PyObject_Vectorcall(type, args, 9, NULL);
-        Py_DECREF(zero);
-        Py_DECREF(one);
-        Py_DECREF(tensor);
+        PyObject *values[M_ALL] = {
+            [M_VALUE] = tensor, [M_META] = Py_NewRef(Py_None), [M_SEQ] = Py_NewRef(number),
+            [M_NBYTES] = Py_NewRef(nbytes), [M_ATTEMPT] = PyLong_FromLong(1), [M_MISSED] = PyLong_FromLong(0),
+            [M_HOLD] = Py_NewRef(hold), [M_LEASE] = Py_NewRef((PyObject *)grip), [M_RECEIVER] = Py_NewRef(receiver),
+        };
+        message = class_make(&class, values, M_ALL);
     }
-    Py_DECREF(type);
+    Py_DECREF(class.type);
     Py_DECREF(nbytes);
     return message;
 }
@@ -287,6 +338,7 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
             if (!self->locks) store(grip->at, 2 * seq);
             if (!PyObject_SetAttr(self->feed, s_position, number)) {
                 /* From here on the message is taken, and other Python code may run: even what retires this inlet. */
+                self->sent_ns = load((const Word *)(record + self->sent_ns_at));
                 if (counted) {
                     self->received++;
                     self->received_bytes += (unsigned long long)known->look.nbytes;
@@ -413,6 +465,65 @@ static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nar
     return call;
 }
 
+PyDoc_STRVAR(Inlet_serve_doc, "serve(request, source)\n--\n\nWhat `request` is to make, and whose requests come by here.");
+
+static PyObject *Inlet_serve(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 || !self->locks) {
+        PyErr_SetString(PyExc_TypeError, "request, source; of a work queue");
+        return NULL;
+    }
+    if (class_get(&self->request, args[0], request_slots)) return NULL;
+    Py_XSETREF(self->source, Py_NewRef(args[1]));
+    Py_RETURN_NONE;
+}
+
+/* Whether a request that was just taken may be started without a second look: rpc/server.py, `_accept`. */
+static int is_plain(PyObject *feed, const Word *state, Word seq) {
+    Word deadline = load(state + DEADLINE);
+    if (load(state + NOTE) != seq << 8 || (deadline && (Word)nanoseconds() >= deadline)) return 0;
+    PyObject *gone = PyObject_GetAttr(feed, s_gone);
+    Py_XDECREF(gone);
+    return gone ? gone == Py_False : -1;
+}
+
+PyDoc_STRVAR(Inlet_request_doc,
+             "request(receiver, patience, server, open)\n--\n\n`recv`, and what it returns as a request of the server, whose "
+             "message is put into `open`; the message itself, if somebody has to look whether it may be started.");
+
+static PyObject *Inlet_request(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyDict_CheckExact(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "receiver, patience, server, open");
+        return NULL;
+    }
+    long long patience = PyLong_AsLongLong(args[1]);
+    if (patience == -1 && PyErr_Occurred()) return NULL;
+    if (!self->source) Py_RETURN_NONE;
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *message = NULL;
+    int locked = is_locked(self->mutex);
+    if (locked > 0 || !self->source) message = Py_NewRef(Py_None);
+    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
+    PyObject *feed = grip->feed, *source = self->source;
+    int plain = message && feed && source ? is_plain(feed, grip->at - RELEASED, grip->seq) : 0;
+    if (plain > 0) {
+        Class class = self->request;
+        PyObject *values[R_ALL] = {
+            [R_SERVER] = Py_NewRef(args[2]), [R_MESSAGE] = Py_NewRef(message), [R_SOURCE] = Py_NewRef(source),
+            [R_WORDS] = Py_NewRef(grip->words), [R_AT] = PyLong_FromSsize_t(grip->word),
+            [R_SEQ] = PyLong_FromUnsignedLongLong(grip->seq),
+        };
+        Py_INCREF(class.type);
+        PyObject *request = class_make(&class, values, R_ALL), *number = request ? PyLong_FromVoidPtr(request) : NULL;
+        Py_DECREF(class.type);
+        if (!number || PyDict_SetItem(args[3], number, message)) Py_CLEAR(request);
+        Py_XDECREF(number);
+        Py_SETREF(message, request);
+    } else if (plain) Py_CLEAR(message);
+    Py_DECREF(grip);
+    return message;
+}
+
 static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {
     (void)unused;
     Inlet_clear(self);
@@ -424,6 +535,8 @@ static PyMethodDef Inlet_methods[] = {
     {"learn", (PyCFunction)Inlet_learn, METH_VARARGS, Inlet_learn_doc},
     {"recv", (PyCFunction)(void (*)(void))Inlet_recv, METH_FASTCALL, Inlet_recv_doc},
     {"poll", (PyCFunction)(void (*)(void))Inlet_poll, METH_FASTCALL, Inlet_poll_doc},
+    {"serve", (PyCFunction)(void (*)(void))Inlet_serve, METH_FASTCALL, Inlet_serve_doc},
+    {"request", (PyCFunction)(void (*)(void))Inlet_request, METH_FASTCALL, Inlet_request_doc},
     {"answer", (PyCFunction)(void (*)(void))Inlet_answer, METH_FASTCALL, Inlet_answer_doc},
     {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
     {NULL, NULL, 0, NULL},
@@ -434,6 +547,7 @@ static PyMemberDef Inlet_members[] = {
     {"ring_index", T_PYSSIZET, offsetof(Inlet, ring_index), READONLY, "the ring that it knows"},
     {"more", T_BOOL, offsetof(Inlet, more), 0, "whether a sibling sleeps though there was more to take"},
     {"received_bytes", T_ULONGLONG, offsetof(Inlet, received_bytes), READONLY, "their payload bytes"},
+    {"sent_ns", T_ULONGLONG, offsetof(Inlet, sent_ns), READONLY, "when the last message was published, CLOCK_MONOTONIC"},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -97,15 +97,17 @@ class Server(AsyncServer):
         intake = self._intake
         while True:
             try:
-                message = None if self._stopping else intake.recv_soon()
-                if message is None:
-                    message = intake.recv(timeout=self._patience(deadline))
-                found = self._accept(message)
+                found: Any = None if self._stopping else intake.request_soon(self, self._open)
+                if type(found) is Request:
+                    self._taken += 1
+                    if self._collector is not None:
+                        found = self._batch(self._collector.add(found))
+                else:
+                    found = self._accept(found or intake.recv(timeout=self._patience(deadline)))
             except (TimedOut, ClosedError) as error:
                 found = self._nothing_came(error, deadline)
             if found is not None:
                 return found
-            message = None  # and with it its slot
 
     def _patience(self, deadline: float | None) -> float:
         """Seconds to wait before looking around; `ClosedError` once there is nothing to wait for."""
@@ -318,7 +320,9 @@ class Server(AsyncServer):
 
     def _let_clients_go(self) -> None:
         """Close the publishers to clients that have left."""
-        self._replies_epoch = self._intake._epoch
+        if self._replies_epoch != self._intake._epoch:
+            self._replies_epoch = self._intake._epoch
+            self._intake.forget_sources()
         if not self._replies:
             return
         here = self._intake.clients()
