@@ -524,6 +524,66 @@ static PyObject *Inlet_request(Inlet *self, PyObject *const *args, Py_ssize_t na
     return message;
 }
 
+static PyObject *in_slot(const Class *class, PyObject *object, int slot) {
+    return *(PyObject **)((char *)object + class->at[slot]);
+}
+
+static void set_none(const Class *class, PyObject *object, int slot) {
+    PyObject **at = (PyObject **)((char *)object + class->at[slot]), *before = *at;
+    *at = Py_NewRef(Py_None);
+    Py_XDECREF(before);
+}
+
+PyDoc_STRVAR(Inlet_respond_doc,
+             "respond(request, value, outbox, open)\n--\n\n`outbox.answer` to a request that came by here and that somebody "
+             "waits for; then it is done, and its message is taken out of `open` and emptied. None, and nothing done, if "
+             "anything about it is unusual.");
+
+static PyObject *Inlet_respond(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyDict_CheckExact(args[3]) || Py_TYPE(args[2]) != &OutboxType) {
+        PyErr_SetString(PyExc_TypeError, "request, value, outbox, open");
+        return NULL;
+    }
+    PyObject *request = args[0];
+    if (!self->feed || (PyObject *)Py_TYPE(request) != self->request.type) Py_RETURN_NONE;
+    PyObject *message = in_slot(&self->request, request, R_MESSAGE);
+    if (!message || (PyObject *)Py_TYPE(message) != self->message.type) Py_RETURN_NONE;
+    PyObject *receiver = in_slot(&self->message, message, M_RECEIVER), *lease = in_slot(&self->message, message, M_LEASE);
+    if (!receiver || receiver == Py_None || !lease || Py_TYPE(lease) != &GripType) Py_RETURN_NONE;
+    Grip *grip = (Grip *)lease;
+    if (grip->feed != self->feed || !grip->locks || load(grip->at - RELEASED + NOTE) != grip->seq << 8) Py_RETURN_NONE;
+    PyObject *gone = PyObject_GetAttr(self->feed, s_gone), *sent = NULL, *number = NULL;
+    Py_XDECREF(gone);
+    if (!gone) return NULL;
+    if (gone != Py_False) Py_RETURN_NONE;
+
+    const Class class = self->message; /* other code may run from here on, and retire this inlet */
+    Py_INCREF(message);
+    Py_INCREF(grip);
+    number = PyLong_FromUnsignedLongLong(grip->seq);
+    PyObject *const answer[] = {args[1], number};
+    if (number) sent = Outbox_answer((Outbox *)args[2], answer, 2);
+    Py_XDECREF(number);
+    if (sent && sent != Py_None) {
+        number = PyLong_FromVoidPtr(request);
+        int open = number ? PyDict_Contains(args[3], number) : -1;
+        if (open > 0 && !PyDict_DelItem(args[3], number)) {
+            set_none(&class, message, M_RECEIVER);
+            if (!grip->acknowledged) {
+                grip->acknowledged = 1;
+                store(grip->at - RELEASED + DONE, grip->seq);
+            }
+            set_none(&class, message, M_VALUE);
+            set_none(&class, message, M_HOLD);
+            set_none(&class, message, M_LEASE);
+        } else if (open) Py_CLEAR(sent);
+        Py_XDECREF(number);
+    }
+    Py_DECREF(grip);
+    Py_DECREF(message);
+    return sent;
+}
+
 static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {
     (void)unused;
     Inlet_clear(self);
@@ -537,6 +597,7 @@ static PyMethodDef Inlet_methods[] = {
     {"poll", (PyCFunction)(void (*)(void))Inlet_poll, METH_FASTCALL, Inlet_poll_doc},
     {"serve", (PyCFunction)(void (*)(void))Inlet_serve, METH_FASTCALL, Inlet_serve_doc},
     {"request", (PyCFunction)(void (*)(void))Inlet_request, METH_FASTCALL, Inlet_request_doc},
+    {"respond", (PyCFunction)(void (*)(void))Inlet_respond, METH_FASTCALL, Inlet_respond_doc},
     {"answer", (PyCFunction)(void (*)(void))Inlet_answer, METH_FASTCALL, Inlet_answer_doc},
     {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
     {NULL, NULL, 0, NULL},

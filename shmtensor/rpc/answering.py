@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class Source:
     """A ring of a client's, as requests come from it."""
 
-    __slots__ = ("feed", "replies", "words")
+    __slots__ = ("feed", "inlet", "replies", "words")
 
     def __init__(self, feed: CompetingFeed, words: memoryview) -> None:
         self.feed = feed
         self.words = words  # kept, so that its `id` stays its own
         self.replies: Replies | None = None
+        self.inlet: Any = None  # of the compiled module, where usual ones come by
 
 
 class Intake(Consumer):
@@ -107,6 +108,7 @@ class Intake(Consumer):
             if source is None:
                 source = self._sources[id(words)] = Source(feed, words)
             feed.inlet.serve(Request, source)
+            source.inlet = feed.inlet
 
     def clients(self) -> dict[int, bool]:
         """The uids of the clients that are attached, and whether each has left."""

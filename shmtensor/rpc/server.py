@@ -228,26 +228,16 @@ class Server(AsyncServer):
 
     def _reply_soon(self, request: Request, value: Any) -> bool:
         """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
-        source, message = request._source, request._message
-        replies = source.replies
-        outbox = None if replies is None else replies._outbox
-        if (
-            outbox is None
-            or message._receiver is None
-            or source.feed.gone
-            or request._words[request._at + NOTE] != request.seq << 8
-        ):
+        source = request._source
+        replies, inlet = source.replies, source.inlet
+        if replies is None or inlet is None or (outbox := replies._outbox) is None:
             return False
-        sent = outbox.answer(value, request.seq)
+        sent = inlet.respond(request, value, outbox, self._open)
         if sent is None:
             return False
         if sent < 0:
-            replies._wake_soon(-sent)  # type: ignore[union-attr]
+            replies._wake_soon(-sent)
         self._replied += 1
-        if self._open.pop(id(request), None) is not None:
-            message._receiver = None  # type: ignore[assignment]
-            message._lease.acknowledge()
-            message._value = message._hold = message._lease = None
         return True
 
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
