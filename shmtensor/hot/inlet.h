@@ -62,7 +62,8 @@ typedef struct {
     PyObject *mutex, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
-    Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
+    Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at, state_at, note_at;
+    Py_ssize_t step; /* words from one slot's state to the next one's */
     Py_ssize_t siblings[MOST_PEERS];
     int nsiblings;
     uint64_t epoch;
@@ -108,7 +109,8 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
         return -1;
     int inside = in_words(&self->control, self->epoch_at) && in_words(&self->control, self->asleep_at) &&
                  in_words(&self->ledger, self->published_at) && in_words(&self->ledger, self->order_at + self->mask) &&
-                 self->slots >= 1 && self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
+                 self->slots >= 1 && self->sent_ns_at >= 0 && self->sent_ns_at + 8 <= self->record_bytes &&
+                 self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
                  self->slots * self->slot_bytes <= self->data.view.len && in_words(&self->head, self->state_at) &&
                  in_words(&self->head, self->state_at + self->slots * self->step - 1) &&
                  in_words(&self->head, self->note_at) &&
