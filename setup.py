@@ -1,5 +1,7 @@
 """The one part of the build that pyproject.toml cannot say: a compiled module that may be left out."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
 HOT = "shmtensor/hot/"
@@ -9,10 +11,7 @@ setup(
         Extension(
             "shmtensor.hot._hot",
             [HOT + "_hot.c"],
-            depends=[
-                HOT + f"{name}.h"
-                for name in ("look", "bells", "outbox", "grip", "claim", "inlet", "batch", "group", "stream")
-            ],
+            depends=sorted(str(header) for header in Path(HOT).glob("*.h")),
             extra_compile_args=["-O2"],
             optional=True,
         )

@@ -12,6 +12,7 @@ import shmtensor
 from shmtensor import hot
 from shmtensor.ring.layout import DEADLINE, NOTE
 from shmtensor.rpc.notes import CANCELLED, ONCE
+from shmtensor.rpc.request import Request
 
 from .services import PATIENCE
 from .test_rpc import pair, serving  # noqa: F401
@@ -53,6 +54,73 @@ def test_the_words_are_those_of_the_python_code(pair):  # noqa: F811
         req.reply(req.value)
         del req
     assert seen["Python"] == seen["compiled"] == [ONCE, True, True, True, True]
+
+
+def test_requests_are_those_of_the_python_code(pair):  # noqa: F811
+    client, server = pair
+    seen = []
+    for how in ("Python", "compiled"):
+        if how == "compiled":
+            warm(client, server)
+        call = client._call(PATIENCE, True)
+        client._requests.post(call, torch.ones(4), {} if how == "Python" else None, PATIENCE)
+        req = server.recv(timeout=PATIENCE)
+        assert (req._server, req._words) == (server, req._source.words)
+        assert server._open == {id(req): req._message}
+        message = req._message
+        seen.append(
+            (
+                req.value.tolist(), req.attempt, req.meta or None, req._at == call.at, req.seq == call.seq,
+                message.seq == call.seq, message.nbytes, message.missed, message._receiver is server._intake,
+                message._hold is not None, message._lease.seq == call.seq, req.answered, req.cancelled, req.expired,
+            )
+        )  # fmt: skip
+        req.reply(req.value)
+        assert (req.answered, server._open) == (True, {})
+        assert message._value is message._hold is message._lease is message._receiver is None
+        for again in (req.reply, req.fail):
+            with pytest.raises(shmtensor.ReleasedError):
+                again("twice")
+        with pytest.raises(shmtensor.ReleasedError):
+            assert req.value
+        del req, message, again
+        client._wait(call)
+    assert seen[0] == seen[1]
+    assert server.statistics().replied == 5
+
+
+def test_requests_that_nobody_waits_for_are_passed_over(pair):  # noqa: F811
+    client, server = pair
+    warm(client, server)
+    calls = [client._call(0.0 if number == 1 else PATIENCE, True) for number in range(3)]
+    for number, call in enumerate(calls):
+        client._requests.post(call, torch.full((4,), number), None, PATIENCE)
+    words, at = calls[0].words, calls[0].at
+    words[at + NOTE] |= CANCELLED  # and not withdrawn yet
+    req = server.recv(timeout=PATIENCE)
+    assert req.value.tolist() == [2] * 4
+    statistics = server.statistics()
+    assert (statistics.cancelled, statistics.expired, statistics.unfinished) == (1, 1, 1)
+    del req  # unanswered
+    with pytest.raises(shmtensor.RemoteError, match="Unanswered"):
+        client._wait(calls[2])
+    client._calls.clear()
+
+
+def test_what_was_not_answered_goes_to_another_server(channel):
+    with shmtensor.Server(channel) as one, shmtensor.Client(channel) as client:
+        warm(client, one)
+        future = client.submit(torch.ones(4), timeout=PATIENCE)
+        req = one.recv(timeout=PATIENCE)
+        one.close()
+        assert req.answered
+        del req
+        with shmtensor.Server(channel) as other:
+            req = other.recv(timeout=PATIENCE)
+            assert req.attempt == 2
+            req.reply(req.value)
+            del req
+            assert future.result(timeout=PATIENCE).tolist() == [1] * 4
 
 
 def test_a_reply_to_nobody_is_dropped(pair):  # noqa: F811
@@ -106,10 +174,16 @@ def test_what_is_no_endpoint_of_theirs_is_refused(pair):  # noqa: F811
     for wrong in (
         lambda: outbox.answer(value, 1), lambda: outbox.ask(value, [], None, 0, 0), lambda: outbox.ask(value),
         lambda: outbox.ask(value, {}, None, "bits", 0), lambda: inlet.answer([], 0), lambda: inlet.answer({}),
-        lambda: server._intake._inlet.answer({}, 0),
+        lambda: server._intake._inlet.answer({}, 0), lambda: inlet.serve(Request, None),
+        lambda: server._intake._inlet.serve(torch.Tensor(), None), lambda: server._intake._inlet.serve(dict, None),
+        lambda: server._intake._inlet.request(server._intake, 0, server, []),
+        lambda: server._intake._inlet.request(server._intake, 0, server),
+        lambda: server._intake._inlet.respond(None, value, None, {}),
+        lambda: server._intake._inlet.respond(None, value, outbox, []),
     ):  # fmt: skip
-        with pytest.raises(TypeError):
+        with pytest.raises((TypeError, AttributeError)):  # a dict has none of a request's slots
             wrong()
+    assert server._intake._inlet.respond(None, value, outbox, {}) is None  # no request
     with pytest.raises(AttributeError):
         outbox.ask(value, {}, object(), 0, 0)  # which cannot be told where it is
     with serving(server, torch.neg):
@@ -167,3 +241,28 @@ def test_several_clients_and_servers(channel):
                 for index, future in enumerate(asked):
                     assert future.result() == [-1000 * index - step for step in range(300)]
         assert one.statistics().replied + other.statistics().replied == 1200
+
+
+def test_unusual_replies_of_several_servers(channel):
+    """What the compiled module leaves alone waits for nobody, and nobody for it."""
+
+    def answer(value):
+        number = int(value[0])
+        if number % 7 == 6:
+            raise LookupError(number)
+        return {"number": number} if number % 3 == 2 else value
+
+    with shmtensor.Server(channel) as one, shmtensor.Server(channel) as other, shmtensor.Client(channel) as client:
+        with serving(one, answer), serving(other, answer):
+            futures = [client.submit(torch.full((4,), number), timeout=PATIENCE) for number in range(14)]
+            for number, future in enumerate(futures):
+                if number % 7 == 6:
+                    assert isinstance(future.exception(), shmtensor.RemoteError)
+                else:
+                    assert int(future.result()["number"] if number % 3 == 2 else future.result()[0]) == number
+            values = (torch.full((4,), number) for number in range(400) if number % 7 != 6)
+            for reply, number in zip(
+                client.map(values, timeout=PATIENCE), (number for number in range(400) if number % 7 != 6), strict=True
+            ):
+                assert int(reply["number"] if number % 3 == 2 else reply[0]) == number
+        assert client.statistics().duplicates == 0

@@ -118,6 +118,10 @@ class Pull:
             return True
         if not data:
             return False
+        rest = len(data) - _LONG.size
+        if self._greeted and not self._heard and rest > 0 and data.startswith(_LONG.pack(_LONG_FLAG, rest)):
+            bodies.append(data[_LONG.size :])  # one message and no more, as nearly always
+            return True
         heard = self._heard + data
         if not self._greeted:
             self._greeted = _is_greeted(heard)

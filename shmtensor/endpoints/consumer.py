@@ -212,9 +212,8 @@ class Consumer(AsyncReceiver[CompetingFeed]):
             self._ring_if_more()
 
     def _share_others(self) -> None:
-        """The same where there are several senders."""
-        words = self._control_words
-        if any(words[asleep] & 1 for asleep in self._siblings_asleep) and self._mutex.acquire(False):
+        """The same where there are several senders, and a sibling sleeps."""
+        if self._mutex.acquire(False):
             self._ring_if_more()
 
     def _ring_if_more(self) -> None:

@@ -15,8 +15,9 @@ from ..channel.inbox import Inbox
 from ..channel.membership import Member
 from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, TimedOut, WireError
 from ..memory.words import barrier, store
+from ..ring.layout import L_PUBLISHED
 from ..statistics import ReceiverStatistics
-from ..wire.record import parse_bell
+from ..wire.record import BELL_HEAD, BELL_SIZE, parse_bell
 from .ahead import Ahead
 from .base import CLOSED, FORKED, LEAVING, OPEN, SPIN_NS, TICK, check_timeout, lingering
 from .devices import LOOK_S, check_pin, pinned
@@ -48,6 +49,7 @@ class Receiver(Opening[_F]):
         self._turn = self._nap = 0
         self._stop = self._late_bells = False
         self._unheard: bytes | None = None
+        self._turns: dict[bytes, int] = {}  # of the feeds whose doorbells came, by how those begin
         self._inlet: Any = None
         self._look_around_due = 0.0
         self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
@@ -228,8 +230,9 @@ class Receiver(Opening[_F]):
 
     def _sleep(self, seconds: float) -> bool:
         """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
-        self._hear_late()
-        if self._late_bells or len(self._feeds) != 1:
+        if self._unheard is not None:
+            self._hear_late()
+        if self._late_bells:
             for bell in self._inbox.drain():  # late doorbells of earlier sleeps
                 self._hear(bell)
         self._late_bells = True
@@ -242,8 +245,11 @@ class Receiver(Opening[_F]):
             store(words, self._asleep, self._nap)
             # crash: sleep.asleep
             barrier()  # from here on every sender sees that we sleep, or we see what it published
-            if words[ctl.W_EPOCH] != self._epoch or any(feed.behind > 0 for feed in self._feeds):
+            if words[ctl.W_EPOCH] != self._epoch:
                 return True
+            for feed in self._feeds:
+                if feed.words[L_PUBLISHED] > feed.position:
+                    return True
             self._sleeps += 1
             data = self._inbox.wait(seconds)
         finally:
@@ -255,7 +261,7 @@ class Receiver(Opening[_F]):
         if data is None:
             self._ticks += 1
             return False
-        self._late_bells = False  # a single sender rings once per sleep
+        self._late_bells = False  # of others, perhaps: they wake us once more at most, which costs less than to look
         if len(self._feeds) > 1:
             self._hear(data)
         else:
@@ -269,14 +275,21 @@ class Receiver(Opening[_F]):
 
     def _hear(self, data: bytes) -> None:
         """A doorbell: look at its sender first. Anything else that lands in the inbox is counted."""
-        try:
-            bell = parse_bell(data)
-        except WireError as error:
-            self._bad_doorbells += 1
-            log.error("channel %s: bad doorbell: %s", self.name, str(error))
-            return
-        if len(self._feeds) > 1:
-            self._turn = next((turn for turn, feed in enumerate(self._feeds) if feed.uid == bell.uid), self._turn)
+        head = data[:BELL_HEAD]
+        if head not in self._turns or len(data) != BELL_SIZE:
+            try:
+                uid = parse_bell(data).uid
+            except WireError as error:
+                self._bad_doorbells += 1
+                log.error("channel %s: bad doorbell: %s", self.name, str(error))
+                return
+            turn = next((turn for turn, feed in enumerate(self._feeds) if feed.uid == uid), None)
+            if turn is None:
+                return
+            if len(self._turns) >= len(self._feeds):  # some are gone
+                self._turns.clear()
+            self._turns[head] = turn
+        self._turn = self._turns[head]
 
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""

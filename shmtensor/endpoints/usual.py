@@ -67,7 +67,7 @@ def inlet(receiver: Receiver[Any], feed: Feed, found: Found, siblings: tuple[int
         control=receiver._control_words, ledger=feed.words, head=ring.words, data=ring.buffer,
         epoch_at=ctl.W_EPOCH, epoch=receiver._epoch, asleep_at=ctl.asleep_word(feed.index), published_at=L_PUBLISHED,
         order_at=feed.order, mask=feed.mask, ring_index=ring.index, slots=ring.slots, slot_bytes=ring.slot_bytes,
-        records_at=ring.records, record_bytes=SIZE, constant_at=CONSTANT_OFFSET,
+        records_at=ring.records, record_bytes=SIZE, sent_ns_at=BODY_OFFSET, constant_at=CONSTANT_OFFSET,
         slot_at=SLOT_OFFSET, state_at=ring.state if competes else ring.state + feed.member * ring.row,
         note_at=note, locks=feed.ledger.locks if competes else None, siblings=siblings,
     )  # fmt: skip

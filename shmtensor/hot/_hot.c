@@ -32,11 +32,13 @@
 #endif
 
 #include "look.h"
+#include "fields.h"
 #include "bells.h"
 #include "outbox.h"
 #include "grip.h"
 #include "claim.h"
 #include "inlet.h"
+#include "intake.h"
 #include "batch.h"
 #include "group.h"
 #include "stream.h"
@@ -83,8 +85,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__hot(void) {
     struct { PyObject **at; const char *text; } strings[] = {
         {&s_is_neg, "is_neg"}, {&s_closing, "closing"}, {&s_close, "close"}, {&s_emptied, "emptied"},
-        {&s_wake_sender, "wake_sender"}, {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_seq, "seq"}, {&s_at, "at"}, {&s_words, "words"},
-        {&s_value, "value"},
+        {&s_wake_sender, "wake_sender"}, {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_seq, "seq"},
+        {&s_at, "at"}, {&s_words, "words"}, {&s_value, "value"}, {&s_gone, "gone"},
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;

@@ -4,12 +4,6 @@
 
 #define LOOK_EVERY 250000000 /* endpoints/base.py's TICK: how often the Python code looks for what nobody finished */
 
-/* In the order of endpoints/message.py's __init__. */
-static const char *const message_fields[] = {
-    "_value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease", "_receiver",
-};
-enum { MESSAGE_FIELDS = sizeof message_fields / sizeof *message_fields };
-
 typedef struct {
     Look look;
     char is_stream;     /* bytes, in a uint8 array of one dimension, for `pop`, instead of a tensor */
@@ -17,14 +11,24 @@ typedef struct {
     PyObject *nbytes;
 } Known;
 
+enum { M_VALUE, M_META, M_SEQ, M_NBYTES, M_ATTEMPT, M_MISSED, M_HOLD, M_LEASE, M_RECEIVER, M_ALL }; /* of a Message */
+enum { R_SERVER, R_MESSAGE, R_SOURCE, R_WORDS, R_AT, R_SEQ, R_ALL };                                  /* of a Request */
+
+static const char *const message_slots[] = {"_value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease",
+                                            "_receiver", NULL};
+static const char *const request_slots[] = {"_server", "_message", "_source", "_words", "_at", "seq", NULL};
+
 typedef struct {
     PyObject_HEAD
     Memory control, ledger, head, data;
-    PyObject *locked, *message, *feed, *leases, *head_words, *buffer;
+    Class message, request;
+    PyObject *source; /* whose requests these are, for `request` */
+    PyObject *locked, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
-    Py_ssize_t records_at, record_bytes, constant_at, slot_at, state_at, note_at, step; /* `step`: words from one slot's state to the next's */
-    Py_ssize_t position_at, fields[MESSAGE_FIELDS]; /* where a feed keeps its position, and a message what it consists of */
+    Py_ssize_t records_at, record_bytes, sent_ns_at, constant_at, slot_at, state_at, note_at;
+    Py_ssize_t step;        /* words from one slot's state to the next one's */
+    Py_ssize_t position_at; /* where the feed keeps its position */
     Py_ssize_t siblings[MOST_PEERS];
     int nsiblings;
     uint64_t epoch;
@@ -33,7 +37,7 @@ typedef struct {
     int nknown;
     unsigned next;
     unsigned char *hints; /* which of them a slot held last */
-    unsigned long long received, received_bytes;
+    unsigned long long received, received_bytes, sent_ns;
     char more; /* a sibling sleeps though there is more to take */
 } Inlet;
 
@@ -41,22 +45,22 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "locked", "message", "feed", "leases", "held", "control", "ledger", "head", "data", "epoch_at", "epoch", "asleep_at",
         "published_at", "order_at", "mask", "ring_index", "slots", "slot_bytes", "records_at", "record_bytes",
-        "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
+        "sent_ns_at", "constant_at", "slot_at", "state_at", "note_at", "locks", "siblings", NULL,
     };
     PyObject *locked, *message, *feed, *leases, *keeps, *control, *ledger, *head, *data, *locks, *siblings;
     if (self->locked) {
         PyErr_SetString(PyExc_RuntimeError, "made already");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO!OO!O!OOOOnKnnnnnnnnnnnnnOO!", names, &locked, &PyType_Type, &message, &feed,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOO!O!OOOOnKnnnnnnnnnnnnnnOO!", names, &locked, &message, &feed,
                                      &PyDict_Type, &leases, &PySet_Type, &keeps, &control, &ledger, &head, &data, &self->epoch_at,
                                      &self->epoch, &self->asleep_at, &self->published_at, &self->order_at, &self->mask,
                                      &self->ring_index, &self->slots, &self->slot_bytes, &self->records_at,
-                                     &self->record_bytes, &self->constant_at, &self->slot_at, &self->state_at,
-                                     &self->note_at, &locks, &PyTuple_Type, &siblings))
+                                     &self->record_bytes, &self->sent_ns_at, &self->constant_at, &self->slot_at,
+                                     &self->state_at, &self->note_at, &locks, &PyTuple_Type, &siblings))
         return -1;
     self->locked = Py_NewRef(locked);
-    self->message = Py_NewRef(message);
+    if (class_get(&self->message, message, message_slots)) return -1;
     self->feed = Py_NewRef(feed);
     self->leases = Py_NewRef(leases);
     Py_XSETREF(held_feeds, Py_NewRef(keeps));
@@ -66,14 +70,13 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     self->step = locks == Py_None ? 1 : STATE_WORDS;
     self->position_at = field_of(Py_TYPE(feed), "position");
     if (self->position_at < 0 || words_of(siblings, self->siblings, &self->nsiblings)) return -1;
-    for (int i = 0; i < MESSAGE_FIELDS; i++)
-        if ((self->fields[i] = field_of((PyTypeObject *)message, message_fields[i])) < 0) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
     int inside = in_words(&self->control, self->epoch_at) && in_words(&self->control, self->asleep_at) &&
                  in_words(&self->ledger, self->published_at) && in_words(&self->ledger, self->order_at + self->mask) &&
-                 self->slots >= 1 && self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
+                 self->slots >= 1 && self->sent_ns_at >= 0 && self->sent_ns_at + 8 <= self->record_bytes &&
+                 self->records_at + self->slots * self->record_bytes <= self->head.view.len &&
                  self->slots * self->slot_bytes <= self->data.view.len && in_words(&self->head, self->state_at) &&
                  in_words(&self->head, self->state_at + self->slots * self->step - 1) &&
                  in_words(&self->head, self->note_at) &&
@@ -99,14 +102,18 @@ static void forget(Known *known) {
 static int Inlet_traverse(Inlet *self, visitproc visit, void *arg) {
     Py_VISIT(self->feed);
     Py_VISIT(self->leases);
-    Py_VISIT(self->message);
+    Py_VISIT(self->message.type);
+    Py_VISIT(self->request.type);
+    Py_VISIT(self->source);
     return 0;
 }
 
 static int Inlet_clear(Inlet *self) {
     Py_CLEAR(self->feed);
     Py_CLEAR(self->leases);
-    Py_CLEAR(self->message);
+    Py_CLEAR(self->message.type);
+    Py_CLEAR(self->request.type);
+    Py_CLEAR(self->source);
     return 0;
 }
 
@@ -181,7 +188,8 @@ static const Known *recognise(Inlet *self, const char *record, Py_ssize_t slot) 
 static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObject *number, const Known *known,
                               Py_ssize_t slot) {
     PyObject *nbytes = Py_NewRef(known->nbytes), *message = NULL;
-    PyTypeObject *type = (PyTypeObject *)Py_NewRef(self->message);
+    Class class = self->message; /* other code may run, and retire this inlet */
+    Py_INCREF(class.type);
     PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
     if (!tensor) {
         PyObject *error, *value, *traceback;
@@ -189,16 +197,15 @@ static PyObject *make_message(Inlet *self, Grip *grip, PyObject *receiver, PyObj
         if (grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* unless torch has called the deleter */
         PyErr_Restore(error, value, traceback);
     } else {
-        PyObject *zero = PyLong_FromLong(0), *one = PyLong_FromLong(1);
         PyObject *hold = self->locks ? tensor : Py_None; /* a claim that ends before it is done is given to another */
-        PyObject *values[] = {tensor, Py_None, number, nbytes, one, zero, hold, (PyObject *)grip, receiver};
-        message = type->tp_alloc(type, 0); /* its __init__ would only store these */
-        for (int i = 0; message && i < MESSAGE_FIELDS; i++) *field(message, self->fields[i]) = Py_NewRef(values[i]);
-        Py_DECREF(zero);
-        Py_DECREF(one);
-        Py_DECREF(tensor);
+        PyObject *values[M_ALL] = {
+            [M_VALUE] = tensor, [M_META] = Py_NewRef(Py_None), [M_SEQ] = Py_NewRef(number),
+            [M_NBYTES] = Py_NewRef(nbytes), [M_ATTEMPT] = PyLong_FromLong(1), [M_MISSED] = PyLong_FromLong(0),
+            [M_HOLD] = Py_NewRef(hold), [M_LEASE] = Py_NewRef((PyObject *)grip), [M_RECEIVER] = Py_NewRef(receiver),
+        };
+        message = class_make(&class, values, M_ALL);
     }
-    Py_DECREF(type);
+    Py_DECREF(class.type);
     Py_DECREF(nbytes);
     return message;
 }
@@ -292,12 +299,14 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         grip->words = Py_NewRef(self->head_words);
         grip->locks = Py_XNewRef(self->locks);
         grip->sleeper = control + self->asleep_at;
-        if ((!PyDict_GET_SIZE(self->leases) && PySet_Add(held_feeds, self->feed)) || PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
+        if ((!PyDict_GET_SIZE(self->leases) && PySet_Add(held_feeds, self->feed)) ||
+            PyDict_SetItem(self->leases, number, (PyObject *)grip)) {
             if (self->locks) set_lock(self->locks, F_UNLCK, seq);
         } else {
             if (!self->locks) store(grip->at, 2 * seq);
             set_field(self->feed, self->position_at, number);
             /* From here on the message is taken, and other Python code may run: even what retires this inlet. */
+            self->sent_ns = load((const Word *)(record + self->sent_ns_at));
             if (counted) {
                 self->received++;
                 self->received_bytes += (unsigned long long)known->look.nbytes;
@@ -338,125 +347,3 @@ static Grip *new_grip(void) {
     }
     return grip;
 }
-
-PyDoc_STRVAR(Inlet_recv_doc,
-             "recv(receiver, patience)\n--\n\nThe next message, there now or within so many nanoseconds, or None. For a "
-             "caller without the mutex.");
-
-static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "receiver, patience");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *message = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
-    Py_DECREF(grip);
-    return message;
-}
-
-PyDoc_STRVAR(Inlet_poll_doc, "poll(receiver, patience)\n--\n\nThe same, for a caller that holds the mutex and counts.");
-
-static PyObject *Inlet_poll(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "receiver, patience");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *message = NULL;
-    if (!self->feed) message = Py_NewRef(Py_None);
-    else if (!spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 0);
-    Py_DECREF(grip);
-    return message;
-}
-
-PyDoc_STRVAR(Inlet_pop_doc,
-             "pop(loads, missing)\n--\n\nWhat `loads` makes of the next stream, which is done then, whatever `loads` "
-             "raises; `missing`, and nothing done, if that is not what comes next. For a caller without the mutex.");
-
-static PyObject *Inlet_pop(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !self->locks) {
-        PyErr_SetString(PyExc_TypeError, "loads, missing; of a work queue");
-        return NULL;
-    }
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *object = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0) object = Py_NewRef(args[1]);
-    else if (!locked) object = take(self, grip, NULL, args[0], NULL, 1);
-    if (object == Py_None && !grip->feed) {
-        Py_DECREF(object);
-        object = Py_NewRef(args[1]);
-    }
-    Py_DECREF(grip);
-    return object;
-}
-
-PyDoc_STRVAR(Inlet_answer_doc,
-             "answer(calls, patience)\n--\n\nThe call that the next reply is for, there now or within so many nanoseconds: taken "
-             "out of `calls`, with its `value` set. False for a reply to none of them. None, and nothing done, if this is "
-             "not what comes next. For a caller without the mutex.");
-
-static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !PyDict_CheckExact(args[0]) || self->locks) {
-        PyErr_SetString(PyExc_TypeError, "calls, patience; of a fan-out");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *call = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0 || !self->feed) call = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) call = take(self, grip, NULL, NULL, args[0], 1);
-    Py_DECREF(grip);
-    return call;
-}
-
-static PyObject *Inlet_retire(Inlet *self, PyObject *unused) {
-    (void)unused;
-    Inlet_clear(self);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef Inlet_methods[] = {
-    {"retire", (PyCFunction)Inlet_retire, METH_NOARGS, retire_doc},
-    {"learn", (PyCFunction)Inlet_learn, METH_VARARGS, Inlet_learn_doc},
-    {"recv", (PyCFunction)(void (*)(void))Inlet_recv, METH_FASTCALL, Inlet_recv_doc},
-    {"poll", (PyCFunction)(void (*)(void))Inlet_poll, METH_FASTCALL, Inlet_poll_doc},
-    {"answer", (PyCFunction)(void (*)(void))Inlet_answer, METH_FASTCALL, Inlet_answer_doc},
-    {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef Inlet_members[] = {
-    {"received", T_ULONGLONG, offsetof(Inlet, received), READONLY, "messages that `recv` and `pop` returned"},
-    {"ring_index", T_PYSSIZET, offsetof(Inlet, ring_index), READONLY, "the ring that it knows"},
-    {"more", T_BOOL, offsetof(Inlet, more), 0, "whether a sibling sleeps though there was more to take"},
-    {"received_bytes", T_ULONGLONG, offsetof(Inlet, received_bytes), READONLY, "their payload bytes"},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyTypeObject InletType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shmtensor.hot._hot.Inlet",
-    .tp_doc = "What a receiver does for a usual tensor, or stream.",
-    .tp_basicsize = sizeof(Inlet),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Inlet_init,
-    .tp_traverse = (traverseproc)Inlet_traverse,
-    .tp_clear = (inquiry)Inlet_clear,
-    .tp_dealloc = (destructor)Inlet_dealloc,
-    .tp_methods = Inlet_methods,
-    .tp_members = Inlet_members,
-};

@@ -42,8 +42,8 @@ enum { CPU = 1 };
 
 static ExchangeAPI *exchange; /* torch's */
 static PyTypeObject *tensor_type;
-static PyObject *s_is_neg, *s_closing, *s_close, *s_emptied, *s_wake_sender, *s_fd,
-    *s_line, *s_rung, *s_seq, *s_at, *s_words, *s_value;
+static PyObject *s_is_neg, *s_closing, *s_close, *s_emptied, *s_wake_sender, *s_fd, *s_line, *s_rung, *s_seq, *s_at,
+    *s_words, *s_value, *s_gone;
 
 /* --- shared words ------------------------------------------------------------------------------------------------- */
 
@@ -145,35 +145,6 @@ static int get_index(PyObject *object, PyObject *name, uint64_t *value) {
     *value = PyLong_AsUnsignedLongLong(found);
     Py_DECREF(found);
     return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Where in its objects a class keeps an attribute that its `__slots__` name; -1 with an error set if they do not. */
-static Py_ssize_t field_of(PyTypeObject *type, const char *name) {
-    PyObject *found = PyObject_GetAttrString((PyObject *)type, name);
-    if (!found) return -1;
-    Py_ssize_t at = -1;
-    if (Py_IS_TYPE(found, &PyMemberDescr_Type) && ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
-        at = ((PyMemberDescrObject *)found)->d_member->offset;
-    else PyErr_Format(PyExc_TypeError, "%s.%s is none of its slots", type->tp_name, name);
-    Py_DECREF(found);
-    return at;
-}
-
-static PyObject **field(PyObject *object, Py_ssize_t at) { return (PyObject **)((char *)object + at); }
-
-static void set_field(PyObject *object, Py_ssize_t at, PyObject *value) {
-    Py_XSETREF(*field(object, at), Py_NewRef(value));
-}
-
-/* An integer attribute. */
-static int get_field(PyObject *object, Py_ssize_t at, uint64_t *value) {
-    PyObject *found = *field(object, at);
-    if (!found) {
-        PyErr_SetString(PyExc_AttributeError, "a slot has no value");
-        return -1;
-    }
-    *value = PyLong_AsUnsignedLongLong(found);
-    return *value == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
 /* Words of a segment's, from a tuple of their indices. */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..endpoints.base import FORKED
 from ..endpoints.consumer import Consumer
@@ -10,6 +10,7 @@ from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher
 from ..memory.words import store
 from ..ring.competing import CompetingFeed
+from ..ring.feed import Found
 from ..ring.layout import SERVICE
 from ..ring.ring import Ring
 from ..units import format_bytes
@@ -17,17 +18,22 @@ from ..views.outgoing import Outgoing
 from .asking import refuse
 from .notes import BUDGET
 from .posting import Posting
+from .request import Request
+
+if TYPE_CHECKING:
+    from .server import Server
 
 
 class Source:
     """A ring of a client's, as requests come from it."""
 
-    __slots__ = ("feed", "replies", "words")
+    __slots__ = ("feed", "inlet", "replies", "words")
 
     def __init__(self, feed: CompetingFeed, words: memoryview) -> None:
         self.feed = feed
         self.words = words  # kept, so that its `id` stays its own
         self.replies: Replies | None = None
+        self.inlet: Any = None  # of the compiled module, where usual ones come by
 
 
 class Intake(Consumer):
@@ -40,9 +46,7 @@ class Intake(Consumer):
         return SERVICE
 
     def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
-        self._sources: dict[int, Source] = {}
-        self._last: Source | None = None
-        self._sources_epoch = -1
+        self._sources: dict[int, Source] = {}  # by the id of their words
         super().__init__(service, acknowledge="release", max_attempts=max_attempts, spin=spin)
 
     def _is_over(self) -> bool:
@@ -52,16 +56,15 @@ class Intake(Consumer):
 
     def source_of(self, lease: Any) -> Source:
         """The client whose request this is."""
-        words, source = lease.words, self._last
-        if source is not None and source.words is words and self._sources_epoch == self._epoch:
-            return source
-        if self._sources_epoch != self._epoch:
-            self._sources.clear()
-            self._sources_epoch = self._epoch
-        source = self._last = self._sources.get(id(words))
+        source = self._sources.get(id(lease.words))
         if source is None:
-            source = self._last = self._sources[id(words)] = Source(self._find(words), words)
+            words = lease.words
+            source = self._sources[id(words)] = Source(self._find(words), words)
         return source
+
+    def forget_sources(self) -> None:
+        """Clients may have left: let go of their rings."""
+        self._sources = {}
 
     def _acknowledge(self, lease: Any) -> None:
         if self._state != FORKED:
@@ -73,24 +76,39 @@ class Intake(Consumer):
                 return feed
         raise LookupError("a request of an unknown client")
 
-    def recv_soon(self) -> Message | None:
-        """A usual tensor that is there now (of a single client: very soon), or None."""
-        message: Message | None
+    def request_soon(self, server: Server, open_: dict[int, Message]) -> Request | Message | None:
+        """A usual tensor that is there now (of a single client: very soon), as a request whose message is in `open_`.
+
+        The message itself, if somebody has to look whether it may be started; None if nothing usual is there."""
         inlet = self._inlet
         if inlet is not None:
-            if (message := inlet.recv(self, self._patience)) is not None and inlet.more:
+            if (found := inlet.request(self, self._patience, server, open_)) is not None and inlet.more:
                 self._share()
-            return message
-        feeds, turn = (*self._feeds,), self._turn
-        for step in range(len(feeds)):
-            feed = feeds[(turn + step) % len(feeds)]
-            if feed.inlet is not None and (message := feed.inlet.recv(self, 0)) is not None:
-                self._turn = turn + step + 1
-                self._share_others()
-                return message  # type: ignore[no-any-return]
+            return found  # type: ignore[no-any-return]
+        feeds, turn = self._feeds, self._turn
+        for feed in feeds[turn:] + feeds[:turn]:
+            inlet = feed.inlet
+            if inlet is not None and (found := inlet.request(self, 0, server, open_)) is not None:
+                self._turn = turn + 1 if turn < len(feeds) else 0
+                words = self._control_words
+                for asleep in self._siblings_asleep:
+                    if words[asleep] & 1:
+                        self._share_others()
+                        break
+                return found  # type: ignore[no-any-return]
             if feed.behind > 0:  # something unusual, or it is time to look around: the others wait for their turn
                 return None
         return None
+
+    def _learn(self, feed: CompetingFeed, found: Found, value: Any) -> None:
+        super()._learn(feed, found, value)
+        if feed.inlet is not None:
+            words = found.ring.words
+            source = self._sources.get(id(words))
+            if source is None:
+                source = self._sources[id(words)] = Source(feed, words)
+            feed.inlet.serve(Request, source)
+            source.inlet = feed.inlet
 
     def clients(self) -> dict[int, bool]:
         """The uids of the clients that are attached, and whether each has left."""

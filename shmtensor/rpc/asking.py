@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..endpoints.base import FORKED
+from ..endpoints.base import FORKED, TICK
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..endpoints.pubsub import Subscriber
@@ -182,6 +182,8 @@ class Answers(Subscriber):
     def __init__(self, channel: str, *, spin: float) -> None:
         self._rows: dict[int, tuple[memoryview, int, int]] = {}
         self._in_vain = False  # the last wait lasted longer than we stay awake
+        self._since = 0.0  # when the wait began that is not judged yet
+        self._last: Any = None  # the inlet that was asked last
         self._rows_epoch = -1
         super().__init__(channel, spin=spin)
 
@@ -199,23 +201,70 @@ class Answers(Subscriber):
 
     def take_soon(self, calls: dict[int, Call]) -> Call | bool | None:
         """The call that the next reply is for, taken out of `calls`, with its value; False for a reply to none of
-        them; None if no usual tensor comes very soon."""
+        them; None if no usual tensor is there (of a single server: comes very soon)."""
         inlet = self._inlet
-        return None if inlet is None else inlet.answer(calls, self._patience)
+        if inlet is not None:
+            self._last = inlet
+            return inlet.answer(calls, 0 if self._in_vain else self._patience)  # type: ignore[no-any-return]
+        feeds, turn = self._feeds, self._turn
+        for feed in feeds[turn:] + feeds[:turn]:
+            inlet = feed.inlet
+            if inlet is not None and (ended := inlet.answer(calls, 0)) is not None:
+                self._last, self._turn = inlet, turn + 1 if turn < len(feeds) else 0
+                return ended  # type: ignore[no-any-return]
+            if feed.words[L_PUBLISHED] > feed.position:  # something unusual: the others wait for their turn
+                return None
+        return None
+
+    def take(self, calls: dict[int, Call], until: float) -> Call | bool | None:
+        """The same; where it would be in vain to stay awake for it, asleep until then or for a tick at most.
+
+        After None `recv` is to look: there may be something unusual, or the client is closed."""
+        ended = self.take_soon(calls)
+        if ended is not None or not self._in_vain:
+            return ended
+        now = monotonic()
+        if not self._since:
+            self._since = now
+        with self._mutex:
+            if self._state or self._stop or now >= until:
+                return None
+            if not self._sleep(min(TICK, until - now)):
+                self._tick()
+                return None
+        ended = self.take_soon(calls)
+        if ended is not None:
+            self._judge(self._last.sent_ns)
+        return ended
+
+    def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+        message = super().recv(timeout=timeout, copy=copy)
+        if self._since:
+            self._judge(self._sent_ns(message._lease))
+        return message
+
+    recv.__doc__ = Subscriber.recv.__doc__
 
     def _wait(self, timeout: float | None) -> Message:
         """Stays awake only where that would have brought the reply before: a thread that waits for a busy server's
         reply would take the processor that the server needs."""
-        start, spin = time.monotonic_ns(), self._spin
+        spin = self._spin
+        if not self._since:
+            self._since = monotonic()
         if self._in_vain:
             self._spin = 0.0
         self._in_vain = True
         try:
-            message = super()._wait(timeout)
+            return super()._wait(timeout)
+        except BaseException:
+            self._since = 0.0
+            raise
         finally:
             self._spin = spin
-        self._in_vain = self._sent_ns(message._lease) - start > spin * 1e9
-        return message
+
+    def _judge(self, sent_ns: int) -> None:
+        """A wait has ended, with a reply that was published then: would it have found us awake?"""
+        self._in_vain, self._since = sent_ns * 1e-9 - self._since > self._spin, 0.0
 
     def _sent_ns(self, lease: Any) -> int:
         """When a reply was published."""

@@ -34,15 +34,15 @@ class Call:
 
     def finish(self, value: Any, error: BaseException | None = None) -> None:
         """Its end. Called once, by whoever took it out of the client's table."""
-        future, bell = self.future, self.bell
+        future = self.future
         if future is None:
             self.value, self.error = value, error
         else:
             self.future = None  # the future owns it
             future._end(value, error)
         self.done = True
-        if bell is not None:
-            bell.set()
+        if self.bell is not None:  # looked at only now: who sets it looks at `done` afterwards
+            self.bell.set()
 
     def result(self) -> Any:
         """The value, which is the caller's from now on, or the error."""

@@ -8,12 +8,12 @@ that nobody may be waiting for.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Any
 
 from ..endpoints.base import TICK, check_count, check_timeout
@@ -82,6 +82,7 @@ class Client(AsyncClient):
         self._ended = Ended()
         self._look_due = 0.0
         self._nearest = 0  # no future expires before
+        self._has_submitted = False  # there are futures, or were
         self._replied = self._failed = self._cancelled = self._late = self._duplicates = 0
 
     # --- asking
@@ -132,6 +133,7 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         future = call.future = RequestFuture(self, call)
+        self._has_submitted = True
         if call.deadline and (call.deadline < self._nearest or not self._nearest):
             self._nearest = call.deadline
         self._post(call, value, meta, timeout)
@@ -149,6 +151,7 @@ class Client(AsyncClient):
         check_timeout(timeout)
         if window is not None:
             check_count("window", window, 1, 1 << 16)
+        timeout = None if timeout is None else float(min(timeout, FOREVER))  # a float needs no second check
         return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
@@ -179,34 +182,24 @@ class Client(AsyncClient):
 
     def _help(self, call: Call, timeout: float | None) -> None:
         """Receive replies, this call's among them, or let another thread; returns at its end or after `timeout`."""
-        until = None if timeout is None else time.monotonic() + timeout
-        leading = self._leading
+        until = math.inf if timeout is None else monotonic() + timeout
+        ends = min(until, call.deadline * 1e-9) if call.deadline else until
         while not call.done:
-            seconds = self._patience(call, until)
-            if seconds <= 0:
-                if until is not None and time.monotonic() >= until:
+            if self._leading.acquire(False):
+                try:
+                    while not call.done and monotonic() < ends:
+                        self._receive(ends)
+                        if self._ended.futures and not self._ended.is_telling():
+                            break
+                finally:
+                    self._stop_leading()
+            elif (now := monotonic()) < ends:
+                self._follow(call, min(TICK, ends - now))
+            if not call.done and (now := monotonic()) >= ends:
+                if now >= until:
                     return
                 self._expire()
                 self._ended.tell()
-            elif leading.acquire(blocking=False):
-                try:
-                    while not call.done and seconds > 0:
-                        self._receive(seconds)
-                        if self._ended.futures and not self._ended.is_telling():
-                            break
-                        seconds = self._patience(call, until)
-                finally:
-                    self._stop_leading()
-            else:
-                self._follow(call, seconds)
-
-    def _patience(self, call: Call, until: float | None) -> float:
-        """Seconds to wait before looking at the clock again."""
-        if not call.deadline and until is None:
-            return TICK
-        now = time.monotonic()
-        seconds = TICK if until is None else min(TICK, until - now)
-        return min(seconds, call.deadline * 1e-9 - now) if call.deadline else seconds
 
     def _follow(self, call: Call, seconds: float) -> None:
         """Wait until the thread that receives has got this call's reply, or makes this one its successor."""
@@ -227,7 +220,7 @@ class Client(AsyncClient):
     def _stop_leading(self) -> None:
         """This thread stops receiving: another one goes on, and the callbacks of what has ended run here."""
         self._leading.release()
-        if self._calls or self._ended.futures:
+        if self._followers or self._has_submitted:
             self._promote()
             self._ended.tell()
 
@@ -249,18 +242,22 @@ class Client(AsyncClient):
 
     # --- receiving: one thread at a time
 
-    def _receive(self, seconds: float) -> None:
-        """Wait up to so long for a reply and hand it to its call; look around when it is time."""
-        try:
-            message = self._answers.recv(timeout=seconds)
-        except TimedOut:
-            self._look_around()
-            return
-        except ClosedError as error:  # by another thread
-            self._end_all(error)
-            return
-        self._hand_out(message)
-        if time.monotonic() >= self._look_due:
+    def _receive(self, until: float) -> None:
+        """Wait until then, at most, for a reply and hand it to its call; look around when it is time."""
+        ended = self._answers.take(self._calls, until)
+        if ended is not None:
+            self._settle(ended)
+        else:
+            try:
+                message = self._answers.recv(timeout=min(TICK, max(0.0, until - monotonic())))
+            except TimedOut:
+                self._look_around()
+                return
+            except ClosedError as error:  # by another thread
+                self._end_all(error)
+                return
+            self._hand_out(message)
+        if monotonic() >= self._look_due:
             self._look_around()
 
     def _hand_out(self, message: Message) -> None:
@@ -284,7 +281,12 @@ class Client(AsyncClient):
             self._duplicates += 1
         else:
             self._replied += 1
-            call.finish(call.value)
+            if call.future is not None:
+                call.finish(call.value)
+            else:
+                call.done = True
+                if call.bell is not None:
+                    call.bell.set()
 
     def _end(self, call: Call, error: BaseException) -> None:
         """A call ends with an error, if nobody else has ended it."""
@@ -294,7 +296,7 @@ class Client(AsyncClient):
 
     def _look_around(self) -> None:
         """What nobody tells: requests that expired, that no server will answer, or that died with theirs."""
-        self._look_due = time.monotonic() + TICK
+        self._look_due = monotonic() + TICK
         requests = self._requests
         self._expire()
         done = []

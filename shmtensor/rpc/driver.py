@@ -79,7 +79,7 @@ def _receive_once(driver: Driver) -> bool:
     if not client._leading.acquire(blocking=False):
         return False  # who releases it wakes us
     try:
-        client._receive(client._until_nearest())
+        client._receive(time.monotonic() + client._until_nearest())
     finally:
         client._leading.release()
     client._ended.tell()

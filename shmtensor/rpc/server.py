@@ -97,15 +97,17 @@ class Server(AsyncServer):
         intake = self._intake
         while True:
             try:
-                message = None if self._stopping else intake.recv_soon()
-                if message is None:
-                    message = intake.recv(timeout=self._patience(deadline))
-                found = self._accept(message)
+                found: Any = None if self._stopping else intake.request_soon(self, self._open)
+                if type(found) is Request:
+                    self._taken += 1
+                    if self._collector is not None:
+                        found = self._batch(self._collector.add(found))
+                else:
+                    found = self._accept(found or intake.recv(timeout=self._patience(deadline)))
             except (TimedOut, ClosedError) as error:
                 found = self._nothing_came(error, deadline)
             if found is not None:
                 return found
-            message = None  # and with it its slot
 
     def _patience(self, deadline: float | None) -> float:
         """Seconds to wait before looking around; `ClosedError` once there is nothing to wait for."""
@@ -226,26 +228,16 @@ class Server(AsyncServer):
 
     def _reply_soon(self, request: Request, value: Any) -> bool:
         """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
-        source, message = request._source, request._message
-        replies = source.replies
-        outbox = None if replies is None else replies._outbox
-        if (
-            outbox is None
-            or message._receiver is None
-            or source.feed.gone
-            or request._words[request._at + NOTE] != request.seq << 8
-        ):
+        source = request._source
+        replies, inlet = source.replies, source.inlet
+        if replies is None or inlet is None or (outbox := replies._outbox) is None:
             return False
-        sent = outbox.answer(value, request.seq)
+        sent = inlet.respond(request, value, outbox, self._open)
         if sent is None:
             return False
         if sent < 0:
-            replies._wake_soon(-sent)  # type: ignore[union-attr]
+            replies._wake_soon(-sent)
         self._replied += 1
-        if self._open.pop(id(request), None) is not None:
-            message._receiver = None  # type: ignore[assignment]
-            message._lease.acknowledge()
-            message._value = message._hold = message._lease = None
         return True
 
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
@@ -318,7 +310,9 @@ class Server(AsyncServer):
 
     def _let_clients_go(self) -> None:
         """Close the publishers to clients that have left."""
-        self._replies_epoch = self._intake._epoch
+        if self._replies_epoch != self._intake._epoch:
+            self._replies_epoch = self._intake._epoch
+            self._intake.forget_sources()
         if not self._replies:
             return
         here = self._intake.clients()

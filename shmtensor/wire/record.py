@@ -45,7 +45,8 @@ INLINE: Final = SIZE - INLINE_OFFSET
 
 _BELL = struct.Struct("<8sQ")
 _BELL_MAGIC: Final = b"SHMTBELL"
-BELL_SIZE: Final = _BELL.size + SIZE
+BELL_HEAD: Final = _BELL.size
+BELL_SIZE: Final = BELL_HEAD + SIZE
 
 unpack_head = _HEAD.unpack_from
 """`unpack_head(buffer, offset)` -> the ten fields in the order of the table."""
