@@ -78,8 +78,8 @@ WAYS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "dd": (OURS, _dd),
     "dd, direct": (OURS, _dd_direct),
 }
-"""Which file, and how it is loaded; in this order, for what takes small pages leaves memory in pieces: huge ones
-are made elsewhere then, of memory that the host may have to find first."""
+"""Which file, and how it is loaded; in this order, so that those that take huge pages do not come after those
+that leave memory in small pieces."""
 
 
 # --- the files
