@@ -536,3 +536,28 @@ def test_tensors_that_share_no_more_than_their_look_with_one_sent_before(channel
                 pub.send(value)
         pub.send(torch.full((3, 3), 7.0))
         assert sub.recv(timeout=30).value[0, 0] == 7
+
+
+@needs_hot
+@pytest.mark.parametrize("kind", [(Publisher, Subscriber), (Producer, Consumer)], ids=["fan-out", "work queue"])
+def test_a_slot_that_is_held_is_passed_by(channel, kind):
+    """Slots 1 and 2 are a reader's views; messages go by the compiled module all the same, two at a time."""
+    value = torch.zeros(64)
+    sender, receiver = kind
+    with sender(channel, slots=16) as out, receiver(channel) as into:
+        for _ in range(2):
+            out.send(value)
+            assert into.recv(timeout=60).nbytes == value.nbytes
+        for _ in range(3):
+            out.send(value)
+        first, *kept = [into.recv(timeout=60).value for _ in range(3)]
+        del first
+        before = out._outbox.sent_bytes
+        for _ in range(100):
+            out.send(value)
+            out.send(value)
+            pair = [into.recv(timeout=60).value for _ in range(2)]
+            assert not {view.data_ptr() for view in pair} & {view.data_ptr() for view in kept}
+            del pair
+        assert out._outbox.sent_bytes - before == 200 * value.nbytes
+        del kept

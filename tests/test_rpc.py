@@ -913,3 +913,65 @@ def test_an_unusual_request_is_not_passed_over(channel):
             next(turns).submit(usual)
         assert 20 <= number < 26
         assert asked.result(60).tolist() == usual.tolist()
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
+def test_each_request_that_was_let_go_of_says_so(channel, make):
+    """All of them use the same slot, one after the other, before the client has looked why there is no reply."""
+    with shmtensor.Server(channel) as server, shmtensor.Client(channel, slots=1) as client:
+        for _ in range(5):
+            future = client.submit(make(4))
+            request = server.recv(timeout=PATIENCE)
+            request.reply(request.value)
+            del request
+            future.result(PATIENCE)
+        futures, places = [], set()
+        for _ in range(3):
+            futures.append(client.submit(make(4)))
+            request = server.recv(timeout=PATIENCE)
+            places.add(request._at)
+            del request
+        for future in futures:
+            error = future.exception(PATIENCE)
+            assert isinstance(error, RemoteError), error
+            assert error.type_name == "Unanswered"
+        assert len(places) == 1
+
+
+def test_a_busy_server_gets_what_a_dead_one_had(channel):
+    """There is a next request whenever the server asks; nevertheless it looks for what nobody finished."""
+    value = torch.zeros(4)
+    with shmtensor.Client(channel, slots=8) as client, shmtensor.Server(channel) as server:
+
+        def serve(by) -> int:
+            with by.recv(timeout=PATIENCE) as request:
+                request.reply(request.value)
+                return request.seq
+
+        with shmtensor.Server(channel) as other:
+            for number in range(10):
+                future = client.submit(value)
+                serve(other if number % 2 else server)
+                future.result(PATIENCE)
+            lost = client.submit(value)
+            request = other.recv(timeout=PATIENCE)
+            seq = request.seq
+            for _ in range(3):  # by now the server has passed it by
+                future = client.submit(value)
+                serve(server)
+                future.result(PATIENCE)
+            # as if the other had died: undone and not held, and nothing of the channel's table has changed
+            message = other._open.pop(id(request))
+            message._receiver = message._value = message._hold = message._lease = None
+            del message, request
+            waiting = [client.submit(value) for _ in range(4)]
+            until = time.monotonic() + PATIENCE
+            while serve(server) != seq:
+                assert time.monotonic() < until
+                waiting.append(client.submit(value))
+                waiting.pop(0).result(PATIENCE)
+            lost.result(PATIENCE)
+            for _ in waiting:
+                serve(server)
+            for future in waiting:
+                future.result(PATIENCE)

@@ -160,6 +160,7 @@ class Receiver(Opening[_F]):
 
     def _unlearn(self) -> None:
         """Something changed that the inlet was told: the next message goes by the Python code and makes another."""
+        self._turns = {}
         inlet, self._inlet = self._inlet, None
         if inlet is not None:
             inlet.retire()
@@ -261,7 +262,8 @@ class Receiver(Opening[_F]):
         if data is None:
             self._ticks += 1
             return False
-        self._late_bells = False  # of others, perhaps: they wake us once more at most, which costs less than to look
+        # each sender rings once per sleep; of two, the other's bell wakes us once more, which costs less than to look
+        self._late_bells = len(self._feeds) > 2
         if len(self._feeds) > 1:
             self._hear(data)
         else:
@@ -286,10 +288,8 @@ class Receiver(Opening[_F]):
             turn = next((turn for turn, feed in enumerate(self._feeds) if feed.uid == uid), None)
             if turn is None:
                 return
-            if len(self._turns) >= len(self._feeds):  # some are gone
-                self._turns.clear()
             self._turns[head] = turn
-        self._turn = self._turns[head]
+        self._turn = self._turns.get(head, self._turn)
 
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""

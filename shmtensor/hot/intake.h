@@ -123,8 +123,10 @@ static PyObject *Inlet_request(Inlet *self, PyObject *const *args, Py_ssize_t na
     if (!grip) return NULL;
     PyObject *message = NULL;
     int locked = is_locked(self->locked);
-    if (locked > 0 || !self->source) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
+    if (locked > 0 || !self->feed || !self->source) message = Py_NewRef(Py_None);
+    else if (!locked && !spin(self, patience))
+        /* when it is time to look around, whoever calls asks `recv` next, which says so as well */
+        message = nanoseconds() >= self->look_due ? Py_NewRef(Py_None) : take(self, grip, args[0], NULL, NULL, 1);
     PyObject *feed = grip->feed, *source = self->source;
     int plain = message && feed && source ? is_plain(feed, grip->at - RELEASED, grip->seq) : 0;
     if (plain > 0) {

@@ -59,7 +59,7 @@ static inline int64_t nanoseconds(void) {
 }
 
 /* The state words of a work queue's slot, ring/layout.py. */
-enum { CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, STATE_WORDS = 8 };
+enum { CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT, STATE_WORDS = 8 };
 
 /* A memoryview's memory, kept exported until it is given back. */
 typedef struct { Py_buffer view; } Memory;

@@ -2,6 +2,8 @@
 
 /* --- Outbox: the sender's side ------------------------------------------------------------------------------------ */
 
+#define NEAR 64 /* slots that are looked at for a free one */
+
 
 typedef struct {
     Look look;
@@ -79,7 +81,7 @@ static int Outbox_init(Outbox *self, PyObject *args, PyObject *kwargs) {
                  in_words(&self->head, self->peers[i] + (self->slots - 1) * self->step);
     for (int i = 0; i < self->nsleepers; i++) inside = inside && in_words(&self->control, self->sleepers[i]);
     inside = inside && in_words(&self->head, self->note_at) &&
-             in_words(&self->head, self->note_at + (self->slots - 1) * self->step + (self->twice ? 0 : DEADLINE - NOTE));
+             in_words(&self->head, self->note_at + (self->slots - 1) * self->step + (self->twice ? 0 : VERDICT - NOTE));
     if (!inside) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
@@ -149,7 +151,8 @@ static int is_free(Outbox *self, PyObject *entry, Py_ssize_t slot) {
     const Word *words = self->head.view.buf;
     for (int i = 0; i < self->npeers; i++)
         if (load(words + self->peers[i] + slot * self->step) != wanted) return 0;
-    return 1;
+    /* why a request has no reply: the Python code, which looks at that, frees its slot (rpc/asking.py) */
+    return self->twice || load(words + self->note_at + slot * self->step + VERDICT - NOTE) >> 8 != seq;
 }
 
 /* The same, looking again for at most so many nanoseconds, without letting other threads run. */
@@ -226,12 +229,26 @@ static PyObject *publish(Outbox *self, PyObject *entry, Word seq, uint64_t slot,
     return PyLong_FromLongLong(asleep ? -(long long)seq : (long long)seq);
 }
 
-/* What `busy` is to hold of the next message, and its slot, as ring/ring.py's `first` chooses it. Making the entry may
- * run the garbage collector, so that it comes first. */
+/* A slot for the next message, chosen as by ring/ring.py's `find`: the first if it is free, since caches still hold it, else
+ * the next free one from the cursor on; the cursor's if none is near. */
+static int choose(Outbox *self, uint64_t *slot) {
+    *slot = 0;
+    if (is_free(self, PyList_GET_ITEM(self->busy, 0), 0)) return 0;
+    if (get_field(self->ring, self->cursor_at, slot)) return -1;
+    uint64_t at = *slot;
+    for (int i = 0; i < NEAR && at < (uint64_t)self->slots; i++, at = at + 1 < (uint64_t)self->slots ? at + 1 : 0)
+        if (is_free(self, PyList_GET_ITEM(self->busy, at), (Py_ssize_t)at)) {
+            *slot = at;
+            break;
+        }
+    return 0;
+}
+
+/* What `busy` is to hold of the next message, and its slot. Making the entry may run the garbage collector, so that it
+ * comes first. */
 static PyObject *next_entry(Outbox *self, Word *seq, uint64_t *slot) {
     *seq = load((Word *)self->ledger.view.buf + self->published_at) + 1;
-    *slot = 0;
-    if (!is_free(self, PyList_GET_ITEM(self->busy, 0), 0) && get_field(self->ring, self->cursor_at, slot)) return NULL;
+    if (choose(self, slot)) return NULL;
     PyObject *items[] = {
         PyLong_FromUnsignedLongLong(*seq), PyLong_FromUnsignedLongLong(*slot), PyLong_FromLong(1),
         Py_NewRef(self->recipients), Py_NewRef(Py_False), Py_NewRef(Py_None),

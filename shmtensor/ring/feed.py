@@ -173,6 +173,8 @@ class Feed(ABC):
             return  # a forked child's copy of its parent's lease
         if not self.leases:
             held.discard(self)
+            if self.leases:  # another thread took a message just now
+                held.add(self)
         self.give_back(lease)
         if self._control[self._asleep] & 1:
             self.wake_sender()

@@ -26,7 +26,7 @@ from ..ring.layout import (
     SERVICE,
     VERDICT,
 )
-from ..ring.ring import Ring
+from ..ring.ring import Busy, Ring
 from ..units import format_bytes
 from ..views.outgoing import Outgoing
 from .notes import BUDGET, CANCELLED, FOREVER
@@ -165,12 +165,21 @@ class Requests(Posting, Producer):
         """Whether a server has ever taken it."""
         return call.words[call.at + CLAIMED] >= call.seq
 
+    def _is_free(self, ring: Ring, entry: Busy) -> bool:
+        """The next request in the slot may overwrite why this one has no reply, before anybody has looked."""
+        is_free = super()._is_free(ring, entry)
+        call = self.calls.get(entry[0]) if is_free else None
+        if call is not None:
+            call.verdict = self.verdict(call)
+        return is_free
+
     @staticmethod
     def verdict(call: Call) -> tuple[int, int]:
         """Why a request that is done has no reply: (code or 0, how often it was taken, as far as that is known)."""
         seq, words, at = call.seq, call.words, call.at
         verdict, attempt = words[at + VERDICT], words[at + ATTEMPT]
-        return verdict & 0xFF if verdict >> 8 == seq else 0, attempt & 0xFF if attempt >> 8 == seq else 0
+        seen = verdict & 0xFF if verdict >> 8 == seq else 0, attempt & 0xFF if attempt >> 8 == seq else 0
+        return call.verdict or seen  # it is kept before another request may have overwritten what was seen
 
     def _refuse(self) -> None:
         refuse(self, "Client")

@@ -51,7 +51,8 @@ class Batch:
         Raises `ArgumentError` if a tensor or array in it has another first dimension; nothing is answered then.
         """
         for request, part in self._open_with(value):
-            request.reply(part)
+            if not request.answered:
+                request.reply(part)
 
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run where it has to wait for room.
@@ -59,7 +60,8 @@ class Batch:
         If it is cancelled, those that have no answer yet are still yours to answer, by the same call if you like.
         """
         for request, part in self._open_with(value):
-            await request.areply(part)
+            if not request.answered:
+                await request.areply(part)
 
     def _open_with(self, value: Any) -> list[tuple[Request, Any]]:
         """The requests that have no answer yet, with their parts of a value."""

@@ -19,7 +19,7 @@ class Call:
     seq:      once it is posted, its place in the ring of requests: `words` and the index `at` of its slot's state
     """
 
-    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "words")
+    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "verdict", "words")
 
     words: memoryview
     at: int
@@ -27,10 +27,11 @@ class Call:
     error: BaseException | None
     bell: threading.Event | None  # of the thread that waits for it while another one receives
     future: RequestFuture | None
+    verdict: tuple[int, int] | None  # why it has no reply, once its slot may be another request's
 
     def __init__(self, deadline: int, bits: int) -> None:
         self.deadline, self.bits, self.seq, self.done = deadline, bits, 0, False
-        self.value = self.error = self.bell = self.future = None
+        self.value = self.error = self.bell = self.future = self.verdict = None
 
     def finish(self, value: Any, error: BaseException | None = None) -> None:
         """Its end. Called once, by whoever took it out of the client's table."""
