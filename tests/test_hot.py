@@ -561,3 +561,21 @@ def test_a_slot_that_is_held_is_passed_by(channel, kind):
             del pair
         assert out._outbox.sent_bytes - before == 200 * value.nbytes
         del kept
+
+
+@needs_hot
+def test_what_others_took_is_passed_by_though_its_slot_is_used_again(channel):
+    value = torch.zeros(64)
+    with Producer(channel, slots=8) as out, Consumer(channel) as one, Consumer(channel) as other:
+        for _ in range(4):
+            for into in (one, other):
+                out.send(value)
+                into.recv(timeout=60).release()
+        for _ in range(20):
+            for _ in range(5):
+                out.send(value)
+                one.recv(timeout=60).release()
+            before = other._inlet.received
+            out.send(value)
+            other.recv(timeout=60).release()
+            assert other._inlet.received == before + 1

@@ -275,13 +275,14 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         if (place >> 32 != (Word)self->ring_index || slot >= (uint64_t)self->slots) Py_RETURN_NONE;
         const char *record = head + self->records_at + (Py_ssize_t)slot * self->record_bytes;
         Word *state = (Word *)head + self->state_at + (Py_ssize_t)slot * self->step;
-        if (load((const Word *)record) != seq) Py_RETURN_NONE;
-        const Known *known = recognise(self, record, (Py_ssize_t)slot);
-        if (!known || known->is_stream == !loads) Py_RETURN_NONE;
+        int gone = load((const Word *)record) != seq; /* the slot is used again: on a work queue, others are done with it */
+        if (gone && !self->locks) Py_RETURN_NONE;
+        const Known *known = gone ? NULL : recognise(self, record, (Py_ssize_t)slot);
+        if (!gone && (!known || known->is_stream == !loads)) Py_RETURN_NONE;
         PyObject *number = PyLong_FromUnsignedLongLong(seq), *made = NULL;
         if (!number) return NULL;
         if (self->locks) {
-            int answer = claim(self->locks, self->leases, number, seq, (const Word *)record, state);
+            int answer = gone ? PASSED : claim(self->locks, self->leases, number, seq, (const Word *)record, state);
             if (answer != MINE) {
                 if (answer == PASSED) set_field(self->feed, self->position_at, number);
                 Py_DECREF(number);
