@@ -105,7 +105,7 @@ def awake() -> None:
         if hot.module() is not None:
             return
         clock = Clock()
-        outgoing.describe = clock.wrap("send: describe the tensor", outgoing.describe)
+        pubsub.Publisher._describe = staticmethod(clock.wrap("send: describe the tensor", outgoing.describe))
         outgoing.write = clock.wrap("send: copy 1 KiB", outgoing.write)
         for owner, name, step in (
             (pubsub.Publisher, "_usual_place", "send: acquire a slot"),
@@ -134,7 +134,7 @@ def asleep() -> None:
     import torch
 
     import shmtensor
-    from shmtensor.channel import inbox
+    from shmtensor.channel import doorbells, inbox
 
     torch.set_num_threads(1)
     events: list[tuple[str, int]] = []
@@ -155,7 +155,7 @@ def asleep() -> None:
         setattr(owner, name, marked)
 
     around(inbox.Inbox, "wait", None, "woken")
-    around(inbox.Doorbells, "ring", "about to ring", "rung")
+    around(doorbells.Doorbells, "ring", "about to ring", "rung")
     there, back, tensor = fresh_name(), fresh_name(), torch.randn(16, 16)
     reader, writer = os.pipe()
     child = os.fork()
