@@ -2,43 +2,38 @@
 
 /* --- Inlet: what it can be asked for ------------------------------------------------------------------------------ */
 
+/* `take`, of something that is there now or within `patience`, a number of nanoseconds. For a caller without the mutex
+ * (`alone`): None if another thread holds it. The lease goes into `lease`, if there is one, and is the caller's. */
+static PyObject *await(Inlet *self, PyObject *patience, PyObject *receiver, PyObject *calls, int alone, Grip **lease) {
+    long long nanos = PyLong_AsLongLong(patience);
+    if (nanos == -1 && PyErr_Occurred()) return NULL;
+    Grip *grip = new_grip();
+    if (!grip) return NULL;
+    PyObject *made = NULL;
+    int locked = alone ? is_locked(self->locked) : 0;
+    if (locked > 0 || !self->feed) made = Py_NewRef(Py_None);
+    else if (!locked && !spin(self, nanos)) made = take(self, grip, receiver, NULL, calls, alone);
+    if (lease) *lease = grip;
+    else Py_DECREF(grip);
+    return made;
+}
+
 PyDoc_STRVAR(Inlet_recv_doc,
              "recv(receiver, patience)\n--\n\nThe next message, there now or within so many nanoseconds, or None. For a "
              "caller without the mutex.");
 
 static PyObject *Inlet_recv(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "receiver, patience");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *message = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0 || !self->feed) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 1);
-    Py_DECREF(grip);
-    return message;
+    if (nargs == 2) return await(self, args[1], args[0], NULL, 1, NULL);
+    PyErr_SetString(PyExc_TypeError, "receiver, patience");
+    return NULL;
 }
 
 PyDoc_STRVAR(Inlet_poll_doc, "poll(receiver, patience)\n--\n\nThe same, for a caller that holds the mutex and counts.");
 
 static PyObject *Inlet_poll(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "receiver, patience");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *message = NULL;
-    if (!self->feed) message = Py_NewRef(Py_None);
-    else if (!spin(self, patience)) message = take(self, grip, args[0], NULL, NULL, 0);
-    Py_DECREF(grip);
-    return message;
+    if (nargs == 2) return await(self, args[1], args[0], NULL, 0, NULL);
+    PyErr_SetString(PyExc_TypeError, "receiver, patience");
+    return NULL;
 }
 
 PyDoc_STRVAR(Inlet_pop_doc,
@@ -70,20 +65,9 @@ PyDoc_STRVAR(Inlet_answer_doc,
              "not what comes next. For a caller without the mutex.");
 
 static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 || !PyDict_CheckExact(args[0]) || self->locks) {
-        PyErr_SetString(PyExc_TypeError, "calls, patience; of a fan-out");
-        return NULL;
-    }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    Grip *grip = new_grip();
-    if (!grip) return NULL;
-    PyObject *call = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0 || !self->feed) call = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience)) call = take(self, grip, NULL, NULL, args[0], 1);
-    Py_DECREF(grip);
-    return call;
+    if (nargs == 2 && PyDict_CheckExact(args[0]) && !self->locks) return await(self, args[1], NULL, args[0], 1, NULL);
+    PyErr_SetString(PyExc_TypeError, "calls, patience; of a fan-out");
+    return NULL;
 }
 
 PyDoc_STRVAR(Inlet_serve_doc, "serve(request, source)\n--\n\nWhat `request` is to make, and whose requests come by here.");
@@ -116,17 +100,11 @@ static PyObject *Inlet_request(Inlet *self, PyObject *const *args, Py_ssize_t na
         PyErr_SetString(PyExc_TypeError, "receiver, patience, server, open");
         return NULL;
     }
-    long long patience = PyLong_AsLongLong(args[1]);
-    if (patience == -1 && PyErr_Occurred()) return NULL;
-    if (!self->source) Py_RETURN_NONE;
-    Grip *grip = new_grip();
+    /* when it is time to look around, whoever calls asks `recv` next, which says so as well */
+    if (!self->source || nanoseconds() >= self->look_due) Py_RETURN_NONE;
+    Grip *grip = NULL;
+    PyObject *message = await(self, args[1], args[0], NULL, 1, &grip);
     if (!grip) return NULL;
-    PyObject *message = NULL;
-    int locked = is_locked(self->locked);
-    if (locked > 0 || !self->feed || !self->source) message = Py_NewRef(Py_None);
-    else if (!locked && !spin(self, patience))
-        /* when it is time to look around, whoever calls asks `recv` next, which says so as well */
-        message = nanoseconds() >= self->look_due ? Py_NewRef(Py_None) : take(self, grip, args[0], NULL, NULL, 1);
     PyObject *feed = grip->feed, *source = self->source;
     int plain = message && feed && source ? is_plain(feed, grip->at - RELEASED, grip->seq) : 0;
     if (plain > 0) {
