@@ -962,7 +962,7 @@ def test_a_busy_server_gets_what_a_dead_one_had(channel):
                 future.result(PATIENCE)
             # as if the other had died: undone and not held, and nothing of the channel's table has changed
             message = other._open.pop(id(request))
-            message._receiver = message._value = message._hold = message._lease = None
+            message._empty()
             del message, request
             waiting = [client.submit(value) for _ in range(4)]
             until = time.monotonic() + PATIENCE

@@ -44,7 +44,7 @@ class Getter(Consumer):
         # crash: get.delivered
         if self._abandoned != before:
             self._when_abandoned()
-        if message is not None and found.kind == ARRAY and pickling.is_stream(message._value):
+        if message is not None and found.kind == ARRAY and pickling.is_stream(message.value):
             self._learn(feed, found, None)
         return message
 

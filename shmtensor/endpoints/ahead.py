@@ -69,7 +69,7 @@ class Ahead:
         receiver, self._raw = self._receiver, message
         devices = receiver._devices()
         stream = devices.stream(self._device)
-        message._value, event, blocks = devices.copy_out(message._value, receiver._mapped_rings(), self._device, stream)
+        message.value, event, blocks = devices.copy_out(message.value, receiver._mapped_rings(), self._device, stream)
         self._raw = None
         if not receiver._maps_writable:  # a claim is needed until the message is done
             message._hold = message._lease = None
@@ -83,7 +83,7 @@ class Ahead:
         self._line.clear()
         self._raw = None
         for message in messages:
-            message._receiver = message._value = message._hold = message._lease = None  # type: ignore[assignment]
+            message._empty()
 
 
 def check(device: Any, prefetch: int, *, latest: bool = False) -> None:

@@ -173,7 +173,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
             message = self._deliver(feed, found, seq)
             if message is not None:
                 if found.kind == TENSOR:
-                    self._learn(feed, found, message._value)
+                    self._learn(feed, found, message.value)
                 if self._siblings and self._has_more():
                     self._ring_sibling(feed.uid, found)
                 return message
@@ -289,7 +289,7 @@ class Consumer(AsyncReceiver[CompetingFeed]):
 
     def _make_private(self, message: Message) -> None:
         if self._ahead is None:
-            message._value = pack.copy_value(message._value)
+            message.value = pack.copy_value(message.value)
 
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ReleasedError
 from ..views import pack
@@ -31,8 +31,11 @@ class Message:
     (2.0, 7, {'ts': 1.5}, 1, 8)
     """
 
-    __slots__ = ("__weakref__", "_hold", "_lease", "_receiver", "_value", "attempt", "meta", "missed", "nbytes", "seq")
+    __slots__ = ("__weakref__", "_hold", "_lease", "_receiver", "attempt", "meta", "missed", "nbytes", "seq", "value")
 
+    value: Any
+    """What was sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars. `ReleasedError` once
+    the message is released."""
     meta: Any
     """What the sender passed as `meta=`, or None."""
     seq: int
@@ -56,15 +59,8 @@ class Message:
         lease: Any,
         receiver: Receiver[Any],
     ) -> None:
-        self._value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
+        self.value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
         self.attempt, self.missed, self._hold, self._lease, self._receiver = attempt, missed, hold, lease, receiver
-
-    @property
-    def value(self) -> Any:
-        """What was sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars."""
-        if self._receiver is None:
-            raise ReleasedError("this message was released: take msg.value, or msg.copy(), before releasing it")
-        return self._value
 
     def copy(self) -> Any:
         """A private, writable copy of the value that no lease hangs on."""
@@ -92,7 +88,13 @@ class Message:
         receiver, self._receiver = self._receiver, None  # type: ignore[assignment]
         if receiver is not None:
             receiver._acknowledge(self._lease)
-            self._value = self._hold = self._lease = None
+            self._empty()
+
+    def _empty(self) -> None:
+        """Drop the references. What was not acknowledged is given back once its views here are gone."""
+        self.__class__ = Released
+        _set_value(self, None)
+        self._receiver = self._hold = self._lease = None  # type: ignore[assignment]
 
     def __enter__(self) -> Message:
         return self
@@ -102,8 +104,22 @@ class Message:
             self.release()
         elif self._receiver is not None:  # an exception: not done; dropping the references gives the slot back
             self._receiver._reject(self._lease)
-            self._receiver = self._value = self._hold = self._lease = None  # type: ignore[assignment]
+            self._empty()
 
     def __repr__(self) -> str:
         state = "released" if self._receiver is None else f"{self.nbytes} bytes"
         return f"<Message seq={self.seq} attempt={self.attempt} {state}>"
+
+
+_set_value: Final = Message.__dict__["value"].__set__
+
+
+class Released(Message):
+    """What a message becomes: while it is not, its value is an attribute that nothing has to be asked for."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """Gone."""
+        raise ReleasedError("this message was released: take msg.value, or msg.copy(), before releasing it")

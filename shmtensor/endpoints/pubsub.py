@@ -236,7 +236,7 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
     def _make_private(self, message: Message) -> None:
         if self._ahead is not None:
             return  # it is
-        message._value = message.copy()
+        message.value = message.copy()
         message._hold = message._lease = None
 
     def _is_drained(self, feed: BroadcastFeed) -> bool:

@@ -100,24 +100,22 @@ def _make_ring(device: int, name: str, uid: int, index: int, shape: RingShape, r
 class DeviceMessage(Message):
     """A message in device memory."""
 
-    __slots__ = ("_dynamic", "_unpacker")
-
-    _dynamic: bytes
-    _unpacker: views.DeviceUnpacker
+    __slots__ = ()
 
     def copy(self) -> Any:
         """A private, writable copy of the value that no lease hangs on, on the same device."""
-        value, block = self.value, self._hold
-        if block is None:  # received ahead: its tensors alone hold the slot
+        value, hold = self.value, self._hold
+        if hold is None:  # received ahead: its tensors alone hold the slot
             return map_leaves(lambda tensor: tensor.clone(), value)
+        block, unpacker, dynamic = hold
         payload = None
-        if self._unpacker.nbytes:
+        if unpacker.nbytes:
             used = runtime()
             stream = used.current_stream(block.device)
             source = block.tensor()
             payload = used.empty((block.nbytes,), source.dtype, block.device, stream)
             used.copy(payload, source, stream)
-        return self._unpacker.over(payload, block.device, self._dynamic)[0]
+        return unpacker.over(payload, block.device, dynamic)[0]
 
 
 def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | None:
@@ -170,9 +168,8 @@ def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | Non
                 raise
             feed.position = seq - 1  # lost with the others
             continue
-        message = DeviceMessage(value, meta, seq, found.nbytes, 1, missed, block, lease, receiver)
-        message._unpacker, message._dynamic = found.unpacker, found.dynamic
-        return message
+        hold = block, found.unpacker, found.dynamic
+        return DeviceMessage(value, meta, seq, found.nbytes, 1, missed, hold, lease, receiver)
     return None
 
 

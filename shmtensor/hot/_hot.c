@@ -84,7 +84,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__hot(void) {
     struct { PyObject **at; const char *text; } strings[] = {
-        {&s_is_neg, "is_neg"}, {&s_closing, "closing"}, {&s_close, "close"}, {&s_emptied, "emptied"},
+        {&s_is_neg, "is_neg"}, {&s_close, "close"}, {&s_emptied, "emptied"},
         {&s_wake_sender, "wake_sender"}, {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_seq, "seq"},
         {&s_at, "at"}, {&s_words, "words"}, {&s_value, "value"}, {&s_gone, "gone"},
     };

@@ -9,6 +9,7 @@ typedef struct {
     unsigned long long seq;
     Py_ssize_t word;
     PyObject *feed, *leases, *words;
+    PyObject *number; /* `seq`, under which it stands in `leases` */
     PyObject *locks; /* a work queue's: the lock file whose lock on byte `seq` the claim is; NULL: fan-out */
     struct Holder *holder; /* what of torch's refers to this, without owning it; NULL: nothing (any more) */
     Word *at;            /* where the end is told */
@@ -76,14 +77,11 @@ static int set_lock(PyObject *locks, short kind, Word seq) {
 }
 
 static PyObject *held_feeds; /* ring/feed.py's set of that name */
+static Py_ssize_t closing_at; /* of every feed */
 
 /* What ring/feed.py's `_ended` does, and the feeds' `give_back`. */
 static int grip_ended(Grip *grip) {
-    PyObject *key = PyLong_FromUnsignedLongLong(grip->seq);
-    if (!key) return -1;
-    int missing = PyDict_DelItem(grip->leases, key);
-    Py_DECREF(key);
-    if (missing) { /* a forked child's copy of its parent's lease */
+    if (PyDict_DelItem(grip->leases, grip->number)) { /* a forked child's copy of its parent's lease */
         if (!PyErr_ExceptionMatches(PyExc_KeyError)) return -1;
         PyErr_Clear();
         return 0;
@@ -101,10 +99,7 @@ static int grip_ended(Grip *grip) {
     }
     if (PyDict_GET_SIZE(grip->leases)) return 0;
     if (PySet_Discard(held_feeds, grip->feed) < 0) return -1;
-    PyObject *closing = PyObject_GetAttr(grip->feed, s_closing);
-    if (!closing) return -1;
-    Py_DECREF(closing);
-    if (closing != Py_True) return 0;
+    if (*field(grip->feed, closing_at) != Py_True) return 0;
     PyObject *done = PyObject_CallMethodNoArgs(grip->feed, s_close);
     Py_XDECREF(done);
     if (!done) return -1;
@@ -126,6 +121,7 @@ static void Grip_dealloc(Grip *self) {
     Py_XDECREF(self->feed);
     Py_XDECREF(self->leases);
     Py_XDECREF(self->words);
+    Py_XDECREF(self->number);
     Py_XDECREF(self->locks);
     PyObject_GC_Del(self);
 }

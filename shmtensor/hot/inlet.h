@@ -14,7 +14,7 @@ typedef struct {
 enum { M_VALUE, M_META, M_SEQ, M_NBYTES, M_ATTEMPT, M_MISSED, M_HOLD, M_LEASE, M_RECEIVER, M_ALL }; /* of a Message */
 enum { R_SERVER, R_MESSAGE, R_SOURCE, R_WORDS, R_AT, R_SEQ, R_ALL };                                  /* of a Request */
 
-static const char *const message_slots[] = {"_value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease",
+static const char *const message_slots[] = {"value", "meta", "seq", "nbytes", "attempt", "missed", "_hold", "_lease",
                                             "_receiver", NULL};
 static const char *const request_slots[] = {"_server", "_message", "_source", "_words", "_at", "seq", NULL};
 
@@ -69,7 +69,8 @@ static int Inlet_init(Inlet *self, PyObject *args, PyObject *kwargs) {
     self->locks = locks == Py_None ? NULL : Py_NewRef(locks);
     self->step = locks == Py_None ? 1 : STATE_WORDS;
     self->position_at = field_of(Py_TYPE(feed), "position");
-    if (self->position_at < 0 || words_of(siblings, self->siblings, &self->nsiblings)) return -1;
+    closing_at = field_of(Py_TYPE(feed), "closing");
+    if (self->position_at < 0 || closing_at < 0 || words_of(siblings, self->siblings, &self->nsiblings)) return -1;
     if (memory_get(control, &self->control) || memory_get(ledger, &self->ledger) || memory_get(head, &self->head) ||
         memory_get(data, &self->data))
         return -1;
@@ -298,6 +299,7 @@ static PyObject *take(Inlet *self, Grip *grip, PyObject *receiver, PyObject *loa
         grip->feed = Py_NewRef(self->feed);
         grip->leases = Py_NewRef(self->leases);
         grip->words = Py_NewRef(self->head_words);
+        grip->number = Py_NewRef(number);
         grip->locks = Py_XNewRef(self->locks);
         grip->sleeper = control + self->asleep_at;
         if ((!PyDict_GET_SIZE(self->leases) && PySet_Add(held_feeds, self->feed)) ||
@@ -342,7 +344,7 @@ static int spin(Inlet *self, int64_t patience) {
 static Grip *new_grip(void) {
     Grip *grip = PyObject_GC_New(Grip, &GripType);
     if (grip) {
-        grip->feed = grip->leases = grip->words = grip->locks = NULL;
+        grip->feed = grip->leases = grip->words = grip->number = grip->locks = NULL;
         grip->holder = NULL;
         PyObject_GC_Track(grip);
     }

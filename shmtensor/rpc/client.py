@@ -265,12 +265,12 @@ class Client(AsyncClient):
         if message.meta is not None:
             call = self._calls.get(seq)
             if call is not None:
-                self._end(call, failures.from_reply(message._value))
+                self._end(call, failures.from_reply(message.value))
                 return
         else:
             call = self._calls.pop(seq, None)
             if call is not None:
-                call.value = message._value
+                call.value = message.value
                 self._settle(call)
                 return
         self._settle(False)

@@ -56,7 +56,7 @@ class Request:
         message = self._message
         if message._receiver is None:
             raise ReleasedError("this request was answered, or its server closed: take req.value before")
-        return message._value
+        return message.value
 
     @property
     def meta(self) -> Any:

@@ -325,7 +325,7 @@ class Server(AsyncServer):
     def _forget(self, request: Request) -> None:
         """A request was dropped without an answer."""
         if self._intake._state:
-            _give_back(self._open.pop(id(request), request._message))
+            self._open.pop(id(request), request._message)._empty()  # not done: another server gets it
             return
         self._dropped += 1
         request._finish(DROPPED)
@@ -336,7 +336,7 @@ class Server(AsyncServer):
         """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
         self._stopping = True
         while self._open:
-            _give_back(self._open.popitem()[1])
+            self._open.popitem()[1]._empty()
         self._intake.close()
         for uid in list(self._replies):
             replies = self._replies.pop(uid, None)
@@ -377,8 +377,3 @@ class Server(AsyncServer):
 
     def __repr__(self) -> str:
         return f'<Server "{self.name}" {self._intake._state or "open"} taken={self._taken} replied={self._replied}>'
-
-
-def _give_back(message: Message) -> None:
-    """Not done: another server gets it, once its views here are gone."""
-    message._receiver = message._value = message._hold = message._lease = None  # type: ignore[assignment]
