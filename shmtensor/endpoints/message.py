@@ -115,7 +115,7 @@ _set_value: Final = Message.__dict__["value"].__set__
 
 
 class Released(Message):
-    """What a message becomes: while it is not, its value is an attribute that nothing has to be asked for."""
+    """A message that was released. Before that, reading its value asks nothing: `recv` is counted in tenths of a µs."""
 
     __slots__ = ()
 
