@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from ..measure import RowSpec
-from ..sizes import HUGE, KIB, SIZES, label
-from ..transports import PAIR, SHARED_MEMORY, SHMTENSOR, ZMQ_NO_COPY, Transport, that_can
+from ..sizes import KIB, SIZES, label
+from ..transports import PAIR, SHMTENSOR, Transport, that_can
 from .base import Workload
 from .round_trip import GROUP, case_name, make_cases, make_row
 
 PAUSE = 300e-6
 SLEEPERS: tuple[Transport, ...] = tuple(each for each in that_can(PAIR) if each.sleeps)
-LARGER = (SHMTENSOR, SHARED_MEMORY, ZMQ_NO_COPY)
-"""Those that are measured above 64 MiB too: what a wake-up costs does not show there any more."""
-_CELLS = [(transport, nbytes) for transport in SLEEPERS for nbytes in SIZES if nbytes <= HUGE or transport in LARGER]
-_CASES = {case_name(transport, nbytes) for transport, nbytes in _CELLS}
 
 WORKLOAD = Workload(
     name="asleep",
@@ -24,11 +20,12 @@ WORKLOAD = Workload(
         "that can only poll (iceoryx2's form here, vLLM) have no row. sleeps: how often shmtensor's recv "
         "really went to sleep, per trip, on the side that slept less."
     ),
-    cases=tuple(case for case in make_cases(SLEEPERS, (KIB,), awake=False, pause=PAUSE) if case.name in _CASES),
+    cases=make_cases(SLEEPERS, (KIB,), awake=False, pause=PAUSE),
     rows=(
         *(
             make_row(transport, nbytes, GROUP, case_name(transport, nbytes), "round trip")
-            for transport, nbytes in _CELLS
+            for transport in SLEEPERS
+            for nbytes in SIZES
         ),
         *(
             RowSpec(

@@ -13,15 +13,9 @@ from ..measure import RowSpec, Samples, summarize
 from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import HUGE, KIB, LARGEST, MIB, SIZES, in_flight, label
 from ..transports import (
-    ICEORYX2,
     PAIR,
     RAY,
-    SHARED_MEMORY,
     SHMTENSOR,
-    SPDL_POOL,
-    TORCH_DESCRIPTOR,
-    TORCH_FILE_SYSTEM,
-    ZMQ_NO_COPY,
     Link,
     LinkSettings,
     Receiver,
@@ -175,17 +169,6 @@ QUICK = (KIB,)
 QUICK_LARGE = ("shmtensor", "iceoryx2", "shared_memory + Pipe", "pyzmq ipc")
 """Transports whose round trip of 4 MiB is part of a quick run."""
 GROUP = "median round trip"
-AT_LARGEST = frozenset(
-    {SHMTENSOR, ICEORYX2, SHARED_MEMORY, ZMQ_NO_COPY, SPDL_POOL, TORCH_DESCRIPTOR, TORCH_FILE_SYSTEM}
-)
-"""Transports whose 256 MiB are measured: they hand over memory. The others pass every byte through a pipe, a socket or
-private memory on both sides: a trip takes up to seconds, a round of all of them minutes, and shows what 64 MiB show."""
-RAY_SIZES = tuple(size for size in SIZES if size < LARGEST)
-
-
-def has_size(transport: Transport, nbytes: int) -> bool:
-    """Whether this transport is measured with so many bytes."""
-    return nbytes < LARGEST or transport in AT_LARGEST
 
 
 def case_name(transport: Transport, nbytes: int) -> str:
@@ -204,7 +187,6 @@ def make_cases(transports: tuple[Transport, ...], quick: tuple[int, ...], **opti
         )
         for nbytes in SIZES
         for transport in transports
-        if has_size(transport, nbytes)
     )
 
 
@@ -226,20 +208,19 @@ WORKLOAD = Workload(
         "byte of it. shmtensor spins for up to 1 s, iceoryx2 and vLLM poll, the others block in a read; "
         "torch's queues send clones, which they would otherwise not copy. Warm: after 11 trips (from 64 MiB on "
         "after one, and 3 or 2 samples). Ray: one actor and one cluster for all sizes; its actor returns what "
-        "it was sent. 256 MiB only for those that hand over memory: the others take up to seconds a trip."
+        "it was sent."
     ),
     cases=(
         *make_cases(RIVALS, QUICK),
-        Case(RAY.name, RAY, partial(measure_ray, sizes=RAY_SIZES), quick=False, rounds=1),
+        Case(RAY.name, RAY, partial(measure_ray, sizes=SIZES), quick=False, rounds=1),
     ),
     rows=(
         *(
             make_row(transport, nbytes, GROUP, case_name(transport, nbytes), "round trip")
             for transport in RIVALS
             for nbytes in SIZES
-            if has_size(transport, nbytes)
         ),
-        *(make_row(RAY, nbytes, GROUP, RAY.name, f"round trip {label(nbytes)}") for nbytes in RAY_SIZES),
+        *(make_row(RAY, nbytes, GROUP, RAY.name, f"round trip {label(nbytes)}") for nbytes in SIZES),
         *(
             RowSpec(
                 f"first, {case_name(transport, nbytes)}", transport.name, case_name(transport, nbytes), "first",
@@ -248,7 +229,6 @@ WORKLOAD = Workload(
             )
             for transport in RIVALS
             for nbytes in SIZES
-            if has_size(transport, nbytes)
         ),
     ),
     heading="payload",
