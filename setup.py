@@ -12,7 +12,8 @@ setup(
             "shmtensor.hot._hot",
             [HOT + "_hot.c"],
             depends=sorted(str(header) for header in Path(HOT).glob("*.h")),
-            extra_compile_args=["-O2"],
+            extra_compile_args=["-O2", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     ]

@@ -7,14 +7,16 @@ truth is in shared memory, and a lost doorbell costs one tick.
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import zmq
 
+from .. import hot
 from ..errors import ResourceError
 from ..memory import shortage
 from .names import socket_path
-from .zmtp import Push
+from .zmtp import Push, frame_head
 
 _HIGH_WATER: Final = 1000
 _LINGER_MS: Final = 200
@@ -25,11 +27,18 @@ _context: zmq.Context[zmq.Socket[bytes]] | None = None
 _context_pid = 0
 
 
+class Rung(Protocol):
+    """A sleeper."""
+
+    uid: int
+    line: Push | None
+
+
 class Doorbells:
     """Connections to the inboxes of sleepers, opened when one is first rung.
 
-    A single sleeper is rung by a line, which wakes it soonest. Where several are to be rung at once, each thread that a
-    line wakes may take the sender's core from it: then they are rung by ZeroMQ's sockets, whose thread does that.
+    A single sleeper is rung by its line, which wakes it soonest. Where several are to be rung at once, each thread that
+    is woken may take the core of who wakes it: another thread does that, the compiled module's, or else ZeroMQ's.
     """
 
     __slots__ = ("_directory", "_lines", "_sockets")
@@ -59,8 +68,18 @@ class Doorbells:
                 if is_new:
                     return None
 
+    def ring_all(self, peers: Sequence[Rung], bell: bytes) -> None:
+        """The same for several, by another thread where that can do it: returns before they are woken."""
+        module = hot.module(tensors=False)
+        if module is None:
+            for peer in peers:
+                self.ring_by_socket(peer.uid, bell)
+        elif not module.ring(peers, frame_head(len(bell)) + bell):
+            for peer in peers:
+                peer.line = self.ring(peer.uid, bell)
+
     def ring_by_socket(self, uid: int, bell: bytes) -> None:
-        """The same by ZeroMQ's thread: returns before the sleeper is woken, and never waits."""
+        """The same by ZeroMQ's thread: never waits."""
         try:
             socket = self._sockets.get(uid) or self._connect(uid)
             socket.send(bell, zmq.NOBLOCK)

@@ -17,6 +17,7 @@ import struct
 from collections.abc import MutableSequence
 from typing import Final
 
+from .. import hot
 from ..errors import WireError
 
 MOST: Final = 4096
@@ -83,12 +84,14 @@ class Push:
 
     def close(self) -> None:
         """Close the connection. What was sent still arrives. Idempotent."""
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            hot.settle(fd)
         self._socket.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_socket"):  # there was a descriptor for it
-            self._socket.close()  # a forked child drops its parent's endpoints without closing them
+            self.close()  # a forked child drops its parent's endpoints without closing them
 
 
 class Pull:

@@ -150,8 +150,8 @@ class Audience(Endpoint):
             bell = self._bell(ring, slot)
             for peer, asleep in sleepers:
                 peer.rung = asleep
-                self._rung += 1
-                self._bells.ring_by_socket(peer.uid, bell)
+            self._rung += len(sleepers)
+            self._bells.ring_all([peer for peer, _ in sleepers], bell)
 
     def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
         peer.rung = asleep

@@ -41,3 +41,9 @@ def _with_tensors() -> Any:
             return None
         _usable = bool(_module.use(torch.Tensor))
     return _module if _usable else None
+
+
+def settle(fd: int) -> None:
+    """Before a line's descriptor is closed: wait until what another thread is to write to lines is written."""
+    if _module is not None:
+        _module.settle(fd)

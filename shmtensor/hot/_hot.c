@@ -17,6 +17,8 @@
 #include <Python.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +35,7 @@
 
 #include "look.h"
 #include "fields.h"
+#include "ringer.h"
 #include "bells.h"
 #include "outbox.h"
 #include "grip.h"
@@ -70,6 +73,8 @@ static PyObject *use(PyObject *module, PyObject *type) {
 
 static PyMethodDef methods[] = {
     {"use", use, METH_O, use_doc},
+    {"ring", (PyCFunction)(void (*)(void))ring, METH_FASTCALL, ring_doc},
+    {"settle", settle, METH_O, settle_doc},
     {"stream", (PyCFunction)(void (*)(void))stream, METH_FASTCALL, stream_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -100,7 +105,8 @@ PyMODINIT_FUNC PyInit__hot(void) {
         PyModule_AddObjectRef(module, "Grip", (PyObject *)&GripType) ||
         PyModule_AddObjectRef(module, "Batch", (PyObject *)&BatchType) ||
         PyModule_AddObjectRef(module, "Group", (PyObject *)&GroupType) ||
-        PyModule_AddIntConstant(module, "CACHE_BYTES", cache_bytes())) {
+        PyModule_AddIntConstant(module, "CACHE_BYTES", cache_bytes()) ||
+        pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child)) { /* the last: it cannot be undone */
         Py_DECREF(module);
         return NULL;
     }

@@ -2,8 +2,6 @@
 
 /* --- Bells: the doorbells of receivers that sleep, see channel/zmtp.py --------------------------------------------- */
 
-#define BELL_BYTES 1024 /* more than a frame's head, a doorbell's, and a record */
-
 typedef struct {
     PyObject *peers; /* a tuple; each has `rung`, the sleep that it was rung in last, and `line`, where it is rung, or None */
     PyObject *head;  /* bytes of a doorbell, its frame's included, up to the record */
@@ -11,34 +9,64 @@ typedef struct {
     unsigned long long count;
 } Bells;
 
-/* 1 if a peer was rung, 0 if the Python code has to do it. */
-static int ring_peer(Bells *bells, PyObject *peer, Word asleep, const char *record, Py_ssize_t record_bytes) {
-    char bell[BELL_BYTES];
-    size_t head = (size_t)PyBytes_GET_SIZE(bells->head), all = head + (size_t)record_bytes;
+/* The descriptor that a peer is rung at; -1 if there is none yet. */
+static int line_of(PyObject *peer) {
     PyObject *line = PyObject_GetAttr(peer, s_line), *number = line ? PyObject_GetAttr(line, s_fd) : NULL;
     long fd = number && PyLong_Check(number) ? PyLong_AsLong(number) : -1;
     Py_XDECREF(number);
-    PyErr_Clear(); /* no line yet */
-    int done = 0;
-    if (fd >= 0 && all <= sizeof bell) {
-        memcpy(bell, PyBytes_AS_STRING(bells->head), head);
-        memcpy(bell + head, record, (size_t)record_bytes);
-        ssize_t sent = send((int)fd, bell, all, MSG_DONTWAIT | MSG_NOSIGNAL);
-        done = sent == (ssize_t)all || (sent < 0 && errno == EAGAIN); /* a full inbox wakes its sleeper anyway */
-        if (!done) Py_XDECREF(PyObject_CallMethodNoArgs(line, s_close)); /* nothing may follow half a frame */
-        else if (!set_index(peer, s_rung, asleep)) bells->count++;
-        PyErr_Clear();
-    }
     Py_XDECREF(line);
-    return done;
+    PyErr_Clear();
+    return (int)fd;
 }
 
-/* Ring the one that sleeps and was not rung in this sleep, or the first of them in turn if one is enough. 1 if that is
- * done, 0 if the Python code has to do it: it also rings several at once, by other means (channel/doorbells.py). */
+/* 1 if the peer was rung, 0 if the Python code has to do it. */
+static int ring_peer(PyObject *peer, const char *bell, size_t nbytes) {
+    int fd = line_of(peer);
+    if (fd < 0) return 0;
+    ssize_t sent = send(fd, bell, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent == (ssize_t)nbytes || (sent < 0 && errno == EAGAIN)) return 1; /* a full inbox wakes its sleeper anyway */
+    PyObject *line = PyObject_GetAttr(peer, s_line);
+    Py_XDECREF(line ? PyObject_CallMethodNoArgs(line, s_close) : NULL); /* nothing may follow half a frame */
+    Py_XDECREF(line);
+    PyErr_Clear();
+    return 0;
+}
+
+/* The same for several, which the ringer does. */
+static int ring_peers(PyObject *const *peers, Py_ssize_t count, const char *bell, size_t nbytes) {
+    int lines[MOST_LINES];
+    if (count > MOST_LINES || nbytes > BELL_BYTES) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if ((lines[i] = line_of(peers[i])) < 0) return 0;
+    return give_errand(lines, (int)count, bell, nbytes);
+}
+
+PyDoc_STRVAR(ring_doc, "ring(peers, frame)\n--\n\nHave a frame written to these peers' lines by a thread of the process. False, and nothing "
+             "is done, if one of them has no line or a broken one, or that thread can not do it.");
+
+static PyObject *ring(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs != 2 || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "peers, bytes");
+        return NULL;
+    }
+    PyObject *peers = PySequence_Fast(args[0], "peers");
+    if (!peers) return NULL;
+    int done = ring_peers(PySequence_Fast_ITEMS(peers), PySequence_Fast_GET_SIZE(peers), PyBytes_AS_STRING(args[1]),
+                          (size_t)PyBytes_GET_SIZE(args[1]));
+    Py_DECREF(peers);
+    return PyBool_FromLong(done);
+}
+
+/* Ring those that sleep and were not rung in this sleep, or the first of them in turn if one is enough. 1 if that is
+ * done, 0 if the Python code has to do it. */
 static int ring_sleepers(Bells *bells, const Word *control, const Py_ssize_t *sleepers, int count, int one,
                          const char *record, Py_ssize_t record_bytes) {
-    PyObject *found = NULL;
-    Word its_sleep = 0;
+    char bell[BELL_BYTES];
+    size_t head = (size_t)PyBytes_GET_SIZE(bells->head), all = head + (size_t)record_bytes;
+    PyObject *found[MOST_PEERS];
+    Word sleeps[MOST_PEERS];
+    int nfound = 0;
     for (int step = 0; step < count; step++) {
         int at = one ? (int)((bells->turn + (unsigned)step) % (unsigned)count) : step;
         PyObject *peer = PyTuple_GET_ITEM(bells->peers, at);
@@ -50,13 +78,20 @@ static int ring_sleepers(Bells *bells, const Word *control, const Py_ssize_t *sl
             return 0;
         }
         if (rung == asleep) continue;
-        if (found) return 0;
-        found = peer;
-        its_sleep = asleep;
+        found[nfound] = peer;
+        sleeps[nfound++] = asleep;
         if (one) {
             bells->turn = (unsigned)at + 1;
             break;
         }
     }
-    return !found || ring_peer(bells, found, its_sleep, record, record_bytes);
+    if (!nfound) return 1;
+    if (all > sizeof bell) return 0;
+    memcpy(bell, PyBytes_AS_STRING(bells->head), head);
+    memcpy(bell + head, record, (size_t)record_bytes);
+    if (!(nfound == 1 ? ring_peer(found[0], bell, all) : ring_peers(found, nfound, bell, all))) return 0;
+    for (int i = 0; i < nfound; i++)
+        if (!set_index(found[i], s_rung, sleeps[i])) bells->count++;
+    PyErr_Clear();
+    return 1;
 }
