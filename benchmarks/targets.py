@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import savers
@@ -75,6 +75,14 @@ def _save(metric: str, what: str, way: str = saving.OURS) -> Key:
 def _copy(way: str, metric: str) -> Key:
     return "cuda-copies", cuda_copies.row_name(way, metric, cuda_copies.QUICK)
 
+
+_UNASKED = executor.arena_line("segment pool")
+_CALLS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
+    (executor.LOOP, executor.LOOP, str),
+    (executor.PIPELINE, executor.PIPELINE, str),
+    (executor.LOOP, "map in chunks", executor.map_line),
+)
+"""How calls are given, and which line of the tables that is."""
 
 _START = "open + first send + first recv: ring of 256 MiB, "
 
@@ -191,32 +199,34 @@ TARGETS: tuple[Target, ...] = (
     ),
     *(
         Target(
-            f"ProcessPoolExecutor, npy sample, {way}, {job}",
-            ("executor", executor.row_name(way, executor.OURS, job)), ">=", limit,
-            ("executor", executor.row_name(way, rival, job)),
+            f"ProcessPoolExecutor, npy sample, {how}, {job}",
+            ("executor", executor.row_name(way, line(executor.OURS), job)), ">=", limit,
+            ("executor", executor.row_name(way, line(rival), job)),
         )
-        for rival, limit in (("ProcessPoolExecutor", 3), ("SPDL segment pool, one process", 1))
-        for way in executor.LOOPS
-        for job in executor.JOBS
-    ),
-    *(
-        Target(
-            f"ProcessPoolExecutor, npy sample, map in chunks, {job}",
-            ("executor", executor.row_name(executor.LOOP, executor.map_line(executor.OURS), job)), ">=", limit,
-            ("executor", executor.row_name(executor.LOOP, rival, job)),
+        for rival, limit, jobs in (
+            (executor.STANDARD, 3, executor.JOBS),
+            (executor.RESULTS_BY_POOLS, 1, executor.JOBS),
+            (executor.ALL_BY_POOLS, 1, (executor.BYTES,)),
         )
-        for rival, limit in (
-            (executor.map_line("ProcessPoolExecutor"), 3), ("SPDL segment pool, one process", 1)
-        )
-        for job in executor.JOBS
+        for way, how, line in _CALLS
+        for job in jobs
     ),
     *(
         Target(
             f"Producer in one process that loads by itself, npy sample, {way}, {job}",
             ("executor", executor.row_name(way, executor.PRODUCER, job)), ">=", 1,
-            ("executor", executor.row_name(way, "SPDL segment pool, one process", job)),
+            ("executor", executor.row_name(way, _UNASKED, job)),
         )
         for way in executor.LOOPS
+        for job in executor.JOBS
+    ),
+    *(
+        Target(
+            f"ProcessPoolExecutor, beside a process that is asked for nothing, npy sample, {how}, {job}",
+            ("executor", executor.row_name(way, line(executor.OURS), job)), None, None,
+            ("executor", executor.row_name(way, _UNASKED, job)),
+        )
+        for way, how, line in _CALLS
         for job in executor.JOBS
     ),
     *(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -36,7 +39,19 @@ from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
 from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS
-from benchmarks.workloads import SCALES, WORKLOADS, Case, Workload, loading, mixed_dict, round_trip, saving, throughput
+from benchmarks.workloads import (
+    SCALES,
+    WORKLOADS,
+    Case,
+    Workload,
+    executor,
+    loading,
+    mixed_dict,
+    pipeline,
+    round_trip,
+    saving,
+    throughput,
+)
 from shmtensor.cli import main as cli
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
@@ -399,6 +414,71 @@ def test_every_transport_carries_payloads_and_the_payloads_arrive(transport, own
         samples = round_trip.measure(transport, TINY, nbytes=1024)
         assert len(samples["round trip"]) == TINY.least
         assert throughput.measure(transport, TINY, nbytes=1024)["rate"]
+
+
+def _fill(number, given):
+    if number < 0:
+        raise ValueError("on purpose")
+    return os.getpid(), np.full(20_000 + number, number), np.frombuffer(given, np.int64) + number
+
+
+def _call_through_arenas(meet, kind):
+    """Many calls of different results through arenas of few units; some results stay alive, every fifth call fails."""
+    kept, workers = {}, set()
+    with pipeline.make_executor(kind, 2) as executor:
+        futures = {}
+        for number in range(60):
+            given = np.full(10_000, 7 * number).tobytes()
+            futures[number] = executor.submit(_fill, number if number % 5 else -1, given)
+            if len(futures) == 4:
+                _take(futures, kept, workers)
+        while futures:
+            _take(futures, kept, workers)
+        views = [array.flags.writeable and not array.flags.owndata for pair in kept.values() for array in pair]
+        kept.clear()  # a pool gives units back in order only: what is kept would stop its worker
+        mapped = executor.map(_fill, range(1, 12), itertools.repeat(bytes(80_000)), chunksize=3)
+        assert [value[0] for _, value, _ in mapped] == list(range(1, 12))
+        del mapped
+        gc.collect()
+    return len(workers), views
+
+
+def _take(futures, kept, workers):
+    number, future = next(iter(futures.items()))
+    del futures[number]
+    if number % 5 == 0:
+        with pytest.raises(ValueError, match="on purpose"):
+            future.result(PATIENCE)
+        return
+    pid, value, added = future.result(PATIENCE)
+    workers.add(pid)
+    kept[number] = value, added
+    if len(kept) > 2:
+        oldest = min(kept)
+        value, added = kept.pop(oldest)
+        assert value.shape == (20_000 + oldest,)
+        assert (value == oldest).all()
+        assert (added == 8 * oldest).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pipeline.ONE_WAY, pipeline.TWO_WAY])
+def test_an_executor_over_spdls_pools_gives_each_call_its_own_result_as_views(kind):
+    if reason := pipeline.no_spdl():
+        pytest.skip(reason)
+    ((workers, views),) = run_roles([Role(_call_through_arenas, (kind,))])
+    assert 1 <= workers <= 2
+    assert views == [True] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pipeline.ONE_WAY, pipeline.TWO_WAY])
+def test_spdls_pools_carry_the_sample_however_it_is_asked_for(kind):
+    if reason := pipeline.no_spdl():
+        pytest.skip(reason)
+    for way in executor.LOOPS:
+        assert executor.measure(kind, way, executor.BYTES, TINY)["rate"]
+    assert executor.measure_map(kind, executor.LOOP, executor.BYTES, TINY)["rate"]
 
 
 def write_run(path, *arguments):

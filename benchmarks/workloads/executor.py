@@ -86,7 +86,7 @@ def measure_map(kind: str, way: str, job: str, effort: Effort) -> Samples:
 
 
 def _run_map(meet: Callable[[], object], kind: str, job: str, count: int) -> Samples:
-    with tempfile.TemporaryDirectory() as folder, pipeline.make_executor(kind, WORKERS) as executor:
+    with tempfile.TemporaryDirectory() as folder, pipeline.make_executor(kind, WORKERS, CHUNK) as executor:
         load, given = _job(job, folder)
         executor.submit(len, ()).result()
         # objects of their own for each call of a chunk: the same one would be sent once
@@ -98,6 +98,7 @@ def _run_map(meet: Callable[[], object], kind: str, job: str, count: int) -> Sam
             found[0][0, 0, 0]
         spent = time.perf_counter() - start
         pipeline.check(found)
+        del found  # it may lie in the executor's memory
     return {"rate": [count / spent]}
 
 
@@ -206,15 +207,17 @@ class _Loaded:
 EXECUTORS: tuple[tuple[str, str, Transport], ...] = (
     ("shmtensor.ProcessPoolExecutor", "shmtensor", SHMTENSOR),
     ("ProcessPoolExecutor", "processes", PICKLE),
+    ("ProcessPoolExecutor, results by SPDL's pools", pipeline.ONE_WAY, SPDL_POOL),
+    ("executors of 1 worker, calls and results by SPDL's pools", pipeline.TWO_WAY, SPDL_POOL),
 )
-OURS = EXECUTORS[0][0]
+OURS, STANDARD, RESULTS_BY_POOLS, ALL_BY_POOLS = (line for line, _, _ in EXECUTORS)
 PRODUCER = "shmtensor Producer, one process"
 JOBS = (PATHS, BYTES)
 BOUND = "SPDL's pipeline: an executor that does nothing"
 
 
-def _arena(arena: str) -> str:
-    return f"SPDL {arena}, one process"
+def arena_line(arena: str) -> str:
+    return f"SPDL {arena}, one process, asked for nothing"
 
 
 def map_line(line: str) -> str:
@@ -225,17 +228,22 @@ def row_name(way: str, line: str, job: str) -> str:
     return f"{way}: {line}, {job}"
 
 
+def _jobs(line: str) -> tuple[str, ...]:
+    """Paths need no arena to go through."""
+    return (BYTES,) if line in (ALL_BY_POOLS, map_line(ALL_BY_POOLS)) else JOBS
+
+
 def _rows(way: str, line: str, transport: Transport) -> tuple[RowSpec, ...]:
     return tuple(
         RowSpec(
             row_name(way, line, job), transport.name, row_name(way, line, job), "rate", "samples/s", 1.0,
             None if line == OURS else row_name(way, OURS, job), f"samples/s, {LOOPS[way]}", line, job,
         )
-        for job in JOBS
+        for job in _jobs(line)
     )  # fmt: skip
 
 
-_SLOWER = {_arena("ring buffer"), PRODUCER, *(map_line(line) for line, _, _ in EXECUTORS)}
+_SLOWER = {ALL_BY_POOLS, PRODUCER, arena_line("ring buffer"), *(map_line(line) for line, _, _ in EXECUTORS)}
 """Left out of a quick run."""
 
 
@@ -243,14 +251,14 @@ def _cases(way: str, line: str, transport: Transport, run: Callable[..., Samples
     return tuple(
         Case(row_name(way, line, job), transport, partial(run, kind, way, job),
              quick=line not in _SLOWER, needs=pipeline.no_spdl)
-        for job in JOBS
+        for job in _jobs(line)
     )  # fmt: skip
 
 
 _LINES: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = (
     *((line, transport, measure, kind) for line, kind, transport in EXECUTORS),
-    *((_arena(arena), SPDL_POOL, measure_arena, arena) for arena in pipeline.ARENAS),
     (PRODUCER, SHMTENSOR, measure_producer, ""),
+    *((arena_line(arena), SPDL_POOL, measure_arena, arena) for arena in pipeline.ARENAS),
 )
 _MAPS: tuple[tuple[str, Transport, Callable[..., Samples], str], ...] = tuple(
     (map_line(line), transport, measure_map, kind) for line, kind, transport in EXECUTORS
@@ -265,10 +273,13 @@ WORKLOAD = Workload(
         "encodings, and returns both arrays. Given paths: the worker reads the files (in the page cache). Given bytes, "
         "as in the example: the encoded sample goes to the worker as an argument. Plain loop: 8 calls under way, the "
         "oldest result is taken, one byte of it read, and dropped. SPDL's pipeline: the executor is that of a stage "
-        "with concurrency 2, sink buffer 1. Forked workers; counted after 40 samples, which are checked. SPDL's arenas "
-        "bring what one process of iterate_in_subprocess loads by itself: it is asked for nothing and given nothing "
-        "(with bytes it has them already); in the pipeline that is the source. They have no way to be given anything: "
-        "what is like them here is a Producer in one process that loads by itself, and a Consumer. Map in chunks: "
+        "with concurrency 2, sink buffer 1. Forked workers; counted after 40 samples, which are checked. SPDL's arena "
+        "under the same calls: its segment pools, one for each worker, whose own offload and restore the standard "
+        "executor's result queue calls as it pickles and unpickles; results are views. Arguments go as the standard "
+        "executor sends them, or by further pools, which takes an executor for each worker, as a pool has one reader. "
+        "SPDL itself brings only what one process of iterate_in_subprocess loads by itself: it is asked for nothing "
+        "and given nothing (with bytes it has them already); in the pipeline that is the source. What is like that "
+        "here is a Producer in one process that loads by itself, and a Consumer. Map in chunks: "
         "map(chunksize=8), no bytes twice in a chunk, timed from the call to the last sample. An executor "
         "that does nothing gives the same arrays in submit: what the pipeline itself takes, which bounds its rows."
     ),

@@ -16,7 +16,7 @@ import numpy as np
 from ..measure import RowSpec, Samples
 from ..processes import Role, run_roles
 from ..transports import SHMTENSOR, SPDL_POOL
-from ..transports.spdl_arena import quiet_arenas
+from ..transports.spdl_arena import ArenaExecutor, TwoWayArenaExecutor, quiet_arenas
 from .base import Case, Effort, Workload
 
 FORK = multiprocessing.get_context("fork")
@@ -109,13 +109,19 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_executor(kind: str, workers: int) -> Executor:
+def make_executor(kind: str, workers: int, samples: int = 1) -> Executor:
+    """An executor of this kind, whose calls return so many samples at most."""
     if kind == "threads":
         return ThreadPoolExecutor(workers)
     if kind == "shmtensor":
         import shmtensor
 
         return shmtensor.ProcessPoolExecutor(workers, mp_context=FORK)
+    if kind in (ONE_WAY, TWO_WAY):
+        units = ARENA_UNITS if samples == 1 else ARENA_UNITS // 2
+        pools = [_make_arena("segment pool", units, samples) for _ in range(workers * (1 + (kind == TWO_WAY)))]
+        results, calls = pools[:workers], pools[workers:]
+        return TwoWayArenaExecutor(results, calls) if calls else ArenaExecutor(results)
     return ProcessPoolExecutor(workers, mp_context=FORK)
 
 
@@ -173,13 +179,19 @@ def through_arena(source: Callable[[], Any], arena: str) -> Any:
     import spdl.pipeline
 
     quiet_arenas()
-    nbytes = (int(np.prod(IMAGE)) + int(np.prod(LABEL)) + 4096) & ~63
-    if arena == "segment pool":
-        memory = spdl.pipeline.SharedMemorySegmentPool(nbytes, ARENA_SAMPLES)
-    else:
-        memory = spdl.pipeline.SharedMemoryRingBuffer(ARENA_SAMPLES * nbytes)
+    memory = _make_arena(arena, ARENA_SAMPLES)
     memory._space_cv = FORK.Condition()  # its own is of the default context and refuses any other
     return spdl.pipeline.iterate_in_subprocess(source, buffer_size=4, mp_context="fork", timeout=60, arena=memory)
+
+
+def _make_arena(arena: str, units: int, samples: int = 1) -> Any:
+    """One of SPDL's, for so many messages of so many samples, loaded or encoded."""
+    import spdl.pipeline
+
+    nbytes = samples * ((int(np.prod(IMAGE)) + int(np.prod(LABEL)) + 4096) & ~63)
+    if arena == "segment pool":
+        return spdl.pipeline.SharedMemorySegmentPool(nbytes, units)
+    return spdl.pipeline.SharedMemoryRingBuffer(units * nbytes)
 
 
 def measure_arena(loader: str, arena: str, effort: Effort) -> Samples:
@@ -235,6 +247,11 @@ KINDS = {
 ARENAS = ("segment pool", "ring buffer")
 ARENA_SAMPLES = 8
 """As many as an arena holds."""
+ONE_WAY, TWO_WAY = "arenas for results", "arenas for calls and results"
+"""Kinds of executor."""
+ARENA_UNITS = 6
+"""Messages that each of their arenas holds, half as many of larger ones: with fewer, workers wait; more leave the
+caches."""
 QUICK = ("npy",)
 GROUPS = {kind: f"samples/s, {title}" for kind, title in KINDS.items()}
 
