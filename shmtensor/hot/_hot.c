@@ -6,7 +6,8 @@
  * copies the tensors of a message with several, a Batch makes them; they know nothing of rings.
  *
  * Mutual exclusion is the interpreter lock: nothing here releases it, or runs Python code, between the first check and
- * the last store. An endpoint's mutex that is held by another thread is one of the checks.
+ * the last store. An endpoint's mutex that is held by another thread is one of the checks. The ringer is a thread that has
+ * a mutex of its own and runs no Python code.
  *
  * Tensors are looked at and made through the DLPack C exchange API (dlpack.h, DLPackExchangeAPI, version 1.3), which
  * torch offers as torch.Tensor.__dlpack_c_exchange_api__.

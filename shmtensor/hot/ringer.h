@@ -104,10 +104,10 @@ static PyObject *settle(PyObject *module, PyObject *number) {
 static void before_fork(void) { pthread_mutex_lock(&ringer.mutex); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&ringer.mutex); }
 static void after_fork_in_child(void) {
-    pthread_mutex_init(&ringer.mutex, NULL);
     pthread_cond_init(&ringer.more_given, NULL); /* nobody waits here */
     pthread_cond_init(&ringer.more_written, NULL);
     ringer.runs = 0;
     ringer.written = ringer.given;
     memset(ringer.failed, 0, sizeof ringer.failed);
+    pthread_mutex_unlock(&ringer.mutex);
 }

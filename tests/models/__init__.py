@@ -12,13 +12,13 @@ from .loop_wait import LoopWait
 from .orphans import Orphans
 from .queue_wake import QueueWake
 from .requests import Requests, RequestsOnce
-from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeTick
+from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
 
 MODELS: tuple[type[Model], ...] = (
     *(Fanout, FanoutStoreBuffers, FanoutLeave, FanoutDeath),  # section 1
     *(Joining, JoiningDeath),  # 2
-    *(SleepWake, SleepWakeDeath, SleepWakeTick),  # 3
+    *(SleepWake, SleepWakeRinger, SleepWakeDeath, SleepWakeTick),  # 3
     *(SlotWait, SlotWaitDeath),  # 4
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6

@@ -30,13 +30,30 @@ class Publisher(Process):
         return "publish" if self.broken == "peek_before_publish" else "more"
 
     def ring(self, mem, me):
-        mem.sys["inbox"] = 1  # the inbox holds one; a full inbox is no error
+        mem.sys[self.rings_at] = 1  # the inbox holds one; a full inbox is no error
         return "publish" if self.broken == "peek_before_publish" else "more"
 
     def more(self, mem, me):
         if me.sent == MESSAGES:
             return END
         return "peek" if self.broken == "peek_before_publish" else "publish"
+
+
+class Ringer(Process):
+    """Another thread of the publisher's, which does what it was given, later."""
+
+    start = "take"
+
+    def take(self, mem, me):
+        sys = mem.sys
+        if not sys["errand"]:
+            return WAIT
+        sys["errand"] = 0
+        return "write"
+
+    def write(self, mem, me):
+        mem.sys["inbox"] = 1
+        return "take"
 
 
 class Receiver(Process):
@@ -108,7 +125,7 @@ class SleepWake(Model):
         peek_before_publish="the publisher reads `asleep` before it stores `published`",
         flag="`asleep` is a flag instead of a count",
     )
-    tso, tick = True, False
+    tso, tick, rings_at = True, False, "inbox"
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -116,7 +133,7 @@ class SleepWake(Model):
         self.sys = {"inbox": 0}
         self.locks = {("life of P", "P")}
         self.processes = [
-            Publisher("P", broken, killable=bool(self.crashes)),
+            Publisher("P", broken, killable=bool(self.crashes), rings_at=self.rings_at),
             Receiver("R", broken, tick=self.tick),
         ]
 
@@ -124,6 +141,17 @@ class SleepWake(Model):
         if s.me("R").taken != s.words["published"]:
             return "a published message was not taken"
         return None if s.over("R") else "the receiver sleeps for ever"
+
+
+class SleepWakeRinger(SleepWake):
+    """The doorbells are written by another thread: they may come in a later sleep than the one they were for."""
+
+    rings_at = "errand"
+
+    def __init__(self, broken=None):
+        super().__init__(broken)
+        self.sys["errand"] = 0
+        self.processes.append(Ringer("thread of P"))
 
 
 class SleepWakeDeath(SleepWake):
