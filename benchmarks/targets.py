@@ -150,14 +150,14 @@ TARGETS: tuple[Target, ...] = (
     ),
     *(
         Target(
-            f"checkpoint of 1 GiB {how} and used, {place}",
+            f"checkpoint of 1 GiB {how} and used, {place}{what}",
             ("loading", f"{_USED}{place}: shmtensor, {how}, 1024 MiB"), "<=", 1,
             ("loading", f"{_USED}{place}: {rival}, 1024 MiB"),
         )
         for place in ("page cache", "disk")
-        for how, rival in (
-            ("mapped", "safetensors load_file"), ("read", "safetensors load_file"),
-            ("read", "safetensors load_file, cloned"), ("read", "tensorizer"),
+        for how, rival, what in (
+            ("mapped", "safetensors load_file", ""), ("read", "safetensors load_file", ": a copy beside a mapping"),
+            ("read", "safetensors load_file, cloned", ""), ("read", "tensorizer", ""),
         )
     ),
     Target(
