@@ -11,6 +11,7 @@ import torch
 import shmtensor
 from shmtensor import hot
 from shmtensor.ring.layout import DEADLINE, NOTE
+from shmtensor.rpc.call import Call
 from shmtensor.rpc.notes import CANCELLED, ONCE
 from shmtensor.rpc.request import Request
 
@@ -139,6 +140,48 @@ def test_a_reply_to_nobody_is_dropped(pair):  # noqa: F811
         assert client.request(torch.ones(4), timeout=PATIENCE).tolist() == [-1] * 4
 
 
+def test_asking_takes_the_reply_that_comes_next(pair):  # noqa: F811
+    """Whose it is is told; what has no reply in time is on its way all the same."""
+    client, server = pair
+    warm(client, server)
+    inlet, outbox, calls = client._answers._inlet, client._requests._outbox, client._calls
+    first, second, third = (client._call(PATIENCE, True) for _ in range(3))
+    assert inlet.ask(outbox, torch.full((4,), 1.0), calls, first, 0) == first.seq
+    assert calls == {first.seq: first}
+    req = server.recv(timeout=PATIENCE)
+    req.reply(req.value)
+    assert inlet.ask(outbox, torch.full((4,), 2.0), calls, second, 0) is first
+    assert (first.value.tolist(), first.done, calls) == ([1.0] * 4, False, {second.seq: second})
+    req = server.recv(timeout=PATIENCE)
+    calls.clear()
+    req.reply(req.value)
+    assert inlet.ask(outbox, torch.full((4,), 3.0), calls, third, 0) is False
+    assert inlet.ask(outbox, "no tensor", calls, second, 0) is None
+    req = server.recv(timeout=PATIENCE)
+    req.reply(req.value)
+    del req
+    assert inlet.answer(calls, 0) is third
+
+
+def test_a_reply_that_is_there_first_is_handed_to_its_thread(pair):  # noqa: F811
+    """`request` takes the reply of another one's, and waits for its own."""
+    client, server = pair
+    warm(client, server)
+    future = client.submit(torch.full((4,), 1.0), timeout=PATIENCE)
+    with client._leading, concurrent.futures.ThreadPoolExecutor(1) as threads:  # who submits receives nothing
+        client._answers._in_vain = False
+        req = server.recv(timeout=PATIENCE)
+        req.reply(req.value)
+        del req
+        asked = threads.submit(client.request, torch.full((4,), 2.0), timeout=PATIENCE)
+        assert concurrent.futures.wait([future], PATIENCE).done
+        client._leading.release()
+        with serving(server, torch.neg):
+            assert asked.result(timeout=PATIENCE).tolist() == [-2.0] * 4
+        assert client._leading.acquire(timeout=PATIENCE)
+    assert future.result().tolist() == [1.0] * 4
+
+
 def test_threads_share_a_client_of_plain_tensors(pair):  # noqa: F811
     client, server = pair
     begin = threading.Barrier(6)
@@ -171,22 +214,24 @@ def test_what_is_no_endpoint_of_theirs_is_refused(pair):  # noqa: F811
     client, server = pair
     warm(client, server)
     outbox, inlet = client._requests._outbox, client._answers._inlet
-    value = torch.zeros(4)
+    value, call = torch.zeros(4), client._call(PATIENCE, True)
     for wrong in (
-        lambda: outbox.answer(value, 1), lambda: outbox.ask(value, [], None, 0, 0), lambda: outbox.ask(value),
-        lambda: outbox.ask(value, {}, None, "bits", 0), lambda: inlet.answer([], 0), lambda: inlet.answer({}),
+        lambda: outbox.answer(value, 1), lambda: outbox.ask(value, [], call), lambda: outbox.ask(value),
+        lambda: outbox.ask(value, {}, None), lambda: outbox.ask(value, {}, Call(0, "bits")),
+        lambda: outbox.ask(value, {}, Call("deadline", 0)), lambda: inlet.answer([], 0), lambda: inlet.answer({}),
+        lambda: inlet.ask(inlet, value, {}, call, 0), lambda: inlet.ask(outbox, value, [], call, 0),
+        lambda: inlet.ask(outbox, value, {}, call), lambda: server._intake._inlet.ask(outbox, value, {}, call, 0),
         lambda: server._intake._inlet.answer({}, 0), lambda: inlet.serve(Request, None),
         lambda: server._intake._inlet.serve(torch.Tensor(), None), lambda: server._intake._inlet.serve(dict, None),
         lambda: server._intake._inlet.request(server._intake, 0, server, []),
         lambda: server._intake._inlet.request(server._intake, 0, server),
-        lambda: server._intake._inlet.respond(None, value, None, {}),
-        lambda: server._intake._inlet.respond(None, value, outbox, []),
+        lambda: server._intake._inlet.respond(None, value), lambda: server._intake._inlet.respond(None, value, []),
     ):  # fmt: skip
         with pytest.raises((TypeError, AttributeError)):  # a dict has none of a request's slots
             wrong()
-    assert server._intake._inlet.respond(None, value, outbox, {}) is None  # no request
+    assert server._intake._inlet.respond(None, value, {}) is None  # no request
     with pytest.raises(AttributeError):
-        outbox.ask(value, {}, object(), 0, 0)  # which cannot be told where it is
+        outbox.ask(value, {}, object())  # which cannot be told where it is
     with serving(server, torch.neg):
         assert client.request(torch.ones(4), timeout=PATIENCE).tolist() == [-1] * 4
 

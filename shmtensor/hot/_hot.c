@@ -90,9 +90,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__hot(void) {
     struct { PyObject **at; const char *text; } strings[] = {
-        {&s_is_neg, "is_neg"}, {&s_close, "close"}, {&s_emptied, "emptied"},
-        {&s_wake_sender, "wake_sender"}, {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_seq, "seq"},
-        {&s_at, "at"}, {&s_words, "words"}, {&s_value, "value"}, {&s_gone, "gone"},
+        {&s_is_neg, "is_neg"}, {&s_close, "close"}, {&s_emptied, "emptied"}, {&s_wake_sender, "wake_sender"},
+        {&s_fd, "fd"}, {&s_line, "line"}, {&s_rung, "rung"}, {&s_gone, "gone"}, {&s_outbox, "_outbox"},
     };
     for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
         if (!(*strings[i].at = PyUnicode_InternFromString(strings[i].text))) return NULL;

@@ -37,14 +37,16 @@ typedef struct {
     Py_ssize_t at[MOST_FIELDS];
 } Class;
 
-/* 0 with the places of these slots, -1 with an error set. */
+/* 0 with the places of these slots, -1 with an error set and nothing changed. */
 static int class_get(Class *class, PyObject *type, const char *const *slots) {
+    Class found = {.type = class->type};
     if (!PyType_Check(type)) {
         PyErr_SetString(PyExc_TypeError, "no class");
         return -1;
     }
     for (int i = 0; slots[i]; i++)
-        if ((class->at[i] = field_of((PyTypeObject *)type, slots[i])) < 0) return -1;
+        if ((found.at[i] = field_of((PyTypeObject *)type, slots[i])) < 0) return -1;
+    *class = found;
     Py_XSETREF(class->type, Py_NewRef(type));
     return 0;
 }

@@ -23,6 +23,7 @@ typedef struct {
     Memory control, ledger, head, data;
     Class message, request;
     PyObject *source; /* whose requests these are, for `request` */
+    Py_ssize_t replies_at; /* where it keeps the publisher of replies to them */
     PyObject *locked, *feed, *leases, *head_words, *buffer;
     PyObject *locks; /* of a work queue: its producer's lock file, where messages are claimed; NULL: fan-out */
     Py_ssize_t epoch_at, asleep_at, published_at, order_at, mask, ring_index, slots, slot_bytes;
@@ -236,22 +237,26 @@ static PyObject *make_object(Inlet *self, Grip *grip, PyObject *loads, const Kno
 /* The call that a reply is for, which is taken out of `calls` and given its value; False if there is none any more. */
 static PyObject *make_answer(Inlet *self, Grip *grip, PyObject *calls, const Known *known, Py_ssize_t slot) {
     PyObject *request = PyLong_FromUnsignedLongLong(load((Word *)self->head.view.buf + self->note_at + slot));
-    PyObject *tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
-    if (!tensor || !request) {
-        Py_XDECREF(request);
+    /* before other code may run, which looks around: a call in the table whose reply nobody finds has none */
+    PyObject *call = request ? Py_XNewRef(PyDict_GetItemWithError(calls, request)) : NULL;
+    if (call && (know_call(call) || PyDict_DelItem(calls, request))) Py_CLEAR(call);
+    PyObject *tensor = NULL;
+    if (!PyErr_Occurred())
+        tensor = make_tensor(&known->look, (char *)self->data.view.buf + slot * self->slot_bytes, grip, self->buffer);
+    if (!tensor) {
         PyObject *error, *value, *traceback;
         PyErr_Fetch(&error, &value, &traceback);
-        if (!tensor && grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* as in make_message */
-        Py_XDECREF(tensor);
+        if (grip_ended(grip)) PyErr_WriteUnraisable((PyObject *)grip); /* as in make_message */
+        if (call && PyDict_SetItem(calls, request, call)) PyErr_WriteUnraisable(call);
         PyErr_Restore(error, value, traceback);
-        return NULL;
+        Py_CLEAR(call);
+    } else {
+        if (!call) call = Py_NewRef(Py_False);
+        else if (!know_call(call)) set_field(call, call_class.at[C_VALUE], tensor);
+        else Py_CLEAR(call);
+        Py_DECREF(tensor);
     }
-    PyObject *call = Py_XNewRef(PyDict_GetItemWithError(calls, request));
-    if (call) {
-        if (PyDict_DelItem(calls, request) || PyObject_SetAttr(call, s_value, tensor)) Py_CLEAR(call);
-    } else if (!PyErr_Occurred()) call = Py_NewRef(Py_False);
-    Py_DECREF(request);
-    Py_DECREF(tensor);
+    Py_XDECREF(request);
     return call;
 }
 

@@ -70,6 +70,27 @@ static PyObject *Inlet_answer(Inlet *self, PyObject *const *args, Py_ssize_t nar
     return NULL;
 }
 
+PyDoc_STRVAR(Inlet_ask_doc,
+             "ask(outbox, value, calls, call, patience)\n--\n\nWhat `outbox.ask` returns; if that is done and the next reply is "
+             "there within so many nanoseconds, what `answer` returns: `call` itself says that it is done, then.");
+
+static PyObject *Inlet_ask(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || Py_TYPE(args[0]) != &OutboxType || self->locks) {
+        PyErr_SetString(PyExc_TypeError, "outbox, value, calls, call, patience; of a fan-out");
+        return NULL;
+    }
+    PyObject *call = args[3], *asked = Outbox_ask((Outbox *)args[0], args + 1, 3);
+    if (!asked || asked == Py_None || PyLong_AsLongLong(asked) < 0) return asked;
+    PyObject *ended = await(self, args[4], NULL, args[2], 1, NULL);
+    if (ended == Py_None) {
+        Py_DECREF(ended);
+        return asked;
+    }
+    Py_DECREF(asked);
+    if (ended == call && !know_call(call)) set_field(call, call_class.at[C_DONE], Py_True);
+    return ended;
+}
+
 PyDoc_STRVAR(Inlet_serve_doc, "serve(request, source)\n--\n\nWhat `request` is to make, and whose requests come by here.");
 
 static PyObject *Inlet_serve(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
@@ -77,8 +98,10 @@ static PyObject *Inlet_serve(Inlet *self, PyObject *const *args, Py_ssize_t narg
         PyErr_SetString(PyExc_TypeError, "request, source; of a work queue");
         return NULL;
     }
-    if (class_get(&self->request, args[0], request_slots)) return NULL;
+    Py_ssize_t replies_at = field_of(Py_TYPE(args[1]), "replies");
+    if (replies_at < 0 || class_get(&self->request, args[0], request_slots)) return NULL;
     Py_XSETREF(self->source, Py_NewRef(args[1]));
+    self->replies_at = replies_at;
     Py_RETURN_NONE;
 }
 
@@ -126,16 +149,16 @@ static PyObject *Inlet_request(Inlet *self, PyObject *const *args, Py_ssize_t na
 }
 
 PyDoc_STRVAR(Inlet_respond_doc,
-             "respond(request, value, outbox, open)\n--\n\n`outbox.answer` to a request that came by here and that somebody "
-             "waits for; then it is done, and its message is taken out of `open` and emptied. None, and nothing done, if "
-             "anything about it is unusual.");
+             "respond(request, value, open)\n--\n\n`answer` of the outbox of its source's replies, to a request that came by here and that "
+             "somebody waits for; then it is done, and its message is taken out of `open` and emptied. None, and nothing "
+             "done, if anything about it is unusual.");
 
 static PyObject *Inlet_respond(Inlet *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 4 || !PyDict_CheckExact(args[3]) || Py_TYPE(args[2]) != &OutboxType) {
-        PyErr_SetString(PyExc_TypeError, "request, value, outbox, open");
+    if (nargs != 3 || !PyDict_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "request, value, open");
         return NULL;
     }
-    PyObject *request = args[0];
+    PyObject *request = args[0], *open = args[2];
     if (!self->feed || (PyObject *)Py_TYPE(request) != self->request.type) Py_RETURN_NONE;
     PyObject *message = *field(request, self->request.at[R_MESSAGE]);
     if (!message || (PyObject *)Py_TYPE(message) != self->message.type) Py_RETURN_NONE;
@@ -146,19 +169,23 @@ static PyObject *Inlet_respond(Inlet *self, PyObject *const *args, Py_ssize_t na
     PyObject *gone = PyObject_GetAttr(self->feed, s_gone), *sent = NULL, *number = NULL;
     Py_XDECREF(gone);
     if (!gone) return NULL;
-    if (gone != Py_False) Py_RETURN_NONE;
+    if (gone != Py_False || *field(request, self->request.at[R_SOURCE]) != self->source) Py_RETURN_NONE;
+    PyObject *replies = *field(self->source, self->replies_at);
+    if (!replies || replies == Py_None) Py_RETURN_NONE;
+    PyObject *outbox = PyObject_GetAttr(replies, s_outbox);
+    if (!outbox || Py_TYPE(outbox) != &OutboxType) return outbox ? Py_DECREF(outbox), Py_NewRef(Py_None) : NULL;
 
     const Class class = self->message; /* other code may run from here on, and retire this inlet */
     Py_INCREF(message);
     Py_INCREF(grip);
     number = PyLong_FromUnsignedLongLong(grip->seq);
     PyObject *const answer[] = {args[1], number};
-    if (number) sent = Outbox_answer((Outbox *)args[2], answer, 2);
+    if (number) sent = Outbox_answer((Outbox *)outbox, answer, 2);
     Py_XDECREF(number);
     if (sent && sent != Py_None) {
         number = PyLong_FromVoidPtr(request);
-        int open = number ? PyDict_Contains(args[3], number) : -1;
-        if (open > 0 && !PyDict_DelItem(args[3], number)) {
+        int is_open = number ? PyDict_Contains(open, number) : -1;
+        if (is_open > 0 && !PyDict_DelItem(open, number)) {
             set_field(message, class.at[M_RECEIVER], Py_None);
             if (!grip->acknowledged) {
                 grip->acknowledged = 1;
@@ -167,9 +194,10 @@ static PyObject *Inlet_respond(Inlet *self, PyObject *const *args, Py_ssize_t na
             set_field(message, class.at[M_VALUE], Py_None);
             set_field(message, class.at[M_HOLD], Py_None);
             set_field(message, class.at[M_LEASE], Py_None);
-        } else if (open) Py_CLEAR(sent);
+        } else if (is_open) Py_CLEAR(sent);
         Py_XDECREF(number);
     }
+    Py_DECREF(outbox);
     Py_DECREF(grip);
     Py_DECREF(message);
     return sent;
@@ -190,6 +218,7 @@ static PyMethodDef Inlet_methods[] = {
     {"request", (PyCFunction)(void (*)(void))Inlet_request, METH_FASTCALL, Inlet_request_doc},
     {"respond", (PyCFunction)(void (*)(void))Inlet_respond, METH_FASTCALL, Inlet_respond_doc},
     {"answer", (PyCFunction)(void (*)(void))Inlet_answer, METH_FASTCALL, Inlet_answer_doc},
+    {"ask", (PyCFunction)(void (*)(void))Inlet_ask, METH_FASTCALL, Inlet_ask_doc},
     {"pop", (PyCFunction)(void (*)(void))Inlet_pop, METH_FASTCALL, Inlet_pop_doc},
     {NULL, NULL, 0, NULL},
 };

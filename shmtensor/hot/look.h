@@ -42,8 +42,7 @@ enum { CPU = 1 };
 
 static ExchangeAPI *exchange; /* torch's */
 static PyTypeObject *tensor_type;
-static PyObject *s_is_neg, *s_close, *s_emptied, *s_wake_sender, *s_fd, *s_line, *s_rung, *s_seq, *s_at,
-    *s_words, *s_value, *s_gone;
+static PyObject *s_is_neg, *s_close, *s_emptied, *s_wake_sender, *s_fd, *s_line, *s_rung, *s_gone, *s_outbox;
 
 /* --- shared words ------------------------------------------------------------------------------------------------- */
 

@@ -174,14 +174,29 @@ typedef struct {
     Word first, deadline;
 } Note;
 
+enum { C_BITS, C_DEADLINE, C_WORDS, C_AT, C_SEQ, C_VALUE, C_DONE }; /* of a Call, rpc/call.py */
+
+static const char *const call_slots[] = {"bits", "deadline", "words", "at", "seq", "value", "done", NULL};
+static Class call_class;
+
+/* 0 if `call_class` is the class of this call; -1 with an error set if it is none. */
+static int know_call(PyObject *call) {
+    PyObject *type = (PyObject *)Py_TYPE(call);
+    return type == call_class.type ? 0 : class_get(&call_class, type, call_slots);
+}
+
 /* Sets attributes that are slots, and a new key of a dict: that runs no Python code. */
 static int enter_call(Outbox *self, const Note *note, Word seq, uint64_t slot) {
     PyObject *number = PyLong_FromUnsignedLongLong(seq);
-    if (!number) return -1;
-    int failed = PyObject_SetAttr(note->call, s_words, self->head_words) ||
-                 set_index(note->call, s_at, (uint64_t)(self->note_at - NOTE) + slot * (uint64_t)self->step) ||
-                 PyDict_SetItem(note->table, number, note->call) || PyObject_SetAttr(note->call, s_seq, number);
-    Py_DECREF(number);
+    PyObject *at = PyLong_FromSsize_t(self->note_at - NOTE + (Py_ssize_t)slot * self->step);
+    int failed = !number || !at || PyDict_SetItem(note->table, number, note->call);
+    if (!failed) {
+        set_field(note->call, call_class.at[C_WORDS], self->head_words);
+        set_field(note->call, call_class.at[C_AT], at);
+        set_field(note->call, call_class.at[C_SEQ], number);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(at);
     return failed ? -1 : 0;
 }
 
@@ -302,16 +317,19 @@ static PyObject *Outbox_send(Outbox *self, PyObject *const *args, Py_ssize_t nar
 }
 
 PyDoc_STRVAR(Outbox_ask_doc,
-             "ask(value, calls, call, bits, deadline)\n--\n\n`send(value, 0)` of a request with its note; its call is told "
+             "ask(value, calls, call)\n--\n\n`send(value, 0)` of a request with its note; its call is told "
              "where it is, and put into `calls`.");
 
 static PyObject *Outbox_ask(Outbox *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 5 || !PyDict_CheckExact(args[1]) || self->twice) {
-        PyErr_SetString(PyExc_TypeError, "value, calls, call, bits, deadline; of a work queue");
+    if (nargs != 3 || !PyDict_CheckExact(args[1]) || self->twice) {
+        PyErr_SetString(PyExc_TypeError, "value, calls, call; of a work queue");
         return NULL;
     }
-    Note note = {args[1], args[2], PyLong_AsUnsignedLongLong(args[3]), PyLong_AsUnsignedLongLong(args[4])};
-    return PyErr_Occurred() ? NULL : send_tensor(self, args[0], 0, &note);
+    Note note = {.table = args[1], .call = args[2]};
+    if (know_call(note.call) || get_field(note.call, call_class.at[C_BITS], &note.first) ||
+        get_field(note.call, call_class.at[C_DEADLINE], &note.deadline))
+        return NULL;
+    return send_tensor(self, args[0], 0, &note);
 }
 
 PyDoc_STRVAR(Outbox_answer_doc, "answer(value, request)\n--\n\n`send(value, 0)` of the reply to a request.");

@@ -68,7 +68,7 @@ class Requests(Posting, Producer):
         """Publish a request."""
         outbox = self._outbox
         if meta is None and outbox is not None:
-            sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
+            sent = outbox.ask(value, self.calls, call)
             if sent is not None:
                 if sent < 0:
                     self._wake_late(-sent)
@@ -88,7 +88,7 @@ class Requests(Posting, Producer):
         """`post` for an event loop, which waits for no thread."""
         outbox = self._outbox
         if meta is None and outbox is not None and (self._crowd is None or self._crowd.is_empty):
-            sent = outbox.ask(value, self.calls, call, call.bits, call.deadline)
+            sent = outbox.ask(value, self.calls, call)
             if sent is not None:
                 if sent < 0:
                     self._wake_soon(-sent)

@@ -107,18 +107,21 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         try:
-            self._requests.post(call, value, meta, timeout)
-            if self._leading.acquire(False):
-                try:
-                    ended = self._answers.take_soon(self._calls)
-                    if ended is call:  # nobody else knows of it
-                        self._replied += 1
-                        call.done = True
-                        return call.value
-                    if ended is not None:
-                        self._settle(ended)
-                finally:
-                    self._stop_leading()
+            answers, requests = self._answers, self._requests
+            inlet, outbox = answers._inlet, requests._outbox
+            ended = None
+            if meta is None and inlet is not None and outbox is not None and not answers._in_vain:
+                ended = inlet.ask(outbox, value, self._calls, call, answers._patience)
+                if ended is call:  # nobody else knows of it
+                    self._replied += 1
+                    return call.value
+            if ended is None:
+                requests.post(call, value, meta, timeout)
+            elif type(ended) is not int:
+                self._settle(ended)
+                self._ended.tell()
+            elif ended < 0:
+                requests._wake_late(-ended)
             return self._wait(call)
         finally:
             if not call.done:

@@ -229,14 +229,11 @@ class Server(AsyncServer):
     def _reply_soon(self, request: Request, value: Any) -> bool:
         """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
         source = request._source
-        replies, inlet = source.replies, source.inlet
-        if replies is None or inlet is None or (outbox := replies._outbox) is None:
-            return False
-        sent = inlet.respond(request, value, outbox, self._open)
-        if sent is None:
+        inlet = source.inlet
+        if inlet is None or (sent := inlet.respond(request, value, self._open)) is None:
             return False
         if sent < 0:
-            replies._wake_soon(-sent)
+            source.replies._wake_soon(-sent)
         self._replied += 1
         return True
 
