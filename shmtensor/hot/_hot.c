@@ -38,6 +38,7 @@
 #include "fields.h"
 #include "ringer.h"
 #include "bells.h"
+#include "call.h"
 #include "outbox.h"
 #include "grip.h"
 #include "claim.h"

@@ -232,7 +232,7 @@ class Server(AsyncServer):
         inlet = source.inlet
         if inlet is None or (sent := inlet.respond(request, value, self._open)) is None:
             return False
-        if sent < 0:
+        if sent < 0 and source.replies is not None:
             source.replies._wake_soon(-sent)
         self._replied += 1
         return True
