@@ -1,13 +1,13 @@
 """Images to worker processes and results back, through a queue.
 
-The only line that differs from the same program over the standard library is the one that makes the context:
+With the standard library the program is the same but for its last import:
 
-    ctx = multiprocessing.get_context("spawn")
+    from multiprocessing import get_context
 """
 
 import torch
 
-import shmtensor
+from shmtensor import get_context
 
 
 def work(tasks, results):
@@ -17,16 +17,16 @@ def work(tasks, results):
 
 
 if __name__ == "__main__":
-    ctx = shmtensor.get_context("spawn")
+    ctx = get_context("spawn")
     tasks, results = ctx.Queue(maxsize=8), ctx.Queue()
     workers = [ctx.Process(target=work, args=(tasks, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for number in range(20):
         tasks.put((number, torch.arange(3 * 64 * 64.0).view(3, 64, 64) * number))
-    for _ in workers:
-        tasks.put(None)
     powers = dict(results.get() for _ in range(20))
+    for _ in workers:  # only now: in the standard queue, a tensor that nobody has got yet is lost when its putter ends
+        tasks.put(None)
     for worker in workers:
         worker.join()
     assert all(powers[number] > powers[number - 1] for number in range(1, 20))

@@ -7,6 +7,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -144,6 +146,39 @@ def test_batches_that_are_kept_stay_as_they_were():
         assert (images.mean((1, 2, 3)) == indices).all()
         images += 1  # writable, and nobody else's
     assert [images[0, 0, 0, 0].item() for images, _ in kept] == [4 * number + 1 for number in range(24)]
+
+
+def test_batches_that_are_kept_hold_few_descriptors():
+    """With torch's own context this program ends at "Too many open files": it holds one for each tensor."""
+    script = """
+import os, resource, torch, shmtensor
+from torch.utils.data import DataLoader, Dataset
+
+class Images(Dataset):
+    def __len__(self):
+        return 600
+    def __getitem__(self, index):
+        return torch.full((4096,), float(index)), index
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    before = set(os.listdir("/proc/self/fd"))
+    loader = DataLoader(Images(), batch_size=2, num_workers=2, multiprocessing_context=shmtensor.get_context("fork"))
+    kept = list(loader)
+    added = set(os.listdir("/proc/self/fd")) - before
+    for number, (images, indices) in enumerate(kept):
+        assert indices.tolist() == [2 * number, 2 * number + 1]
+        assert (images == indices[:, None]).all()
+    print(len(kept), len(added))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
+        capture_output=True, text=True, timeout=LONG, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    batches, descriptors = map(int, done.stdout.split())
+    assert batches == 300
+    assert descriptors <= 64, "two for each ring of a worker, each of which is larger than the one before"
 
 
 @dataclasses.dataclass

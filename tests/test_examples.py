@@ -21,6 +21,14 @@ CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 DROP_INS = {"dataloader": "dataloader", "executor": "executor", "queue_workers": "queues", "training": "checkpoints"}
 """Examples without channels of their own -> the page in docs/ that they belong to."""
+LINES = {
+    "queue_workers": ("from shmtensor import get_context", "from multiprocessing import get_context"),
+    "dataloader": (
+        'DataLoader(Squares(), batch_size=16, num_workers=2, multiprocessing_context=shmtensor.get_context("fork"))',
+        "DataLoader(Squares(), batch_size=16, num_workers=2)",
+    ),
+}
+"""Drop-ins -> their part of a line, and what stands there without this library. The executor's: test_executor.py."""
 
 
 @pytest.mark.slow
@@ -40,6 +48,27 @@ def test_example(path, socket_directory, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LINES)
+def test_a_drop_in_is_one_line_in_place_of_another(name, socket_directory, tmp_path):
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    ours, theirs = LINES[name]
+    assert source.count(ours) == 1
+    assert source.count(theirs) == 1, "the docstring shows the other line"
+    outputs = []
+    for line in (ours, theirs):
+        script = tmp_path / f"{name}.py"
+        script.write_text(source.replace(ours, line))
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore::DeprecationWarning", str(script)],
+            capture_output=True, text=True, timeout=80, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        outputs.append(done.stdout)
+    assert outputs[0].strip()
+    assert outputs[0] == outputs[1]
 
 
 def test_the_device_ring_over_a_stand_in(standin, channel, monkeypatch, capsys):
