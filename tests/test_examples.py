@@ -51,6 +51,7 @@ def test_example(path, socket_directory, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", LINES)
 def test_a_drop_in_is_one_line_in_place_of_another(name, socket_directory, tmp_path):
     source = (ROOT / "examples" / f"{name}.py").read_text()
@@ -63,7 +64,7 @@ def test_a_drop_in_is_one_line_in_place_of_another(name, socket_directory, tmp_p
         script.write_text(source.replace(ours, line))
         done = subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", str(script)],
-            capture_output=True, text=True, timeout=80, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         outputs.append(done.stdout)
