@@ -26,7 +26,7 @@ SINK_BUFFER = 1
 WORKERS = (1, 2, 4, 8, 16, 32)
 REPEATS = 1000
 """Samples of one run, unless it has taken `LONG` before."""
-LONG = 2.0
+LONG = 1.0
 """Seconds."""
 QUICK_REPEATS = 40
 TINY_REPEATS = 4
@@ -271,7 +271,7 @@ WORKLOAD = Workload(
     what=(
         "A sample is a random uint8 image (3, 640, 480) and label (640, 480), encoded once; the loader decodes "
         "it in an executor with 1 to 32 forked workers, sink buffer 1; samples per second at the sink over 1000 "
-        "samples, or as many as come in 2 s, in one round, after each worker has loaded some. shmtensor: the same "
+        "samples, or as many as come in 1 s, in one round, after each worker has loaded some. shmtensor: the same "
         "pipeline under its ProcessPoolExecutor. Arenas: SPDL's iterate_in_subprocess with one process that loads, and "
         "is given nothing. Published: the best number of workers on that machine; it stands beside every number."
     ),
