@@ -96,6 +96,22 @@ def rung_by_thread(peers, body: bytes) -> bool:
 # --- one doorbell
 
 
+def test_whoever_closes_a_line_that_is_being_closed_waits_for_what_was_given_too(floor, bells, monkeypatch):
+    line = bells.ring(1, BODY)
+    fd, settled = line.fd, []
+
+    def settle(number):
+        settled.append(number)
+        if len(settled) == 1:  # while the first one waits, without the interpreter lock
+            line.close()
+            assert settled == [fd, fd]
+
+    monkeypatch.setattr(hot, "settle", settle)
+    line.close()
+    assert (settled, line.fd) == ([fd, fd], -1)
+    assert floor.heard(1, 1) == [BODY]
+
+
 @needs_hot
 def test_each_is_rung_by_another_thread_that_takes_no_signal(floor, bells):
     peers = floor.peers(bells)

@@ -184,7 +184,7 @@ def measure_busy(effort: Effort) -> Samples:
         ]
     )
     asked, served = results[:CLIENTS], results[CLIENTS:]
-    sent, answered = CLIENTS * (count + 1), sum(handled for handled, _ in served)
+    sent, answered = CLIENTS * (1 + WARM + count), sum(handled for handled, _ in served)
     if answered != sent:
         raise ValueError(f"{sent} requests were sent, {answered} answered")
     rate = CLIENTS * count / (max(end for _, end in asked) - min(start for start, _ in asked))
@@ -201,10 +201,15 @@ def _client(meet: Callable[[], object], name: str, count: int) -> tuple[float, f
     with shmtensor.Client(name) as client:
         client.wait_for_servers(SERVERS, timeout=60.0)
         payloads.check("torch", client.request(payload, timeout=60.0), payload)
+
+        def ask(count: int) -> None:
+            for _ in client.map(itertools.repeat(payload, count), timeout=60.0, window=WINDOW):
+                pass
+
+        ask(WARM)
         meet()
         start = time.perf_counter()
-        for _ in client.map(itertools.repeat(payload, count), timeout=60.0, window=WINDOW):
-            pass
+        ask(count)
         end = time.perf_counter()
         meet()
     return start, end
@@ -350,11 +355,12 @@ WORKLOAD = Workload(
         f"method call on an object in a manager's process. Busy servers: each handler sleeps 1 ms, each client keeps "
         f"{WINDOW} requests on their way by map; ideal is what the {SERVERS} servers' handlers reach in bare loops, "
         "both at once, just before (the timer makes more than 1 ms of it); efficiency is the rate of the clients' "
-        f"loops, first request to last reply, over that. Batches: {SUPPLIERS} clients map images of 3 x 128 x 128 "
-        f"float32, up to {2 * BATCH} on their way from each, to one server with max_batch={BATCH}; the loop stacks "
-        f"{BATCH} images of its own and calls the same model (three convolutions of stride 2, 16, 32 and 32 channels, "
-        "and a linear layer) on as many; one torch thread in each process, so that the server's model has one core as "
-        "the loop's has, and the clients the other ones. The first batches are not counted."
+        f"loops, first request to last reply, after {WARM} from each, over that. Batches: {SUPPLIERS} clients map "
+        f"images of 3 x 128 x 128 float32, up to {2 * BATCH} on their way from each, to one server with "
+        f"max_batch={BATCH}; the loop stacks {BATCH} images of its own and calls the same model (three convolutions of "
+        "stride 2, 16, 32 and 32 channels, and a linear layer) on as many; one torch thread in each process, so that "
+        "the server's model has one core as the loop's has, and the clients the other ones. The first batches are not "
+        "counted."
     ),
     cases=(
         Case(_TRIP, SHMTENSOR, measure_trip),

@@ -84,10 +84,13 @@ class Push:
 
     def close(self) -> None:
         """Close the connection. What was sent still arrives. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            hot.settle(fd)
-        self._socket.close()
+        self.fd = -1
+        fd = self._socket.fileno()  # not -1 while another thread closes it, which has to wait as well
+        try:
+            if fd >= 0:
+                hot.settle(fd)
+        finally:
+            self._socket.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_socket"):  # there was a descriptor for it

@@ -37,6 +37,7 @@ static void write_frame(int line, const char *frame, size_t nbytes) {
 
 static void *ring_for_ever(void *unused) {
     (void)unused;
+    pthread_setname_np(pthread_self(), "shmtensor-ring"); /* of another thread it would take a descriptor */
     pthread_mutex_lock(&ringer.mutex);
     for (;;) {
         while (ringer.written == ringer.given) pthread_cond_wait(&ringer.more_given, &ringer.mutex);
@@ -63,7 +64,6 @@ static int start_ringer(void) {
     int failed = pthread_create(&thread, &how, ring_for_ever, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&how);
-    if (!failed) pthread_setname_np(thread, "shmtensor-ring");
     return !failed;
 }
 
