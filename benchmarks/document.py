@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from . import crossover, plots, report
 from .measure import Row
 from .run import CROSSOVERS
 from .sizes import MIB
+from .targets import judge
 
 TEMPLATE = Path(__file__).with_name("document.md")
 TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -71,8 +73,8 @@ def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             whole[key] = {**whole[key], **{name: value for name, value in run[key].items() if name in fresh}}
         failures = {case: text for case, text in whole["failures"].items() if case.split(":")[0] not in fresh}
         whole["failures"] = {**failures, **run["failures"]}
-        verdicts = {(one["what"], one["against"]): one for one in (*whole["targets"], *run["targets"])}
-        whole["targets"] = list(verdicts.values())
+    if len(runs) > 1:  # some may be older than a target
+        whole["targets"] = [asdict(verdict) for verdict in judge(Row(**row) for row in whole["rows"])]
     return whole
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -515,22 +516,27 @@ def test_the_page_refuses_a_part_that_does_not_exist():
 
 def test_one_page_of_two_runs():
     def run(workload, value, **more):
+        rows = [Row(workload, name, "shmtensor", "x", value, rounds=[value]) for name in ("cpu, shmtensor, 8", "x")]
         return {
             "machine": {"cpu": "c", "load_average": [value]}, "versions": {}, "scale": "tiny",
-            "command": f"run {workload}",
-            "rows": [{"workload": workload, "value": value}], "seconds": {workload: 1.0}, "rounds": {"a": 1, "b": 1},
-            "texts": {"a": {}, "b": {}}, "failures": {f"{workload}: x": "broken"},
-            "targets": [{"what": workload, "against": None, "measured": value}], **more,
+            "command": f"run {workload}", "rows": [asdict(row) for row in rows],
+            "seconds": {workload: 1.0}, "rounds": {"fan-out": 1, "b": 1},
+            "texts": {"fan-out": {}, "b": {}}, "failures": {f"{workload}: x": "broken"},
+            "targets": [{"what": "a target of old", "against": None, "measured": value}], **more,
         }  # fmt: skip
 
-    whole = document.joined([run("a", 1), run("b", 2), run("a", 3)])
-    assert [(row["workload"], row["value"]) for row in whole["rows"]] == [("b", 2), ("a", 3)]
-    assert {one["what"]: one["measured"] for one in whole["targets"]} == {"a": 3, "b": 2}
-    assert whole["command"] == "run a` and `run b` and `run a"
-    assert whole["seconds"] == {"a": 1.0, "b": 1.0}
-    assert set(whole["failures"]) == {"a: x", "b: x"}
+    whole = document.joined([run("fan-out", 1), run("b", 2), run("fan-out", 3)])
+    assert [(row["workload"], row["median"]) for row in whole["rows"]] == [("b", 2)] * 2 + [("fan-out", 3)] * 2
+    judged = {one["what"]: (one["measured"], one["open"]) for one in whole["targets"]}
+    assert judged == {
+        "fan-out of 6 MiB to 8, CPU": (3, "cpu, shmtensor, 1: not run"),
+        "fan-out of 6 MiB to 8, wall time": (None, "not run"),
+    }
+    assert whole["command"] == "run fan-out` and `run b` and `run fan-out"
+    assert whole["seconds"] == {"fan-out": 1.0, "b": 1.0}
+    assert set(whole["failures"]) == {"fan-out: x", "b: x"}
     with pytest.raises(ValueError, match="different machines, versions or scales"):
-        document.joined([run("a", 1), run("b", 2, versions={"torch": "0"})])
+        document.joined([run("fan-out", 1), run("b", 2, versions={"torch": "0"})])
 
 
 def test_plots_are_drawn_of_what_is_there(tmp_path):
