@@ -571,14 +571,22 @@ def test_many_readers_of_one_large_tensor(path_of):
 )
 def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
     offsets = np.cumsum([8, *sizes]).tolist()
-    targets = [reading._Target(number, np.empty(size, np.uint8), None) for number, size in enumerate(sizes)]
-    runs = reading._cut(targets, [(0, offset) for offset in offsets[:-1]], readers)
+    targets = [
+        reading._Target(number, np.arange(size).astype(np.uint8), 0, offset)
+        for number, (size, offset) in enumerate(zip(sizes, offsets, strict=False))
+    ]
+    runs = reading._cut(targets, readers)
     assert len(runs) <= readers
     jobs = [job for run in runs for job in run]
     assert [(job.target.region, job.chunk) for job in jobs] == [
-        (number, chunk) for number, size in enumerate(sizes) for chunk in range(-(-size // reading.CHUNK))
+        (number, chunk) for number, target in enumerate(targets) for chunk in range(len(target))
     ]
-    assert all(job.offset == offsets[job.target.region] + job.chunk * reading.CHUNK for job in jobs)
+    for target, offset in zip(targets, offsets, strict=False):
+        spans = [target.span(chunk) for chunk in range(len(target))]
+        assert all(0 < len(memory) <= reading.CHUNK for _, memory in spans)
+        assert all(at % reading.PAGE == 0 for at, _ in spans[1:])
+        assert all(at == offset + memory.ctypes.data - target.memory.ctypes.data for at, memory in spans)
+        assert np.array_equal(np.concatenate([target.memory[:0], *(memory for _, memory in spans)]), target.memory)
     regions = [{job.target.region for job in run} for run in runs]
     assert sum(map(len, regions)) == len(set().union(*regions))
     share = -(-sum(sizes) // readers)
@@ -593,13 +601,13 @@ def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
 def test_readers_stop_when_one_has_failed(path_of, monkeypatch):
     path = save({"large": torch.zeros(16 * reading.CHUNK, dtype=torch.uint8)}, path_of("safetensors"))
     made, filled, calls = [], [], itertools.count()
-    cut, fill = reading._cut, reading.fill
+    cut, fill = reading._cut, reading.Files.fill
 
     def keep(*args):
         made.append(cut(*args))
         return made[0]
 
-    def fail_once(files, file, offset, view, names):
+    def fail_once(files, memory, file, offset, names):
         if next(calls) == 0:
             raise CheckpointError("on purpose")
         deadline = time.monotonic() + PATIENCE
@@ -607,10 +615,10 @@ def test_readers_stop_when_one_has_failed(path_of, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         filled.append(offset)
-        fill(files, file, offset, view, names)
+        fill(files, memory, file, offset, names)
 
     monkeypatch.setattr(reading, "_cut", keep)
-    monkeypatch.setattr(reading, "fill", fail_once)
+    monkeypatch.setattr(reading.Files, "fill", fail_once)
     with pytest.raises(CheckpointError, match="on purpose"):
         load_checkpoint(path, map=False, readers=3)
     assert len(filled) <= 2

@@ -12,8 +12,9 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .digests import Summer
+from .files import Files
 from .formats import Opened
-from .reading import CHUNK, Damage, Files, fill
+from .reading import CHUNK, Damage
 
 Progress = Callable[[int], Any]
 
@@ -39,7 +40,7 @@ def check(opened: Opened, *, readers: int, progress: Progress | None = None) -> 
         summer = Summer()
         for at in range(0, nbytes, CHUNK):
             view = own.buffer[: min(CHUNK, nbytes - at)]
-            fill(files, file, offset + at, view, opened.plan.names(region))
+            files.fill(view, file, offset + at, opened.plan.names(region))
             summer.update(view)
             if progress is not None:
                 progress(view.nbytes)

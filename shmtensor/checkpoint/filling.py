@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError, ArgumentTypeError
 from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
+from .files import Files
 from .loader import Path, Verify, check_options, map_files, raise_damage, verify_mapped
 from .plan import Plan
-from .reading import Files, read_regions
+from .reading import read_regions
 from .regions import storage_bytes
 from .resolving import open_checkpoint
 from .selection import children, descend

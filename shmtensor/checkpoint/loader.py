@@ -10,8 +10,9 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..memory.mapped_file import map_private
 from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
+from .files import Files
 from .formats import Opened
-from .reading import MAX_READERS, Damage, Files, default_readers, private, read_regions
+from .reading import MAX_READERS, Damage, default_readers, private, read_regions
 from .resolving import open_checkpoint
 from .selection import select
 
@@ -150,7 +151,8 @@ def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
 
 def read(opened: Opened, regions: Sequence[int], *, readers: int, verify: bool) -> dict[int, Array]:
     """Some regions, read into memory of their own. Raises `CheckpointError` if any is damaged."""
-    memory = {region: private(opened.plan.regions[region].nbytes) for region in regions}
+    places = opened.places or []
+    memory = {region: private(opened.plan.regions[region].nbytes, places[region][1]) for region in regions}
     with Files(opened.files, opened.sizes) as files:
         raise_damage(read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify))
     return memory

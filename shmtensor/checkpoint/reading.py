@@ -13,48 +13,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError
-from ..memory.mapped_file import fresh
+from ..memory.mapped_file import fresh, populate
 from ..views.numpy import Array
 from .digests import Summer, text
+from .files import Files
 from .formats import Opened
+from .limits import LINE, PAGE
 
-CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is summed up, large enough for the disk
+CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is summed up
+CHUNK_PAST: Final = 16 << 20  # bytes; past the page cache the disk is all that matters, and wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes
-
-
-class Files:
-    """The open files of a checkpoint. Close it; what was mapped stays."""
-
-    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
-        self.paths = list(paths)
-        self.fds: list[int] = []
-        try:
-            for path, size in zip(paths, sizes, strict=True):
-                self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                now = os.fstat(self.fds[-1]).st_size
-                if now != size:
-                    raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the descriptors. Idempotent."""
-        while self.fds:
-            os.close(self.fds.pop())
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def default_readers() -> int:
@@ -63,14 +38,27 @@ def default_readers() -> int:
 
 
 class _Target:
-    """A region on its way into memory."""
+    """A region on its way into memory, in chunks that end where pages of the file do."""
 
-    def __init__(self, region: int, memory: Array, summer: Summer | None) -> None:
-        self.region, self.memory, self._summer = region, memory, summer
+    def __init__(
+        self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, size: int = CHUNK
+    ) -> None:
+        self.region, self.memory, self.file, self.offset = region, memory, file, offset
+        self._summer, self._size = summer, size
+        self._before = offset % PAGE  # bytes of the first page that are not ours
         self._lock = threading.Lock()
         self._ready: set[int] = set()
         self._next = 0
         self._busy = False
+
+    def __len__(self) -> int:
+        """The number of chunks."""
+        return -(-(self._before + len(self.memory)) // self._size) if len(self.memory) else 0
+
+    def span(self, chunk: int) -> tuple[int, Array]:
+        """Where the file has a chunk, and its memory."""
+        start, end = max(0, chunk * self._size - self._before), (chunk + 1) * self._size - self._before
+        return self.offset + start, self.memory[start:end]
 
     def arrived(self, chunk: int) -> None:
         """Sum up this chunk and those after it that are here, unless another reader is at it."""
@@ -86,9 +74,9 @@ class _Target:
                 if self._next not in self._ready:
                     self._busy = False
                     return
-                at = self._next * CHUNK
+                chunk = self._next
                 self._next += 1
-            self._summer.update(self.memory[at : at + CHUNK])
+            self._summer.update(self.span(chunk)[1])
 
     @property
     def digest(self) -> int:
@@ -98,27 +86,25 @@ class _Target:
 class _Job(NamedTuple):
     target: _Target
     chunk: int
-    file: int
-    offset: int
+    lock: threading.Lock
+    """Held by who is touching its memory, or reading into it."""
 
 
 _Run = deque[_Job]
 """Chunks that follow each other in the files; taken from the left."""
 
 
-def _cut(targets: Sequence[_Target], places: Sequence[tuple[int, int]], readers: int) -> list[_Run]:
+def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
     """At most `readers` runs of whole regions, alike in size as far as the regions allow: none is cut, because it is
     summed up from its beginning to its end."""
     share = max(1, -(-sum(target.memory.nbytes for target in targets) // readers))
     runs: list[_Run] = []
     before = 0
     for target in targets:
-        file, offset = places[target.region]
         if min(before // share, readers - 1) >= len(runs):  # what is empty at the end is in the last one
             runs.append(deque())
         before += target.memory.nbytes
-        count = -(-target.memory.nbytes // CHUNK)
-        runs[-1].extend(_Job(target, chunk, file, offset + chunk * CHUNK) for chunk in range(count))
+        runs[-1].extend(_Job(target, chunk, threading.Lock()) for chunk in range(len(target)))
     return runs
 
 
@@ -131,6 +117,24 @@ def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
         except IndexError:  # somebody else has taken the last one
             run = max(runs, key=len)
     return None
+
+
+def _touch(runs: list[_Run], files: Files) -> None:
+    """Touch memory that is going to be filled past the page cache, so that no reader waits for fresh pages while the
+    disk waits for it.
+
+    Never while somebody reads into it: if the process forks meanwhile, touching a page that the disk is writing to
+    would give this process a copy of it, which the rest of the bytes does not reach (kernels before 6.3).
+    """
+    for job in [job for jobs in zip_longest(*map(tuple, runs)) for job in jobs if job is not None]:
+        if not any(runs):
+            return
+        offset, memory = job.target.span(job.chunk)
+        if files.reads_past(memory, job.target.file, offset) and job.lock.acquire(blocking=False):
+            try:
+                populate(memory)
+            finally:
+                job.lock.release()
 
 
 class Damage(NamedTuple):
@@ -167,11 +171,12 @@ def read_regions(
     """
     places = opened.places or []
     digests = opened.digests if verify else None
-    targets = [
-        _Target(region, memory_of(region), Summer() if digests is not None else None)
-        for region in sorted(regions, key=places.__getitem__)
-    ]
-    runs = _cut(targets, places, readers)
+    targets = []
+    for region in sorted(regions, key=places.__getitem__):
+        memory, (file, offset) = memory_of(region), places[region]
+        size = CHUNK_PAST if files.reads_past(memory, file, offset) else CHUNK
+        targets.append(_Target(region, memory, file, offset, Summer() if digests is not None else None, size))
+    runs = _cut(targets, readers)
 
     def work(number: int) -> None:
         own = runs[number] if number < len(runs) else None
@@ -179,19 +184,20 @@ def read_regions(
             job = _next(own, runs)
             if job is None:
                 return
-            at = job.chunk * CHUNK
-            view = job.target.memory[at : at + CHUNK]
-            fill(files, job.file, job.offset, view, opened.plan.names(job.target.region))
+            offset, memory = job.target.span(job.chunk)
+            with job.lock:
+                files.fill(memory, job.target.file, offset, opened.plan.names(job.target.region))
             job.target.arrived(job.chunk)
             if progress is not None:
-                progress(view.nbytes)
+                progress(memory.nbytes)
 
     count = max(1, min(readers, sum(map(len, runs))))
     if count == 1:
         work(0)
     else:
-        with ThreadPoolExecutor(count, thread_name_prefix="shmtensor-read") as pool:
+        with ThreadPoolExecutor(count + 1, thread_name_prefix="shmtensor-read") as pool:
             at_work = [pool.submit(work, number) for number in range(count)]
+            at_work.append(pool.submit(_touch, runs, files))
             try:
                 wait(at_work, return_when=FIRST_EXCEPTION)
             finally:
@@ -202,25 +208,14 @@ def read_regions(
     if digests is None:
         return []
     return [
-        Damage(each.region, opened.plan.names(each.region), files.paths[places[each.region][0]],
-               places[each.region][1], digests[each.region], each.digest)
+        Damage(each.region, opened.plan.names(each.region), files.paths[each.file], each.offset,
+               digests[each.region], each.digest)
         for each in targets
         if each.digest != digests[each.region]
     ]  # fmt: skip
 
 
-def fill(files: Files, file: int, offset: int, view: Any, names: str) -> None:
-    """Read the bytes of a view from a place. `CheckpointError` if the file ends before."""
-    rest = memoryview(view)
-    while rest:
-        count = os.preadv(files.fds[file], [rest], offset)
-        if not count:
-            raise CheckpointError(
-                f"{files.paths[file]}: the file ends at offset {offset}, inside tensor {names}: it is truncated"
-            )
-        rest, offset = rest[count:], offset + count
-
-
-def private(nbytes: int) -> Array:
-    """Fresh memory: in huge pages what is larger than a few of them."""
-    return fresh(nbytes) if nbytes >= _LARGE else np.empty(nbytes, np.uint8)
+def private(nbytes: int, offset: int = 0) -> Array:
+    """Fresh memory: in huge pages what is larger than a few of them, and then as far into a page as `offset` is, so
+    that what a file has there can be read past the page cache; unless tensors would begin off a cache line."""
+    return fresh(nbytes, 0 if offset % LINE else offset % PAGE) if nbytes >= _LARGE else np.empty(nbytes, np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -14,7 +15,11 @@ from ..errors import ResourceError
 from ..units import format_bytes
 
 HUGE_PAGE: Final = 2 << 20
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in Python's mmap, whose madvise keeps the GIL
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # nothing is set aside for pages that nobody writes to
+
+_MADVISE: Final = getattr(ctypes.CDLL(None), "madvise", None)
+_MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
 
 
 def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -36,17 +41,36 @@ def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether the page cache has the page of a file that begins at `offset`; nothing is read.
+
+    True as well where that cannot be said: the kernel does not tell who may not write to the file.
+    """
+    if _MINCORE is None:
+        return True
+    try:
+        with mmap.mmap(fd, 1, prot=mmap.PROT_READ, offset=offset) as mapped:  # 1: the last page may not be whole
+            page, found = np.frombuffer(mapped, np.uint8), ctypes.c_ubyte(1)
+            address = ctypes.c_void_p(page.__array_interface__["data"][0])
+            del page  # which would keep the mapping from being closed
+            failed = _MINCORE(address, ctypes.c_size_t(1), ctypes.byref(found))
+            return bool(failed or found.value & 1)
+    except (OSError, ValueError):
+        return True
+
+
+def fresh(nbytes: int, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Memory of zeros for `nbytes` (at least 1), as a writable array; the array and its views keep it alive.
 
-    Pages are made when they are first touched, in huge pages if there is room for any, which takes less than half of
-    the time: address space for one more is set aside, so that the first one begins where the array does. Raises
-    `ResourceError` if there is no address space.
+    It begins `offset` bytes (fewer than a page has) after the beginning of a page. Pages are made when they are first
+    touched, in huge pages if there is room for any, which takes less than half of the time: address space for one more
+    is set aside, so that the first one begins where the array does. Raises `ResourceError` if there is no address
+    space.
     """
-    extra = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
+    extra = HUGE_PAGE if nbytes >= HUGE_PAGE else offset
     try:
         mapped = mmap.mmap(
-            -1, nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if extra else 0)
+            -1, nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if extra >= HUGE_PAGE else 0)
         )
     except OSError as error:
         code = error.errno or errno.ENOMEM
@@ -55,9 +79,20 @@ def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             f"cannot get {format_bytes(nbytes)} of memory: {os.strerror(code)}: raise ulimit -v, or load with map=True",
         ) from None
     array = np.frombuffer(mapped, np.uint8)
-    if not extra:
-        return array
+    if extra < HUGE_PAGE:
+        return array[offset:]
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, another system
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    start = -array.__array_interface__["data"][0] % HUGE_PAGE
+    start = -array.__array_interface__["data"][0] % HUGE_PAGE + offset  # together less than a huge page
     return array[start : start + nbytes]
+
+
+def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Have the pages of some memory made, as if they were written to, but leave what they hold. Other threads go on.
+
+    Does nothing where the kernel cannot, or has no room: who touches the memory finds out.
+    """
+    address = memory.__array_interface__["data"][0]
+    start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE
+    if _MADVISE is not None and start < end:
+        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)

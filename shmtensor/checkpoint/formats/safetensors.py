@@ -4,7 +4,7 @@
 |---|---|
 | 8 | size of the header |
 | | the header: JSON, filled up with spaces so that the data begin at a multiple of 4096 |
-| rest | the regions, those that need the largest alignment first |
+| rest | the regions: those of whole pages first, then of whole cache lines (64 bytes), then the others |
 
 The header's `__metadata__` has, besides `format` = `pt`, what brings the whole state back:
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ArgumentError, CheckpointError
-from ..limits import PAGE
+from ..limits import LINE, PAGE
 from ..plan import Entry, Plan, stored_shape
 from ..regions import Region
 from ..texts import Described, read_described, read_object
@@ -160,10 +160,16 @@ class _Draft:
         taken = {entry.name for entry in plan.tensors}
         self.stored = [_stored(plan, region, taken) for region in range(len(plan.regions))]
         self.described = Described(plan.describe(), [name for name, _, _ in self.stored])
-        # what needs the largest alignment first, and last what would disturb the alignment of the next
+        # What needs the largest alignment first, and last what would disturb the alignment of the next; whole pages
+        # before whole cache lines before the rest, so that large ones lie where they can go past the page cache.
         self.order = sorted(
             range(len(self.sizes)),
-            key=lambda index: (self.sizes[index] % plan.regions[index].align != 0, -plan.regions[index].align),
+            key=lambda index: (
+                self.sizes[index] % plan.regions[index].align != 0,
+                self.sizes[index] % PAGE != 0,
+                self.sizes[index] % LINE != 0,
+                -plan.regions[index].align,
+            ),
         )
         self.empties = {
             entry.name: _entry(*_as_stored(entry, entry.shape), 0, 0) for entry in plan.tensors if entry.region < 0
