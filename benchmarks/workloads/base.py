@@ -36,7 +36,7 @@ class Scale:
 
 SCALES: Mapping[str, Scale] = {
     "full": Scale(3, Effort("full", 0.3), 90.0),
-    "quick": Scale(2, Effort("quick", 0.1, 5_000), 40.0),
+    "quick": Scale(1, Effort("quick", 0.1, 5_000), 40.0),
     "tiny": Scale(1, Effort("tiny", 0.0, least=3), 120.0),
 }
 

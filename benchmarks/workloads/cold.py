@@ -79,5 +79,4 @@ WORKLOAD = Workload(
         for metric, line in _METRICS
         for name, _, _ in _CASES
     ),
-    rounds={"quick": 1},
 )

@@ -158,5 +158,5 @@ WORKLOAD = Workload(
         for way in (OURS, THEIRS)
     ),
     rows=tuple(row for what in _BYTES for way in (OURS, THEIRS) for row in _rows(way, what)),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
 )  # fmt: skip

@@ -154,6 +154,5 @@ WORKLOAD = Workload(
             for nbytes in BATCHES
         ),
     ),
-    rounds={"full": 3, "quick": 2},
     heading="batch",
 )  # fmt: skip

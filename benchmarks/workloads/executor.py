@@ -296,6 +296,6 @@ WORKLOAD = Workload(
             f"samples/s, {LOOPS[PIPELINE]}", "an executor that does nothing", PATHS,
         ),
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
     heading="executor",
 )  # fmt: skip

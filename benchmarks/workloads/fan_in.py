@@ -44,6 +44,6 @@ WORKLOAD = Workload(
         for transport in that_can(FAN_IN)
         for senders in SENDERS
     ),
-    rounds={"full": 1, "quick": 1},
+    rounds={"full": 1},
     heading="senders",
 )  # fmt: skip

@@ -151,6 +151,5 @@ WORKLOAD = Workload(
         for transport in RIVALS
         for subscribers in SUBSCRIBERS
     ),
-    rounds={"quick": 1},
     heading="subscribers",
 )  # fmt: skip

@@ -152,5 +152,4 @@ WORKLOAD = Workload(
         *_size_rows("recv"),
         *_size_rows("loan"),
     ),
-    rounds={"quick": 1},
 )

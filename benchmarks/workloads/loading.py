@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import random
 import shutil
 import subprocess
 import tempfile
@@ -78,8 +79,7 @@ WAYS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "dd": (OURS, _dd),
     "dd, direct": (OURS, _dd_direct),
 }
-"""Which file, and how it is loaded; in this order, so that those that take huge pages do not come after those
-that leave memory in small pieces."""
+"""Which file, and how it is loaded."""
 
 
 # --- the files
@@ -174,7 +174,7 @@ def measure(effort: Effort, names: Sequence[str], rounds: int) -> Mapping[str, l
     """Seconds of the call, and until every element was added up; of a file in the page cache, and of one that is not.
 
     A process for each case; in each round every case has its turn, first with all files in the page cache, then with
-    the own file dropped from it. Who begins changes from round to round; who comes after whom does not.
+    the own file dropped from it, in an order that differs from round to round and is the same in each run.
     """
     cases = [CASES[name] for name in names]
     with (
@@ -224,8 +224,8 @@ def _take_turns(
                     _forget(file)
                     _read(file)
                 memory.hold(room)
-            for place in range(count):
-                mine = (place + turn) % count == number
+            order = random.Random(f"{turn} {heat}").sample(range(count), count)
+            for mine in (place == number for place in order):
                 if mine:
                     (_forget if heat == "cold" else _read)(path)
                 meet()
@@ -286,19 +286,19 @@ WORKLOAD = Workload(
     name="loading",
     title="Loading a checkpoint of 64 float32 tensors, ms",
     what=(
-        "A process for each row, all alive at once. In each round every one has its turn, right after the other: "
-        "first with the files in the page cache, filled by plain reading and read once more before each turn, then "
-        "with the file dropped from it by posix_fadvise. Until its turn somebody holds memory enough for it, because "
-        "free memory may be given back to a machine's host after 2 s, and touching it again takes longer than "
-        "loading; what the C library keeps of freed memory is given back (malloc_trim), so that each load finds what "
-        "a first one does. All load the same file, but tensorizer, whose format is its own; both were copied in the "
-        "same way, into the directory for temporary files. The call, and the call with a sum over every tensor: a "
-        "mapped file is read only then. load_file maps as well, so that from the page cache it copies nothing, which "
-        "a reading row does, and so does the row that clones what was mapped: their tensors have memory of their own. "
-        "shmtensor's reading rows compare digests, but for one; tensorizer's do not (its default), and it has as many "
-        "readers as there are cores. torch has its usual number of threads. dd: the file, read once in blocks of 16 "
-        "MiB by a process that keeps nothing of it, through the page cache and past it: what the disk gives. A target "
-        "judges the median of the ratios of the rounds."
+        "A process for each row, all alive at once. In each round every one has its turn, right after the other, in "
+        "an order that differs from round to round: first with the files in the page cache, filled by plain reading "
+        "and read once more before each turn, then with the file dropped from it by posix_fadvise. Until its turn "
+        "somebody holds memory enough for it, because free memory may be given back to a machine's host after 2 s, "
+        "and touching it again takes longer than loading; what the C library keeps of freed memory is given back "
+        "(malloc_trim), so that each load finds what a first one does. All load the same file, but tensorizer, whose "
+        "format is its own; both were copied in the same way, into the directory for temporary files. The call, and "
+        "the call with a sum over every tensor: a mapped file is read only then. load_file maps as well, so that from"
+        " the page cache it copies nothing, which a reading row does, and so does the row that clones what was "
+        "mapped: their tensors have memory of their own. shmtensor's reading rows compare digests, but for one; "
+        "tensorizer's do not (its default), and it has as many readers as there are cores. torch has its usual number"
+        " of threads. dd: the file, read once in blocks of 16 MiB by a process that keeps nothing of it, through the "
+        "page cache and past it: what the disk gives. A target judges the median of the ratios of the rounds."
     ),
     cases=tuple(
         Case(name, _transport(way), None, quick=nbytes == SMALL, needs=partial(_needs, way))

@@ -87,6 +87,6 @@ WORKLOAD = Workload(
         for metric, line in _LINES
         for nbytes in SIZES
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
     heading="payload",
 )  # fmt: skip

@@ -100,5 +100,5 @@ WORKLOAD = Workload(
         for transport in RIVALS
         for metric, line in (("all", "resident"), ("private", "of it private"))
     ),
-    rounds={"full": 1, "quick": 1},
+    rounds={"full": 1},
 )  # fmt: skip

@@ -209,6 +209,6 @@ WORKLOAD = Workload(
             for count in COUNTS
         ),
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
     heading="tensors",
 )  # fmt: skip

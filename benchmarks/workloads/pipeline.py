@@ -313,6 +313,6 @@ WORKLOAD = Workload(
             for arena in ARENAS
         ),
     ),
-    rounds={"full": 1, "quick": 1},
+    rounds={"full": 1},
     heading="workers",
 )  # fmt: skip

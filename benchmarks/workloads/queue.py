@@ -65,5 +65,4 @@ WORKLOAD = Workload(
         for group, metric, unit, factor in _METRICS
         for transport, item in _CELLS
     ),
-    rounds={"full": 3, "quick": 1},
 )  # fmt: skip

@@ -100,5 +100,5 @@ WORKLOAD = Workload(
         for transport in RIVALS
         for metric in ("map", "read")
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
 )  # fmt: skip

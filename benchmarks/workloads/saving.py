@@ -304,5 +304,5 @@ WORKLOAD = Workload(
         RowSpec(f"of it the processes' own: {_MEMORY}", SHMTENSOR.name, _MEMORY, "processes", "MiB", 1 / MIB),
         *(row for way, what in _PAIRS for row in _rows(way, what)),
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
 )  # fmt: skip

@@ -326,5 +326,5 @@ WORKLOAD = Workload(
         *_rows(OURS, SHMTENSOR.name, None),
         *(row for name, encoding in ENCODINGS.items() for row in _rows(name, name, encoding.published)),
     ),
-    rounds={"full": 1, "quick": 1},
+    rounds={"full": 1},
 )  # fmt: skip

@@ -233,6 +233,6 @@ WORKLOAD = Workload(
         for technique, shape, cold in _cases()
     ),
     rows=(*_speed_rows(), *_size_rows()),
-    rounds={"full": 1, "quick": 1},
+    rounds={"full": 1},
     heading="shape",
 )  # fmt: skip

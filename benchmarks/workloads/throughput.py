@@ -12,7 +12,7 @@ from .. import payloads
 from ..measure import RowSpec, Samples
 from ..processes import Role, fresh_name, pipes, run_roles
 from ..sizes import HUGE, KIB, MIB, SIZES, in_flight, label
-from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, Link, LinkSettings, Transport, opened, that_can
+from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, VLLM, Link, LinkSettings, Transport, opened, that_can
 from .base import Case, Effort, Workload
 
 IN_FLIGHT = 64
@@ -130,7 +130,7 @@ def _ray(meet: Callable[[], object], effort: Effort, sizes: tuple[int, ...]) -> 
 RIVALS = that_can(PAIR)
 MEASURED = tuple(size for size in SIZES if size <= HUGE)
 QUICK_LARGE = ("shmtensor", "iceoryx2", "shared_memory + Pipe", "pyzmq ipc")
-"""Transports whose 4 MiB are part of a quick run."""
+"""Transports whose 4 MiB are part of a quick run. vLLM, which starts as slowly as all others together, has no part."""
 MESSAGES, BYTES = "thousand messages/s", "GB/s"
 CPU_MESSAGES, CPU_BYTES = "CPU seconds per million messages, both sides", "CPU seconds per GB, both sides"
 
@@ -168,7 +168,7 @@ WORKLOAD = Workload(
         *(
             Case(
                 _case(transport, nbytes), transport, partial(measure, transport, nbytes=nbytes),
-                quick=nbytes == KIB or (nbytes == 4 * MIB and transport.name in QUICK_LARGE),
+                quick=transport.name in QUICK_LARGE if nbytes == 4 * MIB else nbytes == KIB and transport is not VLLM,
                 rounds=None if nbytes == KIB else 1,
             )
             for nbytes in MEASURED
@@ -182,6 +182,5 @@ WORKLOAD = Workload(
         *_rows(CPU_MESSAGES, "cpu", lambda nbytes: 1e6, "s"),
         *_rows(CPU_BYTES, "cpu", lambda nbytes: 1e9 / nbytes, "s"),
     ),
-    rounds={"quick": 1},
     heading="payload",
 )  # fmt: skip

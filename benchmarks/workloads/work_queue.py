@@ -132,5 +132,5 @@ WORKLOAD = Workload(
         for metric, unit, factor in (("efficiency", "%", 1.0), ("wall", "ms", 1e3))
         for transport in RIVALS
     ),
-    rounds={"full": 2, "quick": 1},
+    rounds={"full": 2},
 )  # fmt: skip
