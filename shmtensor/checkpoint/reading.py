@@ -44,7 +44,7 @@ class _Target:
         self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, size: int = CHUNK
     ) -> None:
         self.region, self.memory, self.file, self.offset = region, memory, file, offset
-        self._summer, self._size = summer, size
+        self._summer, self.size = summer, size
         self._before = offset % PAGE  # bytes of the first page that are not ours
         self._lock = threading.Lock()
         self._ready: set[int] = set()
@@ -53,11 +53,11 @@ class _Target:
 
     def __len__(self) -> int:
         """The number of chunks."""
-        return -(-(self._before + len(self.memory)) // self._size) if len(self.memory) else 0
+        return -(-(self._before + len(self.memory)) // self.size) if len(self.memory) else 0
 
     def span(self, chunk: int) -> tuple[int, Array]:
         """Where the file has a chunk, and its memory."""
-        start, end = max(0, chunk * self._size - self._before), (chunk + 1) * self._size - self._before
+        start, end = max(0, chunk * self.size - self._before), (chunk + 1) * self.size - self._before
         return self.offset + start, self.memory[start:end]
 
     def arrived(self, chunk: int) -> None:
@@ -119,20 +119,25 @@ def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
     return None
 
 
-def _touch(runs: list[_Run], files: Files) -> None:
-    """Touch memory that is going to be filled past the page cache, so that no reader waits for fresh pages while the
-    disk waits for it.
+def _ahead(runs: Sequence[_Run]) -> list[_Job]:
+    """What is going to be read past the page cache, in the order in which the readers come to it."""
+    together = (job for jobs in zip_longest(*runs) for job in jobs)
+    return [job for job in together if job is not None and job.target.size == CHUNK_PAST]
+
+
+def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
+    """Have the memory for these chunks made while there is anything left to read, so that no reader waits for fresh
+    pages while the disk waits for it.
 
     Never while somebody reads into it: if the process forks meanwhile, touching a page that the disk is writing to
-    would give this process a copy of it, which the rest of the bytes does not reach (kernels before 6.3).
+    would, on older kernels, give this process a copy of it, which the rest of the bytes does not reach.
     """
-    for job in [job for jobs in zip_longest(*map(tuple, runs)) for job in jobs if job is not None]:
+    for job in jobs:
         if not any(runs):
             return
-        offset, memory = job.target.span(job.chunk)
-        if files.reads_past(memory, job.target.file, offset) and job.lock.acquire(blocking=False):
+        if job.lock.acquire(blocking=False):
             try:
-                populate(memory)
+                populate(job.target.span(job.chunk)[1])
             finally:
                 job.lock.release()
 
@@ -192,13 +197,16 @@ def read_regions(
                 progress(memory.nbytes)
 
     count = max(1, min(readers, sum(map(len, runs))))
+    ahead = _ahead(runs)
     if count == 1:
         work(0)
     else:
-        with ThreadPoolExecutor(count + 1, thread_name_prefix="shmtensor-read") as pool:
-            at_work = [pool.submit(work, number) for number in range(count)]
-            at_work.append(pool.submit(_touch, runs, files))
+        with ThreadPoolExecutor(count + bool(ahead), thread_name_prefix="shmtensor-read") as pool:
+            at_work = []
             try:
+                at_work = [pool.submit(work, number) for number in range(count)]
+                if ahead:
+                    at_work.append(pool.submit(_touch, ahead, runs))
                 wait(at_work, return_when=FIRST_EXCEPTION)
             finally:
                 for run in runs:

@@ -42,14 +42,15 @@ def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has the page of a file that begins at `offset`; nothing is read.
+    """Whether the page cache has the page around a byte of a file; nothing is read.
 
     True as well where that cannot be said: the kernel does not tell who may not write to the file.
     """
     if _MINCORE is None:
         return True
     try:
-        with mmap.mmap(fd, 1, prot=mmap.PROT_READ, offset=offset) as mapped:  # 1: the last page may not be whole
+        page_at = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        with mmap.mmap(fd, 1, prot=mmap.PROT_READ, offset=page_at) as mapped:  # 1: the last page may not be whole
             page, found = np.frombuffer(mapped, np.uint8), ctypes.c_ubyte(1)
             address = ctypes.c_void_p(page.__array_interface__["data"][0])
             del page  # which would keep the mapping from being closed
