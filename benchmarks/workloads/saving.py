@@ -280,7 +280,7 @@ WORKLOAD = Workload(
         *(
             Case(
                 f"{OURS}, {what}", SHMTENSOR, partial(measure_ours, what=what), quick=what == SMALL,
-                rounds=None if what == LARGE else 1, needs=partial(_needs, what),
+                needs=partial(_needs, what),
             )
             for what in _BYTES
         ),
