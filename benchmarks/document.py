@@ -57,13 +57,17 @@ def main(
 def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One run of several: of each workload what the last of them found that measured it.
 
-    Raises `ValueError` if they are not of one machine, the same versions and the same scale.
+    Raises `ValueError` if they are not of one machine, the same versions and the same scale. What was absent from a run
+    has no version in it, and none of the rows that it brings.
     """
     whole = dict(runs[0])
     for run in runs[1:]:
         places = [{**each["machine"], "load_average": None} for each in (whole, run)]
-        if places[0] != places[1] or any(whole[key] != run[key] for key in ("versions", "scale")):
+        versions = [{name: version for name, version in each["versions"].items() if version} for each in (whole, run)]
+        alike = all(versions[0].get(name, version) == version for name, version in versions[1].items())
+        if places[0] != places[1] or whole["scale"] != run["scale"] or not alike:
             raise ValueError("the runs are of different machines, versions or scales: make a page of each")
+        whole["versions"] = {**whole["versions"], **versions[1]}
         fresh = run["seconds"]
         whole["command"] += f"` and `{run['command']}"
         whole["rows"] = [row for row in whole["rows"] if row["workload"] not in fresh] + [

@@ -535,8 +535,11 @@ def test_one_page_of_two_runs():
     assert whole["command"] == "run fan-out` and `run b` and `run fan-out"
     assert whole["seconds"] == {"fan-out": 1.0, "b": 1.0}
     assert set(whole["failures"]) == {"fan-out: x", "b: x"}
+    found = [{"torch": "0", "vllm": None}, {"torch": "0", "vllm": "1"}, {"torch": "0", "vllm": None}]
+    whole = document.joined([run("b", number, versions=versions) for number, versions in enumerate(found)])
+    assert whole["versions"] == {"torch": "0", "vllm": "1"}
     with pytest.raises(ValueError, match="different machines, versions or scales"):
-        document.joined([run("fan-out", 1), run("b", 2, versions={"torch": "0"})])
+        document.joined([run("fan-out", 1, versions={"torch": "1"}), run("b", 2, versions={"torch": "0"})])
 
 
 def test_plots_are_drawn_of_what_is_there(tmp_path):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import shmtensor
 from shmtensor import ArgumentError, CheckpointError, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint.build import check_structure
 from shmtensor.checkpoint.formats import detect, get_format
@@ -97,10 +98,50 @@ def test_truncation_anywhere(format, path_of):
         for load in (load_checkpoint, load_arrays):
             with pytest.raises(CheckpointError):
                 load(path)
+    if format != "safetensors":  # whose table of contents is at the end
+        for inside, end in ((True, len(whole) // 2), (False, len(whole) - 1)):
+            path.write_bytes(whole[:end])
+            where = r"inside member '.+' at offset \d+" if inside else "in its table of contents"
+            with pytest.raises(CheckpointError, match=f"it ends at offset {end}, {where}: it is truncated"):
+                load_checkpoint(path)
     path.write_bytes(whole + b"\0")
     if format == "safetensors":
         with pytest.raises(CheckpointError, match="longer than it says"):
             load_checkpoint(path)
+
+
+def test_a_flipped_byte_in_a_file_of_torchs_own(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"x": torch.arange(1000)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.arange(100, 110).numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="member '.*data/0' is damaged: it does not have the CRC-32"):
+        load_checkpoint(path, verify="all")
+
+
+def test_a_module_without_memory_is_refused(path_of):
+    path = save({"0.weight": torch.ones(2, 2)}, path_of("safetensors"))
+    with pytest.raises(shmtensor.ArgumentError, match="0.weight and 1 others of the module are on the device meta"):
+        load_into(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")), path)
+
+
+@pytest.mark.parametrize("format", ["npz", "torch"])
+def test_members_that_another_one_hides(format, path_of):
+    """An entry of the table of contents whose comment is as long as all entries after it."""
+    path = save(mixed_state(), path_of(format), format)
+    whole = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        start, names = archive.start_dir, archive.namelist()
+    second = whole.index(b"PK\x01\x02", start + 4)
+    after = whole.index(b"PK\x01\x02", second + 4)
+    struct.pack_into("<H", whole, second + 32, whole.rindex(b"PK\x05\x06") - after)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.namelist() == names[:2]
+    with pytest.raises(CheckpointError, match=f"should name {len(names)} members, and names 2: it is damaged"):
+        load_checkpoint(path)
 
 
 @FUZZ

@@ -306,6 +306,34 @@ def test_trainer_dies_after_save(tmp_path, memory, point):
     check(tmp_path / "a", [1, 2] if point else [1, 2, 3], 2 if point else 3)
 
 
+COLD = {
+    "no process yet": "",
+    "a process that died": "w.start(); pid = w.statistics().pid; os.kill(pid, signal.SIGKILL); time.sleep(0.05)",
+}
+
+
+@pytest.mark.parametrize("before", COLD)
+def test_trainer_dies_after_the_save_that_started_the_writing_process(tmp_path, before):
+    """It has joined when `save` returns, so that it finds what is staged."""
+    code = f"""
+import os, signal, sys, time
+from shmtensor import CheckpointWriter
+from tests.test_checkpoint_deaths import state_of
+w = CheckpointWriter(sys.argv[1])
+{COLD[before]}
+w.save(state_of(1))
+print(w.statistics().pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_for_end(int(done.stdout.split()[-1]))
+    check(tmp_path / "a", [1], 1)
+
+
 @pytest.mark.parametrize("point", CLOSE_POINTS)
 def test_trainer_dies_inside_close(tmp_path, point):
     """The writing process is the last one on both channels, whatever the trainer has left before, and removes them."""

@@ -338,6 +338,11 @@ def asleep(pub) -> bool:
     return all(word & 1 and word != peer.rung for word, peer in zip(words, pub._listeners, strict=True))
 
 
+def send_to_sleepers(pub, value) -> None:
+    wait_until(lambda: asleep(pub))
+    pub.send(value)
+
+
 class Sleepers:
     """Subscribers, a thread each. By default they never look around: one that is not woken is never woken."""
 
@@ -371,8 +376,7 @@ def test_several_sleepers_are_all_woken(channel, monkeypatch, make):
         sleepers = Sleepers(monkeypatch, channel, 4, messages)
         pub.wait_for_subscribers(4)
         for number in range(messages):
-            wait_until(lambda: asleep(pub))
-            pub.send(make([number]))
+            send_to_sleepers(pub, make([number]))
         sleepers.close()
         assert sleepers.got == [list(range(messages))] * 4
         assert pub.statistics().doorbells == 4 * messages
@@ -385,8 +389,7 @@ def test_the_compiled_sender_has_several_rung_by_itself(channel, monkeypatch):
         sleepers = Sleepers(monkeypatch, channel, 3, 10)
         pub.wait_for_subscribers(3)
         for number in range(10):
-            wait_until(lambda: asleep(pub))
-            pub.send(torch.tensor([number]))
+            send_to_sleepers(pub, torch.tensor([number]))
         sleepers.close()
         assert pub._outbox.doorbells >= 3 * 7  # but for the first messages
         assert ringers()
@@ -417,8 +420,35 @@ def test_what_was_sent_just_before_the_end_wakes_its_sleepers(channel, monkeypat
         sleepers = Sleepers(monkeypatch, channel, 4, 3)
         pub.wait_for_subscribers(4)
         for number in range(3):
-            wait_until(lambda: asleep(pub))
-            pub.send(torch.tensor([number]))
+            send_to_sleepers(pub, torch.tensor([number]))
+    sleepers.close()
+    assert sleepers.got == [[0, 1, 2]] * 4
+
+
+LAST_WORDS = """
+import os, signal, sys, torch, shmtensor
+pub = shmtensor.Publisher(sys.argv[1])
+pub.wait_for_subscribers(4)
+print("open", flush=True)
+for number in range(3):
+    while True:
+        words = [pub._control_words[peer.asleep] for peer in pub._listeners]
+        if all(word & 1 and word != peer.rung for word, peer in zip(words, pub._listeners)):
+            break
+    pub.send(torch.tensor([number]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_hot
+@pytest.mark.slow
+@pytest.mark.parametrize("_", range(3))
+def test_what_was_sent_by_who_was_killed_in_the_next_moment_reaches_all_its_sleepers(channel, monkeypatch, _):
+    """Its thread may not have rung yet: then they find the message at their tick."""
+    sleepers = Sleepers(monkeypatch, channel, 4, 3, tick=receiver.TICK)
+    publisher = Fellow(LAST_WORDS, channel)
+    publisher.listen("open")
+    publisher.end(-signal.SIGKILL)  # before the last of the others leaves, who removes what it left
     sleepers.close()
     assert sleepers.got == [[0, 1, 2]] * 4
 

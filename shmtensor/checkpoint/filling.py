@@ -50,6 +50,13 @@ def load_into(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
     count = check_options(readers, verify)
+    own = module.state_dict(keep_vars=True)
+    without = [name for name, tensor in own.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
+    if without:
+        raise ArgumentError(
+            f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
+            "fill: call module.to_empty(device='cpu') first"
+        )
     opened = open_checkpoint(path)
     check_structure(opened.plan)
     tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
@@ -59,7 +66,7 @@ def load_into(
     if opened.places is None:
         state = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
         return module.load_state_dict(state, strict=strict)
-    targets = _targets(opened.plan, tree, module.state_dict(keep_vars=True))
+    targets = _targets(opened.plan, tree, own)
     direct = {target.region: target for target in targets}
     memory = map_files(opened, regions)
     with Files(opened.files, opened.sizes) as files:

@@ -105,6 +105,15 @@ class Link:
         if self.lost:
             raise PeerDied(self._death_text())
 
+    def wait_joined(self, timeout: float) -> None:
+        """Wait until a process has joined: what was staged is written then, even if this process dies. Or until there
+        will be none, or the time is over."""
+        deadline = time.monotonic() + timeout
+        while not self.lost and time.monotonic() < deadline:
+            if self._settled.wait(0.05) and self._process.poll() is None:
+                return
+            time.sleep(0.001)  # it has died, and is going to be started again
+
     def finish(self) -> None:
         """After the trainer's end of the work queue was closed: wait for the end of process and thread.
 
@@ -184,6 +193,7 @@ class Link:
         if self.closing:
             return False
         self._ready.clear()
+        self._settled.clear()
         try:
             self._process = self._spawn(alive)
         except OSError as error:

@@ -10,6 +10,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..memory.mapped_file import map_private
 from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
+from .checking import check_archive
 from .files import Files
 from .formats import Opened
 from .reading import MAX_READERS, Damage, default_readers, private, read_regions
@@ -85,6 +86,8 @@ def _load(
 ) -> Any:
     count = check_options(readers, verify)
     opened = open_checkpoint(path)
+    if verify == "all" and opened.digests is None and opened.format != "safetensors":
+        check_archive(opened)  # of others: all there is to compare with
     tree = opened.plan.tree
     if keys is not None:
         check_structure(opened.plan)

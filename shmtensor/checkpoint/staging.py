@@ -26,6 +26,8 @@ from .slots import ABANDON, END, HEAD, Stager
 from .transfer import Transfer
 
 _T = TypeVar("_T")
+_NO_WAIT: Final = 1e-3
+"""Seconds in which a slot is had that was free."""
 _TAKE_BACK: Final = 60.0
 """Seconds to wait for a small slot, to say that a save was given up."""
 
@@ -185,7 +187,10 @@ class Staging:
                 return call()
             except RingFull as error:
                 full = error
-            handle.waited += time.monotonic() - began
+            finally:
+                waited = time.monotonic() - began
+                if waited > _NO_WAIT:
+                    handle.waited += waited
             if handle.status not in (WAITING, WRITING) and not over:
                 raise _Over
             if self._is_lost():

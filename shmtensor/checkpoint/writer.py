@@ -28,6 +28,8 @@ from .staging import Staging
 
 _HEAD_EXTRA: Final = 4096  # bytes that the options of a head take beside the plan's description
 _SLACK: Final = 4 << 20
+_START: Final = 30.0
+"""Seconds that `save` waits at most for a writing process that starts."""
 
 
 class CheckpointWriter:
@@ -185,7 +187,7 @@ class CheckpointWriter:
                 self._skipped += 1
                 handle._settle(SKIPPED)
                 return handle
-            self._running()
+            link = self._running()
             self._number += 1
             handle.number, handle._asked = self._number, asked
             options = {
@@ -194,6 +196,7 @@ class CheckpointWriter:
             }  # fmt: skip
             self._flight.add(handle)
             staging.stage(handle, made, chunks, described, options, deadline, ordered=ordered)
+            link.wait_joined(_START if deadline is None else min(_START, max(0.0, deadline - time.monotonic())))
         return handle
 
     # --- memory and process

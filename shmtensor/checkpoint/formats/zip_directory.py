@@ -13,6 +13,10 @@ from ..limits import MAX_DESCRIPTION, MAX_TENSORS
 from ..texts import ReadDescription, read_described_file
 
 _LOCAL = struct.Struct("<I22xHH")
+_SIZES = struct.Struct("<I2xH10xIIHH")  # the same with flags and sizes
+_END = struct.Struct("<I6xH10x")  # of the last record
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_UNKNOWN = 0x8  # sizes follow the member
 _UTF8 = 0x800
 
 
@@ -38,17 +42,62 @@ def read_directory(path: Path) -> Directory:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(f"{path}: no zip archive, truncated or damaged: {error}") from None
+        raise CheckpointError(_cut_off(path) or f"{path}: no zip archive, truncated or damaged: {error}") from None
     if len(infos) > MAX_TENSORS:
         raise CheckpointError(f"{path}: {len(infos)} members, at most {MAX_TENSORS} are allowed")
     members: dict[str, ZipMember] = {}
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
+        _check_count(file.fileno(), len(infos), size, path)
         for info in infos:
             if info.filename in members:
                 raise CheckpointError(f"{path}: it has two members named {info.filename!r:.80}")
             members[info.filename] = _member(file.fileno(), info, size, path)
     return Directory(members, size)
+
+
+def _check_count(fd: int, found: int, size: int, path: Path) -> None:
+    """The end of an archive says how many members there are: one whose entry claims to be longer than it is would hide
+    those after it."""
+    tail = os.pread(fd, _MAX16 + _END.size, max(0, size - _MAX16 - _END.size))
+    at = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + 4)
+    said = _END.unpack_from(tail, at)[1] if at >= 0 else found
+    if said not in (found, _MAX16):  # which means that another record has the number
+        raise CheckpointError(
+            f"{path}: its table of contents should name {said} members, and names {found}: it is damaged"
+        )
+
+
+def _cut_off(path: Path) -> str | None:
+    """Which member an archive without its table of contents ends in, by the headers before the members; None if they do
+    not say: they need not know the sizes."""
+    with path.open("rb") as file:
+        fd, size, at = file.fileno(), os.fstat(file.fileno()).st_size, 0
+        for _ in range(MAX_TENSORS):
+            start = os.pread(fd, _SIZES.size, at)
+            if len(start) < _SIZES.size or start[:4] != b"PK\x03\x04":
+                return f"{path}: it ends at offset {size}, in its table of contents: it is truncated" if at else None
+            _, flags, packed, _, name, extra = _SIZES.unpack(start)
+            label = os.pread(fd, name, at + _SIZES.size).decode("utf-8", "replace")
+            begin = at + _SIZES.size + name + extra
+            if packed == _MAX32:
+                packed = _large(os.pread(fd, extra, at + _SIZES.size + name))
+            if flags & _UNKNOWN:
+                return None
+            if begin + packed > size:
+                return f"{path}: it ends at offset {size}, inside member {label!r:.80} at offset {at}: it is truncated"
+            at = begin + packed
+    return None
+
+
+def _large(extra: bytes) -> int:
+    """The packed size of a member of 4 GiB or more, from the field after its name that has it."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<HH", extra)
+        if kind == 1 and length >= 16 and len(extra) >= 20:
+            return int(struct.unpack_from("<Q", extra, 12)[0])
+        extra = extra[4 + length :]
+    return _MAX32
 
 
 def _member(fd: int, info: zipfile.ZipInfo, size: int, path: Path) -> ZipMember:
