@@ -117,13 +117,13 @@ def test_a_flipped_byte_in_a_file_of_torchs_own(tmp_path):
     at = data.index(torch.arange(100, 110).numpy().tobytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="member '.*data/0' is damaged: it does not have the CRC-32"):
+    with pytest.raises(CheckpointError, match=r"member '.*data/0' is damaged: it does not have the CRC-32"):
         load_checkpoint(path, verify="all")
 
 
 def test_a_module_without_memory_is_refused(path_of):
     path = save({"0.weight": torch.ones(2, 2)}, path_of("safetensors"))
-    with pytest.raises(shmtensor.ArgumentError, match="0.weight and 1 others of the module are on the device meta"):
+    with pytest.raises(shmtensor.ArgumentError, match=r"0\.weight and 1 others of the module are on the device meta"):
         load_into(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")), path)
 
 
