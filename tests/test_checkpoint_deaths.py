@@ -308,7 +308,8 @@ def test_trainer_dies_after_save(tmp_path, memory, point):
 
 COLD = {
     "no process yet": "",
-    "a process that died": "w.start(); pid = w.statistics().pid; os.kill(pid, signal.SIGKILL); time.sleep(0.05)",
+    "a process that died": "w.start(); pid = w.statistics().pid; os.kill(pid, signal.SIGKILL); "
+    "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)",
 }
 
 
@@ -316,7 +317,7 @@ COLD = {
 def test_trainer_dies_after_the_save_that_started_the_writing_process(tmp_path, before):
     """It has joined when `save` returns, so that it finds what is staged."""
     code = f"""
-import os, signal, sys, time
+import os, signal, sys
 from shmtensor import CheckpointWriter
 from tests.test_checkpoint_deaths import state_of
 w = CheckpointWriter(sys.argv[1])

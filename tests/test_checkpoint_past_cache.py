@@ -21,10 +21,10 @@ from shmtensor.checkpoint.reading import private
 from shmtensor.memory.mapped_file import fresh
 
 from .checkpoint_files import same, save
+from .waiting import wait_until
 
 MIB = 1 << 20
 LIBC = ctypes.CDLL(None)
-PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -135,10 +135,7 @@ def test_what_it_has_not_comes_past_it_once_and_through_it_the_next_time(make, r
     assert (read_all(path, len(data)) == data).all()
     assert sum(count for _, _, count, _ in reads) == len(data) // PAGE * PAGE
     reads.clear()
-    deadline = time.monotonic() + PATIENCE
-    while len(data) // 2 // mmap.PAGESIZE not in resident(path):  # the mark, which nobody has waited for
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(data) // 2 // mmap.PAGESIZE in resident(path))  # the mark, which nobody has waited for
     assert len(resident(path)) < len(data) // mmap.PAGESIZE // 4
     assert (read_all(path, len(data)) == data).all()
     assert not reads
