@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 
@@ -57,6 +58,16 @@ def double(pipe, service: str, options: dict) -> None:
     with shmtensor.Server(service, **options) as server:
         pipe.send("here")
         for req in server:
+            req.reply(2 * req.value)
+
+
+def double_slowly(pipe, service: str, options: dict) -> None:
+    """The same, a millisecond each, as one that waits for a device."""
+    pause = threading.Event()
+    with shmtensor.Server(service, **options) as server:
+        pipe.send("here")
+        for req in server:
+            pause.wait(1e-3)
             req.reply(2 * req.value)
 
 

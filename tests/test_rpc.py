@@ -768,6 +768,20 @@ def test_a_killed_servers_request_goes_to_another(forks, channel):
 
 
 @pytest.mark.slow
+def test_a_map_that_rests_loses_nothing_with_a_killed_server(forks, channel):
+    processes = [Process(forks, services.double_slowly, channel, {}) for _ in range(2)]
+    with shmtensor.Client(channel) as client:
+        client.wait_for_servers(2, timeout=PATIENCE)
+        got = []
+        for reply in client.map((np.full(2, number) for number in range(400)), timeout=PATIENCE, window=8):
+            got.append(int(reply[0]))
+            if len(got) == 100:
+                processes[0].kill()
+        assert got == [2 * number for number in range(400)]
+        del reply
+        processes[1].kill()
+
+
 def test_a_time_out_says_that_the_server_is_dead(forks, channel):
     with shmtensor.Client(channel) as client:
         victim = Process(forks, services.hold, channel, {})

@@ -149,7 +149,8 @@ class Client(AsyncClient):
         """The replies to many requests, in their order, with up to `window` (as many as slots) on their way at once.
 
         `timeout` counts for each request on its own, from when it is sent. The first error ends the iteration;
-        requests that are still on their way then, or when the iterator is closed, are cancelled.
+        requests that are still on their way then, or when the iterator is closed, are cancelled. Where servers are busy
+        with the others a reply may be seen up to 10 ms late (docs/rpc.md).
         """
         check_timeout(timeout)
         if window is not None:
