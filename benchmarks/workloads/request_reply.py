@@ -175,7 +175,7 @@ def _sleep(value: Any) -> Any:
 
 
 def measure_busy(effort: Effort) -> Samples:
-    """Requests per second of all clients, beside what the same servers' handlers reach in bare loops before that."""
+    """Requests per second of all clients, beside what the same handlers reach in bare loops before and after."""
     name, count = fresh_name(), max(5, int(effort.seconds * 1500))
     results = run_roles(
         [
@@ -212,6 +212,7 @@ def _client(meet: Callable[[], object], name: str, count: int) -> tuple[float, f
         ask(count)
         end = time.perf_counter()
         meet()
+    meet()
     return start, end
 
 
@@ -220,11 +221,15 @@ def _server(meet: Callable[[], object], name: str, count: int) -> tuple[int, flo
     import shmtensor
 
     payload = payloads.make("torch", KIB)
+
+    def bare() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            _sleep(payload)
+        return time.perf_counter() - start
+
     meet()
-    start = time.perf_counter()
-    for _ in range(count):
-        _sleep(payload)
-    alone = (time.perf_counter() - start) / count
+    before = bare()
     meet()
     with shmtensor.Server(name) as server:
 
@@ -237,7 +242,9 @@ def _server(meet: Callable[[], object], name: str, count: int) -> tuple[int, flo
         waiting.start()
         server.run(_sleep)
         waiting.join()
-        return server.statistics().replied, alone
+        replied = server.statistics().replied
+    meet()
+    return replied, (before + bare()) / (2 * count)
 
 
 # --- batches
@@ -354,9 +361,9 @@ WORKLOAD = Workload(
         "request, no time-out. ROUTER/DEALER: torch.save and torch.load on both sides, blocking in recv. Manager: a "
         f"method call on an object in a manager's process. Busy servers: each handler sleeps 1 ms, each client keeps "
         f"{WINDOW} requests on their way by map; ideal is what the {SERVERS} servers' handlers reach in bare loops, "
-        "both at once, just before (the timer makes more than 1 ms of it); efficiency is the rate of the clients' "
-        f"loops, first request to last reply, after {WARM} from each, over that. Batches: {SUPPLIERS} clients map "
-        f"images of 3 x 128 x 128 float32, up to {2 * BATCH} on their way from each, to one server with "
+        "both at once, just before and just after (the timer makes more than 1 ms of it); efficiency is the rate of "
+        f"the clients' loops, first request to last reply, after {WARM} from each, over that. Batches: {SUPPLIERS} "
+        f"clients map images of 3 x 128 x 128 float32, up to {2 * BATCH} on their way from each, to one server with "
         f"max_batch={BATCH}; the loop stacks {BATCH} images of its own and calls the same model (three convolutions of "
         "stride 2, 16, 32 and 32 channels, and a linear layer) on as many; one torch thread in each process, so that "
         "the server's model has one core as the loop's has, and the clients the other ones. The first batches are not "
