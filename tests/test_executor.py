@@ -28,6 +28,7 @@ import torch
 import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, ProcessPoolExecutor, ResourceError
 
+from .conftest import descriptors
 from .waiting import wait_until
 
 METHODS = ("fork", "forkserver", "spawn")
@@ -48,8 +49,13 @@ def files_of(pid: int) -> set[str]:
 @pytest.fixture(autouse=True)
 def frees_its_slots(leaves_nothing):
     yield
+    wait_until(_is_free)
+
+
+def _is_free() -> bool:
+    """A pool that was shut down without waiting ends with its management thread, maybe after a join of that."""
     gc.collect()
-    assert files_of(os.getpid()) == set()
+    return not files_of(os.getpid()) and not descriptors()
 
 
 def forking(workers: int = 2, **options) -> ProcessPoolExecutor:
@@ -353,13 +359,6 @@ def test_shutdown_cancels_futures(fifo, wait, retry_on_death):
     for future in waiting:
         assert future.cancelled() or len(future.result(PATIENCE)) == LARGE
     pool.shutdown(wait=True)
-    wait_for_managers()
-
-
-def wait_for_managers():
-    """A pool that was shut down without waiting ends in its management thread."""
-    for thread in concurrent.futures.process._threads_wakeups.copy():
-        thread.join(PATIENCE)
 
 
 @pytest.mark.slow
