@@ -4,68 +4,95 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import shmtensor
-from shmtensor.rpc.mapping import LONGEST_S, MOST, SHORTEST_S, Pace
+from shmtensor.rpc import mapping
+from shmtensor.rpc.mapping import LONGEST_S, SHORTEST_S, WARY_MOST, Pace
 
 from . import services
 
 PATIENCE = services.PATIENCE
 
 
-def _rest(each: float, window: int, queued: int) -> float:
-    """After a window's replies that came so many seconds apart."""
-    pace = Pace()
-    assert pace.rest(100.0, window, queued) == 0.0
-    pace.got = window
-    return pace.rest(100.0 + window * each, window, queued)
+SPIN = 100e-6
 
 
-@pytest.mark.parametrize("queued", [2, 3, 4, 7, 16, 1000])
-def test_half_of_what_no_server_has_taken_is_rested_for(queued):
-    assert _rest(1e-3, max(queued, 4), queued) == pytest.approx(min(queued // 2, MOST) * 1e-3)
+def _told(pace: Pace, each: float, most: int, got: int = 8) -> float:
+    """The rest after replies that were waited for so many seconds each, in a window of eight."""
+    pace.got += got
+    pace.waited += got * each
+    return pace.rest(8, most)
+
+
+def _pace(each: float) -> Pace:
+    """After a window of such replies."""
+    pace = Pace(SPIN)
+    assert pace.rest(8, 8) == _told(pace, each, 8) == 0.0
+    return pace
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 7, 8])
+def test_half_of_what_keeps_the_servers_busy_is_rested_for(most):
+    pace = _pace(1e-3)
+    assert _told(pace, 1e-3, most) == pytest.approx(most // 2 * 1e-3)
+    assert pace.rests
 
 
 @pytest.mark.parametrize(
-    ("each", "queued"),
-    [(1e-3, 0), (1e-3, 1), (SHORTEST_S * 0.9, 2), (1e-5, 16), (LONGEST_S * 0.51, 16)],
-    ids=["all taken", "one left", "too short", "fast", "slow"],
+    ("each", "most"),
+    [(1e-3, 0), (1e-3, 1), (SHORTEST_S * 0.9, 2), (SPIN * 0.9, 100), (LONGEST_S * 0.51, 16)],
+    ids=["all taken", "one left", "too short", "awake", "slow"],
 )
-def test_nobody_rests_where_it_would_gain_nothing(each, queued):
-    assert _rest(each, 16, queued) == 0.0
+def test_nobody_rests_where_it_would_gain_nothing(each, most):
+    pace = _pace(each)
+    assert _told(pace, each, most) == 0.0
+    assert not pace.rests
 
 
 def test_no_rest_is_longer_than_the_limit():
-    assert _rest(LONGEST_S * 0.49, 16, 16) == LONGEST_S
+    assert _told(_pace(LONGEST_S * 0.49), LONGEST_S * 0.49, 16) == LONGEST_S
 
 
-def test_the_pace_is_that_of_a_window():
-    pace = Pace()
-    pace.rest(1.0, 8, 8)
-    pace.got = 7  # what was sent at first waited for others: too few to tell
-    assert pace.rest(1.1, 8, 8) == 0.0
-    pace.got = 8
-    assert pace.rest(1.016, 8, 4) == pytest.approx(2 * 2e-3)
-    pace.got = 3  # until there are as many again, the pace is the one before
-    assert pace.rest(2.0, 8, 4) == pytest.approx(2 * 2e-3)
+def test_the_pace_is_that_of_the_faster_of_two_windows():
+    pace = _pace(2e-3)
+    assert _told(pace, 1e-3, 4) == pytest.approx(2 * 1e-3)
+    assert _told(pace, 4e-3, 4) == pytest.approx(2 * 1e-3)
+    assert _told(pace, 3e-3, 4, got=7) == pytest.approx(2 * 1e-3)  # too few to tell
+    assert _told(pace, 3e-3, 4, got=1) == pytest.approx(2 * 3e-3)
 
 
-def test_servers_that_starve_do_not_make_a_rest_longer():
-    """The replies seem slow then; the rests come back to half of what waits all the same."""
-    service, window, pace, now = 1e-3, 6, Pace(), 0.0
-    rest, left = LONGEST_S, 0.0
-    for _ in range(200):
-        left += max(rest, service)
-        now += max(rest, service)
-        answered = min(window, int(left / service))
-        left = left % service if answered < window else 0.0
-        pace.got += answered
-        rest = pace.rest(now, window, window - 1)
-    assert service <= rest <= (window - 1) // 2 * service * 1.01
+def test_after_rests_that_were_too_long_there_are_fewer():
+    pace, counts = _pace(1e-3), []
+    assert _told(pace, 1e-3, 8)
+    for _ in range(8):
+        pace.judge(0)
+        count = 0
+        while not _told(pace, 1e-3, 8):
+            count += 1
+        counts.append(count)
+    assert counts == [0, 2, 6, 14, 30, WARY_MOST - 1, WARY_MOST - 1, WARY_MOST - 1]
+    for _ in range(WARY_MOST):
+        pace.judge(3)
+    pace.judge(0)
+    assert _told(pace, 1e-3, 8)
+
+
+@pytest.fixture
+def rests(monkeypatch):
+    """How long each rest was, of the clients in this process."""
+    seconds = []
+
+    def sleep(each):
+        seconds.append(each)
+        time.sleep(each)
+
+    monkeypatch.setattr(mapping, "sleep", sleep)
+    return seconds
 
 
 def _tensor(number):
@@ -81,7 +108,7 @@ def _number(reply):
 
 
 @pytest.mark.parametrize("make", [_tensor, _dict])
-def test_a_map_is_not_woken_for_each_reply_of_a_busy_server(channel, make):
+def test_a_map_is_not_woken_for_each_reply_of_a_busy_server(channel, make, rests):
     count, pause = 300, threading.Event()
 
     def handler(value):
@@ -98,11 +125,12 @@ def test_a_map_is_not_woken_for_each_reply_of_a_busy_server(channel, make):
         finally:
             server.stop()
             thread.join(PATIENCE)
-        assert sleeps < count * 0.6
+        assert rests
+        assert sleeps < count
     assert client.statistics().duplicates == 0
 
 
-def test_a_map_rests_beside_requests_of_other_threads(channel):
+def test_a_map_rests_beside_requests_of_other_threads(channel, rests):
     """Whoever waits receives for all: the one that rests holds nothing that they need."""
     pause, done = threading.Event(), []
 
@@ -129,9 +157,10 @@ def test_a_map_rests_beside_requests_of_other_threads(channel):
             server.stop()
             thread.join(PATIENCE)
     assert sorted(done) == sorted([*range(50), *range(50)])
+    assert rests
 
 
-def test_a_rest_ends_when_the_client_is_closed_meanwhile(channel):
+def test_a_rest_ends_when_the_client_is_closed_meanwhile(channel, rests):
     pause, taken = threading.Event(), 0
 
     def handler(value):
@@ -153,3 +182,4 @@ def test_a_rest_ends_when_the_client_is_closed_meanwhile(channel):
             server.stop()
             thread.join(PATIENCE)
     assert taken
+    assert rests

@@ -782,6 +782,7 @@ def test_a_map_that_rests_loses_nothing_with_a_killed_server(forks, channel):
         processes[1].kill()
 
 
+@pytest.mark.slow
 def test_a_time_out_says_that_the_server_is_dead(forks, channel):
     with shmtensor.Client(channel) as client:
         victim = Process(forks, services.hold, channel, {})

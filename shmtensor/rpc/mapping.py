@@ -15,8 +15,8 @@ LONGEST_S: Final = 0.01
 """Nobody rests for longer: so much later a reply may be seen."""
 SHORTEST_S: Final = 500e-6
 """A shorter rest costs about as much as it saves."""
-MOST: Final = 4
-"""Replies to rest for: of a server's 8 slots for them most stay free."""
+WARY_MOST: Final = 63
+"""Windows without a rest, after rests that were too long."""
 
 
 def mapped(
@@ -24,13 +24,13 @@ def mapped(
 ) -> Iterator[Any]:
     """See `Client.map`."""
     waiting: deque[Call] = deque()
-    pace, answers = Pace(), client._answers
+    answers = client._answers
+    pace = Pace(answers._spin)
     try:
         for value in values:
             while len(waiting) >= (window or client._requests.window):
-                if (pace.rests or answers._in_vain) and not waiting[0].done:
-                    _rest(client, waiting, pace)
-                yield _first(client, waiting)
+                sleepy = (pace.rests or answers._in_vain) and not waiting[0].done
+                yield _first_after_rest(client, waiting, pace) if sleepy else _first(client, waiting)
                 pace.got += 1
             call = client._call(timeout, retry)
             client._post(call, value, None, timeout)
@@ -54,44 +54,70 @@ class Pace:
 
     Being woken costs the server a doorbell and the client its caches, and while servers are busy with the rest of a
     window nobody waits for the client. So it sleeps while about half of its requests that no server has taken yet are
-    answered, as network cards coalesce interrupts (docs/rpc.md).
+    answered, as network cards coalesce interrupts (docs/rpc.md). A rest after which none is left was too long, perhaps
+    since replies do not come evenly: the next ones are left out, for twice as many windows each time.
     """
 
-    def __init__(self) -> None:
-        self.got = 0
-        """Replies since the last look at the clock."""
+    def __init__(self, spin: float) -> None:
+        self.got, self.waited = 0, 0.0
+        """Replies, and the seconds that were waited for them, in the window that is measured."""
         self.rests = False
-        """Whether there was a rest when it was last asked for."""
-        self._since = 0.0
-        self._each = 0.0
+        """Whether there was time for a rest when it was last asked for."""
+        self._spin = spin
+        self._before = self._each = 0.0
+        self._wary = self._without = 0
 
-    def rest(self, now: float, window: int, queued: int) -> float:
-        """Seconds to rest, of `monotonic()` now; 0.0: not at all.
+    def rest(self, window: int, most: int) -> float:
+        """Seconds to rest, with so many requests on their way; 0.0: not at all.
 
-        Of the `window` requests that are on their way, no server has taken `queued` yet.
+        `most` replies may come meanwhile before a server has to wait for the client.
         """
-        if not self._since:
-            self._since, self.got = now, 0
-        elif self.got >= window:
-            self._each = (now - self._since) / self.got
-            self._since, self.got = now, 0
+        if self.got >= window:
+            before, self._before = self._before, self.waited / self.got
+            self._each = min(before, self._before)  # one slow reply among many is no pace
+            self.got, self.waited = 0, 0.0
+            self._without = max(0, self._without - 1)
         each = self._each
-        seconds = min(each * min(queued // 2, MOST), LONGEST_S)
-        self.rests = seconds >= SHORTEST_S and 2 * each <= LONGEST_S  # slow ones cost little to be woken for
+        seconds = min(each * (most // 2), LONGEST_S)
+        is_worth_it = self._spin < each <= LONGEST_S / 2 and seconds >= SHORTEST_S  # to be woken for slow ones is cheap
+        self.rests = is_worth_it and not self._without
         return seconds if self.rests else 0.0
+
+    def judge(self, left: int) -> None:
+        """After a rest: so many replies may still come before a server has to wait."""
+        if left:
+            self._wary = max(0, self._wary - 1)
+        else:
+            self._wary = self._without = min(2 * self._wary + 1, WARY_MOST)
+
+
+def _first_after_rest(client: Client, waiting: deque[Call], pace: Pace) -> Any:
+    """The first one's value: of the replies that are there, or after a rest."""
+    began = monotonic()
+    _collect(client, len(waiting))
+    if not waiting[0].done:
+        _rest(client, waiting, pace)
+    value = _first(client, waiting)
+    pace.waited += monotonic() - began
+    return value
 
 
 def _rest(client: Client, waiting: deque[Call], pace: Pace) -> None:
-    """Take the replies that are there; if the first is not among them, sleep a little, and do it again."""
-    call = waiting[0]
-    _collect(client, len(waiting))
-    if call.done:
-        return
-    queued = sum(not client._requests.was_taken(each) for each in waiting)
-    seconds = pace.rest(monotonic(), len(waiting), queued)
-    if seconds and not (call.deadline and call.deadline < monotonic_ns() + 2e9 * LONGEST_S):
+    """Sleep a little if servers are busy meanwhile, and take the replies that are there then."""
+    deadline = waiting[0].deadline
+    seconds = pace.rest(len(waiting), _room(client, waiting))
+    if seconds and not (deadline and deadline < monotonic_ns() + 2e9 * LONGEST_S):
         sleep(seconds)
+        pace.judge(_room(client, waiting))
         _collect(client, len(waiting))
+
+
+def _room(client: Client, waiting: deque[Call]) -> int:
+    """How many replies may come before a server waits: for a request, or for a slot to put its reply into."""
+    room = sum(not client._requests.was_taken(call) for call in waiting)
+    for feed in client._answers._feeds:
+        room = min(room, sum(ring.slots for ring in feed.rings) - len(feed.leases) - max(0, feed.behind))
+    return max(0, room)
 
 
 def _collect(client: Client, most: int) -> None:
