@@ -20,8 +20,9 @@ from .checkpoint_files import SUFFIX, same, save
 
 @pytest.fixture
 def run():
-    def invoke(*arguments, code=0):
-        result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    def invoke(*arguments, code=0, columns=200):
+        environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+        result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env=environment)
         assert result.exit_code == code, (result.output, result.exception)
         return result.output
 
@@ -144,6 +145,17 @@ def test_ls(run, state, tmp_path):
     assert (rows[1]["format"], rows[1]["tensors"], rows[1]["error"]) == ("safetensors", 4, None)
     text = run("ls", tmp_path)
     assert "latest" in text.splitlines()[2]
+    narrow = run("ls", tmp_path, columns=80).splitlines()
+    header, damaged, newest, oldest, *rest = narrow
+    for row, name, cells in (
+        (damaged, "step-3.npz", ("damaged",)),
+        (newest, "step-2.safetensors", ("safetensors", "4", "latest")),
+        (oldest, "step-1.safetensors", ("safetensors", "4")),
+    ):
+        assert row.startswith(name)
+        assert [cell for cell in cells if cell in row.split()] == list(cells)
+        assert row.index(cells[0], len(name)) >= header.index("format")
+    assert " ".join(rest).split() == ["step-3.npz:", *rows[0]["error"].split()]
     run("ls", tmp_path / "none", code=1)
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "step-3.npz")

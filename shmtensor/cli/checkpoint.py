@@ -155,15 +155,19 @@ def ls(
         out.print("no checkpoints")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("name", "format", "bytes", "tensors", "age", ""):
+    table.add_column("name", overflow="fold")  # the others keep their width
+    for heading in ("format", "bytes", "tensors", "age", ""):
         table.add_column(heading, justify="right" if heading in ("bytes", "tensors", "age") else "left", no_wrap=True)
     for row in rows:
-        note = f"[red]{escape(row['error'])}[/]" if row["error"] else "latest" if row["latest"] else ""
+        note = "[red]damaged[/]" if row["error"] else "latest" if row["latest"] else ""
         table.add_row(
             escape(row["name"]), row["format"] or "", format_bytes(row["bytes"]) if row["format"] else "",
             str(row["tensors"]) if row["format"] else "", seconds(max(0.0, time.time() - row["changed"])), note,
         )  # fmt: skip
     out.print(table, soft_wrap=True)
+    for row in rows:
+        if row["error"]:  # below: a long text would take the columns' room
+            out.print(f"[red]{escape(row['name'])}:[/] {escape(row['error'])}", soft_wrap=True)
 
 
 def _row(path: Path, changed: int, target: Any) -> dict[str, Any]:
