@@ -1,20 +1,29 @@
-"""The one part of the build that pyproject.toml cannot say: a compiled module that may be left out."""
+"""The part of the build that pyproject.toml cannot say: compiled modules, each of which may be left out."""
 
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-HOT = "shmtensor/hot/"
+NATIVE = "shmtensor/native/"
+FLAGS = ["-O2", "-pthread", "-Wall", "-Wextra"]
+
+try:
+    import numpy
+except ImportError:  # without build isolation: that module fails to build, and the Python code does the work
+    includes = []
+else:
+    includes = [numpy.get_include()]
 
 setup(
     ext_modules=[
         Extension(
-            "shmtensor.hot._hot",
-            [HOT + "_hot.c"],
-            depends=sorted(str(header) for header in Path(HOT).glob("*.h")),
-            extra_compile_args=["-O2", "-pthread"],
+            "shmtensor.native._codec",
+            sorted(str(source) for source in Path(NATIVE).rglob("*.c")),
+            depends=sorted(str(header) for header in Path(NATIVE).rglob("*.h")),
+            include_dirs=includes,
+            extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
     ]
 )

@@ -36,9 +36,9 @@ def version() -> str:
     """The key in the baseline: this interpreter, and whether the compiled module does the work."""
     import torch  # noqa: F401  the compiled module is asked for once torch is there
 
-    from shmtensor import hot
+    from shmtensor import native
 
-    code = "Python code" if hot.module() is None else "compiled"
+    code = "Python code" if native.module is None else "compiled"
     return f"{sys.version_info.major}.{sys.version_info.minor}, {code}"
 
 

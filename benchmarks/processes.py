@@ -20,7 +20,8 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("spawn")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.multiprocessing", "benchmarks.workloads", "rich.progress", "typer"])
+PRELOADED = ["torch", "torch.multiprocessing", "benchmarks.workloads", "rich.progress", "typer"]
+FORKS.set_forkserver_preload(PRELOADED)
 
 NO_TORCH = 0
 DEFAULT_THREADS = -1

@@ -89,26 +89,26 @@ def _whole(pub: Any, sub: Any, tensor: Any) -> tuple[float, float, float]:
 @app.command()
 def awake() -> None:
     """send, recv and release in one process; with SHMTENSOR_PURE=1 the steps of the Python code too."""
-    from shmtensor import hot
+    from shmtensor import native
     from shmtensor.endpoints import pubsub
     from shmtensor.ring.broadcast import BroadcastFeed
-    from shmtensor.views import outgoing
+    from shmtensor.views.encode import Encoded, encode
 
     pub, sub, tensor = _pair()
     with pub, sub:
         for _ in range(100):
             pub.send(tensor)
             sub.recv()
-        code = "Python code" if hot.module() is None else "compiled"
+        code = "Python code" if native.module is None else "compiled"
         for step, spent in zip(("send", "recv", "release"), _whole(pub, sub, tensor), strict=True):
             typer.echo(f"  {f'{step}, {code}':44} {spent / 1e3:6.2f}")
-        if hot.module() is not None:
+        if native.module is not None:
             return
         clock = Clock()
-        pubsub.Publisher._describe = staticmethod(clock.wrap("send: describe the tensor", outgoing.describe))
-        outgoing.write = clock.wrap("send: copy 1 KiB", outgoing.write)
+        pubsub.Publisher._describe = staticmethod(clock.wrap("send: describe the tensor", encode))
+        Encoded.write = clock.wrap("send: copy 1 KiB", Encoded.write)
         for owner, name, step in (
-            (pubsub.Publisher, "_usual_place", "send: acquire a slot"),
+            (pubsub.Publisher, "_find", "send: acquire a slot"),
             (pubsub.Publisher, "_publish", "send: record, publish"),
             (pubsub.Publisher, "_wake", "send: look for sleepers"),
             (BroadcastFeed, "next", "recv: look for a message"),
@@ -126,6 +126,62 @@ def awake() -> None:
             send(tensor)
             recv()
         clock.report()
+
+
+def _messages() -> dict[str, tuple[Any, Any]]:
+    """What people send: value and meta."""
+    import numpy as np
+    import torch
+
+    tensor, step = torch.randn(256), np.random.default_rng(0).standard_normal(64).astype("f4")
+    info = {"terminated": False, "truncated": False, "info": {"episode": 3, "lives": 2}}
+    return {
+        "tensor": (tensor, None),
+        "tensor and meta": (tensor, {"ts": 1.5, "id": 7}),
+        "array": (np.arange(128.0), None),
+        "tensor and id": ({"image": tensor, "id": 7}, None),
+        "dict of 4 tensors": ({name: torch.randn(64) for name in "abcd"}, None),
+        "gymnasium step": ({"obs": step, "reward": np.float64(1), **info}, None),
+        "nested, 3 tensors": ({"a": [torch.randn(64), {"b": torch.randn(32)}], "c": ({"d": torch.randn(16)}, 3)}, None),
+        "bfloat16, scalars, request id": ({"kv": tensor.bfloat16(), "layer": 3, "pos": 17}, {"req": "r-123"}),
+        "bytes and meta": ({"jpeg": bytes(1000)}, {"ts": 1.5}),
+        "weight and a view of it, array of it": ({"w": tensor, "part": tensor[8:], "array": tensor.numpy()}, None),
+        "300 tensors": ({f"layer.{number}": torch.randn(16) for number in range(300)}, None),
+    }
+
+
+@app.command()
+def codec() -> None:
+    """encode, write and decode of realistic messages in one process: reference, compiled, and compiled as with
+    a torch that lacks the DLPack exchange interface; medians."""
+    import numpy as np
+
+    from shmtensor.views import decode, encode, implementation
+
+    other = implementation.Compiled(exchange=False).codec
+    ways = {
+        "reference": (encode.encode, decode.decode),
+        "compiled": (implementation.encode, implementation.decode),
+        "by methods": (other.encode, other.decode),
+    }
+    room = memoryview(bytearray(1 << 20))
+    for name, (value, meta) in _messages().items():
+        spent = []
+        for way, (to_bytes, to_value) in ways.items():
+
+            def once(to_bytes: Any = to_bytes, to_value: Any = to_value) -> None:
+                encoded = to_bytes(value, meta)  # noqa: B023
+                encoded.write(room, 0)
+                to_value(encoded.description, np.ndarray((encoded.nbytes,), np.uint8, room), readonly=True)
+
+            rounds = []
+            for _ in range(ROUNDS // (100 if way == "reference" else 10)):
+                start = _now()
+                for _ in range(10):
+                    once()
+                rounds.append((_now() - start) / 10)
+            spent.append(statistics.median(rounds))
+        typer.echo(f"  {name:44}" + "".join(f" {each / 1e3:8.2f}" for each in spent))
 
 
 @app.command()

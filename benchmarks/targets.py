@@ -7,7 +7,33 @@ from dataclasses import dataclass, field
 
 from . import savers
 from .measure import Row, ratios, summarize
-from .workloads import cuda_copies, cuda_handover, cuda_prefetch, cuda_saving, executor, queue, saving
+from .transports import PICKLE, SHMTENSOR_QUEUE
+from .workloads import (
+    cuda_copies,
+    cuda_handover,
+    cuda_prefetch,
+    cuda_saving,
+    default_arguments,
+    executor,
+    messages,
+    queue,
+    queue_items,
+    saving,
+)
+from .workloads.default_arguments import (
+    BUSY,
+    FAN_OUT,
+    JOBS,
+    ONE,
+    QUEUE,
+    RATE,
+    SIXTEEN,
+    SOCKETS,
+    SPINNING,
+    STANDARD,
+    TRIP,
+    TWO,
+)
 
 Key = tuple[str, str]
 """Workload and row."""
@@ -84,6 +110,19 @@ _CALLS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
 )
 """How calls are given, and which line of the tables that is."""
 
+_DEFAULTS: tuple[tuple[str, str, default_arguments.Kind, default_arguments.Kind, str, float], ...] = (
+    (TWO, RATE, FAN_OUT, SOCKETS, ">=", 2),
+    (TWO, RATE, JOBS, SOCKETS, ">=", 2),
+    (TWO, RATE, SIXTEEN, SOCKETS, ">=", 1),
+    (BUSY, RATE, FAN_OUT, SOCKETS, ">=", 1),
+    (BUSY, RATE, JOBS, SOCKETS, ">=", 1),
+    (ONE, RATE, FAN_OUT, SOCKETS, ">=", 0.8),
+    (ONE, RATE, JOBS, SOCKETS, ">=", 0.8),
+    (ONE, RATE, QUEUE, STANDARD, ">=", 1.2),
+    (ONE, TRIP, FAN_OUT, SOCKETS, "<=", 1.25),
+    (ONE, TRIP, SPINNING, SOCKETS, "<=", 4),
+)
+
 _START = "open + first send + first recv: ring of 256 MiB, "
 
 TARGETS: tuple[Target, ...] = (
@@ -97,6 +136,37 @@ TARGETS: tuple[Target, ...] = (
         (_ONE_WAY, f"{_RATE}faster-fifo, 1 KiB"),
     ),
     Target("1 KiB round trip, asleep", (_ASLEEP, "shmtensor, 1 KiB"), "<=", 1.1, (_ASLEEP, "pyzmq ipc, 1 KiB")),
+    *(
+        Target(
+            f"1 KiB, default arguments, {where}, {what}: {kind.name}",
+            ("default-arguments", default_arguments.case_name(where, what, kind)), relation, limit,
+            ("default-arguments", default_arguments.case_name(where, what, beside)),
+        )
+        for where, what, kind, beside, relation, limit in _DEFAULTS
+    ),
+    *(
+        target
+        for kind in messages.KINDS
+        for target in (
+            Target(
+                f"{kind}, one way", ("messages", messages.rate_name(kind, "shmtensor")), ">=", 3,
+                ("messages", messages.rate_name(kind, messages.RIVAL)),
+            ),
+            Target(
+                f"{kind}, in one process, of what it may cost", ("messages", messages.here_name(kind, messages.SHARE)),
+                "<=", 1,
+            ),
+        )
+    ),
+    *(
+        Target(
+            f"Queue, {kind}", ("queue-items", queue_items.row_name(kind, SHMTENSOR_QUEUE)), ">=", limit,
+            ("queue-items", queue_items.row_name(kind, rival)),
+        )
+        for kinds, rivals, limit in ((queue_items.KINDS, (PICKLE,), 1.5), (queue_items.TENSORS, queue_items.TORCHS, 20))
+        for kind in kinds
+        for rival in rivals
+    ),
     Target("64 MiB send, 1 torch thread", (_LARGE, "send, 1 thread"), "<=", 1.05, (_LARGE, "bare copy_, 1 thread")),
     Target("64 MiB send, 2 torch threads", (_LARGE, "send, 2 threads"), "<=", 1.05, (_LARGE, "bare copy_, 2 threads")),
     Target("64 MiB send, 2 torch threads: cores in use", (_LARGE, "cores that send uses, 2 threads"), ">=", 1.5),

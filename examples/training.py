@@ -20,7 +20,7 @@ from torch import nn
 
 import shmtensor
 
-STEPS, EVERY, KILLED_AT = 24, 4, 14
+STEPS, EVERY, KILLED_AT = 12, 3, 7
 CONTEXT, WIDTH, BATCH = 64, 64, 16
 TEXT = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
 

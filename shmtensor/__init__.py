@@ -27,6 +27,7 @@ from .errors import (
     LoopError,
     PeerDied,
     PlatformError,
+    ReentrantError,
     ReleasedError,
     RemoteError,
     ResourceError,
@@ -39,6 +40,8 @@ from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, 
 
 if TYPE_CHECKING:
     from .checkpoint.filling import load_into
+    from .checkpoint.lazy import CheckpointReader, TensorHandle, open_checkpoint
+    from .checkpoint.listing import CheckpointInfo, list_checkpoints, load_newest
     from .checkpoint.loader import load_arrays, load_checkpoint
     from .checkpoint.writer import CheckpointWriter
     from .dropins.context import get_context
@@ -59,6 +62,8 @@ __all__ = [
     "ArgumentTypeError",
     "Batch",
     "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointReader",
     "CheckpointWriter",
     "Client",
     "ClientStatistics",
@@ -78,6 +83,7 @@ __all__ = [
     "Publisher",
     "Queue",
     "ReceiverStatistics",
+    "ReentrantError",
     "ReleasedError",
     "RemoteError",
     "Request",
@@ -90,19 +96,25 @@ __all__ = [
     "ShmTensorError",
     "SimpleQueue",
     "Subscriber",
+    "TensorHandle",
     "TimedOut",
     "WireError",
     "WorkerPool",
     "__version__",
     "get_context",
+    "list_checkpoints",
     "load_arrays",
     "load_checkpoint",
     "load_into",
+    "load_newest",
+    "open_checkpoint",
     "serve",
 ]
 
 _LAZY = {
     "Batch": "rpc.batching",
+    "CheckpointInfo": "checkpoint.listing",
+    "CheckpointReader": "checkpoint.lazy",
     "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
     "JoinableQueue": "dropins.joinable",
@@ -112,11 +124,15 @@ _LAZY = {
     "RequestFuture": "rpc.call",
     "Server": "rpc.server",
     "SimpleQueue": "dropins.queues",
+    "TensorHandle": "checkpoint.lazy",
     "WorkerPool": "rpc.workers",
     "get_context": "dropins.context",
+    "list_checkpoints": "checkpoint.listing",
     "load_arrays": "checkpoint.loader",
     "load_checkpoint": "checkpoint.loader",
     "load_into": "checkpoint.filling",
+    "load_newest": "checkpoint.listing",
+    "open_checkpoint": "checkpoint.lazy",
     "serve": "rpc.workers",
 }
 

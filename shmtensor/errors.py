@@ -4,6 +4,7 @@
 |---|---|
 | `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, forked away or released |
 | `LoopError` | you: tasks of another event loop wait at this endpoint |
+| `ReentrantError` | you: a signal handler or finalizer called, or made, what it had interrupted |
 | `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
 | `TimedOut`, `RingFull` | nobody yet: it would have blocked, or took longer than `timeout=` |
 | `EndOfStream` | nobody: every sender has closed and everything is received |
@@ -35,6 +36,11 @@ class ReleasedError(ClosedError):
 
 class LoopError(ShmTensorError, RuntimeError):
     """Tasks of another event loop wait at this endpoint; use it from one loop at a time, or make one for each."""
+
+
+class ReentrantError(ShmTensorError, RuntimeError):
+    """A signal handler or finalizer called an endpoint that its own thread is inside a call of (`close()` may be), or
+    made one of a channel that its own thread holds the lock of."""
 
 
 class ArgumentError(ShmTensorError, ValueError):

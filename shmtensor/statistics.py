@@ -96,7 +96,7 @@ class ClientStatistics:
     outstanding: int
     """Requests without a reply so far."""
     servers: int
-    """Servers that were there at the last look."""
+    """Servers that live now, for health checks: the kernel is asked, a killed one is not counted."""
     request_bytes: int
     """Payload bytes of all requests."""
     reply_bytes: int
@@ -135,6 +135,8 @@ class WriterStatistics:
     """Saves that were staged, or are being staged."""
     durable: int
     """Of these, safe on disk."""
+    complete: int
+    """Of these, complete under their name, but not known to be safe: `SaveHandle.durable` says why."""
     failed: int
     """Of these, not written: `SaveHandle.durable` says why."""
     replaced: int
@@ -142,7 +144,7 @@ class WriterStatistics:
     skipped: int
     """Calls of `save` that `busy="skip"` did not follow."""
     deleted: int
-    """Old checkpoints that `keep_last` removed."""
+    """Old checkpoints that were removed because `keep_last` and the like did not keep them."""
     restarts: int
     """How often the writing process was started again."""
     memory_bytes: int

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import itertools
+import json
 import multiprocessing
 import os
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from .waiting import wait_until
+from . import implementations
+from .faults import interrupts
+from .waiting import PATIENCE, wait_until
 
 _count = itertools.count()
 
@@ -30,11 +34,26 @@ def socket_directory():
             os.environ["SHMTENSOR_DIR"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def control_c_works():
+    """also in a run that a shell started in the background, which ignores SIGINT as its children do."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loaded_modules_stay():
     """What the imports have made is looked through once, not by every full collection: with PyTorch, 0.15 s each."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """The tests of the transport run with each implementation."""
+    module = pytest.Module.from_parent(parent, path=module_path)
+    if module_path.stem.removeprefix("test_") in implementations.TRANSPORT:
+        module.add_marker(pytest.mark.usefixtures("implementation"))
+    return module
 
 
 @pytest.fixture
@@ -61,37 +80,48 @@ def descriptors() -> set[str]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def company(request):
-    """Runs at once sweep each other's dead, as any two users do: a test of what the dead leave asks to be alone."""
-    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    with contextlib.ExitStack() as held:  # let go of also where a test's time is over while it waits here
-        with contextlib.ExitStack() as entering:
-            gate, room = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in ("/tmp", "/dev/shm"))
-            entering.callback(os.close, gate)
-            held.callback(os.close, room)
-            fcntl.flock(gate, how)  # who wants to be alone lets nobody in any more
-            fcntl.flock(room, how)
-        yield
+_reported: set[str] = set()
+"""What a failed test has left: the tests after it do not fail of it."""
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing(socket_directory, company):
+def leaves_nothing(socket_directory):
     yield
     gc.collect()
     for child in multiprocessing.active_children():
-        child.join(10)
+        child.join(PATIENCE)
     left = {
         "shared memory": shared_files(),
         "sockets": set(os.listdir(socket_directory)),
         "descriptors": descriptors(),
         "processes": {child.name for child in multiprocessing.active_children()},
     }
+    for names in left.values():
+        names -= _reported
+    _reported.update(*left.values())
     for name in left["shared memory"]:
         os.unlink(f"/dev/shm/{name}")
     for name in left["sockets"]:
         os.unlink(f"{socket_directory}/{name}")
     assert not any(left.values()), {what: names for what, names in left.items() if names}
+
+
+@pytest.fixture(scope="module", params=implementations.NAMES)
+def implementation(request):
+    """By the compiled module and by the Python reference; so do the processes that a test starts."""
+    with implementations.chosen(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def write_counts():
+    """With SHMTENSOR_BOUNDARIES=path: calls and their boundaries, for the tables in docs/guarantees.md."""
+    interrupts.counts.clear()
+    yield
+    path = os.environ.get("SHMTENSOR_BOUNDARIES")
+    if path and interrupts.counts:
+        before = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
+        Path(path).write_text(json.dumps(before | interrupts.counts, indent=1))
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from shmtensor.cuda.library import HANDLE_BYTES, failure
 from shmtensor.cuda.runtime import Runtime
 from shmtensor.errors import ArgumentError
 
+from .waiting import wait_until
+
 PAGE = mmap.PAGESIZE
 GARBAGE = 0xA5  # what new device memory holds
 _numbers = itertools.count()
@@ -280,10 +282,7 @@ class StandIn:
         self._usable()
         self.host_waits += 1
         if event.stream is None:
-            deadline = time.monotonic() + 60
-            while not event.happened:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            wait_until(lambda: event.happened)
         else:
             with self.lock:
                 self._until(event, event.words[0])
@@ -505,14 +504,13 @@ MISSING = {name for name in vars(Runtime) if not name.startswith("_")} - set(var
 def installed(**options: Any) -> Any:
     """Let the library use a stand-in, and look for violations at the end."""
     from shmtensor.cuda import runtime
-    from shmtensor.views import walk
+    from shmtensor.views import torch as views
 
-    walk.torch_views()
-    stand_in, types = StandIn(**options), walk.tensor_types
+    stand_in, types = StandIn(**options), views.known_types
     runtime.substitute(stand_in)
-    walk.tensor_types = types | {DeviceTensor}
+    views.known_types = types | {DeviceTensor}
     try:
         yield stand_in
     finally:
         runtime.substitute(None)
-        walk.tensor_types = types
+        views.known_types = types

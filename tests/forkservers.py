@@ -5,11 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
-from multiprocessing import forkserver
+from collections.abc import Iterator
+from multiprocessing import context, forkserver, get_context
+from pathlib import Path
 
-PATIENCE = 20.0
+PATIENCE = 120.0
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[context.ForkServerContext]:
+    """Within, children of the fork server have these modules loaded: with PyTorch, importing takes each 1.6 s.
+
+    What a fork server loads is set for the whole process, so whoever depends on it says it with this.
+    """
+    before = forkserver._forkserver._preload_modules
+    stop_forkserver()
+    forks = get_context("forkserver")
+    forks.set_forkserver_preload(list(modules))
+    try:
+        yield forks
+    finally:
+        stop_forkserver()
+        forks.set_forkserver_preload(before)
 
 
 def stop_forkserver() -> None:
@@ -47,3 +68,33 @@ def _holders(pipe: str) -> dict[int, str]:
                     with open(f"/proc/{name}/cmdline") as line:
                         found[int(name)] = line.read().replace("\0", " ")
     return found
+
+
+def run_program(
+    forks: context.ForkServerContext, code: str, *arguments: str, directory: Path, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run([sys.executable, "-c", code, *arguments])` that captures, without its imports."""
+    out, err = directory / "stdout", directory / "stderr"
+    process = forks.Process(target=_play, args=(code, arguments, dict(os.environ), str(out), str(err)))
+    process.start()
+    process.join(timeout)
+    ended = process.exitcode
+    if ended is None:
+        process.kill()
+        process.join()
+    process.close()
+    texts = [path.read_text() if path.exists() else "" for path in (out, err)]
+    if ended is None:
+        raise subprocess.TimeoutExpired(code, timeout, *texts)
+    return subprocess.CompletedProcess(code, ended, *texts)
+
+
+def _play(code: str, arguments: tuple[str, ...], environment: dict[str, str], out: str, err: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for path, number in ((out, 1), (err, 2)):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv[:] = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

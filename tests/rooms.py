@@ -19,10 +19,13 @@ import numpy as np
 import pytest
 
 import shmtensor
+from shmtensor.channel.exclusive import LOCK
+from shmtensor.channel.names import control_name
+from shmtensor.memory import segment as shm
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 60.0
-HANGS = 120.0
+PATIENCE = 120.0
+HANGS = 300.0
 """Seconds after which a scene counts as hanging."""
 PAIRS = [("Publisher", "Subscriber"), ("Producer", "Consumer")]
 
@@ -33,11 +36,26 @@ def play(scene, *args: object, mounts: tuple[str, ...] = ()) -> str:
     command = [sys.executable, "-W", "error", "-X", "faulthandler", "-c", code]
     if mounts:
         script = " && ".join(f"mount -t tmpfs -o {mount}" for mount in mounts)
-        command = [*namespace(), "sh", "-c", f"{script} && exec {shlex.join(command)}"]
+        before, after = "", ""
+        for number, path in enumerate(hidden_by(mounts), start=5):  # seen again, where it was
+            place = shlex.quote(str(path))
+            before += f"exec {number}< {place} && "
+            after += f" && mkdir -p {place} && mount -c --bind /proc/self/fd/{number} {place} && exec {number}<&-"
+        command = [*namespace(), "sh", "-c", f"{before}{script}{after} && exec {shlex.join(command)}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def hidden_by(mounts: tuple[str, ...]) -> list[Path]:
+    """Of the package and the interpreter, what lies where something is to be mounted."""
+    found: list[Path] = []
+    for path in (ROOT, Path(sys.prefix)):
+        covered = any(path.is_relative_to(mount.rpartition(" ")[2]) for mount in mounts)
+        if covered and not any(path.is_relative_to(other) for other in found):
+            found.append(path)
+    return found
 
 
 def own_shm(options: str) -> str:
@@ -66,6 +84,20 @@ def namespace() -> list[str]:
 def files(channel: str = "") -> set[str]:
     """The library's files in `/dev/shm`."""
     return {name for name in os.listdir("/dev/shm") if f"shmtensor.{channel}" in name}
+
+
+@contextlib.contextmanager
+def unswept(*channels: str):
+    """Within, what the dead of these channels leave stays: they are locked, and whoever sweeps passes by.
+
+    Any other program that makes an endpoint sweeps. Nobody can join or leave these channels meanwhile either.
+    """
+    with contextlib.ExitStack() as held:
+        for channel in channels:
+            locks = held.enter_context(shm.attach(control_name(channel))).locks()
+            held.callback(locks.close)
+            locks.wait_exclusive(LOCK, PATIENCE, channel)
+        yield
 
 
 @contextlib.contextmanager

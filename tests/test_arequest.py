@@ -102,8 +102,8 @@ def test_random_cancellations(run, service):  # noqa: F811
                     if not task.cancelled():
                         task.result()
                 assert client.statistics().outstanding == 0
-            assert done
             await asyncio.gather(*(ask(count) for count in range(20)))
+            assert len(done) >= 20
 
     run(main())
 

@@ -201,8 +201,8 @@ def test_a_timeout_does_not_cut_a_batch_short_of_its_wait(make):
     """`timeout` is how long to wait for a first request."""
     client, server = make(max_batch=2, max_wait=PATIENCE)
     first = client.submit(1)
-    threading.Timer(0.3, lambda: second.append(client.submit(1))).start()
     second: list = []
+    threading.Timer(0.3, lambda: second.append(client.submit(1))).start()
     batch = server.recv(timeout=0.05)
     assert len(batch) == 2
     batch.reply(2)
@@ -254,8 +254,8 @@ def test_a_reply_of_another_first_dimension_is_refused(make, reply):
 def test_requests_cancelled_meanwhile_are_not_in_the_batch(make):
     client, server = make(max_batch=3, max_wait=PATIENCE)
     first = client.submit(1)
-    threading.Timer(0.2, lambda: (first.cancel(), rest.extend(client.submit(1) for _ in range(2)))).start()
     rest: list = []
+    threading.Timer(0.2, lambda: (first.cancel(), rest.extend(client.submit(1) for _ in range(2)))).start()
     batch = server.recv(timeout=PATIENCE)
     assert len(batch) == 2
     batch.reply(0)

@@ -19,16 +19,18 @@ import numpy as np
 import pytest
 
 import shmtensor
+from shmtensor.channel import sweep
 from shmtensor.checkpoint import index, link, names, worker
 from shmtensor.checkpoint.directory import LOCK
 from shmtensor.checkpoint.loader import load_arrays, load_checkpoint
+from shmtensor.checkpoint.run import RUN
 from shmtensor.checkpoint.slots import HEAD, Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.endpoints.consumer import Consumer
 
 from .faults import points
-from .rooms import ROOT, files, play
-from .waiting import wait_for_end
+from .rooms import ROOT, files, play, unswept
+from .waiting import once, stop, wait_for_end
 
 PATIENCE = 120.0
 
@@ -38,16 +40,24 @@ SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 WRITER_POINTS = [
     "worker.ready", "write.begun", "write.created", "write.chunk", "write.finishing", "write.headers", "write.sized",
     "write.synced", "commit.before", "commit.recorded", "commit.renamed", "commit.durable", "latest.made",
-    "latest.moved", "retain.before", "retain.renamed", "retain.deleted", "finish.before", "finish.reported",
-    "finish.released", "finish.done",
+    "latest.moved", "alias.before", "retain.before", "retain.renamed", "retain.deleted", "finish.before",
+    "finish.reported", "finish.released", "finish.done",
 ]  # fmt: skip
 STREAM_POINTS = ["stream.written", "stream.logged", "stream.released"]
 TRAINER_POINTS = ["stage.begun", "stage.copied", "stage.filled", "stage.ended"]
 OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.finished", "worker.over"]
 CLOSE_POINTS = ["close.staged", "close.over", "close.left"]
+RANK_POINTS = [
+    "vote.begun", "vote.written", "vote.added", "vote.durable", "part.before", "part.released", "ranks.counted",
+    "ranks.manifest", "ranks.decided", "ranks.recorded", "ranks.cleared", "ranks.renamed", "ranks.durable",
+    "part.reported", "part.done",
+]  # fmt: skip
+"""Those of several ranks' writing processes: test_checkpoint_ranks.py, as the next."""
+GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "settle.before", "run.begun"]
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: test_cuda_deaths.py
 CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS,
+    *RANK_POINTS, *GIVING_UP_POINTS,
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `test_faults.py` has those of the rest."""
 
@@ -78,7 +88,7 @@ def same(state: dict, expected: dict) -> bool:
 
 
 def names_in(path: Path) -> set[str]:
-    return {each.name for each in path.iterdir()} - {LOCK, index.INDEX, "latest"}
+    return {each.name for each in path.iterdir()} - {LOCK, RUN, index.INDEX, "latest", "best"}
 
 
 def check(path: Path, numbers: list[int], latest: int | None, *, swept: bool = True) -> None:
@@ -177,11 +187,14 @@ def test_writer_dies_while_it_takes_a_save_back(dies, tmp_path, monkeypatch):
     dies("abandon.done")
     writer = CheckpointWriter(path, memory="3MiB", busy="replace")
     writer.start(state_of(0), timeout=PATIENCE)
-    os.kill(writer.statistics().pid, signal.SIGSTOP)
+    stop(writer.statistics().pid)
     handles = [writer.save(state_of(number)) for number in (1, 2)]
-    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {writer.statistics().pid}"]).wait()
-    handles.append(writer.save(state_of(3)))
+    pid, stager = writer.statistics().pid, writer._stager
+    sent = stager.statistics().sent
+    with once(lambda: stager.statistics().sent >= sent + 2, lambda: os.kill(pid, signal.SIGCONT)):  # both are to go
+        handles.append(writer.save(state_of(3)))
     assert handles[2].durable.result(PATIENCE)
+    assert writer.statistics().restarts == 1
     writer.close()
     assert {handle.status for handle in handles} <= {"durable", "replaced"}
     check(path, [n + 1 for n, handle in enumerate(handles) if handle.status == "durable"], 3)
@@ -236,48 +249,104 @@ def test_a_trainer_that_waits_for_room_notices_the_death(dies, tmp_path):
     path = tmp_path / "a"
     writer = CheckpointWriter(path, memory=LITTLE)
     writer.start(timeout=PATIENCE)
-    os.kill(writer.statistics().pid, signal.SIGSTOP)
+    stop(writer.statistics().pid)
     link_of_writer = writer._link
     link_of_writer._spawn = lambda passed_over: (_ for _ in ()).throw(OSError(12, "no memory"))
-    killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {writer.statistics().pid}"])
-    try:
-        handle = writer.save(state_of(1))
-    except shmtensor.PeerDied:
-        pass
-    else:
+    pid = writer.statistics().pid
+    with once(lambda: writer._stager and writer._stager.statistics().waits, lambda: os.kill(pid, signal.SIGKILL)):
+        try:
+            handle = writer.save(state_of(1))
+        except shmtensor.PeerDied:
+            handle = None
+    if handle is not None:
         with pytest.raises(shmtensor.PeerDied, match="cannot be started again"):
             handle.durable.result(PATIENCE)
-    killer.wait()
     assert writer.save(state_of(2)).durable.result(PATIENCE)  # by a new one
     writer.close()
     check(path, [2], 2)
+
+
+# --- names that move, and what stays
+
+ALIAS_CASES = [("alias.before", 2), ("latest.made", 4)]
+"""The step of the second save of two that both have the name; of a link's steps `latest` takes every other one."""
+ALIAS_MORE = [
+    ("commit.recorded", 2), ("commit.renamed", 2), ("commit.durable", 2), ("latest.made", 3), ("latest.moved", 3),
+    ("latest.moved", 4), ("finish.before", 2), ("retain.before", 1), ("retain.deleted", 1), ("finish.reported", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("point", "nth"), ALIAS_CASES + ALIAS_MORE * SOAK)
+def test_writer_dies_while_a_name_moves(dies, tmp_path, point, nth):
+    """The next one moves it; what it led to before is an old checkpoint as any other."""
+    path = tmp_path / "a"
+    dies(point, "kill", nth)
+    with CheckpointWriter(path, memory=WHOLE, keep_last=1, keep_best=("loss", "min", 1)) as writer:
+        for number in (1, 2, 3):
+            writer.save(state_of(number), metrics={"loss": -number % 3}, alias="best" if number < 3 else None)
+    assert writer.statistics().restarts == 1
+    check(path, [2, 3], 3)
+    assert load_arrays(path / "best", verify="all")["step"] == 2
+    assert {entry.step: entry.metrics for entry in index.read(str(path))} == {2: {"loss": 1.0}, 3: {"loss": 0.0}}
+
+
+BOTH_ALIAS = [("latest.made", 4)]
+BOTH_ALIAS_MORE = [
+    ("commit.recorded", 2), ("commit.renamed", 2), ("latest.made", 3), ("latest.moved", 3), ("alias.before", 2),
+    ("latest.moved", 4), ("finish.released", 2), ("retain.before", 1), ("retain.deleted", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("point", "nth"), BOTH_ALIAS + BOTH_ALIAS_MORE * SOAK)
+def test_both_die_while_a_name_moves(tmp_path, point, nth):
+    """At any time it leads to a whole checkpoint, the old or the new; the next save completes what was left."""
+    path = tmp_path / "a"
+    launch = BOTH.format(point=point, nth=nth).replace("{", "{{").replace("}", "}}")
+    first = "w.save(state_of(1), metrics={'loss': 1}, alias='best').durable.result(120)"
+    end = "w.save(state_of(4), metrics={'loss': 0.5}, alias='best')\nsignal.pause()"
+    keep = "keep_last=1, keep_best=('loss', 'min', 1)"
+    wait_for_end(trainer(path, WHOLE, launch=launch, end=end, keep=keep, first=first))
+    renamed = point != "commit.recorded"
+    moved = (point, nth) == ("latest.moved", 4) or point.startswith(("finish", "retain"))
+    assert load_arrays(path / "best", verify="all")["step"] == (4 if moved else 1)
+    check(path, [4] if point == "retain.deleted" else [1, 4] if renamed else [1], None, swept=False)
+    with CheckpointWriter(path, keep_last=1, keep_best=("loss", "min", 1)) as writer:
+        writer.save(state_of(5)).durable.result(PATIENCE)
+    best = 4 if renamed else 1
+    assert load_arrays(path / "best", verify="all")["step"] == best
+    check(path, [best, 5], 5)
+    assert [entry.step for entry in index.read(str(path)) if entry.is_there(str(path))] == [best, 5]
 
 
 # --- the trainer dies
 
 TRAINER = """
     import os, signal, sys, time
-    prefix, path, memory, launch, point, nth, end = sys.argv[1:]
+    prefix, path, memory, launch, point, nth, end, keep, first = sys.argv[1:]
     from tests.faults import points
     points.install("shmtensor.checkpoint")
     from shmtensor.checkpoint import link, names
     from shmtensor.checkpoint.writer import CheckpointWriter
     from tests.test_checkpoint_deaths import state_of
+    from tests.waiting import stop
     names.PREFIX = prefix
     link.LAUNCH = launch + link.LAUNCH
-    w = CheckpointWriter(path, memory=memory, keep_last=3)
-    w.save(state_of(1)).durable.result(120)
+    w = eval(f"CheckpointWriter(path, memory=memory, {keep})")
+    exec(first)
     print(w.statistics().pid, flush=True)
     if point:
         points.arm(point, "kill", int(nth))
 """
 
 
-def trainer(path: Path, memory: str, *, launch: str = "", point: str = "", nth: int = 1, end: str = "") -> int:
+def trainer(
+    path: Path, memory: str, *, launch: str = "", point: str = "", nth: int = 1, end: str = "",
+    keep: str = "keep_last=3", first: str = "w.save(state_of(1)).durable.result(120)",
+) -> int:  # fmt: skip
     """Run a trainer that dies; the process id of its writing process."""
     code = textwrap.dedent(TRAINER) + textwrap.dedent(end) + "\nos.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run(
-        [sys.executable, "-c", code, names.PREFIX, str(path), memory, launch, point, str(nth), end],
+        [sys.executable, "-c", code, names.PREFIX, str(path), memory, launch, point, str(nth), end, keep, first],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -346,8 +415,7 @@ def test_trainer_dies_inside_close(tmp_path, point):
 def test_trainer_dies_and_the_next_one_waits_for_what_it_left(tmp_path):
     """The old writing process is stopped, as by a slow disk; the new one takes its turn."""
     path = tmp_path / "a"
-    stop = "os.kill(w.statistics().pid, signal.SIGSTOP)"
-    pid = trainer(path, WHOLE, end=f"{stop}; w.save(state_of(2)); w.save(state_of(3))")
+    pid = trainer(path, WHOLE, end=f"{STOP}w.save(state_of(2)); w.save(state_of(3))")
     with CheckpointWriter(path) as writer:
         writer.start(timeout=PATIENCE)
         handle = writer.save(state_of(4))
@@ -365,7 +433,7 @@ def test_trainer_dies_while_a_writer_starts(tmp_path):
         from tests.waiting import wait_until
         wait = "from tests.waiting import wait_for_end\\nwait_for_end(%d)\\n" % os.getpid()
         link.LAUNCH = wait + link.LAUNCH
-        os.kill(w.statistics().pid, signal.SIGSTOP)
+        stop(w.statistics().pid)
         w.save(state_of(2))
         os.kill(w.statistics().pid, signal.SIGKILL)
         old = w.statistics().pid
@@ -382,8 +450,8 @@ def scene_of_a_trainer_that_dies_slowly(directory: str, channel: str, first: str
     ends_of_trainer = {"chunks": Stager(channel, 1 << 20), "reports": Consumer(link.results_channel(channel))}
     stager = ends_of_trainer["chunks"]
     stager.provide(100, 1 << 16)
-    stager.tell(HEAD, 1, np.zeros(100, np.uint8), name="a", streams=False)
-    settings = {"directory": directory, "writer": "0" * 16, "keep_last": None, "keep_every": None}
+    stager.tell(HEAD, 1, np.zeros(100, np.uint8), timeout=PATIENCE, name="a", streams=False)
+    settings = {"directory": directory, "writer": "0" * 16, "keep_last": None, "keep_every": None, "keep_best": None}
     working = worker.Worker({**settings, "channel": channel, "next": 1, "live": []})
     ends_of_trainer.pop(first)._member.control.locks.close()
 
@@ -406,7 +474,7 @@ def test_trainer_dies_on_one_channel_after_the_other(tmp_path, channel, first):
 
 # --- what is still in memory
 
-STOP = "os.kill(w.statistics().pid, signal.SIGSTOP)\n"
+STOP = "stop(w.statistics().pid)\n"
 
 
 def test_the_newest_staged_state_comes_from_memory(tmp_path):
@@ -417,10 +485,12 @@ def test_the_newest_staged_state_comes_from_memory(tmp_path):
     assert same(staged, state_of(3))
     assert same(load_arrays(path / "latest", from_memory=True, keys=["v", "step"]), {"v": staged["v"], "step": 3})
     assert load_arrays(path)["step"] == 1
+    assert same(shmtensor.load_newest(path), staged)
     os.kill(pid, signal.SIGCONT)
     wait_for_end(pid)
     check(path, [1, 2, 3], 3)
     assert same(load_checkpoint(path, verify="all"), staged)
+    assert same(shmtensor.load_newest(path, verify="all"), staged)
     with pytest.raises(FileNotFoundError, match=r"anything left to write.*on disk.*step-00000003.safetensors"):
         load_checkpoint(path, from_memory=True)
 
@@ -451,14 +521,14 @@ def test_what_is_not_in_memory_is_an_error_that_names_what_is_on_disk(tmp_path, 
     check(path, [1], 1)
 
 
-@pytest.mark.alone
 def test_a_staged_state_outlives_both(tmp_path):
     """Until the next user of shared memory removes what the dead have left."""
     path = tmp_path / "a"
     pid = trainer(path, WHOLE, end=f"{STOP}w.save(state_of(2))")
-    os.kill(pid, signal.SIGKILL)
-    wait_for_end(pid)
-    assert same(load_checkpoint(path, from_memory=True), state_of(2))
+    with unswept(*(name for name in sweep.channels() if name.startswith(names.channels_of(str(path))))):
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+        assert same(load_checkpoint(path, from_memory=True), state_of(2))
     with CheckpointWriter(path) as writer:
         writer.start(timeout=PATIENCE)
         with pytest.raises(FileNotFoundError, match="step-00000001"):

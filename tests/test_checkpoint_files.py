@@ -11,7 +11,6 @@ import pickle
 import random
 import subprocess
 import sys
-import time
 import zipfile
 
 import ml_dtypes
@@ -32,6 +31,7 @@ from shmtensor.checkpoint.plan import Plan, plan
 from shmtensor.views import torch as torch_views
 
 from .checkpoint_files import SUFFIX, mixed_state, model, raw, same, save, training_state
+from .waiting import wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
@@ -153,8 +153,8 @@ def test_any_state_comes_back(state, format, tmp_path_factory):
 
 
 def test_what_cannot_be_saved_is_named():
-    with pytest.raises(ArgumentTypeError, match=r"^optim\.state\[3\]\.foo: object of type builtins\.set "):
-        plan({"optim": {"state": {3: {"foo": {1}}}}})
+    with pytest.raises(ArgumentTypeError, match=r"^optim\.state\[3\]\.foo: object of type builtins\.range "):
+        plan({"optim": {"state": {3: {"foo": range(1)}}}})
     with pytest.raises(ArgumentTypeError, match=r"^a\[0\]\[1\]: .*generator|^a\[0\]\[1\]: object of type .*Generator"):
         plan({"a": [(1, torch.Generator())]})
     with pytest.raises(ArgumentTypeError, match=r"^state: "):
@@ -242,8 +242,7 @@ def test_safetensors_readers_see_the_tensors(path_of):
     assert same(seen["weight"], state["weight"])
     assert same(seen["a.b"], state["a.b"])
     assert "transposed" not in seen
-    assert seen["complex"].shape == (3, 8)
-    assert seen["complex"].numpy().tobytes() == state["complex"].numpy().tobytes()
+    assert same(seen["complex"], state["complex"])
     assert seen["expanded"].shape == (3, 1)
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
@@ -507,7 +506,7 @@ def test_arrays_need_no_torch(path_of):
         "import sys, shmtensor; keys=['a','b','s','d','dev']\n"
         f"print(shmtensor.load_arrays({str(path)!r}, keys=keys), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400)
     assert done.stdout.strip() == (
         "{'a': array([0, 1, 2]), 'b': array([1, 1], dtype=bfloat16), 's': (2,), 'd': 'torch.int8', 'dev': 'cuda:1'} "
         "False"
@@ -610,10 +609,7 @@ def test_readers_stop_when_one_has_failed(path_of, monkeypatch):
     def fail_once(files, memory, file, offset, names):
         if next(calls) == 0:
             raise CheckpointError("on purpose")
-        deadline = time.monotonic() + PATIENCE
-        while any(made[0]):  # the others are in the middle of a chunk until all that is left has been taken away
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: not any(made[0]))  # the others are in the middle of a chunk until all that is left is taken
         filled.append(offset)
         fill(files, memory, file, offset, names)
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmtensor
-from shmtensor import hot
+from shmtensor import native
 from shmtensor.checkpoint import names, transfer
 from shmtensor.checkpoint.chunks import cut
 from shmtensor.checkpoint.formats import FORMATS, get_format
@@ -243,8 +243,8 @@ def test_runs_are_moved_by_any_number_of_threads(sizes, threads, starts, far):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transfer, "ALONE", 0)
         patched.setattr(transfer, "_threads", lambda: threads)
-        if far and hot.BUILT:  # past the caches
-            patched.setattr(transfer, "mover", lambda total: hot.module(tensors=False).stream)
+        if far and native.module is not None:  # past the caches
+            patched.setattr(transfer, "mover", lambda total: native.module.stream)
         transfer.move_all(moves, (source, target))
     assert (target == expected).all()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import multiprocessing
+import multiprocessing.pool
 import os
 import signal
 import subprocess
@@ -19,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import shmtensor
 from shmtensor.dropins import collating
 
+from .forkservers import preloaded
+from .waiting import complaints
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
@@ -27,6 +33,12 @@ pytestmark = [
 
 METHODS = ["fork", "forkserver", "spawn"]
 LONG = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    with preloaded("torch.utils.data", "shmtensor.dropins.context"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +111,20 @@ def test_a_pool_of_it_works():
         assert pool.map(abs, [-1, 2]) == [1, 2]
         pool.close()
         pool.join()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_standard_librarys_own_executor_and_pool_work_with_it(method):
+    """They wait on the pipes of their queues, so these are standard ones."""
+    ctx = shmtensor.get_context(method)
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=ctx) as executor:
+        assert list(executor.map(abs, [-1, -2, -3])) == [1, 2, 3]
+    with multiprocessing.pool.Pool(2, context=ctx) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+        pool.close()
+        pool.join()
+    with contextlib.closing(ctx.SimpleQueue()) as queue:
+        assert type(queue) is shmtensor.SimpleQueue
 
 
 # --- DataLoader
@@ -175,7 +201,7 @@ if __name__ == "__main__":
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
         capture_output=True, text=True, timeout=LONG, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, "")
     batches, descriptors = map(int, done.stdout.split())
     assert batches == 300
     assert descriptors <= 64, "two for each ring of a worker, each of which is larger than the one before"

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import shmtensor
+from shmtensor import calls
 from shmtensor.checkpoint import names, offload, structure
 from shmtensor.checkpoint.loader import load_checkpoint
 from shmtensor.checkpoint.slots import Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
 
 from .cuda_standin import DeviceTensor
+from .waiting import wait_until
 
 PATIENCE = 120.0
 MIB = 1 << 20
@@ -254,7 +256,7 @@ def test_a_copy_that_cannot_be_started_is_raised_by_save(writer, standin, monkey
     good, calls = standin.copy, []
 
     def third_fails(*args):
-        calls.append(args)
+        calls.append(None)  # not what was copied: it keeps the slots
         if len(calls) == 3:
             raise shmtensor.CudaError(5, "cannot start a CUDA copy")
         good(*args)
@@ -286,24 +288,25 @@ def test_close_waits_for_copies(tmp_path, standin, held):
     held.set()
     writer.close(timeout=PATIENCE)
     assert number_in(handle) == 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shmtensor save")]
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("shmtensor save")])
 
 
-def test_no_thread_can_be_started_that_waits_for_the_copies(writer, standin, monkeypatch):
-    """That save is taken back; the next one and `close` are not held up by a thread that never ran."""
-    start = threading.Thread.start
+def test_no_thread_can_be_started_that_waits_for_the_copies(tmp_path, standin, monkeypatch):
+    """Then `save` itself does."""
 
-    def refuse(thread):
-        if thread.name.startswith("shmtensor save"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(shmtensor.ResourceError, match="can't start new thread"):
-            writer.save(state_of(standin, 1))
-    assert number_in(writer.save(state_of(standin, 2))) == 2
-    assert [name for name in os.listdir(writer.directory) if name.startswith("step")] == ["step-00000002.safetensors"]
+    writer = CheckpointWriter(tmp_path / "a", memory="8MiB")
+    writer.start(timeout=PATIENCE)
+    writer._calls.stop()
+    wait_until(lambda: writer._calls.is_idle)
+    monkeypatch.setattr(calls._thread, "start_new_thread", refuse)
+    handle = writer.save(state_of(standin, 1))
+    assert handle.staged.done()
+    assert number_in(handle) == 1
+    assert writer._calls.is_idle
+    writer.close()
 
 
 def test_the_next_save_waits_until_the_one_before_is_staged(writer, standin, held):

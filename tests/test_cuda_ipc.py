@@ -19,6 +19,7 @@ from shmtensor.cuda import runtime
 from .conftest import shared_files
 from .cuda_peer import PATIENCE, Peer, _filled, _number
 from .faults.process import crash_server
+from .rooms import unswept
 from .waiting import wait_until
 
 POINTS = ["device.allocated", "device.lent", "device.mapping", "device.taken"]
@@ -418,9 +419,10 @@ def test_a_dead_readers_slots_come_back(standin, channel, peer):
         reader.do("held = [sub.recv(timeout=60).value]; dropped = sub.recv(timeout=60).value; del dropped")
         with pytest.raises(shmtensor.RingFull):
             pub.send(filled(standin, 3), timeout=0.1)
-        reader.kill()
-        for n in (3, 4):
-            pub.send(filled(standin, n), timeout=PATIENCE)
+        with unswept(channel):  # whoever sweeps notices the death as well
+            reader.kill()
+            for n in (3, 4):
+                pub.send(filled(standin, n), timeout=PATIENCE)
         assert pub.statistics().dead_receivers == 1
     assert "views alive" not in repr(pub)  # what the dead had mapped holds nobody
 

@@ -16,7 +16,7 @@ from shmtensor.cuda.runtime import available
 
 from .waiting import wait_until
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 WORDS = 1 << 20
 SLEEP = 200_000_000  # cycles: about a tenth of a second, in which what runs too early would be seen
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -15,10 +14,14 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from shmtensor.cli.demo import frames
 from shmtensor.cli.demo.model import as_image, checksum
 from shmtensor.cli.demo.plan import CORRUPT
+from shmtensor.cli.main import app
+
+from .waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "shmtensor.cli.main", "demo", "--json"]
 PATIENCE = 120.0
@@ -93,15 +96,16 @@ def test_a_wrong_byte_is_an_error(inputs, role):
 
 def children(process: subprocess.Popen, count: int) -> list[psutil.Process]:
     """The running children, once the work has begun."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+    found = []
+
+    def are_there() -> bool:
         if any(f"shmtensor.demo-{process.pid}-" in name for name in os.listdir("/dev/shm")):
             family = psutil.Process(process.pid).children()
-            found = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
-            if len(found) == count:
-                return found
-        time.sleep(0.05)
-    raise AssertionError("the demo did not begin to work")
+            found[:] = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
+        return len(found) == count
+
+    wait_until(are_there)
+    return found
 
 
 @pytest.mark.slow
@@ -141,9 +145,10 @@ def test_children_follow_a_killed_parent(inputs):
 
 @pytest.mark.slow
 def test_nothing_to_stream(tmp_path):
-    for path in (tmp_path, tmp_path / "missing"):
-        _, err = finish(start("--input", str(path)), 2)
-        assert "--input" in err
+    for path in (tmp_path, tmp_path / "missing"):  # it is refused before a process is started
+        result = CliRunner().invoke(app, ["demo", "--input", str(path)])
+        assert result.exit_code == 2
+        assert "--input" in result.stderr
     (tmp_path / "broken.png").write_bytes(b"not a picture")
     _, err = finish(start("--input", str(tmp_path)), 2)
     assert "broken.png" in err

@@ -18,8 +18,8 @@ import shmtensor
 from shmtensor import units
 from shmtensor.endpoints.base import Endpoint
 from shmtensor.ring import states
-from shmtensor.views import pack as views
-from shmtensor.wire import record, spec, tree
+from shmtensor.views.implementation import decode, encode
+from shmtensor.wire import record, spec
 
 from .faults import points
 
@@ -214,9 +214,9 @@ VALUE, META = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), {"ts": 1.5}
 
 def test_worked_example_packs():
     shown, payload, envelope = hex_blocks()
-    packed = views.pack(VALUE, META)
-    body = record.BODY.pack(10**9, record.VERSION, 0, 0, 2, 1, len(packed.static), len(packed.dynamic), packed.nbytes)
-    whole = (struct.pack("<Q", 7) + body + packed.static + packed.dynamic).ljust(record.SIZE, b"\0")
+    packed = encode(VALUE, META)
+    body = record.BODY.pack(10**9, record.VERSION, 0, 0, 2, 1, len(packed.description), 0, packed.nbytes)
+    whole = (struct.pack("<Q", 7) + body + packed.description).ljust(record.SIZE, b"\0")
     assert whole == shown.ljust(record.SIZE, b"\0")
     block = np.empty(packed.nbytes, np.uint8)
     packed.copy_into(block)
@@ -231,9 +231,8 @@ def test_worked_example_unpacks():
     shown, payload, _ = hex_blocks()
     head = record.unpack_constant(shown, record.CONSTANT_OFFSET)
     record.check_head(head, ring=0, slot=2, slots=4, slot_bytes=64)
-    middle = record.INLINE_OFFSET + head[5]
-    unpacker = views.Unpacker(shown[record.INLINE_OFFSET : middle])
-    value, meta = unpacker(np.frombuffer(payload, np.uint8).copy(), shown[middle : middle + head[6]], readonly=False)
+    description = shown[record.INLINE_OFFSET : record.INLINE_OFFSET + head[5]]
+    value, meta = decode(description, np.frombuffer(payload, np.uint8).copy(), readonly=False)
     assert torch.equal(value, VALUE)
     assert meta == META
 
@@ -253,10 +252,11 @@ def test_worked_example_is_what_a_sender_writes(channel):
         assert bytes(ring.buffer[slot * ring.slot_bytes :][: len(payload)]) == payload
 
 
-@pytest.mark.parametrize("module", [record, spec, tree], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [record, spec], ids=lambda module: module.__name__)
 def test_byte_tables_are_the_code(module):
-    table = "\n".join(line for line in module.__doc__.splitlines() if line.startswith("|"))
-    assert table in text_of("docs/wire-format.md")
+    tables = [part for part in module.__doc__.split("\n\n") if part.startswith("|")]
+    assert tables
+    assert [table for table in tables if table not in text_of("docs/wire-format.md")] == []
 
 
 def test_record_table_adds_up():
@@ -271,9 +271,9 @@ def test_record_table_adds_up():
 
 def test_limits_are_the_code():
     text = text_of("docs/wire-format.md")
-    assert f"{spec.MAX_NDIM} dimensions, {tree.MAX_DEPTH} levels of containers, {spec.MAX_LEAVES:,} leaves" in text
-    assert spec.MAX_STATIC == tree.MAX_DYNAMIC == 16 << 20
-    assert tree.MAX_META == 64 << 10
+    assert f"{spec.MAX_NDIM} dimensions, {spec.MAX_DEPTH} levels of containers, {spec.MAX_LEAVES:,} leaves" in text
+    assert spec.MAX_DESCRIPTION == 16 << 20
+    assert spec.MAX_META == 64 << 10
 
 
 # --- contributing.md

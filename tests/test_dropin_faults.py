@@ -15,9 +15,9 @@ import pytest
 import shmtensor
 
 from .faults import roles
-from .faults.process import Process, crash_server
+from .faults.matrix import SOAK, cases
+from .faults.process import Process, crash_servers
 
-SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 COUNT = 8
 LONG = 120.0
 LARGE = 1 << 15
@@ -29,12 +29,12 @@ PUT_POINTS = [
     "link.released", "link.left",
 ]  # fmt: skip
 ONCE = {"join.owned", "join.entered", "join.done", "grow.before", "grow.published", "put.waits"} | {
-    "link.released", "link.left",
+    "link.released", "link.left", "get.delivered",
 }  # fmt: skip
-"""A process comes by these once, by the others at every item: there the second one is meant."""
+"""A process comes by these once, as far as it is sure, by the others at every item: there the second one is meant."""
 GET_POINTS = [
-    "join.owned", "join.done", "claim.found", "claim.locked", "claim.stored", "get.delivered", "done.before",
-    "done.stored", "release.ended", "release.stored",
+    "join.owned", "join.done", "claim.found", "claim.locked", "claim.stored", "take.delivered", "get.delivered",
+    "done.before", "done.stored", "release.ended", "release.stored",
 ]  # fmt: skip
 CALL_POINTS = ["call.named", "call.taken", "call.read", "call.returned", "call.answered", "call.done"]
 POINTS = {
@@ -49,13 +49,21 @@ POINTS = {
 }
 ACTIONS = ["kill", "exit"] if SOAK else ["kill"]
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
-def server():
-    with crash_server() as context:
-        yield context
+def servers():
+    with crash_servers() as of:
+        yield of
+
+
+@pytest.fixture
+def server(request, servers):
+    return servers(request.param == "compiled")
+
+
+def matrix(*of_role: str, actions=ACTIONS):
+    each = cases(of_role, actions)
+    return pytest.mark.parametrize(("server", "point", "action", "nth"), each, indirect=["server"])
 
 
 def files_of(what: str, pid: int) -> set[str]:
@@ -91,9 +99,8 @@ def check_nothing_left(queue) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue"])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("point", PUT_POINTS)
-def test_a_putter_dies(server, kind, point, action):
+@matrix(*PUT_POINTS)
+def test_a_putter_dies(server, kind, point, action, nth):
     """What `put` returned for is got, once and in order; the item that it died at whole, or not at all."""
     waits = point == "put.waits"
     queue = getattr(shmtensor, kind)(ctx=server, max_bytes="64KiB" if waits else None)
@@ -111,9 +118,8 @@ def test_a_putter_dies(server, kind, point, action):
 
 
 @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue"])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("point", GET_POINTS)
-def test_a_getter_dies(server, kind, point, action):
+@matrix(*GET_POINTS)
+def test_a_getter_dies(server, kind, point, action, nth):
     """The item that it died at goes to another, unless it was done already; nothing else is lost or comes twice."""
     queue = getattr(shmtensor, kind)(ctx=server)
     for number in range(1, COUNT + 1):
@@ -128,9 +134,8 @@ def test_a_getter_dies(server, kind, point, action):
     check_nothing_left(queue)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("point", ["claim.stored", "get.delivered"])
-def test_a_worker_of_a_joinable_queue_dies(server, point, action):
+@matrix("claim.stored", "take.delivered")
+def test_a_worker_of_a_joinable_queue_dies(server, point, action, nth):
     """What it had not said `task_done` for goes to another, and `join` returns when that one has."""
     queue = shmtensor.JoinableQueue(ctx=server)
     for number in range(1, COUNT + 1):
@@ -148,12 +153,13 @@ def test_a_worker_of_a_joinable_queue_dies(server, point, action):
     check_nothing_left(queue)
 
 
-def test_a_worker_dies_between_the_counter_and_its_item(server):
+@matrix("done.before", actions=["kill"])
+def test_a_worker_dies_between_the_counter_and_its_item(server, point, action, nth):
     """In `task_done`: the item comes again, and its second `task_done` is one too many."""
     queue = shmtensor.JoinableQueue(ctx=server)
     for number in range(1, COUNT + 1):
         queue.put((np.full(50, number), number))
-    victim = Process(server, "getter", queue, ("done.before", "kill", 1), COUNT)
+    victim = Process(server, "getter", queue, (point, action, nth), COUNT)
     check_died(victim)
     rest = [number_of(queue.get()) for _ in range(COUNT)]
     assert sorted(rest) == list(range(1, COUNT + 1))
@@ -165,10 +171,10 @@ def test_a_worker_dies_between_the_counter_and_its_item(server):
     check_nothing_left(queue)
 
 
-@pytest.mark.parametrize("point", ["link.made", "link.released", "link.left"])
-def test_the_maker_of_a_queue_dies(server, point):
+@matrix("link.made", "link.released", "link.left", actions=["kill"])
+def test_the_maker_of_a_queue_dies(server, point, action, nth):
     """What it leaves goes when somebody makes the next queue, here or elsewhere."""
-    victim = Process(server, "maker", (point, "kill", 1))
+    victim = Process(server, "maker", (point, action, nth))
     pid = victim.process.pid
     check_died(victim)
     shmtensor.Queue(ctx=server).close()
@@ -176,9 +182,8 @@ def test_the_maker_of_a_queue_dies(server, point):
 
 
 @pytest.mark.parametrize("retry_on_death", [0, 1])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("point", CALL_POINTS)
-def test_a_worker_of_an_executor_dies(server, tmp_path, point, action, retry_on_death):
+@matrix(*CALL_POINTS)
+def test_a_worker_of_an_executor_dies(server, tmp_path, point, action, nth, retry_on_death):
     """The pool breaks, or the call is run again: its future has the right result or says so."""
     path = str(tmp_path / "armed")
     pool = shmtensor.ProcessPoolExecutor(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 import warnings
@@ -13,23 +12,13 @@ import pytest
 import torch
 
 from shmtensor.errors import ArgumentTypeError
-from shmtensor.views.pack import Unpacker, pack, single_spec
+from shmtensor.views.encode import encode_empty
+from shmtensor.wire import spec
 from shmtensor.wire.dtypes import BY_CODE, BY_NAME, TABLE
 
+from .codec import decode, encode, implementation, payload_of, travel  # noqa: F401
+
 TORCH = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-
-
-def payload_of(nbytes):
-    return np.ndarray(nbytes, np.uint8, mmap.mmap(-1, max(nbytes, 1)))
-
-
-def travel(value, readonly=False):
-    packed = pack(value)
-    payload = payload_of(packed.nbytes)
-    packed.copy_into(payload)
-    unpacker = Unpacker(packed.static)
-    assert unpacker.nbytes == packed.nbytes
-    return unpacker(payload, packed.dynamic, readonly=readonly)[0]
 
 
 def test_the_table_has_every_dtype_of_the_installed_torch():
@@ -139,44 +128,48 @@ def test_numpy_scalars():
         assert str(back) == str(scalar)
 
 
-@pytest.mark.parametrize(
-    "array", [np.array([object()]), np.zeros(2, [("a", "O")]), np.array(["a"], np.dtypes.StringDType())]
-)
+OF_OBJECTS = [np.array([object()]), np.zeros(2, [("a", "O")])]
+if hasattr(np.dtypes, "StringDType"):  # NumPy 2
+    OF_OBJECTS.append(np.array(["a"], np.dtypes.StringDType()))
+
+
+@pytest.mark.parametrize("array", OF_OBJECTS)
 def test_dtypes_of_objects_are_refused(array):
     with pytest.raises(ArgumentTypeError, match=r'value\["a"\]\[0\]: dtype .* objects'):
-        pack({"a": [array]})
+        encode({"a": [array]})
 
 
-def test_single_spec_equals_pack():
+def test_a_loan_is_described_as_a_value():
     for value in (torch.zeros(2, 3, dtype=torch.bfloat16), np.zeros((4,), ">i4"), torch.zeros(()), torch.zeros(0)):
-        static = single_spec(value.dtype, value.shape)
-        assert static == pack(value).static
-    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert single_spec(image.dtype, image.shape, image.stride()) == pack(image).static
-    assert len(pack(torch.zeros(1, 2, 3, 4, 5)).static) < 100
+        for meta in (None, {"a": [1, None]}):
+            empty = encode_empty(value.shape, value.dtype, meta)
+            assert (empty.description, empty.nbytes) == (encode(value, meta).description, value.nbytes)
+    assert encode_empty(3, "f4").description == encode_empty((3,), np.float32).description
+    assert len(encode(torch.zeros(1, 2, 3, 4, 5)).description) < 100
 
 
 @pytest.mark.parametrize(("dtype", "arrives"), [(torch.bfloat16, torch.bfloat16), ("f4", np.float32)])
-def test_single_spec_makes_a_view_to_compute_into(dtype, arrives):
+def test_a_loan_is_a_view_to_compute_into(dtype, arrives):
     payload = payload_of(64)
-    view, meta = Unpacker(single_spec(dtype, (3, 4)))(payload, b"", readonly=False)
+    view, meta = decode(encode_empty((3, 4), dtype).description, payload, readonly=False)
     assert (view.dtype, tuple(view.shape), meta) == (arrives, (3, 4), None)
     view[...] = 2
     assert payload.any()
 
 
-def test_single_says_how_to_make_the_view():
-    single = Unpacker(pack(torch.zeros(2, 3, dtype=torch.bfloat16)).static).single
-    assert single == ((2, 3), np.dtype("i2"), None, torch.bfloat16, True)
-    assert Unpacker(pack(np.zeros((2, 3))).static).single == ((2, 3), np.dtype("f8"), None, None, False)
-    assert Unpacker(pack([np.zeros((2, 3))]).static).single is None
+def test_what_is_a_single_tensor():
+    assert spec.is_single(encode(torch.zeros(2, 3, dtype=torch.bfloat16)).description)
+    strided = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    others = [torch.zeros(2)], np.zeros((2, 3)), strided, torch.eye(2).to_sparse(), None, 7, [1], {}, "x" * 40
+    assert not any(spec.is_single(encode(value).description) for value in others)
+    assert not spec.is_single(encode(torch.zeros(2), {}).description)
 
 
 def test_numpy_alone_never_imports_torch():
     code = (
-        "import sys; import numpy as np; from shmtensor.views.pack import *;"
-        "p = pack({'a': np.arange(3), 'b': [np.zeros(2, 'M8[s]'), 1]});"
-        "b = np.zeros(p.nbytes, 'u1'); p.copy_into(b); v = Unpacker(p.static)(b, p.dynamic, readonly=True);"
+        "import sys; import numpy as np; from shmtensor.views.implementation import *;"
+        "from shmtensor.views.values import *; p = encode({'a': np.arange(3), 'b': [np.zeros(2, 'M8[s]'), 1]});"
+        "b = np.zeros(p.nbytes, 'u1'); p.copy_into(b); v = decode(p.description, b, readonly=True);"
         "copy_value(v[0]); map_leaves(np.copy, v[0]);"
         "assert 'torch' not in sys.modules"
     )

@@ -3,24 +3,27 @@
 Each scenario has one victim, which dies (or raises) at a named point, and survivors in processes of their own. The
 fork server is preloaded with the package compiled with its crash points (`tests/faults/points.py`); the package
 itself has none.
+
+Points that the compiled module has as well are run over both implementations, the others once.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 
 import pytest
 
 import shmtensor
+from shmtensor import native
 
 from .conftest import shared_files
-from .faults import points
-from .faults.process import Process, crash_server
+from .faults import build, points
+from .faults.matrix import UNBUILT, matrix
+from .faults.process import Process, crash_servers
 from .test_cuda_deaths import POINTS as COPY_POINTS
 from .test_cuda_ipc import POINTS as DEVICE_POINTS
 from .test_dropin_faults import POINTS as DROPIN_POINTS
 
-SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 COUNT = 12
 
 # point -> the roles that come by it; a scenario in which its victim does not reach its point is a failure
@@ -33,8 +36,8 @@ SENDER_POINTS = [
 ]  # fmt: skip
 RECEIVER_POINTS = [
     "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done",
-    "attach.done", "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said", "close.done",
-    "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+    "attach.done", "take.delivered", "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said",
+    "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 FAN_OUT_ONLY = ["take.found", "take.leased"]
 WORK_QUEUE_ONLY = ["claim.found", "claim.locked", "claim.stored", "done.before", "done.stored"]
@@ -42,17 +45,29 @@ SENDER_SPECIAL = ["takeback.cleared", "sweep.unlinked", "sweep.channel"]
 RECEIVER_SPECIAL = ["take.shared", "drain.finished"]
 
 RPC_SERVER = [
-    "join.inbox", "join.entered", "attach.done", "claim.locked", "claim.stored", "request.taken", "reply.opened",
-    "reply.noted", "publish.record", "publish.ordered", "publish.published", "reply.sent", "done.before",
-    "done.stored", "release.ended", "release.stored",
+    "join.inbox", "join.entered", "attach.done", "claim.locked", "claim.stored", "take.delivered", "request.taken",
+    "reply.opened", "publish.noted", "publish.record", "publish.ordered", "publish.published", "reply.sent",
+    "done.before", "done.stored", "release.ended", "release.stored",
 ]  # fmt: skip
 RPC_CLIENT = [
-    "join.ledger", "join.entered", "request.noted", "publish.ordered", "publish.published", "request.posted",
+    "join.ledger", "join.entered", "publish.noted", "publish.ordered", "publish.published", "request.posted",
     "cancel.noted", "withdraw.locked", "withdraw.done", "take.leased", "release.ended", "release.stored",
 ]  # fmt: skip
 RPC_SPECIAL = ["verdict.stored"]
 
-ACTIONS = ["kill", "exit", "raise"]
+REPLACED = ["ring/writer.py", "ring/feed.py", "ring/broadcast.py", "ring/competing.py", "ring/lease.py"]
+"""The modules that the compiled one stands in for; it does what `Sender.send` does besides."""
+
+
+def test_the_compiled_module_has_the_points_of_the_reference():
+    of_send = {name for name in points.names("endpoints/sender.py") if name.split(".")[0] in ("send", "publish")}
+    assert points.native_names() == of_send | {name for module in REPLACED for name in points.names(module)}
+
+
+@UNBUILT
+def test_a_point_costs_nothing_in_the_module_that_is_shipped():
+    assert hasattr(ctypes.CDLL(build.module_path()), "crash_point")
+    assert not hasattr(ctypes.CDLL(native.module.__file__), "crash_point")
 
 
 def test_every_point_is_in_the_matrix():
@@ -69,9 +84,14 @@ def test_every_point_is_in_the_matrix():
 
 
 @pytest.fixture(scope="module")
-def server():
-    with crash_server() as context:
-        yield context
+def servers():
+    with crash_servers() as of:
+        yield of
+
+
+@pytest.fixture
+def server(request, servers):
+    return servers(request.param == "compiled")
 
 
 def check_nothing_left(pattern: str, channel: str) -> None:
@@ -79,18 +99,6 @@ def check_nothing_left(pattern: str, channel: str) -> None:
     make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
     make(channel).close()
     assert not shared_files(), shared_files()
-
-
-def cases(points_of_role):
-    return [
-        pytest.param(
-            point, action, nth, id=f"{point}-{action}-{nth}",
-            marks=[pytest.mark.alone] if point.startswith("sweep.") else [],
-        )
-        for point in points_of_role
-        for action in ACTIONS
-        for nth in ([1, 2, 4] if SOAK else [1])
-    ]  # fmt: skip
 
 
 def options_for(point: str) -> dict:
@@ -104,7 +112,7 @@ def options_for(point: str) -> dict:
 
 
 @pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
-@pytest.mark.parametrize(("point", "action", "nth"), cases(SENDER_POINTS + SENDER_SPECIAL))
+@matrix(SENDER_POINTS + SENDER_SPECIAL)
 def test_sender_dies(server, channel, pattern, point, action, nth):
     """What `send` returned for is received, by every subscriber or by one consumer, and then the stream ends."""
     if point == "takeback.cleared" and pattern == "work-queue":
@@ -118,12 +126,15 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
         other = Process(server, "sender", pattern, channel, None, 2, 2, {"first": 1001})
         other.listen("joined")
     count = 0 if first else COUNT  # alone: nobody would take anything
-    if point == "sweep.unlinked":  # the victim sweeps when it joins: somebody must have died before
-        Process(server, "receiver", pattern, channel, ("join.done", "kill", 1), None).finish()
-    victim = Process(
-        server, "sender", pattern, channel, (point, action, nth), count, len(survivors), options_for(point)
-    )
+    options, prey = options_for(point), None
+    if point == "sweep.unlinked":  # the victim sweeps when it joins: somebody dies then
+        prey = Process(server, "receiver", pattern, channel, None, None)
+        prey.listen("joined")
+        options["prey"] = prey.process.pid
+    victim = Process(server, "sender", pattern, channel, (point, action, nth), count, len(survivors), options)
     victim.listen("joined")
+    if prey:
+        prey.finish()
     victim.go()
     victim.finish()
     if other:
@@ -150,9 +161,7 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
 
 
 @pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
-@pytest.mark.parametrize(
-    ("point", "action", "nth"), cases(RECEIVER_POINTS + FAN_OUT_ONLY + WORK_QUEUE_ONLY + RECEIVER_SPECIAL)
-)
+@matrix(RECEIVER_POINTS + FAN_OUT_ONLY + WORK_QUEUE_ONLY + RECEIVER_SPECIAL)
 def test_receiver_dies(server, channel, pattern, point, action, nth):
     """The sender and the other receiver go on; on a work queue the victim's messages are delivered again."""
     if (point in FAN_OUT_ONLY) != (pattern == "fan-out") and point in FAN_OUT_ONLY + WORK_QUEUE_ONLY:
@@ -191,13 +200,8 @@ def test_receiver_dies(server, channel, pattern, point, action, nth):
     check_nothing_left(pattern, channel)
 
 
-def rpc_cases(points_of_role):
-    """Dying by `_exit` differs from being killed where Python code runs at the end; here that is the long form's."""
-    return [each for each in cases(points_of_role) if SOAK or "-exit-" not in each.id]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "action", "nth"), rpc_cases(RPC_SERVER))
+@matrix(RPC_SERVER)
 def test_server_dies(server, channel, point, action, nth):
     """Every request of the client gets its one reply, from the victim or from the server that survives."""
     asker = Process(server, "client", channel, None, COUNT)
@@ -229,12 +233,12 @@ def test_server_dies(server, channel, point, action, nth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["kill", "exit"])
-def test_server_dies_while_it_drops_a_request(server, channel, action):
+@matrix(RPC_SPECIAL, ["kill", "exit"])
+def test_server_dies_while_it_drops_a_request(server, channel, point, action, nth):
     """It is not done yet: the request goes to another server."""
     asker = Process(server, "client", channel, None, COUNT)
     asker.listen("joined")
-    victim = Process(server, "server", channel, ("verdict.stored", action, 1), drop=True)
+    victim = Process(server, "server", channel, (point, action, nth), drop=True)
     victim.listen("joined")
     asker.go()
     victim.listen()
@@ -251,7 +255,7 @@ def test_server_dies_while_it_drops_a_request(server, channel, action):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "action", "nth"), rpc_cases(RPC_CLIENT))
+@matrix(RPC_CLIENT)
 def test_client_dies(server, channel, point, action, nth):
     """Another client's requests are answered; the victim's replies are right as far as it got any."""
     answerer = Process(server, "server", channel, None)

@@ -17,6 +17,8 @@ from shmtensor.memory.words import store
 from shmtensor.ring.layout import L_PUBLISHED, LedgerShape, RingShape
 from shmtensor.wire import record
 
+from .waiting import PATIENCE, wait_until
+
 PAIRS = [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
 
 
@@ -41,9 +43,8 @@ def test_damaged_records_are_passed_over_and_the_stream_goes_on(channel, pair, s
             slot = tx._words[tx._order + (seq & tx._mask)] & 0xFFFFFFFF
             if number % 3 == 0:
                 damage(ring, slot, rng)
-                ring.described[slot] = None
             try:
-                msg = rx.recv(timeout=0.02)
+                msg = rx.recv(timeout=0)
             except shmtensor.TimedOut:
                 continue
             received += 1
@@ -55,23 +56,24 @@ def test_damaged_records_are_passed_over_and_the_stream_goes_on(channel, pair, s
         assert rx.statistics().bad_records == 150 - received
         assert rx.statistics().bad_records == caplog.text.count("passed over")
         for _ in range(20):  # and no slot is lost
-            tx.send(np.arange(3), timeout=5)
-            rx.recv(timeout=5).release()
+            tx.send(np.arange(3), timeout=PATIENCE)
+            rx.recv(timeout=PATIENCE).release()
 
 
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # the one that was damaged
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("entry", [1 << 63, 255 << 32, 7, 2**64 - 1, 1 << 32])
 def test_damaged_order_entries(channel, pair, entry):
     with pair[0](channel, slots=4) as tx, pair[1](channel) as rx:
         tx.send(np.array(1))
-        rx.recv(timeout=5).release()
+        rx.recv(timeout=PATIENCE).release()
         tx.send(np.array(2))
         store(tx._words, tx._order + (2 & tx._mask), entry)
         tx.send(np.array(3))
-        got = [int(rx.recv(timeout=5).value)]
+        got = [int(rx.recv(timeout=PATIENCE).value)]
         if got == [2]:  # a consumer's look through all records finds it nevertheless
             assert pair[0] is shmtensor.Producer
-            got.append(int(rx.recv(timeout=5).value))
+            got.append(int(rx.recv(timeout=PATIENCE).value))
         assert got[-1] == 3
         assert rx.statistics().bad_records == 1
 
@@ -79,7 +81,7 @@ def test_damaged_order_entries(channel, pair, entry):
 def test_published_beyond_everything(channel):
     with shmtensor.Publisher(channel, slots=4) as tx, shmtensor.Subscriber(channel) as rx:
         tx.send(np.array(1))
-        rx.recv(timeout=5).release()
+        rx.recv(timeout=PATIENCE).release()
         store(tx._words, L_PUBLISHED, 50)
         with pytest.raises(shmtensor.TimedOut):
             rx.recv(timeout=0.05)
@@ -107,18 +109,20 @@ def test_garbage_in_the_inbox(channel, make):
             )
             socket.send(data)
             sent += 1
-        seen = 0
-        while rx.statistics().bad_doorbells < sent and seen < 200:
+
+        def are_counted():
             with pytest.raises(shmtensor.TimedOut):
                 rx.recv(timeout=0.02)
-            seen += 1
+            return rx.statistics().bad_doorbells >= sent
+
+        wait_until(are_counted)
         assert rx.statistics().bad_doorbells == sent
         socket.close()
         context.term()
         kind = shmtensor.Publisher if make is shmtensor.Subscriber else shmtensor.Producer
         with kind(channel) as tx:
             tx.send(np.array(4))
-            assert int(rx.recv(timeout=5).value) == 4
+            assert int(rx.recv(timeout=PATIENCE).value) == 4
 
 
 @settings(max_examples=500, deadline=None)
@@ -168,6 +172,6 @@ def test_a_damaged_segment_of_a_sender_is_counted_and_harms_nobody_else(channel,
             store(bad._words, word, 2**64 - 1)
         bad.send(np.array(1))
         good.send(np.array(2))
-        assert int(rx.recv(timeout=5).value) == 2
+        assert int(rx.recv(timeout=PATIENCE).value) == 2
         assert rx.statistics().bad_records >= 1
         assert "cannot attach" in caplog.text

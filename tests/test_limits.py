@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import resource
-import time
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from .rooms import (
     refused,
     works,
 )
+from .waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -68,9 +68,7 @@ def sending_without_files(names) -> None:
             listener.listen("joined")
             tx._wait_for_receivers(1, PATIENCE, "receivers")
             asleep = tx._listeners[0].asleep
-            deadline = time.monotonic() + PATIENCE
-            while not tx._control_words[asleep] & 1 and time.monotonic() < deadline:
-                time.sleep(0)
+            wait_until(lambda words=tx._control_words, asleep=asleep: words[asleep] & 1)
             with few_files(left):
                 tx.send(np.array(0), timeout=PATIENCE)
                 listener.listen("got")

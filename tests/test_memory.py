@@ -15,6 +15,8 @@ from shmtensor.memory import mapped_file, words
 from shmtensor.memory import segment as shm
 from shmtensor.memory.semaphores import Sleeper, unlink_semaphore
 
+from .waiting import PATIENCE
+
 
 @pytest.fixture
 def name(channel):
@@ -125,7 +127,8 @@ def test_a_lock_dies_with_its_process_but_not_by_its_forked_child(name):
         hold, let_go = os.pipe()
         parent = os.fork()
         if parent == 0:
-            theirs = segment.locks()
+            with shm.attach(name) as again:
+                theirs = again.locks()
             theirs.try_exclusive(1)
             if os.fork() == 0:
                 os.close(let_go)
@@ -150,7 +153,7 @@ def test_words_are_never_torn(name):
         ours = segment.map(writable=True)
         child = os.fork()
         if child == 0:
-            theirs = segment.map(writable=True).words
+            theirs = shm.attach(name).map(writable=True).words
             while theirs[8] == 0:
                 words.store(theirs, 0, 2**64 - 1)
                 words.store(theirs, 0, 0)
@@ -176,14 +179,14 @@ def test_semaphore(channel):
     peer = Sleeper(name, create=False)
     assert not owner.wait(0.001)
     peer.post()
-    assert owner.wait(10)
+    assert owner.wait(PATIENCE)
     peer.post()
     peer.post()
     owner.drain()
     assert not owner.wait(0.001)
     thread = threading.Thread(target=peer.post)
     thread.start()
-    assert owner.wait(10)
+    assert owner.wait(PATIENCE)
     thread.join()
     unlink_semaphore(name)
     unlink_semaphore(name)

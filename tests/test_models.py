@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
+
+from shmtensor import native
 
 from .models import MODELS
 from .models.explorer import END, WAIT, Model, Process, Violation, explore
@@ -22,6 +26,19 @@ def test_a_wrong_variant_is_found(model, broken):
     with pytest.raises(Violation) as found:
         explore(model(broken))
     assert found.value.trace
+
+
+def test_what_a_model_names_in_c_is_there():
+    """Whoever moves a step in C is led to the model that says why it is where it is."""
+    named = 0
+    for module in {model.__module__ for model in MODELS}:
+        said = re.search(r"^In C: (.*?)\.\n", sys.modules[module].__doc__ + "\n", re.MULTILINE | re.DOTALL)
+        for path, functions in re.findall(r"([a-z/]+\.c) \((.*?)\)", said[1] if said else "", re.DOTALL):
+            text = (Path(native.__file__).parent / path).read_text()
+            for function in functions.replace("\n", " ").split(", "):
+                assert re.search(rf"\b{function.strip()}\(", text), f"{module}: {function} is not in {path}"
+                named += 1
+    assert named > 20
 
 
 class Step(Process):

@@ -11,7 +11,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shmtensor
-from shmtensor.views import outgoing
+from shmtensor.endpoints.asend import AsyncSender
 
 from .test_asyncio import PATIENCE, asleep, run, turns_of_the_loop  # noqa: F401
 
@@ -39,14 +39,13 @@ class Copies(TorchDispatchMode):
 
 def test_a_stage_copies_a_tensor_at_most_once(run, channel, pipeline, monkeypatch):  # noqa: F811
     written = []
-    write = outgoing.write
+    fill = AsyncSender._fill
 
-    def count(out, value, *args):
-        if value is not None:
-            written.append(out.nbytes)
-        write(out, value, *args)
+    def count(sender, out, *args):
+        written.append(out.nbytes)
+        return fill(sender, out, *args)
 
-    monkeypatch.setattr(outgoing, "write", count)
+    monkeypatch.setattr(AsyncSender, "_fill", count)
 
     async def main():
         data, expected = pipeline.make_frame(3)

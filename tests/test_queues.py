@@ -24,8 +24,13 @@ import torch
 
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
-from shmtensor.channel.exclusive import exclusive
+from shmtensor.channel.exclusive import exclusively
 from shmtensor.dropins import link, putter
+from shmtensor.memory.words import store
+from shmtensor.ring.layout import L_VERSION
+
+from .forkservers import preloaded
+from .waiting import complaints, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
@@ -36,6 +41,12 @@ fork = multiprocessing.get_context("fork")
 
 def files_of(pid: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if f"shmtensor.queue-{pid}-" in name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    with preloaded("torch", "numpy"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -289,8 +300,7 @@ def test_closing_ends_a_get_that_waits():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not q._getting.locked():
-        os.sched_yield()
+    wait_until(lambda: q._link._getter is not None)
     q.close()
     thread.join(LONG)
     assert len(failed) == 1
@@ -312,8 +322,7 @@ def test_closing_while_an_end_joins(monkeypatch):
     make = link.Getter
 
     def make_late(*args):
-        with exclusive(AnyLock(), 0, "a test"):
-            q.close()
+        exclusively(AnyLock(), 0, "a test", q.close)
         return make(*args)
 
     monkeypatch.setattr(link, "Getter", make_late)
@@ -328,8 +337,7 @@ def test_a_thread_that_waits_does_not_hold_up_the_timeouts_of_others():
     got = []
     thread = threading.Thread(target=lambda: got.append(q.get()))
     thread.start()
-    while not q._getting.locked():
-        os.sched_yield()
+    wait_until(lambda: q._link._getter is not None)
     with pytest.raises(queue.Empty):
         q.get_nowait()
     with pytest.raises(queue.Empty):
@@ -363,8 +371,14 @@ def test_it_is_not_pickled_or_copied_outside_of_spawning():
     assert q.qsize() == 0
 
 
-def test_it_is_generic():
-    assert Queue[int].__origin__ is Queue
+@pytest.mark.parametrize("kind", [Queue, JoinableQueue, SimpleQueue])
+def test_it_is_generic(kind):
+    """What a type checker makes of it: `test_typing.py`."""
+    assert kind[int].__origin__ is kind
+    with contextlib.closing(kind[int]()) as q:
+        assert type(q) is kind
+        q.put(1)
+        assert q.get() == 1
 
 
 # --- what cannot be pickled or unpickled
@@ -480,7 +494,7 @@ def test_many_putters_and_getters():
 def test_a_queue_of_fork_is_refused_by_spawn():
     q = Queue(ctx=fork)
     child = multiprocessing.get_context("spawn").Process(target=put_all, args=(q, [1]))
-    with pytest.raises(RuntimeError, match="SemLock created in a fork"):
+    with pytest.raises(RuntimeError, match="queue of a fork context"):
         child.start()
 
 
@@ -503,6 +517,35 @@ def answer_once(q):
 
 def put_one(q, item):
     q.put(item)
+
+
+@pytest.mark.parametrize("kind", [SimpleQueue, Queue, JoinableQueue])
+def test_a_living_putter_of_another_version_is_named(kind):
+    said = rf"process {os.getpid()} .*layout version 99, this library reads \d"
+    with contextlib.closing(kind(ctx=fork)) as q:
+        q.put(np.array(1))
+        words = q._link.putter._words
+        ours = words[L_VERSION]
+        store(words, L_VERSION, 99)
+        for _ in range(3):
+            with pytest.raises(shmtensor.WireError, match=said):
+                q.get()
+        child = fork.Process(target=put_one, args=(q, "can be read"))
+        child.start()
+        end(child)
+        assert q.get() == "can be read"
+        if kind is JoinableQueue:
+            q.task_done()  # else it might come again
+        with pytest.raises(shmtensor.WireError, match=said):
+            q.get()
+        store(words, L_VERSION, ours)
+        reader, got = os.pipe()
+        child = fork.Process(target=lambda: os.write(got, bytes([int(q.get())])))
+        child.start()  # its items stay for who can read them
+        end(child)
+        assert os.read(reader, 1) == b"\1"
+        os.close(reader)
+        os.close(got)
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_threads():
@@ -714,7 +757,12 @@ child = ctx.Process(target=die, args=(q,))
 child.start()
 child.join()
 assert child.exitcode == -9""",
-    "child left running": "child = ctx.Process(target=wait, args=(q,), daemon=True); child.start(); q.get()",
+    "child left running": """
+pipe, started = ctx.Pipe(False)
+child = ctx.Process(target=wait, args=(q, started), daemon=True)
+child.start()
+assert pipe.recv() == "started"
+""",
     "child outlives": """
 child = ctx.Process(target=late, args=(q,))
 child.start()
@@ -737,8 +785,8 @@ def die(q):
     kept = q.get()
     os.kill(os.getpid(), signal.SIGKILL)
 
-def wait(q):
-    q.put("from the child")
+def wait(q, started):
+    started.send("started")  # not by the queue: it might get that itself, and everything else before its parent
     while True:
         q.get()
 
@@ -758,7 +806,7 @@ if __name__ == "__main__":
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, timeout=LONG, cwd=tmp_path
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, "")
     for name in done.stdout.split():
         assert [file for file in os.listdir("/dev/shm") if name in file] == []
 
@@ -774,8 +822,54 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=LONG)
     name = done.stdout.strip()
     assert name
-    with contextlib.closing(Queue()):
-        assert [file for file in os.listdir("/dev/shm") if name in file] == []
+    with contextlib.closing(Queue()):  # or whoever is sweeping that channel just now
+        wait_until(lambda: not [file for file in os.listdir("/dev/shm") if name in file])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Queue", "JoinableQueue", "SimpleQueue"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_nothing_is_left_of_a_process_group_that_was_killed(kind, method, tmp_path):
+    """Also `multiprocessing`'s own tracker of resources is gone then: all names are ones that our clean-up knows."""
+    script = tmp_path / "program.py"
+    script.write_text(f"""
+import os, signal, shmtensor
+
+def child(q):
+    assert q.empty()  # it has a getting end, too; were it to get, it might get what it puts
+    q.put("started")
+    signal.pause()
+
+if __name__ == "__main__":
+    ctx = shmtensor.get_context("{method}")
+    q = ctx.{kind}()
+    ctx.Process(target=child, args=(q,)).start()
+    assert q.get() == "started"
+    with open("/proc/self/maps") as maps:  # by inode, as the C library makes each under a passing name
+        mapped = {{line.split()[4] for line in maps if "/dev/shm/" in line}}
+    print(q._link.name, *mapped, flush=True)
+    signal.pause()
+""")
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    ) as program:
+        name, *inodes = program.stdout.readline().split()
+        mapped = files_with(inodes)
+        os.killpg(program.pid, signal.SIGKILL)
+    semaphores = {file for file in mapped if file.startswith("sem.")}
+    assert len(semaphores) == {"SimpleQueue": 1, "Queue": 2, "JoinableQueue": 5}[kind] + 1  # a putter's own
+    assert {file for file in semaphores if not file.startswith(f"sem.shmtensor.{name},")} == set()
+
+    def swept():
+        with contextlib.closing(SimpleQueue()):
+            return not mapped & files_with(inodes)
+
+    wait_until(swept)  # the dead of a group end one after the other
+
+
+def files_with(inodes) -> set[str]:
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if str(entry.inode()) in inodes}
 
 
 # --- memory

@@ -19,16 +19,17 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor import hot
+from shmtensor import native
 from shmtensor.channel.doorbells import Doorbells
 from shmtensor.channel.inbox import Inbox
 from shmtensor.channel.zmtp import frame_head
 from shmtensor.endpoints import receiver
 
+from .implementations import only
 from .rooms import Fellow, address_space, limited, play
 from .waiting import PATIENCE, wait_until
 
-needs_hot = pytest.mark.skipif(not hot.BUILT, reason="shmtensor.hot._hot is not built, or SHMTENSOR_PURE is set")
+needs_native = only("compiled", "without it ZeroMQ's thread notifies")
 UIDS = range(1, 5)
 BODY = bytes(range(256)) + bytes(16)
 NAME = "shmtensor-ring"
@@ -90,7 +91,7 @@ def bells(floor):
 
 
 def rung_by_thread(peers, body: bytes) -> bool:
-    return hot.module(tensors=False).ring(peers, framed(body))
+    return native.module.ring(peers, framed(body))
 
 
 # --- one doorbell
@@ -106,13 +107,13 @@ def test_whoever_closes_a_line_that_is_being_closed_waits_for_what_was_given_too
             line.close()
             assert settled == [fd, fd]
 
-    monkeypatch.setattr(hot, "settle", settle)
+    monkeypatch.setattr(native, "module", SimpleNamespace(settle=settle))
     line.close()
     assert (settled, line.fd) == ([fd, fd], -1)
     assert floor.heard(1, 1) == [BODY]
 
 
-@needs_hot
+@needs_native
 def test_each_is_rung_by_another_thread_that_takes_no_signal(floor, bells):
     peers = floor.peers(bells)
     assert rung_by_thread(peers, BODY)
@@ -125,7 +126,7 @@ def test_each_is_rung_by_another_thread_that_takes_no_signal(floor, bells):
     assert [each.name for each in theirs if not blocked >> each - 1 & 1] == []
 
 
-@needs_hot
+@needs_native
 def test_whoever_has_no_line_yet_is_rung_with_the_others_at_once(floor, bells):
     peers = floor.peers(bells)
     peers[2].line = None
@@ -139,7 +140,7 @@ def test_whoever_has_no_line_yet_is_rung_with_the_others_at_once(floor, bells):
         assert floor.heard(uid, 1) == [b"again"]
 
 
-@needs_hot
+@needs_native
 def test_a_full_inbox_holds_nobody_up_and_breaks_no_line(floor, bells):
     """As that of a process that is stopped: its line takes nothing more for now, and is the same line afterwards."""
     peers = floor.peers(bells)
@@ -157,13 +158,13 @@ def test_a_full_inbox_holds_nobody_up_and_breaks_no_line(floor, bells):
     assert [peer.line for peer in peers] == lines
 
 
-@needs_hot
+@needs_native
 def test_a_line_that_broke_is_made_again_at_the_next_doorbell(floor, bells):
     peers = floor.peers(bells)
     broken, others = peers[1].line, [peer.line for peer in (peers[0], *peers[2:])]
     broken._socket.shutdown(socket.SHUT_RDWR)
     assert rung_by_thread(peers, b"lost by one")
-    hot.settle(-1)
+    native.module.settle(-1)
     assert not rung_by_thread(peers, BODY)
     bells.ring_all(peers, BODY)
     assert peers[1].line is not broken
@@ -175,7 +176,7 @@ def test_a_line_that_broke_is_made_again_at_the_next_doorbell(floor, bells):
         assert floor.heard(uid, 3 if lost else 4)[-2:] == [BODY, b"again"]
 
 
-@needs_hot
+@needs_native
 def test_nothing_follows_on_a_line_that_failed_for_whatever_reason(floor, bells):
     """As it must not where half a frame was written. Here somebody refused one, and would take the next."""
     peers = floor.peers(bells)
@@ -184,16 +185,16 @@ def test_nothing_follows_on_a_line_that_failed_for_whatever_reason(floor, bells)
         refused = SimpleNamespace(uid=0, line=SimpleNamespace(fd=ours.fileno()))
         theirs.close()
         assert rung_by_thread([refused, *peers], BODY)
-        hot.settle(-1)
+        native.module.settle(-1)
         with pytest.raises(BrokenPipeError):
             ours.send(BODY, socket.MSG_NOSIGNAL)
         assert not rung_by_thread([*peers, refused], BODY)
-        hot.settle(ours.fileno())
+        native.module.settle(ours.fileno())
     for uid in UIDS:
         assert floor.heard(uid, 2) == [b"first", BODY]
 
 
-@needs_hot
+@needs_native
 @pytest.mark.parametrize("end", ["close", "forget", "drop"])
 def test_no_doorbell_goes_to_who_gets_the_descriptor_of_a_line_that_was_closed(tmp_path, end):
     """A doorbell that was given is written first, so that it arrives; and then no other of that line's is left."""
@@ -230,7 +231,7 @@ def test_no_doorbell_goes_to_who_gets_the_descriptor_of_a_line_that_was_closed(t
         floor.close()
 
 
-@needs_hot
+@needs_native
 def test_senders_in_many_threads_share_the_thread(floor):
     """Where it has too much to do they ring by themselves."""
     rounds = 60
@@ -271,7 +272,7 @@ def ringing_without_a_thread(directory: str) -> None:
     floor.close()
 
 
-@needs_hot
+@needs_native
 @pytest.mark.slow
 def test_where_no_thread_can_be_started_the_sender_rings(tmp_path):
     play(ringing_without_a_thread, str(tmp_path))
@@ -323,7 +324,7 @@ def ringing_and_forking(directory: str) -> None:
     floor.close()
 
 
-@needs_hot
+@needs_native
 @pytest.mark.slow
 def test_a_forked_child_rings_by_a_thread_of_its_own(tmp_path):
     play(ringing_and_forking, str(tmp_path))
@@ -383,7 +384,7 @@ def test_several_sleepers_are_all_woken(channel, monkeypatch, make):
         assert [sub.statistics().late for sub in sleepers.subs] == [0] * 4
 
 
-@needs_hot
+@needs_native
 def test_the_compiled_sender_has_several_rung_by_itself(channel, monkeypatch):
     with shmtensor.Publisher(channel) as pub:
         sleepers = Sleepers(monkeypatch, channel, 3, 10)
@@ -391,11 +392,11 @@ def test_the_compiled_sender_has_several_rung_by_itself(channel, monkeypatch):
         for number in range(10):
             send_to_sleepers(pub, torch.tensor([number]))
         sleepers.close()
-        assert pub._outbox.doorbells >= 3 * 7  # but for the first messages
+        assert pub._writer.notified >= 3 * 7  # but for the first messages
         assert ringers()
 
 
-@needs_hot
+@needs_native
 def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel, monkeypatch):
     """The first message after that wakes one sleeper at its tick only."""
     with shmtensor.Publisher(channel) as pub:
@@ -406,13 +407,11 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel, monk
             if number == 6:
                 broken = pub._listeners[1].line
                 broken._socket.shutdown(socket.SHUT_RDWR)
-                outbox = pub._outbox
             pub.send(torch.tensor([number]))
         sleepers.close()
         assert sleepers.got == [list(range(12))] * 3
         assert broken.fd == -1
         assert pub._listeners[1].line.fd >= 0
-        assert pub._outbox is outbox
 
 
 def test_what_was_sent_just_before_the_end_wakes_its_sleepers(channel, monkeypatch):
@@ -440,7 +439,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@needs_hot
+@needs_native
 @pytest.mark.slow
 @pytest.mark.parametrize("_", range(3))
 def test_what_was_sent_by_who_was_killed_in_the_next_moment_reaches_all_its_sleepers(channel, monkeypatch, _):
@@ -465,7 +464,7 @@ for message in sub:
 """
 
 
-@needs_hot
+@needs_native
 @pytest.mark.slow
 def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(channel):
     with shmtensor.Publisher(channel, slots=64) as pub:
@@ -513,10 +512,10 @@ def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(chann
 
 PURE = """
 import sys, threading, numpy, shmtensor
-from shmtensor import hot
+from shmtensor import native
 from shmtensor.channel import doorbells
 from shmtensor.endpoints import receiver
-assert not hot.BUILT
+assert native.module is None
 receiver.TICK = 600
 pub = shmtensor.Publisher(sys.argv[1])
 subs = [shmtensor.Subscriber(sys.argv[1], spin=0) for _ in range(3)]
@@ -540,6 +539,6 @@ for sub in subs:
 
 
 @pytest.mark.slow
+@only("pure", "with the compiled module its thread notifies")
 def test_without_the_compiled_module_zeromq_rings(channel):
-    environment = {**os.environ, "SHMTENSOR_PURE": "1"}
-    subprocess.run([sys.executable, "-c", PURE, channel], env=environment, check=True, timeout=2 * PATIENCE)
+    subprocess.run([sys.executable, "-c", PURE, channel], check=True, timeout=2 * PATIENCE)

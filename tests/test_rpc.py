@@ -10,6 +10,8 @@ import multiprocessing.connection
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -25,8 +27,8 @@ from shmtensor.rpc.failures import late
 
 from . import services
 from .conftest import shared_files
-from .forkservers import stop_forkserver
-from .waiting import wait_until
+from .forkservers import preloaded
+from .waiting import complaints, wait_until
 
 PATIENCE = services.PATIENCE
 
@@ -58,10 +60,8 @@ def serving(server, handler):
 
 @pytest.fixture(scope="module")
 def forks():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.services", "shmtensor.rpc.server", "shmtensor.rpc.client"])
-    yield context
-    stop_forkserver()
+    with preloaded("tests.services", "shmtensor.rpc.server", "shmtensor.rpc.client") as context:
+        yield context
 
 
 class Process:
@@ -256,11 +256,11 @@ def test_many_threads_share_a_client(pair):
 def test_one_threads_requests_need_no_other_thread(pair):
     client, server = pair
     with serving(server, lambda value: value):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         for _ in range(5):
             client.request(np.ones(2), timeout=PATIENCE)
         assert list(client.map([1, 2, 3], timeout=PATIENCE)) == [1, 2, 3]
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before  # one of before may have ended meanwhile
 
 
 # --- who answers
@@ -533,9 +533,13 @@ def test_a_request_times_out(pair):
     assert client.statistics().expired == 1
     with pytest.raises(TimedOut):  # and nobody starts it
         server.recv(timeout=0.3)
-    future = client.submit(2, timeout=0.3)
-    req = server.recv(timeout=PATIENCE)
-    assert req.remaining <= 0.3
+    req, seconds = None, 0.1
+    while req is None:  # on a busy machine its time may be over before it is taken
+        seconds *= 3
+        future = client.submit(2, timeout=seconds)
+        with contextlib.suppress(TimedOut):
+            req = server.recv(timeout=seconds)
+    assert req.remaining <= seconds
     with pytest.raises(TimedOut, match="a server has it"):
         future.result(timeout=PATIENCE)
     assert req.expired
@@ -559,8 +563,7 @@ def test_an_expired_request_is_not_started(channel):
     with shmtensor.Client(channel) as client, shmtensor.Server(channel) as server:
         call = client._call(0.02, True)
         client._requests.post(call, 1, None, None)
-        while time.monotonic_ns() < call.deadline:
-            pass
+        wait_until(lambda: time.monotonic_ns() >= call.deadline)
         with pytest.raises(TimedOut):
             server.recv(timeout=0.3)
         assert server.statistics().expired == 1
@@ -793,6 +796,32 @@ def test_a_time_out_says_that_the_server_is_dead(forks, channel):
         victim.kill()
         assert "died or closed" in str(late(client._requests, call))
         assert future.cancel()
+
+
+@pytest.mark.slow
+def test_statistics_count_the_servers_that_live(forks, channel):
+    """For health checks: nobody has sent anything, or swept, since one was killed."""
+    with shmtensor.Client(channel) as client, shmtensor.Server(channel):
+        assert client.statistics().servers == 1
+        victim = Process(forks, services.hold, channel, {})
+        assert client.statistics().servers == 2
+        victim.kill()
+        assert client.statistics().servers == 1
+    assert client.statistics().servers == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pending", [0, 16])
+def test_a_daemon_thread_in_run_ends_with_its_interpreter(channel, pending):
+    program = (
+        "import threading, torch, shmtensor\n"
+        f"server, client = shmtensor.Server({channel!r}), shmtensor.Client({channel!r})\n"
+        "threading.Thread(target=server.run, args=(torch.neg,), daemon=True).start()\n"
+        f"futures = [client.submit(torch.ones(2)) for _ in range({pending})]\n"
+        "print(client.request(torch.ones(2), timeout=60).tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert (done.stdout, complaints(done.stderr)) == ("[-1.0, -1.0]\n", "")
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -19,18 +19,16 @@ from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOu
 from shmtensor.rpc import worker, workers
 
 from . import services
-from .forkservers import stop_forkserver
-from .waiting import wait_until
+from .forkservers import preloaded
+from .waiting import complaints, wait_until
 
 PATIENCE = services.PATIENCE
 
 
 @pytest.fixture(scope="module")
 def forks():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.services", "shmtensor.rpc.worker", "shmtensor.rpc.client"])
-    yield context
-    stop_forkserver()
+    with preloaded("tests.services", "shmtensor.rpc.worker", "shmtensor.rpc.client") as context:
+        yield context
 
 
 @pytest.fixture
@@ -46,6 +44,14 @@ def pool_of(forks, channel, caplog):
             return pool
 
         yield make
+
+
+@contextlib.contextmanager
+def warnings_of_forks_ignored():
+    """Python 3.12 and later warn where a process with threads forks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def events(caplog) -> list[str]:
@@ -240,6 +246,7 @@ def test_handlers_by_name(monkeypatch, tmp_path):
     assert worker.load("tests.services:negate") is services.negate
     assert isinstance(worker.load("tests.services:Model"), services.Model)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "lonely_handler.py").write_text("class A:\n    @staticmethod\n    def f(x): return x\n")
     assert worker.load("lonely_handler:A.f")(3) == 3
     monkeypatch.delitem(sys.modules, "lonely_handler")
@@ -253,6 +260,90 @@ def test_handlers_by_name(monkeypatch, tmp_path):
         worker.load("tests.services:PATIENCE")
     with pytest.raises(shmtensor.ArgumentTypeError, match="async function"):
         worker.load("tests.services:later")
+
+
+HOSTILE = ["json", "socket", "signal", "pickle", "struct", "random", "selectors", "multiprocessing", "runpy", "logging",
+           "numpy", "zmq", "xxhash", "posix_ipc", "ml_dtypes", "shmtensor", "sitecustomize"]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["name", "function", "PYTHONPATH"])
+def test_a_worker_looks_for_its_handler_last(channel, tmp_path, how):
+    """A directory where somebody may leave a json.py comes after all others; the handler is found there."""
+    here, program, said = tmp_path / "here", tmp_path / "program", tmp_path / "said"
+    for directory in (here, program):
+        directory.mkdir()
+    for name in HOSTILE:
+        (here / f"{name}.py").write_text(
+            f"open({str(said)!r}, 'a').write(__name__)\nraise SystemExit('foreign code')\n"
+        )
+    (here / "own_handler.py").write_text(
+        "import json, os, random, sys\ndef where(value): return [os.environ.get('PYTHONPATH', ''), *sys.path]\n"
+    )
+    handler = "own_handler.where" if how == "function" else "'own_handler:where'"
+    root = os.path.dirname(os.path.dirname(__file__))
+    (program / "program.py").write_text(
+        f"import sys\nsys.path.append({root!r})\nimport shmtensor\nsys.path.append({str(here)!r})\n"
+        "import own_handler\n"
+        "if __name__ == '__main__':\n"
+        f"    pool, client = shmtensor.WorkerPool({handler}, name={channel!r}), shmtensor.Client({channel!r})\n"
+        f"    with pool, client:\n        pool.wait_ready(timeout={PATIENCE})\n"
+        f"        print(*client.request(None, timeout={PATIENCE}), sep='\\n')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if how == "PYTHONPATH":
+        environment["PYTHONPATH"] = "/nowhere"
+    done = subprocess.run(
+        [sys.executable, str(program / "program.py")], cwd=here, env=environment, capture_output=True,
+        text=True, timeout=2 * PATIENCE, check=False,
+    )  # fmt: skip
+    assert not said.exists(), said.read_text()
+    assert done.returncode == 0, done.stderr
+    inherited, *path = done.stdout.splitlines()
+    assert inherited == environment.get("PYTHONPATH", "")
+    standard = path.index(os.path.dirname(os.__file__))
+    assert all(standard < path.index(str(place)) for place in (root, here))
+    assert path[-1] == str(here)
+
+
+@pytest.mark.parametrize("how", ["-c", "-"])
+def test_a_handler_that_workers_cannot_import_is_refused_at_once(channel, how):
+    """Of a notebook, an interactive interpreter, `python -c` or standard input."""
+    text = (
+        "import shmtensor\nclass Scale:\n    def __call__(self, value): return value\n"
+        "def negate(value): return -value\n"
+        "for handler in (negate, Scale, Scale()):\n    for context in (None, 'spawn', 'forkserver'):\n"
+        f"        try: shmtensor.WorkerPool(handler, name={channel!r}, mp_context=context)\n"
+        "        except shmtensor.ArgumentError as error: print(error)\n"
+        f"with shmtensor.WorkerPool(negate, name={channel!r}, mp_context='fork') as pool:\n"
+        f"    pool.wait_ready(timeout={PATIENCE})\n"
+        f"    with shmtensor.Client({channel!r}) as client: print(client.request(5, timeout={PATIENCE}))\n"
+    )
+    given = {"args": [text], "input": None} if how == "-c" else {"args": [], "input": text}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", how, *given["args"]], input=given["input"],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, complaints(done.stderr)) == (0, "")
+    *refused, answer = done.stdout.splitlines()
+    assert len(refused) == 9
+    assert all("of __main__, which workers cannot import" in line and 'mp_context="fork"' in line for line in refused)
+    assert answer == "-5"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_start_method_by_name(channel, method):
+    with warnings_of_forks_ignored(), shmtensor.WorkerPool(services.negate, name=channel, mp_context=method) as pool:
+        pool.wait_ready(timeout=PATIENCE)
+        with shmtensor.Client(channel) as client:
+            assert client.request(5, timeout=PATIENCE) == -5
+    assert pool.exit_code == 0
+
+
+def test_a_start_method_that_there_is_not(channel):
+    with pytest.raises(ArgumentError, match="mp_context='nonsense'"):
+        shmtensor.WorkerPool(services.negate, name=channel, mp_context="nonsense")
+    with pytest.raises(shmtensor.ArgumentTypeError, match="mp_context must be"):
+        shmtensor.WorkerPool(services.negate, name=channel, mp_context=5)
 
 
 # --- the command

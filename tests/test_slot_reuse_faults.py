@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor import hot
+from shmtensor import native
 
 from .forkservers import stop_forkserver
 from .waiting import wait_until
@@ -65,7 +65,7 @@ def check(value: torch.Tensor, number: int, when: str) -> None:
 
 def send(fan_out: bool, channel: str, compiled: bool, board_path: Path, sender: int, items: int) -> None:
     """Send numbers from 1 on, up to the limit on the board, until that says so."""
-    assert compiled == hot.BUILT
+    assert compiled == (native.module is not None)
     torch.set_num_threads(1)
     board = words(board_path)
     with (shmtensor.Publisher if fan_out else shmtensor.Producer)(channel, slots=SLOTS) as tx:
@@ -82,7 +82,7 @@ def send(fan_out: bool, channel: str, compiled: bool, board_path: Path, sender: 
 
 def receive(fan_out: bool, channel: str, compiled: bool, board_path: Path, notes_path: Path, seed: int) -> None:
     """Note what comes, keep some of it for a while, and see that it stays what it was."""
-    assert compiled == hot.BUILT
+    assert compiled == (native.module is not None)
     torch.set_num_threads(1)
     chance, board, notes = random.Random(seed), words(board_path), words(notes_path)
     held: list[tuple[int, torch.Tensor]] = []
@@ -144,8 +144,8 @@ class Receiver:
 def nursery(request) -> Iterator[tuple[object, bool]]:
     """A fork server whose children have the package loaded, with the compiled module or without."""
     compiled = request.param == "compiled"
-    if compiled and not hot.BUILT:
-        pytest.skip("shmtensor.hot._hot is not built, or SHMTENSOR_PURE is set")
+    if compiled and native.module is None:
+        pytest.skip("not compiled, or SHMTENSOR_PURE is set")
     context = get_context("forkserver")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHMTENSOR_PURE", "0" if compiled else "1")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import shmtensor
 
+from .waiting import PATIENCE
+
 KEEPERS = {
     "value": lambda tensor: tensor,
     "slice": lambda tensor: tensor[1:3],
@@ -65,7 +67,7 @@ def test_kept_views_never_change(channel, pattern, keeper, end):
     make = shmtensor.Subscriber if fan_out else shmtensor.Consumer
     rx = make(channel)
     tx.send(torch.arange(8, dtype=torch.float32))
-    msg = rx.recv(timeout=5)
+    msg = rx.recv(timeout=PATIENCE)
     kept = KEEPERS[keeper](msg.value)
     before = content(kept)
     msg.release()
@@ -75,8 +77,8 @@ def test_kept_views_never_change(channel, pattern, keeper, end):
         rx.close()
         other = rx = make(channel)
     for number in range(1000 if end == "gone" else 300):
-        tx.send(torch.full((8,), -float(number)), timeout=10)
-        rx.recv(timeout=5).release()
+        tx.send(torch.full((8,), -float(number)), timeout=PATIENCE)
+        rx.recv(timeout=PATIENCE).release()
     if end == "gone":
         tx.close()
     gc.collect()
@@ -98,6 +100,7 @@ EXAMPLE = itertools.count()
     slots=st.integers(1, 4),
     program=st.lists(st.tuples(st.sampled_from("ssssrrrkkdcl"), st.integers(0, 99)), max_size=60),
 )
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
 def test_any_history_of_sends_keeps_and_drops(channel, fan_out, slots, program):
     """A random program of sends, receives, keeps, drops, closes; everything kept shows what it showed at first."""
     both = (shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)

@@ -94,7 +94,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def run_faults(**environment: str) -> tuple[str, int]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=clean | environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", FAULTS], env=clean | environment, capture_output=True, text=True, timeout=400, check=True
     )
     said, faults = done.stdout.split()
     return said, int(faults)

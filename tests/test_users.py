@@ -17,7 +17,7 @@ from shmtensor.channel import sweep
 from shmtensor.channel.names import socket_dir
 from shmtensor.cli.main import app
 
-from .rooms import PAIRS, files, own_shm, pair_of, play, refused, works
+from .rooms import PAIRS, PATIENCE, files, own_shm, pair_of, play, refused, works
 
 OTHER = 65534
 OWN = own_shm("size=16m")
@@ -99,7 +99,7 @@ def the_same_name(names) -> None:
 
         as_other(other)
         tx.send(np.arange(3))
-        assert rx.recv(timeout=30).value.tolist() == [0, 1, 2]
+        assert rx.recv(timeout=PATIENCE).value.tolist() == [0, 1, 2]
     assert not files()
 
     def first() -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
-def wait_until(holds: Callable[[], object]) -> None:
-    """Look again and again until it holds; an error after `PATIENCE` seconds."""
+def wait_until(holds: Callable[[], object], instead: Callable[[], object] = str) -> None:
+    """Look again and again until it holds; an error after `PATIENCE` seconds, which says what there is `instead`."""
     deadline, pause = time.monotonic() + PATIENCE, threading.Event()
     while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
+        assert time.monotonic() < deadline, f"it never came to hold {instead()}"
         pause.wait(0.005)
+
+
+@contextlib.contextmanager
+def once(holds: Callable[[], object], act: Callable[[], object]) -> Iterator[None]:
+    """Within, as soon as it holds, another thread calls `act()`."""
+    thread = threading.Thread(target=lambda: (wait_until(holds), act()))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def wait_for_end(pid: int) -> None:
@@ -29,3 +41,23 @@ def wait_for_end(pid: int) -> None:
         finally:
             os.close(descriptor)
         assert ended, f"process {pid} does not end"
+
+
+def stop(pid: int) -> None:
+    """Stop a process, a child or not. A signal takes effect some time after `kill` has returned."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(state == "T" for state in _states(pid)))
+
+
+def _states(pid: int) -> list[str]:
+    """Of each of its threads."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat") as line:
+            found.append(line.read().rpartition(")")[2].split()[0])
+    return found
+
+
+def complaints(stderr: str) -> str:
+    """What a program has said on standard error but that a `send` waited long, as it may on a slow machine."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("a send has waited "))

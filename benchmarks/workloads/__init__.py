@@ -10,6 +10,7 @@ from . import (
     cuda_prefetch,
     cuda_saving,
     dataloader,
+    default_arguments,
     executor,
     fan_in,
     fan_out,
@@ -18,9 +19,11 @@ from . import (
     loading,
     loan,
     memory,
+    messages,
     mixed_dict,
     pipeline,
     queue,
+    queue_items,
     reading,
     request_reply,
     round_trip,
@@ -35,8 +38,10 @@ from .base import SCALES, Case, Effort, Scale, Workload
 WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
-        round_trip, asleep, throughput, large, mixed_dict, fan_out, fan_in, work_queue, request_reply, loan, reading,
-        cold, idle, memory, queue, dataloader, executor, saving, loading, serialize_tensor, serialize_array, pipeline,
+        round_trip, asleep, throughput, default_arguments, messages, large, mixed_dict,
+        fan_out, fan_in, work_queue, request_reply, loan, reading,
+        cold, idle, memory, queue, queue_items, dataloader, executor, saving, loading,
+        serialize_tensor, serialize_array, pipeline,
         cuda_copies, cuda_handover, cuda_prefetch, cuda_saving,
     )
 )  # fmt: skip

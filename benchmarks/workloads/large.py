@@ -15,6 +15,7 @@ from ..transports import SHMTENSOR
 from .base import Case, Effort, Workload
 
 LARGE = 64 * MIB
+TINY = 2 * MIB
 SMALL = KIB
 SLOTS = 4
 PATIENCE = 60.0
@@ -22,8 +23,14 @@ LONGER = 4
 """So many times `Effort.seconds`: a copy takes milliseconds."""
 
 
-def measure_send(threads: int, effort: Effort, *, nbytes: int = LARGE) -> Samples:
+def _large(effort: Effort) -> int:
+    """The smallest form, which only shows that it runs, does with less."""
+    return TINY if effort.scale == "tiny" else LARGE
+
+
+def measure_send(threads: int, effort: Effort) -> Samples:
     """Seconds of sends and of as many bare copies of the same bytes, by turns in one process; cores in use."""
+    nbytes = _large(effort)
     return run_roles([Role(_send, (fresh_name(), nbytes, effort), threads, forked=False)])[0]
 
 
@@ -62,9 +69,9 @@ def _send(meet: Callable[[], object], name: str, nbytes: int, effort: Effort) ->
     return {"send": sends, "copy": copies, "cores": [spent / sum(sends)]}
 
 
-def measure_sizes(effort: Effort, *, large: int = LARGE) -> Samples:
+def measure_sizes(effort: Effort) -> Samples:
     """Seconds of `recv` and of `loan`, for both sizes by turns in one process."""
-    return run_roles([Role(_sizes, (fresh_name(), large, effort))])[0]
+    return run_roles([Role(_sizes, (fresh_name(), _large(effort), effort))])[0]
 
 
 def _sizes(meet: Callable[[], object], name: str, large: int, effort: Effort) -> Samples:

@@ -49,13 +49,13 @@ def measure(
     with opened(transport, *settings) as links, pipes(1) as [(ours, theirs)]:
         return run_roles(
             [
-                Role(_ping, (form or transport.form, *links, nbytes, effort, pause, ours)),
-                Role(_pong, (*links, theirs)),
+                Role(ping, (form or transport.form, *links, nbytes, effort, pause, ours)),
+                Role(pong, (*links, theirs)),
             ]
         )[0]
 
 
-def _ping(
+def ping(
     meet: Callable[[], object],
     form: str,
     there: Link,
@@ -65,6 +65,7 @@ def _ping(
     pause: float,
     control: Connection,
 ) -> Samples:
+    """The side that measures."""
     receiver = back.receiver()
     meet()
     sender = there.sender()
@@ -119,7 +120,8 @@ def _time_trips(
     return times
 
 
-def _pong(meet: Callable[[], object], there: Link, back: Link, control: Connection) -> None:
+def pong(meet: Callable[[], object], there: Link, back: Link, control: Connection) -> None:
+    """The side that answers."""
     receiver = there.receiver()
     meet()
     sender = back.sender()

@@ -34,13 +34,14 @@ def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int =
     with opened(transport, settings) as [link], pipes(senders) as ends:
         return run_roles(
             [
-                Role(_receive, (form, link, effort, [ours for ours, _ in ends])),
-                *(Role(_send, (form, link, index, senders, theirs)) for index, (_, theirs) in enumerate(ends)),
+                Role(receive, (form, link, effort, [ours for ours, _ in ends])),
+                *(Role(send, (form, link, index, senders, theirs)) for index, (_, theirs) in enumerate(ends)),
             ]
         )[0]
 
 
-def _send(meet: Callable[[], object], form: str, link: Link, index: int, senders: int, control: Connection) -> None:
+def send(meet: Callable[[], object], form: str, link: Link, index: int, senders: int, control: Connection) -> None:
+    """The sender's role: as many messages as `control` asks for."""
     meet()
     for turn in range(senders):  # one after the other: some transports cannot be opened by two at once
         if turn == index:
@@ -48,19 +49,20 @@ def _send(meet: Callable[[], object], form: str, link: Link, index: int, senders
         meet()
     nbytes = link.settings.nbytes
     payload, last = payloads.make(form, nbytes), payloads.make(form, nbytes, 1)
-    send, cpu = sender.send, time.process_time
+    push, cpu = sender.send, time.process_time
     while count := control.recv():
         start = cpu()
         for _ in range(count):
-            send(payload)
+            push(payload)
         control.send(cpu() - start)
     if index == 0:
-        send(last)
+        push(last)
     meet()
     sender.close()
 
 
-def _receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, controls: list[Connection]) -> Samples:
+def receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, controls: list[Connection]) -> Samples:
+    """The receiver's role, with its samples."""
     receiver = link.receiver()
     meet()
     for _ in controls:

@@ -125,9 +125,7 @@ class Control:
         path = os.fsencode(directory)
         self._view[_PATH : _PATH + _PATH_MAX] = path.ljust(_PATH_MAX, b"\0")
         store(words, W_MAGIC, 0)
-        for index in range(CAPACITY):
-            for word in range(base(index), base(index) + M_ASLEEP + 1):
-                store(words, word, 0)
+        self._view[_HEADER:] = bytes(CAPACITY * _ENTRY)  # nobody reads it meanwhile
         for word, value in (
             (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1),
             (W_SENDERS, 0), (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
@@ -143,7 +141,7 @@ class Control:
         """Where this channel's sockets lie: `mine`, if that is it by any path, else what its first member wrote."""
         if self.shares_directory(mine):
             return mine
-        return os.fsdecode(bytes(self._view[_PATH : _PATH + _PATH_MAX]).rstrip(b"\0"))
+        return os.fsdecode(bytes(self._view[_PATH : _PATH + _PATH_MAX]).partition(b"\0")[0])
 
     def advance(self) -> None:
         """Under the lock: tell everybody that the members changed."""

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import zmq
 
-from .. import hot
+from .. import native
 from ..errors import ResourceError
 from ..memory import shortage
 from .names import socket_path
@@ -70,7 +70,7 @@ class Doorbells:
 
     def ring_all(self, peers: Sequence[Rung], bell: bytes) -> None:
         """The same for several, by another thread where that can do it: returns before they are woken."""
-        module = hot.module(tensors=False)
+        module = native.module
         if module is None:
             for peer in peers:
                 self.ring_by_socket(peer.uid, bell)

@@ -1,60 +1,104 @@
-"""Holding a channel's control lock, and departures that a garbage collection asks for meanwhile.
+"""Holding a channel's control lock, and what a handler or a finalizer asks for in a thread that holds one.
 
-The last view of a closed receiver may die anywhere, also in a thread that holds a control lock right now: that member's
-departure cannot wait for the lock, so it is put off until the holder is done.
+The last view of a closed receiver may die anywhere, and a signal handler may close an endpoint anywhere, also in a
+thread that holds a control lock right now: to wait for that lock would be to wait for itself. What needs no answer, a
+departure, is put off until the thread holds none; everything else is refused at once. Other threads just wait.
+
+An exception of a signal handler may come between any two calls, also as a function begins that was to undo something.
+So what must be undone is undone once more where an exception passes: doing it twice changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
 
+from ..errors import ReentrantError, ShmTensorError
 from ..memory import forks
 from ..memory.locks import LockFile
+
+log = logging.getLogger("shmtensor")
 
 LOCK: Final = 0
 """The control byte of a control segment."""
 
-
-class _Turns:
-    """This process's holders of control locks, and the departures that wait for them."""
-
-    def __init__(self) -> None:
-        self.holders: list[LockFile] = []
-        self.deferred: list[Callable[[], None]] = []
-        forks.track(self)
-
-    def drop_in_child(self) -> None:
-        self.holders.clear()
-        self.deferred.clear()
-
-    def run(self) -> None:
-        while not self.holders and self.deferred:
-            self.deferred.pop()()
+_T = TypeVar("_T")
+_holders: dict[LockFile, tuple[int, str]] = {}
+"""Locks that are held, or waited for: by which thread, and what they lock."""
+_deferred: list[Callable[[], None]] = []
 
 
-_turns = _Turns()
+def exclusively(locks: LockFile, timeout: float, what: str, action: Callable[[], _T]) -> _T:
+    """Run `action` while holding the control byte, and return what it returns.
 
-
-@contextmanager
-def exclusive(locks: LockFile, timeout: float, what: str) -> Iterator[None]:
-    """Hold the control byte; `TimedOut` if another process holds it for longer than `timeout` seconds."""
-    _turns.holders.append(locks)
+    `TimedOut` if another process holds the byte for longer than `timeout` seconds; `ReentrantError` at once if this
+    very thread holds it, and was interrupted.
+    """
+    me = threading.get_ident()
+    if (me, what) in list(_holders.values()):
+        raise ReentrantError(
+            f"{what} is locked by this very thread: a signal handler or a finalizer has interrupted it while an "
+            "endpoint of that channel was being made or closed; an endpoint may be closed there, but none be made"
+        )
     try:
-        locks.wait_exclusive(LOCK, timeout, what)
-        yield
-    finally:
-        locks.unlock(LOCK)
-        if locks in _turns.holders:  # not in a child that was forked meanwhile
-            _turns.holders.remove(locks)
-        _turns.run()
+        try:
+            _holders[locks] = me, what
+            locks.wait_exclusive(LOCK, timeout, what)
+            return action()
+        finally:
+            _release(locks)
+    except BaseException:
+        _release(locks)
+        raise
+
+
+def _release(locks: LockFile) -> None:
+    locks.unlock(LOCK)
+    _holders.pop(locks, None)  # it is not there in a child that was forked meanwhile
+    _run_deferred()
+
+
+def is_held() -> bool:
+    """Whether this thread holds a control lock: who asks was called by a signal handler or a finalizer."""
+    me = threading.get_ident()
+    return any(thread == me for thread, _ in list(_holders.values()))
 
 
 def defer(departure: Callable[[], None]) -> bool:
-    """Put a departure off if this process holds a control lock, perhaps in this very thread. False: do it now."""
-    if not _turns.holders:
+    """Put a departure off until this thread holds no control lock. False: it holds none, do it now.
+
+    They are carried out in their order. One that was interrupted is run again: doing it twice must change nothing.
+    """
+    if not is_held():
         return False
-    _turns.deferred.append(departure)
-    _turns.run()  # the holder may have finished in between
+    _deferred.append(departure)
     return True
+
+
+def _run_deferred() -> None:
+    taken: list[Callable[[], None]] = []
+    try:
+        while _deferred and not is_held():
+            try:
+                taken.extend(map(_deferred.pop, (0,)))  # one call: another thread has it, or this one
+            except IndexError:
+                return
+            try:
+                taken[-1]()
+            except ShmTensorError:
+                log.exception("a departure that was put off has failed")
+            taken.clear()
+    except BaseException:
+        _deferred.extend(taken)
+        raise
+
+
+def _forget() -> None:
+    """A forked child holds none of its parent's locks, and nobody of its parent's leaves here."""
+    _holders.clear()
+    _deferred.clear()
+
+
+forks.call_in_child(_forget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -111,26 +112,13 @@ class ChannelView:
     held: tuple[HeldMessage, ...]
     notes: tuple[str, ...]
     """What could not be read, and why."""
+    readable: bool = True
+    """Whether its members could be read."""
 
     @property
     def living(self) -> int:
-        """How many members live."""
+        """How many members live, of those that could be read."""
         return sum(member.alive for member in self.members)
-
-
-class _Words:
-    """A segment's words, read when asked for. Raises `WireError` where there are none."""
-
-    def __init__(self, segment: shm.Segment) -> None:
-        self.segment = segment
-
-    def read(self, start: int, count: int) -> memoryview:
-        data = os.pread(self.segment.fd, 8 * count, 8 * start)
-        if len(data) != 8 * count:
-            raise WireError(
-                f"segment {self.segment.name} ends at byte {8 * start + len(data)}: it was cut or is damaged"
-            )
-        return memoryview(data).cast("Q")
 
 
 @dataclass
@@ -143,6 +131,7 @@ class _Look:
     members: list[MemberView] = field(default_factory=list)
     held: list[HeldMessage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     @property
     def ring_kind(self) -> int:
@@ -152,24 +141,26 @@ class _Look:
 def look(channel: str) -> ChannelView:
     """One channel as it is now. Whatever cannot be read becomes a note."""
     seen = _Look(channel)
+    main = shm.status(control_name(channel))
     try:
-        with shm.attach(control_name(channel)) as segment:
+        with shm.look_at(control_name(channel)) as segment:
             _read_control(seen, segment)
     except FileNotFoundError:
         seen.notes.append("no control segment: these are leftovers, or the channel has just ended")
-    except (OSError, WireError) as error:
-        seen.notes.append(str(error))
-    files, nbytes, owner = [], 0, -1
+    except (OSError, ValueError) as error:
+        seen.unread.append(str(error))
+    files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
     for name in sorted(shm.listing()):
-        found = parse_file(name)
-        if found and found[0] == channel:
-            with contextlib.suppress(OSError):
-                info = os.stat(f"{shm.SHM_DIR}/{name}")
-                files.append(f"{shm.SHM_DIR}/{name}")
-                nbytes, owner = nbytes + info.st_size, info.st_uid
+        found, info = parse_file(name), shm.status("/" + name)
+        if found and found[0] == channel and info is not None and stat.S_ISREG(info.st_mode):
+            if owner not in (-1, info.st_uid):
+                seen.notes.append(f"{shm.SHM_DIR}/{name} belongs to user {info.st_uid}: not of this channel")
+                continue
+            files.append(f"{shm.SHM_DIR}/{name}")
+            nbytes, owner = nbytes + info.st_size, info.st_uid
     return ChannelView(
         channel, _KIND.get(seen.kind, "unknown"), owner, nbytes, tuple(files), seen.locked, tuple(seen.members),
-        tuple(seen.held), tuple(seen.notes),
+        tuple(seen.held), (*seen.unread, *seen.notes), not seen.unread,
     )  # fmt: skip
 
 
@@ -178,12 +169,14 @@ def _read_control(seen: _Look, segment: shm.Segment) -> None:
         raise WireError(
             f"segment {segment.name} has {segment.nbytes} bytes: another version's, damaged, or just being made"
         )
-    first = _Words(segment).read(0, Control.nbytes() // 8)
-    words = _Words(segment).read(0, Control.nbytes() // 8)
+    first = segment.read(0, Control.nbytes() // 8)
+    words = segment.read(0, Control.nbytes() // 8)
     if words[ctl.W_MAGIC] != ctl.MAGIC:
         raise WireError(f"segment {segment.name} is no control segment: damaged, or just being made")
     if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
-        raise WireError(f"channel was made by layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}")
+        raise WireError(
+            f"its members cannot be read: layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}"
+        )
     seen.kind = words[ctl.W_KIND]
     locks = segment.locks()
     try:
@@ -228,11 +221,12 @@ def _read_sender(seen: _Look, member: MemberView) -> MemberView:
     """The sender's view with its rings; what they hold goes to `seen.held`."""
     who = f"sender {member.uid:016x} (pid {member.pid})"
     try:
-        with shm.attach(ledger_name(seen.channel, member.uid)) as segment:
-            source = _Words(segment)
+        with shm.look_at(ledger_name(seen.channel, member.uid)) as segment:
+            source = segment
             head = source.read(0, lay.L_MEMBERS)
             if head[lay.L_MAGIC] != lay.LEDGER_MAGIC or head[lay.L_UID] != member.uid:
                 raise WireError(f"segment {segment.name} is not its ledger")
+            lay.check_version(f"ledger {segment.name}", head[lay.L_VERSION])
             rows = source.read(lay.L_MEMBERS, 2 * ctl.CAPACITY)
             starts = {
                 peer.index: rows[2 * peer.index]
@@ -262,12 +256,13 @@ def _read_sender(seen: _Look, member: MemberView) -> MemberView:
 
 
 def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
-    with shm.attach(ring_name(seen.channel, sender.member.uid, index)) as segment:
-        source = _Words(segment)
+    with shm.look_at(ring_name(seen.channel, sender.member.uid, index)) as segment:
+        source = segment
         head = source.read(0, lay.R_DEVICE + 1)
         expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
         if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
             raise WireError(f"segment {segment.name} is not ring {index} of its sender")
+        lay.check_version(f"ring {segment.name}", head[lay.R_VERSION])
         shape = lay.RingShape(
             seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY], head[lay.R_DEVICE] == 1
         )
@@ -280,7 +275,7 @@ def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
     return RingView(index, shape.slots, shape.slot_bytes, shape.nbytes, slots, used)
 
 
-def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source: _Words) -> Iterator[HeldMessage]:
+def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source: shm.Segment) -> Iterator[HeldMessage]:
     """Every message in a ring that somebody needs, newest first."""
     now = time.monotonic_ns()
     found = []
@@ -310,7 +305,7 @@ def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source
 class _FanOut:
     """Who needs message `seq` in `slot` of a fan-out ring."""
 
-    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: _Words) -> None:
+    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
         self.sender = sender
         self.rows = [
             (peer, sender.starts[peer.index], source.read(shape.state + peer.index * shape.row, shape.slots))
@@ -342,7 +337,7 @@ class _FanOut:
 class _WorkQueue:
     """Who has message `seq` in `slot` of a work queue's ring."""
 
-    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: _Words) -> None:
+    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
         self.sender = sender
         self.states = source.read(shape.state, 8 * shape.slots)
         self.consumers = [peer for peer in seen.members if peer.role == "receiver"]

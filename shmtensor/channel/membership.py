@@ -9,10 +9,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Final
+from typing import Final, TypeVar
 
-from ..errors import ArgumentError, PlatformError, ResourceError, TimedOut, WireError
+from ..errors import ArgumentError, PlatformError, ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
 from ..memory import segment as shm
 from ..memory import shortage, words
 from ..memory.locks import LockFile
@@ -20,8 +19,10 @@ from ..ring.layout import KINDS
 from . import control as ctl
 from . import sweep
 from .control import Control, Entry
-from .exclusive import defer, exclusive
+from .exclusive import defer, exclusively, is_held
 from .names import check_channel, control_name, socket_dir
+
+_T = TypeVar("_T")
 
 LOCK_TIMEOUT: Final = 10.0
 _FILES: Final = 16
@@ -40,37 +41,66 @@ class Member:
     def channel(self) -> str:
         return self.control.channel
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it gave up its place, be it by a departure that was interrupted."""
+        return self.control.locks.fd < 0
+
     def peers(self) -> Iterator[Entry]:
         """Every other member, alive or dead."""
         return (entry for entry in self.control.members() if entry.uid != self.uid)
 
     def reap(self) -> None:
         """Remove the dead, if the control lock is free right now; the next tick tries again."""
-        with contextlib.suppress(TimedOut), exclusive(self.control.locks, 0, "the control lock"):
-            sweep.reap(self.control, self.directory, self.index)
+        with contextlib.suppress(TimedOut, ReentrantError):
+            self._exclusively(0, lambda: sweep.reap(self.control, self.directory, self.index))
 
     def set_leaving(self) -> None:
         """Closed with views alive: a recipient of nothing more, but still alive and holding leases."""
-        with self._locked():
+
+        def say() -> None:
             words.store(self.control.words, ctl.base(self.index) + ctl.M_LEAVING, 1)
             self.control.advance()
 
-    def leave(self, *, keep: bool = False) -> None:
-        """Leave for good; the last one out removes the channel. Safe to call from a garbage-collection callback.
+        if not self.has_left and not defer(self.set_leaving):
+            self._exclusively(LOCK_TIMEOUT, say)
 
-        `keep`: leave the entry and the segments to the receivers that still need them.
+    def leave(self, *, keep: bool = False, lost: Callable[[int], None] | None = None) -> None:
+        """Leave for good; the last one out removes the channel. Safe to call from a signal handler or a finalizer: in
+        a thread that holds a control lock, it is carried out when that is free.
+
+        `keep`: leave the entry and the segments to the receivers that still need them. `lost` is called with how many
+        messages of a work queue end with the channel although nobody has finished them, if that can be told.
+
+        Whatever comes in between, the member is dead afterwards, and what it had is removed as a dead one's is.
         """
-        if self.control.locks.fd < 0 or defer(lambda: self.leave(keep=keep)):
-            return
-        try:
-            with self._locked():
-                # crash: leave.locked
-                sweep.leave(self.control, self.directory, self.index, self.uid, keep=keep)
-        finally:
-            self.control.locks.close()
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return exclusive(self.control.locks, LOCK_TIMEOUT, f'channel "{self.channel}"')
+        def go() -> int:
+            # crash: leave.locked
+            return sweep.leave(self.control, self.directory, self.index, self.uid, keep=keep, count=lost is not None)
+
+        try:
+            if self.has_left or defer(lambda: self.leave(keep=keep, lost=lost)):
+                return
+            count = self._exclusively(LOCK_TIMEOUT, go)
+            self.control.locks.close()
+        except BaseException as error:
+            _die(self.control.locks, self.channel, self.directory, error)
+            raise
+        if count and lost is not None:
+            lost(count)
+
+    def _exclusively(self, timeout: float, action: Callable[[], _T]) -> _T:
+        return exclusively(self.control.locks, timeout, f'channel "{self.channel}"', action)
+
+
+def _die(locks: LockFile | None, channel: str, directory: str, error: BaseException) -> None:
+    """Joining or leaving was interrupted: what was done is undone as if the process had been killed there."""
+    if locks is not None:
+        locks.close()
+    patience = 0.0 if isinstance(error, TimedOut) or is_held() else LOCK_TIMEOUT
+    with contextlib.suppress(ShmTensorError, OSError):  # the next sweep does it
+        sweep.sweep_channel(channel, directory, patience=patience)
 
 
 def check_platform() -> None:
@@ -88,38 +118,53 @@ def check_platform() -> None:
 
 
 def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
-    """Become a member. `prepare(member)` makes its ledger, semaphore or inbox before anybody can see it."""
+    """Become a member. `prepare(member)` makes its ledger, semaphore or inbox before anybody can see it.
+
+    It fails or is interrupted as a whole. An exception of a signal handler that comes after it has returned meets a
+    member that `prepare` was given: who keeps it there can leave.
+    """
     check_platform()
     check_channel(channel)
     directory = socket_dir()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
     sweep.sweep_all(directory, skip=channel)
-    while (member := _join(channel, kind, role, flags, directory, prepare)) is None:
-        pass  # swept between opening and locking
-    # crash: join.done
-    return member
+    held: list[LockFile] = []
+    try:
+        while (member := _join(channel, kind, role, flags, directory, prepare, held)) is None:
+            pass  # swept between opening and locking
+        # crash: join.done
+        return member
+    except BaseException as error:
+        _die(held[-1] if held else None, channel, directory, error)
+        raise
 
 
 def _join(
-    channel: str, kind: int, role: int, flags: int, directory: str, prepare: Callable[[Member], None]
+    channel: str,
+    kind: int,
+    role: int,
+    flags: int,
+    directory: str,
+    prepare: Callable[[Member], None],
+    held: list[LockFile],
 ) -> Member | None:
     name = control_name(channel)
     with shm.open_or_create(name) as segment:
         locks = segment.locks()
-        try:
-            # crash: join.opened
-            with exclusive(locks, LOCK_TIMEOUT, f'channel "{channel}"'):
-                if not segment.is_still(name):
-                    locks.close()
-                    return None
-                # crash: join.locked
-                control = _map(segment, locks, channel)
-                _make_ready(control, kind, directory)
-                return _enter(control, directory, role, flags, prepare)
-        except BaseException:
-            locks.close()
-            raise
+        held.append(locks)
+        # crash: join.opened
+
+        def enter() -> Member | None:
+            if not segment.is_still(name):
+                locks.close()
+                return None
+            # crash: join.locked
+            control = _map(segment, locks, channel)
+            _make_ready(control, kind, directory)
+            return _enter(control, directory, role, flags, prepare)
+
+        return exclusively(locks, LOCK_TIMEOUT, f'channel "{channel}"', enter)
 
 
 def _map(segment: shm.Segment, locks: LockFile, channel: str) -> Control:
@@ -130,14 +175,8 @@ def _map(segment: shm.Segment, locks: LockFile, channel: str) -> Control:
             f"segment {segment.name} has {segment.nbytes} bytes, a control segment of this version has "
             f"{Control.nbytes()}: another program or version owns that name; use another channel name"
         )
-    is_new = segment.nbytes == 0
-    try:
-        segment.reserve(Control.nbytes(), "free some")
-        return Control(channel, segment, locks)
-    except BaseException:
-        if is_new:
-            shm.unlink(segment.name)
-        raise
+    segment.reserve(Control.nbytes(), "free some")
+    return Control(channel, segment, locks)
 
 
 def _make_ready(control: Control, kind: int, directory: str) -> None:
@@ -182,14 +221,7 @@ def _enter(control: Control, directory: str, role: int, flags: int, prepare: Cal
     at, store = ctl.base(index), words.store
     store(control.words, at + ctl.M_OWNER, uid)
     # crash: join.owned
-    try:
-        prepare(member)
-    except BaseException:
-        sweep.unlink_member(control.channel, uid, directory)
-        control.clear(index)
-        if not control.anybody_alive():
-            sweep.unlink_channel(control, directory)
-        raise
+    prepare(member)
     # crash: join.prepared
     for word, value in (
         (ctl.M_ROLE, role), (ctl.M_FLAGS, flags), (ctl.M_PID, os.getpid()), (ctl.M_JOINED, time.time_ns()),

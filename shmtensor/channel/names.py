@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -9,10 +10,12 @@ import stat
 from typing import Final
 
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
+from ..memory.segment import kind_of
 
 PREFIX: Final = "/shmtensor."
 _CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _IPC_PATH_MAX = 107
+_SOCKET = re.compile(r"[0-9a-f]{16}")
 _FILE = re.compile(r"(?:sem\.)?shmtensor\.(?P<channel>[A-Za-z0-9._-]{1,64})(?:,(?P<uid>[0-9a-f]{16})(?:,\d+)?)?")
 
 
@@ -40,12 +43,22 @@ def ring_name(channel: str, uid: int, index: int) -> str:
     return f"{PREFIX}{channel},{uid:016x},{index}"
 
 
+def semaphore_name(channel: str, uid: int, number: int) -> str:
+    """One of the semaphores with which the processes that have a queue count; `uid` is its keeper's."""
+    return f"{PREFIX}{channel},{uid:016x},{number}"
+
+
 def parse_file(name: str) -> tuple[str, int | None] | None:
     """(channel, uid or None) of a file name in `/dev/shm`; None if it is not this library's."""
     match = _FILE.fullmatch(name)
     if match is None:
         return None
     return match["channel"], int(match["uid"], 16) if match["uid"] else None
+
+
+def is_socket_name(name: str) -> bool:
+    """Whether an entry of the socket directory may be a member's inbox or FIFO."""
+    return _SOCKET.fullmatch(name) is not None
 
 
 def socket_dir() -> str:
@@ -55,7 +68,8 @@ def socket_dir() -> str:
     """
     path = os.environ.get("SHMTENSOR_DIR") or f"/tmp/shmtensor-{os.geteuid()}"
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # what it is then, is looked at
+            os.makedirs(path, mode=0o700, exist_ok=True)
         info = os.lstat(path)
     except OSError as error:
         raise ResourceError(
@@ -63,7 +77,9 @@ def socket_dir() -> str:
         ) from None
     if not stat.S_ISDIR(info.st_mode):
         raise ResourceError(
-            errno.ENOTDIR, f"socket directory {path} is not a directory; set SHMTENSOR_DIR to another path"
+            errno.ENOTDIR,
+            f"socket directory {path} is {kind_of(info.st_mode)} of user {info.st_uid}, not a directory: remove it, or "
+            "set SHMTENSOR_DIR to a directory of your own",
         )
     if info.st_uid != os.geteuid():
         raise ResourceError(

@@ -8,21 +8,34 @@ repeated, not lost.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..errors import ResourceError, TimedOut, WireError
+from ..errors import ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
 from ..memory import segment as shm
-from ..memory.semaphores import unlink_semaphore
+from ..memory.locks import LockFile
+from ..memory.semaphores import semaphore_path, unlink_semaphore
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ledger import Ledger
 from ..ring.ring import Ring
 from . import control as ctl
 from .control import Control, Entry
-from .exclusive import exclusive
-from .names import control_name, ledger_name, parse_file, ring_name, socket_path
+from .exclusive import exclusively
+from .names import (
+    control_name,
+    is_socket_name,
+    ledger_name,
+    parse_file,
+    ring_name,
+    semaphore_name,
+    socket_path,
+)
+
+log = logging.getLogger("shmtensor")
 
 _FRESH_NS = 5_000_000_000
 
@@ -33,12 +46,17 @@ def unlink_member(channel: str, uid: int, directory: str) -> None:
         os.unlink(socket_path(directory, uid))
     unlink_semaphore(ledger_name(channel, uid))
     # crash: sweep.names
-    count = 0
-    while count < MAX_RINGS and os.path.exists(shm.SHM_DIR + ring_name(channel, uid, count)):
-        count += 1
-    for index in reversed(range(count)):  # whoever repeats this after a death in between finds the rest by the first
+    # last to first: whoever repeats this after a death in between finds the rest by the first
+    for number in reversed(range(_count(lambda number: semaphore_path(semaphore_name(channel, uid, number))))):
+        unlink_semaphore(semaphore_name(channel, uid, number))
+    for index in reversed(range(_count(lambda index: shm.SHM_DIR + ring_name(channel, uid, index)))):
         shm.unlink(ring_name(channel, uid, index))
     shm.unlink(ledger_name(channel, uid))
+
+
+def _count(path: Callable[[int], str]) -> int:
+    """How many of a numbered kind of file there are."""
+    return next((number for number in range(MAX_RINGS) if not os.path.exists(path(number))), MAX_RINGS)
 
 
 def unlink_channel(control: Control, directory: str) -> None:
@@ -97,6 +115,14 @@ def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
 
 def has_undone(control: Control, ledger: Ledger) -> bool:
     """Whether a work-queue producer's rings hold a published message that nobody has finished, or may hold one."""
+    try:
+        return any(True for _ in _undone(control, ledger))
+    except ResourceError:
+        return True
+
+
+def _undone(control: Control, ledger: Ledger) -> Iterator[int]:
+    """The sequence number of every such message. `ResourceError` if a ring cannot be mapped now."""
     published = ledger.published
     for index in range(min(ledger.rings, MAX_RINGS)):
         try:
@@ -106,17 +132,33 @@ def has_undone(control: Control, ledger: Ledger) -> bool:
             )  # fmt: skip
         except (FileNotFoundError, WireError):
             continue
-        except ResourceError:
-            return True
         for slot in range(ring.slots):
             seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
             if 0 < seq <= published and ring.words[ring.state + 8 * slot + DONE] != seq:
-                return True
-    return False
+                yield seq
 
 
-def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool) -> None:
-    """Under the lock: remove a member, unless `keep` (others still drain it), then the channel if nobody else lives."""
+def _count_undone(control: Control) -> int:
+    """Messages of all senders of a work queue, closed and dead ones included, that nobody has finished."""
+    count = 0
+    for entry in control.members():
+        if entry.role == ctl.SENDER:
+            with contextlib.suppress(FileNotFoundError, WireError, ResourceError):
+                ledger = Ledger.attach(ledger_name(control.channel, entry.uid), entry.uid, control.capacity)
+                try:
+                    count += sum(1 for _ in _undone(control, ledger))
+                finally:
+                    ledger.close()
+    return count
+
+
+def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool, count: bool = False) -> int:
+    """Under the lock: remove a member, unless `keep` (others still drain it), then the channel if nobody else lives.
+
+    With `count`, of a work queue: how many messages end with the channel that nobody has finished.
+    """
+    if control.owner(index) != uid:
+        return 0  # it has left, and the place may be another member's
     if not keep:
         unlink_member(control.channel, uid, directory)
         # crash: leave.unlinked
@@ -125,10 +167,12 @@ def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool)
     # crash: leave.cleared
     # before asking for the others: of two that leave together, the second must see it
     control.locks.unlock(ctl.LIFE + index)
-    if not control.anybody_alive():
-        unlink_channel(control, directory)
-    else:
+    if control.anybody_alive():
         reap(control, directory, None)
+        return 0
+    lost = _count_undone(control) if count else 0
+    unlink_channel(control, directory)
+    return lost
 
 
 class Leftover(NamedTuple):
@@ -140,64 +184,85 @@ class Leftover(NamedTuple):
 
 
 def channels() -> list[str]:
-    """Every channel that has files in `/dev/shm`."""
-    parsed = (parse_file(name) for name in shm.listing())
-    return sorted({found[0] for found in parsed if found})
-
-
-def _leftovers(channel: str) -> list[Leftover]:
-    """Every file of a channel that belongs to this user."""
-    found = []
+    """Every channel that has files in `/dev/shm`, whoever owns them."""
+    found: dict[str, None] = {}
     for name in shm.listing():
         parsed = parse_file(name)
-        if parsed and parsed[0] == channel:
-            path = f"{shm.SHM_DIR}/{name}"
-            with contextlib.suppress(OSError):
-                info = os.stat(path, follow_symlinks=False)
-                if info.st_uid == os.geteuid():
-                    found.append(Leftover(channel, path, info.st_size))
+        if parsed and parsed[0] not in found and (info := shm.status("/" + name)) and stat.S_ISREG(info.st_mode):
+            found[parsed[0]] = None
+    return sorted(found)
+
+
+def _files(only: str | None = None) -> dict[str, list[Leftover]]:
+    """This user's files by channel. Whatever else lies there, or is no file at all, is not ours, and is passed by."""
+    found: dict[str, list[Leftover]] = {}
+    for name in shm.listing():
+        parsed = parse_file(name)
+        if parsed and only in (None, parsed[0]):
+            info = shm.status("/" + name)
+            if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
+                leftover = Leftover(parsed[0], f"{shm.SHM_DIR}/{name}", info.st_size)
+                found.setdefault(parsed[0], []).append(leftover)
     return found
 
 
-def sweep_channel(channel: str, directory: str, *, dry_run: bool = False, patience: float = 0.0) -> list[Leftover]:
+def sweep_channel(
+    channel: str,
+    directory: str,
+    *,
+    dry_run: bool = False,
+    patience: float = 0.0,
+    files: list[Leftover] | None = None,
+) -> list[Leftover]:
     """Remove what a channel's dead left behind; the whole channel if nobody lives.
 
     Nothing that the living need is touched. Waits `patience` seconds for the channel's lock; a channel that is locked
-    for longer is somebody's and is left alone.
+    for longer is somebody's and is left alone. `files`: the channel's, if the caller has looked before.
     """
     name = control_name(channel)
-    before = [found for found in _leftovers(channel) if _owner_of(found.path) is not None]
+    found = _files(channel).get(channel, []) if files is None else files
+    before = [leftover for leftover in found if _owner_of(leftover.path) is not None]
+    if not shm.is_ours(name):
+        # A control segment is made first and unlinked last: what lay there before we found none is nobody's.
+        return _remove(before, dry_run=dry_run)
     try:
         segment = shm.attach(name)
     except FileNotFoundError:
-        # A control segment is made first and unlinked last: what lay there before we found none is nobody's.
         return _remove(before, dry_run=dry_run)
     except (ResourceError, WireError):
-        return []  # another user's, or not a segment
+        return []  # it cannot be read: it may have living members
     with segment:
-        if not segment.is_mine():
-            return []  # root could
         locks = segment.locks()
         try:
-            with exclusive(locks, patience, f'channel "{channel}"'):
-                if not segment.is_still(name):
-                    return []
-                segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it between our look and the lock
-                control = Control(channel, segment, locks) if segment.nbytes == Control.nbytes() else None
-                return _sweep_locked(channel, control, directory, dry_run)
-        except TimedOut:
+            return exclusively(
+                locks, patience, f'channel "{channel}"',
+                lambda: _sweep_locked(channel, segment, locks, directory, dry_run=dry_run),
+            )  # fmt: skip
+        except (TimedOut, ReentrantError):
             return []
         finally:
             locks.close()
 
 
-def _sweep_locked(channel: str, control: Control | None, directory: str, dry_run: bool) -> list[Leftover]:
-    files = _leftovers(channel)
+def _sweep_locked(
+    channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool
+) -> list[Leftover]:
+    if not segment.is_still(control_name(channel)):
+        return []
+    segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it between our look and the lock
+    control = None
+    if segment.nbytes:
+        if segment.nbytes != Control.nbytes() or segment.read(0, 1)[0] not in (0, ctl.MAGIC):
+            return []  # another version's or another program's: not ours to judge
+        if segment.is_sparse():
+            return []  # not ours either; reading it may take memory that is not there
+        control = Control(channel, segment, locks)
+    files = _files(channel).get(channel, [])
     if control is not None and control.is_ready:
         try:
             control.check()
         except WireError:
-            return []  # another version's: not ours to judge
+            return []  # another version's
         directory = control.directory(directory)
         if control.anybody_alive():
             expendable = {control.owner(index) for index in _expendable(control, None)}
@@ -208,11 +273,11 @@ def _sweep_locked(channel: str, control: Control | None, directory: str, dry_run
             if not dry_run:
                 reap(control, directory, None)
             return _remove(gone, dry_run=dry_run)
+        if not dry_run:
+            for index in range(control.capacity):
+                if owner := control.owner(index):
+                    unlink_member(channel, owner, directory)
     main = shm.SHM_DIR + control_name(channel)
-    if not dry_run and control is not None and control.is_ready:
-        for index in range(control.capacity):
-            if owner := control.owner(index):
-                unlink_member(channel, owner, directory)
     return _remove(sorted(files, key=lambda leftover: leftover.path == main), dry_run=dry_run)
 
 
@@ -232,43 +297,62 @@ def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
 def sweep_all(
     directory: str, *, dry_run: bool = False, skip: str | None = None, patience: float = 0.0
 ) -> list[Leftover]:
-    """Sweep every channel of this user, then the inboxes that no member owns."""
+    """Sweep every channel of this user, then the inboxes that no member owns. One that cannot be swept stops nobody."""
     gone = []
-    for channel in channels():
-        if channel != skip:
-            with contextlib.suppress(OSError, WireError):
-                gone += sweep_channel(channel, directory, dry_run=dry_run, patience=patience)
+    for channel, files in _files().items():
+        if channel == skip:
+            continue
+        try:
+            gone += sweep_channel(channel, directory, dry_run=dry_run, patience=patience, files=files)
+        except (ShmTensorError, OSError, ValueError, LookupError, ArithmeticError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, TimedOut):
+                raise  # a signal handler's
+            log.debug("channel %s could not be swept: %s", channel, error, exc_info=True)
     return gone + _sweep_sockets(directory, dry_run=dry_run)
 
 
 def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
     try:
-        with os.scandir(directory) as entries:
-            paths = [entry for entry in entries if len(entry.name) == 16]
+        names = [name for name in os.listdir(directory) if is_socket_name(name)]
     except OSError as error:
         raise ResourceError(error.errno, f"socket directory {directory}: {error.strerror}") from None
-    if not paths:
+    old = [found for name in names if (found := _stale(f"{directory}/{name}")) is not None]
+    if not old:
         return []
     owners: set[int] = set()
-    for channel in channels():
+    for channel in _files():
+        name = control_name(channel)
+        if not shm.is_ours(name):
+            continue  # nobody of this user's is in there
         try:
-            if os.stat(shm.SHM_DIR + control_name(channel)).st_uid != os.geteuid():
-                continue  # its members' sockets lie in a directory of their own
-            with shm.attach(control_name(channel)) as segment:
-                if segment.nbytes == Control.nbytes():
-                    locks = segment.locks()
-                    control = Control(channel, segment, locks)
-                    owners.update(control.owner(index) for index in range(control.capacity))
-                    locks.close()
+            with shm.attach(name) as segment:
+                owners.update(_owners(segment))
+        except FileNotFoundError:
+            continue
         except (OSError, WireError):
             return []  # a channel that we cannot read may own any of them
-    gone = []
-    for path in paths:
-        try:
-            uid = int(path.name, 16)
-            fresh = time.time_ns() - path.stat(follow_symlinks=False).st_mtime_ns < _FRESH_NS
-        except (ValueError, OSError):
-            continue
-        if uid not in owners and not fresh:
-            gone.append(Leftover("", path.path, 0))
-    return _remove(gone, dry_run=dry_run)
+    return _remove([Leftover("", path, 0) for path, uid in old if uid not in owners], dry_run=dry_run)
+
+
+def _stale(path: str) -> tuple[str, int] | None:
+    """(path, uid) of what may be somebody's inbox or FIFO, but for one that is just being made."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return None
+    if not (stat.S_ISSOCK(info.st_mode) or stat.S_ISFIFO(info.st_mode)) or info.st_uid != os.geteuid():
+        return None  # not ours
+    return (path, int(os.path.basename(path), 16)) if time.time_ns() - info.st_mtime_ns >= _FRESH_NS else None
+
+
+def _owners(segment: shm.Segment) -> set[int]:
+    """Whose names a channel's control segment lists. Raises `WireError` if that cannot be told."""
+    if segment.nbytes == 0:
+        return set()  # being made: nobody is in there yet
+    magic, version = segment.read(0, 2) if segment.nbytes >= 16 else (0, 0)
+    if magic != ctl.MAGIC:
+        return set()  # no channel
+    if segment.nbytes != Control.nbytes() or version != ctl.VERSION:
+        raise WireError(f"segment {segment.name} has layout version {version}, this library reads {ctl.VERSION}")
+    words = segment.read(0, Control.nbytes() // 8)
+    return {words[ctl.base(index) + ctl.M_OWNER] for index in range(ctl.CAPACITY)}

@@ -17,7 +17,7 @@ import struct
 from collections.abc import MutableSequence
 from typing import Final
 
-from .. import hot
+from .. import native
 from ..errors import WireError
 
 MOST: Final = 4096
@@ -50,6 +50,12 @@ def frame_head(nbytes: int) -> bytes:
     return _LONG.pack(_LONG_FLAG, nbytes)
 
 
+def unopened() -> socket.SocketType:
+    """A socket that has no descriptor yet. Of the type in C, whose `__init__` opens or takes one in one C call: whoever
+    holds the socket before that can close it, wherever an exception comes."""
+    return socket.SocketType.__new__(socket.SocketType)
+
+
 class Push:
     """The sending end of a connection to an inbox that listens at a path.
 
@@ -63,8 +69,9 @@ class Push:
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket = unopened()
         try:
+            self._socket.__init__(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)  # type: ignore[misc]
             self._socket.connect(path)
             self._socket.send(_PUSH_HELLO, socket.MSG_NOSIGNAL)
         except BaseException:
@@ -87,8 +94,8 @@ class Push:
         self.fd = -1
         fd = self._socket.fileno()  # not -1 while another thread closes it, which has to wait as well
         try:
-            if fd >= 0:
-                hot.settle(fd)
+            if fd >= 0 and native.module is not None:
+                native.module.settle(fd)  # until what another thread is to write there is written
         finally:
             self._socket.close()
 
@@ -102,7 +109,7 @@ class Pull:
 
     __slots__ = ("_greeted", "_heard", "_socket", "fd")
 
-    def __init__(self, accepted: socket.socket) -> None:
+    def __init__(self, accepted: socket.SocketType) -> None:
         self.fd = accepted.fileno()
         self._socket = accepted
         self._heard = b""

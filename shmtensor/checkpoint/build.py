@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from ..views.libraries import torch_views
 from ..views.numpy import CARRIER, AnyDType, Array, address_of
-from ..views.walk import torch_views
-from ..wire.tree import Node
+from ..wire.spec import OF_ARRAYS
 from .plan import Entry, Plan
 from .structure import Decoder
 
 # (region) -> its bytes, a uint8 array of exactly its size
 BytesOf = Callable[[int], Array]
 
-_NUMPY_COMPOSITES = ("generic", "bytes", "str")
+_FREE = 1 << 20  # bytes of a composite's parts, however few of them are stored
 
 
 def build_state(plan: Plan, bytes_of: BytesOf, *, tree: Any = None, arrays: bool = False) -> Any:
@@ -47,7 +47,7 @@ class _Builder:
             if not entry.torch:
                 return self._array(entry, entry.numpy)
             if self._only_arrays:
-                return self._array(entry, _array_dtype(entry))
+                return self._array(entry, array_dtype(entry))
             if entry.row is not None and entry.row.quantized and not part:
                 raise CheckpointError(f"tensor {entry.name!r:.80} is quantized, and has no parameters")
             return self._tensor(entry)
@@ -86,8 +86,12 @@ class _Builder:
 
     def composite(self, kind: str, parameters: tuple[int, ...], scalars: list[Any], numbers: list[int]) -> Any:
         """A sparse, quantized or nested tensor of its parts."""
-        if kind in _NUMPY_COMPOSITES:
+        if kind in OF_ARRAYS:
             raise CheckpointError(f"invalid structure: composite {kind!r}")
+        if kind == "meta":
+            raise CheckpointError(
+                "a tensor is on the device meta, without data: use load_checkpoint, or keys= to leave it out"
+            )
         if self._only_arrays:
             name = self._plan.tensors[numbers[0]].name if numbers[0] < len(self._plan.tensors) else ""
             raise CheckpointError(
@@ -97,16 +101,24 @@ class _Builder:
         from ..views.composites import rebuild
 
         parts = [self.leaf(number, part=True) for number in numbers]
+        entries = [self._plan.tensors[number] for number in numbers]
+        held = sum(self._plan.regions[region].nbytes for region in {entry.region for entry in entries} - {-1})
+        if sum(entry.nbytes for entry in entries) > 16 * held + _FREE:  # some are copied
+            raise CheckpointError(
+                f"tensor {entries[0].name!r:.80} ({kind}) repeats the {held} bytes that it has too often"
+            )
         try:
-            return rebuild(Node(kind, parameters), parts, scalars, self._memo)
+            return rebuild(kind, parameters, parts, scalars, self._memo)
         except Exception as error:  # whatever torch objects to comes from the file
             raise CheckpointError(
                 f"tensor {self._plan.tensors[numbers[0]].name.partition('#')[0]!r:.80} ({kind}) cannot be made: {error}"
             ) from None
 
 
-def _array_dtype(entry: Entry) -> AnyDType:
-    """The NumPy dtype of a torch tensor: NumPy's own, or that of `ml_dtypes`."""
+def array_dtype(entry: Entry) -> AnyDType:
+    """The NumPy dtype of an array, or of a torch tensor: NumPy's own, or that of `ml_dtypes`."""
+    if not entry.torch:
+        return entry.numpy
     row: Any = entry.row
     if row.numpy:
         return CARRIER[row.code]
@@ -157,7 +169,7 @@ def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
                     found += body[3]
                 elif tag == "d" and isinstance(body, dict):
                     stack.extend(body.values())
-                elif tag in ("k", "o", "c", "t", "m"):
+                elif tag in ("k", "o", "c", "t", "m", "a", "e", "E"):
                     stack.append(body)
     return {number for number in found if type(number) is int}
 

@@ -9,6 +9,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from ..memory import forks
+
 if TYPE_CHECKING:
     from .writer import CheckpointWriter
 
@@ -51,4 +53,4 @@ def _forget() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+forks.call_in_child(_forget)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
+from .checking import check_archive
 from .files import Files
 from .loader import Path, Verify, check_options, map_files, raise_damage, verify_mapped
 from .plan import Plan
 from .reading import read_regions
 from .regions import storage_bytes
-from .resolving import open_checkpoint
+from .resolving import open_path
 from .selection import children, descend
+
+_NO_STATE_DICT: Final = "there is no state dict in the checkpoint: pass key=, the name of the one that is meant"
 
 
 def load_into(
@@ -28,7 +33,8 @@ def load_into(
     """Fill a module's parameters and buffers from a checkpoint; returns what `module.load_state_dict` returns.
 
     path: as for `load_checkpoint`. key: dotted name of the module's state in it, such as `"model"`; None: the
-    checkpoint is the state dict itself. strict: as for `load_state_dict`.
+    checkpoint is the state dict itself. strict: as for `load_state_dict`. A name that the file lacks is not missing if
+    the module has its weight tied to one that the file has, as with `safetensors.torch.load_model`.
 
     Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory;
     the others (on a device, of another dtype) are copied once, from the mapped file. `load_state_dict` runs with its
@@ -57,15 +63,24 @@ def load_into(
             f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
             "fill: call module.to_empty(device='cpu') first"
         )
-    opened = open_checkpoint(path)
+    opened = open_path(path)
+    if opened.state is not None:
+        found = opened.state(True)
+        if verify == "all":
+            check_archive(opened)
+        if key is not None:
+            found = descend(found, key, objects=True)
+        if not isinstance(found, dict):
+            raise ArgumentError(_NO_STATE_DICT)
+        return module.load_state_dict(_with_tied(found, own), strict=strict)
     check_structure(opened.plan)
     tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
     if not isinstance(tree, dict) or not tree.keys() & {"d", "o", "k"}:
-        raise ArgumentError("there is no state dict in the checkpoint: pass key=, the name of the one that is meant")
+        raise ArgumentError(_NO_STATE_DICT)
     regions = regions_of(opened.plan, tensor_numbers(tree))
     if opened.places is None:
         state = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
-        return module.load_state_dict(state, strict=strict)
+        return module.load_state_dict(_with_tied(state, own), strict=strict)
     targets = _targets(opened.plan, tree, own)
     direct = {target.region: target for target in targets}
     memory = map_files(opened, regions)
@@ -80,7 +95,48 @@ def load_into(
     state = build_state(opened.plan, memory.__getitem__, tree=tree)
     for target in targets:
         state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
-    return module.load_state_dict(state, strict=strict)
+    return module.load_state_dict(_with_tied(state, own), strict=strict)
+
+
+def _with_tied(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The state, and in it those of the module's tensors that it lacked and that lie in the memory of one that it has:
+    other programs write one name of tied weights only, and what comes under that name is the value of all of them."""
+    missing = {name: memory for name in own if name not in state and (memory := _Memory.of(own[name])) is not None}
+    if not missing:
+        return state
+    present = [memory for name in own if name in state and (memory := _Memory.of(own[name])) is not None]
+    present = sorted(memory for memory in present if memory.end - memory.start == memory.nbytes)  # without gaps
+    ends = list(accumulate([(memory.device, memory.end) for memory in present], max))
+    for name, memory in missing.items():
+        before = bisect_right(present, (memory.device, memory.start, inf, 0))
+        if before and ends[before - 1] >= (memory.device, memory.end):
+            state[name] = own[name].detach()  # copied onto itself, before or after the other name's
+    return state
+
+
+class _Memory(NamedTuple):
+    """Where a tensor's bytes lie."""
+
+    device: str
+    start: int
+    end: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Memory | None:
+        """None of one without bytes, or that is no strided tensor in memory."""
+        import torch
+
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+            return None
+        try:
+            start = tensor.data_ptr()
+        except RuntimeError:  # a subclass without memory of its own
+            return None
+        if not tensor.numel() or not start:
+            return None
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(str(tensor.device), start, start + (last + 1) * tensor.element_size(), tensor.nbytes)
 
 
 class _Target(NamedTuple):

@@ -6,22 +6,38 @@ name, so that whoever comes after a death can tell a finished save from somebody
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 INDEX: Final = ".shmtensor.index"
+MAX_LIST: Final = 8 << 20
+"""Bytes of a list: about 30,000 saves of one file, or 1,000 of a hundred shards."""
+MAX_METRICS: Final = 100  # of one save
+_NOT_FINITE: Final = ("nan", "inf", "-inf")
 _VERSION: Final = 1
+_FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,254}")
+_WRITER: Final = re.compile(r"[0-9a-f]{16}")
+UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError)
 
 log = logging.getLogger("shmtensor")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint that a writer has made. `files`: (name below `name`, or "", bytes, mtime in ns)."""
+    """One checkpoint that a writer has made.
+
+    files:   (name below `name`, or "", bytes, mtime in ns)
+    metrics: numbers by name
+    alias:   the second name that it was given, or ""
+    """
 
     name: str
     writer: str
@@ -30,6 +46,8 @@ class Saved:
     nbytes: int
     digest: str
     files: tuple[tuple[str, int, int], ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+    alias: str = ""
 
     def is_there(self, directory: str) -> bool:
         """Whether what lies under the name is what was saved: same files, no others, same sizes and times of change."""
@@ -53,36 +71,115 @@ class Saved:
 
 def read(directory: str) -> list[Saved]:
     """Every entry, oldest first. A list that cannot be read is an empty one: then nothing counts as ours."""
-    path = os.path.join(directory, INDEX)
     try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
-        if document["version"] != _VERSION:
-            raise ValueError(f"version {document['version']}")
-        return [_entry(found) for found in document["saves"]]
+        return _read(directory)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
+        path = os.path.join(directory, INDEX)
         log.warning("%s cannot be read and is begun anew, older checkpoints are kept for ever: %s", path, error)
         return []
 
 
+def order(directory: str) -> dict[str, int]:
+    """The names in the list, each with its place: the larger, the later it was saved. For readers, as `entries`."""
+    return {entry.name: place for place, entry in enumerate(entries(directory))}
+
+
+def entries(directory: str) -> list[Saved]:
+    """Every entry, oldest first, for readers: nothing if there is no list, or none that can be read."""
+    try:
+        return _read(directory)
+    except UNREADABLE:
+        return []
+
+
+def aliases(entries: Iterable[Saved], directory: str) -> dict[str, Saved]:
+    """Which checkpoint each second name belongs to: the newest one that was given it and is there."""
+    return {entry.alias: entry for entry in entries if entry.alias and entry.is_there(directory)}
+
+
+def _read(directory: str) -> list[Saved]:
+    document = json.loads(read_regular(os.path.join(directory, INDEX)))
+    if document["version"] != _VERSION:
+        raise ValueError(f"version {document['version']!r:.40}")
+    return [_entry(found) for found in document["saves"]]
+
+
+def read_regular(path: str, most: int = MAX_LIST) -> bytes:
+    """All bytes of a small file. Another user may write where it lies: neither wait for a FIFO's other end nor fill the
+    memory. Raises OSError, and `ValueError` for a file that is too large or no file."""
+    with open(path, "rb", opener=_open_regular) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data
+
+
+def is_file_name(name: object) -> bool:
+    """Whether it is a name that a file of a checkpoint, or a checkpoint, may have."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None
+
+
+def _open_regular(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise ValueError("it is no regular file")
+
+
 def _entry(found: dict[str, Any]) -> Saved:
-    files = tuple((str(name), int(nbytes), int(changed)) for name, nbytes, changed in found["files"])
-    names = [found["name"], *(name for name, _, _ in files if name)]
-    if not files or any(os.path.basename(name) != name or name in ("", ".", "..") for name in names):
-        raise ValueError(f"names {names}")
-    return Saved(
-        found["name"], str(found["writer"]), int(found["number"]), int(found["step"]), int(found["nbytes"]),
-        str(found["digest"]), files,
+    """An entry as `write` makes it: what it names is deleted one day."""
+    files = tuple((name, nbytes, changed) for name, nbytes, changed in found["files"])
+    entry = Saved(
+        found["name"], found["writer"], found["number"], found["step"], found["nbytes"], found["digest"], files,
+        metrics_of(found.get("metrics", {})), found.get("alias", ""),
     )  # fmt: skip
+    numbers = [entry.number, entry.step, entry.nbytes, *(each for _, *both in files for each in both)]
+    if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
+        raise ValueError(f"numbers {numbers!r:.80}")
+    inner = [name for name, _, _ in files]
+    names = [entry.name] if inner == [""] else [entry.name, *inner]
+    names += [entry.alias] if entry.alias != "" else []
+    if not inner or not all(_FILE.fullmatch(name) for name in names):
+        raise ValueError(f"names {names!r:.80}")
+    if not _WRITER.fullmatch(entry.writer) or not isinstance(entry.digest, str):
+        raise ValueError(f"the writer {entry.writer!r:.40} or the digest of {entry.name!r:.40}")
+    return entry
+
+
+def said(metrics: dict[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON has them, which knows no `nan`."""
+    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
+
+
+def metrics_of(found: Any) -> dict[str, float]:
+    """Metrics as `said` writes them; `ValueError` for anything else."""
+    if not isinstance(found, dict) or len(found) > MAX_METRICS:
+        raise ValueError(f"metrics {found!r:.80}")
+    if not all(type(value) in (int, float) or value in _NOT_FINITE for value in found.values()):
+        raise ValueError(f"metrics {found!r:.80}")
+    return {name: float(value) for name, value in found.items()}
 
 
 def write(directory: str, entries: Sequence[Saved]) -> None:
     """Replace the list, durably but for the directory's own entry: the caller syncs the directory."""
     path = os.path.join(directory, INDEX)
-    data = json.dumps({"version": _VERSION, "saves": [asdict(entry) for entry in entries]}).encode()
-    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    data = _render(entries)
+    while len(data) > MAX_LIST and len(entries) > 1:
+        left = len(entries) // 8 or 1
+        log.warning("%s would have %d bytes: the oldest %d checkpoints are kept for ever", path, len(data), left)
+        entries = entries[left:]
+        data = _render(entries)
+    replace(path, data)
+
+
+def replace(path: str, data: bytes) -> None:
+    """Replace a small file as a whole, durably but for the directory's own entry. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path + ".tmp")
+    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         view = memoryview(data)
         while view:
@@ -91,3 +188,10 @@ def write(directory: str, entries: Sequence[Saved]) -> None:
     finally:
         os.close(fd)
     os.replace(path + ".tmp", path)
+
+
+def _render(entries: Sequence[Saved]) -> bytes:
+    saves = []
+    for entry in entries:
+        saves.append({**asdict(entry), "metrics": said(entry.metrics)})
+    return json.dumps({"version": _VERSION, "saves": saves}).encode()

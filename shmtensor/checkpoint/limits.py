@@ -11,3 +11,4 @@ MAX_DEPTH: Final = 64
 MAX_NAME: Final = 400  # characters of a tensor's name in a file
 PAGE: Final = 4096  # bytes; data areas begin at a multiple, so that they can be written past the page cache
 LINE: Final = 64  # bytes of a cache line
+PIECE: Final = 1 << 20  # bytes that are read at once of what is not trusted yet

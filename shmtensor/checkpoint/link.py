@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..calls import Flag
 from ..channel.names import socket_dir
 from ..channel.sweep import sweep_channel
+from ..children import python_command, python_environment
 from ..endpoints.consumer import Consumer
 from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
 
-LAUNCH: Final = (
-    "import sys; sys.path.insert(0, {root!r}); from shmtensor.checkpoint.worker import main; main(sys.argv[1])"
-)
+LAUNCH: Final = "import sys; from shmtensor.checkpoint.worker import main; main(sys.argv[1])"
 DEATHS: Final = 5
 """So many deaths in a row, without a save that was finished in between, and the process is not started again."""
 
@@ -33,7 +33,6 @@ _TICK: Final = 0.25
 _REMINDER: Final = 2.0
 _PATIENCE: Final = 60.0
 _PAUSES: Final = (0.0, 0.1, 0.5, 1.0, 2.0)
-_ROOT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _IONICE: Final = {"idle": ("-c", "3"), "low": ("-c", "2", "-n", "7")}
 
 log = logging.getLogger("shmtensor")
@@ -77,8 +76,7 @@ class Link:
         self._settings, self._prefix = settings, prefix
         self._on_report, self._on_death, self._on_lost = on_report, on_death, on_lost
         self._said = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
-        self._ready = threading.Event()
-        self._settled = threading.Event()  # what `wait_ready` waits for: ready, or given up
+        self._settled = Flag()  # what `wait_ready` waits for: ready, or given up
         self.closing = False
         """The trainer is about to leave: everything is durable or has failed, and the process may end."""
         self._over = False
@@ -105,11 +103,16 @@ class Link:
         if self.lost:
             raise PeerDied(self._death_text())
 
-    def wait_joined(self, timeout: float) -> None:
+    @property
+    def is_here(self) -> bool:
+        """Whether the current thread is the link's own."""
+        return self._thread.ident == threading.get_ident()
+
+    def wait_joined(self, timeout: float, is_given_up: Callable[[], bool]) -> None:
         """Wait until a process has joined: what was staged is written then, even if this process dies. Or until there
-        will be none, or the time is over."""
+        will be none, or the time is over, or the wait is given up."""
         deadline = time.monotonic() + timeout
-        while not self.lost and time.monotonic() < deadline:
+        while not self.lost and time.monotonic() < deadline and not is_given_up():
             if self._settled.wait(0.05) and self._process.poll() is None:
                 return
             time.sleep(0.001)  # it has died, and is going to be started again
@@ -172,7 +175,6 @@ class Link:
             self._over = True
             return
         if report["r"] == "ready":
-            self._ready.set()
             self._settled.set()
         elif report["r"] in ("durable", "error"):
             self._deaths = 0
@@ -192,7 +194,6 @@ class Link:
         time.sleep(_PAUSES[self._deaths])
         if self.closing:
             return False
-        self._ready.clear()
         self._settled.clear()
         try:
             self._process = self._spawn(alive)
@@ -212,12 +213,12 @@ class Link:
             raise ResourceError(2, "sys.executable is empty: there is no Python to start the writing process with")
         settings = json.dumps({**self._settings, "channel": self.channel, **alive})
         return subprocess.Popen(
-            [*self._prefix, sys.executable, "-c", LAUNCH.format(root=_ROOT), settings],
+            [*self._prefix, *python_command(LAUNCH, settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # it may outlive us, and must not hold whoever reads our output
             stderr=self._said,
             start_new_session=True,  # Ctrl-C of the terminal is for the trainer
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env=python_environment(CUDA_VISIBLE_DEVICES=""),
         )
 
     def _end_text(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -12,10 +12,11 @@ from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
 from .checking import check_archive
 from .files import Files
-from .formats import Opened
+from .formats import Opened, Stored
 from .reading import MAX_READERS, Damage, default_readers, private, read_regions
-from .resolving import open_checkpoint
-from .selection import select
+from .resolving import open_path, open_rank
+from .selection import replaced, select
+from .slicing import Index, Slices, Span, check_slices, cut, part_of, read_part
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]
@@ -28,6 +29,8 @@ def load_checkpoint(
     readers: int | None = None,
     verify: Verify = True,
     from_memory: bool = False,
+    slices: Mapping[str, Index] | None = None,
+    rank: int | None = None,
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
@@ -45,10 +48,16 @@ def load_checkpoint(
              copied to its end and whose writing process has not finished with it, copied out of shared memory. `path`
              is the writer's directory. If there is none, `FileNotFoundError` says why and names what is on disk; a file
              is never loaded in its place. There are no digests yet: `readers=` and `verify="all"` are refused
+    slices:  of tensors by their names (as `shmtensor checkpoint info` shows them) the part that is wanted, such as
+             `{"model.weight": numpy.s_[0:1024, ::2]}`: integers, slices with positive steps, `...`. Mapped, a part is a
+             view; with `map=False` only the bytes of the part are read, and those between them where they are few.
+             There is a digest of a whole tensor only, so that a part is not compared, except with `verify="all"`, which
+             reads all of the tensor. What comes whole all the same: packed members of an `.npz`, and with `map=False`
+             all of a `.pt` of torch's own
 
     Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of others is a
-    flat dict (`.safetensors`, `.npz`) or whatever `torch.load(weights_only=True)` gives. Nothing is ever unpickled
-    otherwise. Raises `FileNotFoundError`, `CheckpointError` (which names tensor and offset), `ArgumentError`.
+    flat dict (`.safetensors`, `.npz`) or what `torch.load(weights_only=True)` gives, as it gives it. Nothing is ever
+    unpickled otherwise. Raises `FileNotFoundError`, `CheckpointError` (which names tensor and offset), `ArgumentError`.
 
     >>> import os, tempfile
     >>> import numpy as np
@@ -58,8 +67,8 @@ def load_checkpoint(
     {'x': array([0, 1, 2])}
     """
     if from_memory:
-        return _load_staged(path, keys=keys, readers=readers, verify=verify, arrays=False)
-    return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=False)
+        return _load_staged(path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank)
+    return _load(path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank)
 
 
 def load_arrays(
@@ -69,6 +78,8 @@ def load_arrays(
     readers: int | None = None,
     verify: Verify = True,
     from_memory: bool = False,
+    slices: Mapping[str, Index] | None = None,
+    rank: int | None = None,
 ) -> Any:
     """The same as `load_checkpoint` with every tensor as NumPy array; does not import torch (except for a `.pt` of
     torch's own).
@@ -77,38 +88,80 @@ def load_arrays(
     or `torch.device` a string. Sparse, quantized and nested tensors raise `CheckpointError`.
     """
     if from_memory:
-        return _load_staged(path, keys=keys, readers=readers, verify=verify, arrays=True)
-    return _load(path, map=map, keys=keys, readers=readers, verify=verify, arrays=True)
+        return _load_staged(path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank)
+    return _load(path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank)
 
 
 def _load(
-    path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, arrays: bool
-) -> Any:
+    path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify,
+    slices: Slices, arrays: bool, rank: int | None,
+) -> Any:  # fmt: skip
     count = check_options(readers, verify)
-    opened = open_checkpoint(path)
+    opened = open_path(path) if rank is None else open_rank(path, rank)
     if verify == "all" and opened.digests is None and opened.format != "safetensors":
         check_archive(opened)  # of others: all there is to compare with
-    tree = opened.plan.tree
+    if opened.state is not None and not arrays:
+        state = opened.state(map)
+        state = state if keys is None else select(state, keys, objects=True)
+        return state if slices is None else _with_parts(state, slices, copied=not map)
+    plan, tree = opened.plan, opened.plan.tree
+    if keys is not None or slices is not None:
+        check_structure(plan)
     if keys is not None:
-        check_structure(opened.plan)
         tree = select(tree, keys)
-    wanted = regions_of(opened.plan, tensor_numbers(tree))
+    parts: dict[int, Span] = {}
+    if slices is not None:
+        plan, parts = cut(plan, tree, slices, _readable(opened, map=map, verify=verify))
+    wanted = regions_of(plan, tensor_numbers(tree))
+    wanted = [region for region in wanted if region not in parts]
+    memory: dict[int, Array] = {}
+    if parts:
+        with Files(opened.files, opened.sizes) as files:
+            memory = {region: read_part(files, span, count) for region, span in parts.items()}
     if opened.places is None:
-        bytes_of: Callable[[int], Array] = lambda region: opened.plan.regions[region].bytes()  # noqa: E731
+        for region in wanted:
+            memory[region] = opened.plan.regions[region].bytes()
     elif map:
-        mapped = map_files(opened, wanted)
+        memory |= map_files(opened, wanted)
         if verify:
             now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
-            verify_mapped(opened, now, mapped, count)
-        bytes_of = mapped.__getitem__
+            verify_mapped(opened, now, memory, count)
     else:
-        bytes_of = read(opened, wanted, readers=count, verify=bool(verify)).__getitem__
-    return build_state(opened.plan, bytes_of, tree=tree, arrays=arrays)
+        memory |= read(opened, wanted, readers=count, verify=bool(verify))
+    return build_state(plan, memory.__getitem__, tree=tree, arrays=arrays)
+
+
+def _readable(opened: Opened, *, map: bool, verify: Verify) -> list[Stored | None] | None:
+    """Per region where a part of it is to be read; None for those that come whole, or without being read."""
+    if verify == "all" and opened.digests is not None:
+        return None
+    if not map or opened.places is None:
+        return opened.stored
+    # mapped tensors are views, but those that are not aligned in the file would be copied as a whole
+    regions = opened.plan.regions
+    return [
+        each if each is not None and each.offset % region.align else None
+        for region, each in zip(regions, opened.stored, strict=True)
+    ]
+
+
+def _with_parts(state: Any, slices: Mapping[str, Index], *, copied: bool) -> Any:
+    """A state as torch gives it, with parts of some of its tensors."""
+    for name, index in check_slices(slices).items():
+
+        def part(tensor: Any, name: str = name, index: Index = index) -> Any:
+            found = part_of(tensor, name, index)
+            # not an expanded one, which would become larger than its file
+            return found.clone() if copied and found.nbytes <= found.untyped_storage().nbytes() else found
+
+        state = replaced(state, name, part)
+    return state
 
 
 def _load_staged(
-    path: Path, *, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, arrays: bool
-) -> Any:
+    path: Path, *, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, slices: Slices, arrays: bool,
+    rank: int | None,
+) -> Any:  # fmt: skip
     from .staged import open_staged
 
     check_options(readers, verify)
@@ -116,6 +169,10 @@ def _load_staged(
         raise ArgumentError(
             'from_memory= copies out of shared memory, where no digests are yet: leave out readers= and verify="all"'
         )
+    if slices is not None:
+        raise ArgumentError("from_memory= copies whole tensors out of shared memory: leave out slices=")
+    if rank is not None:
+        raise ArgumentError("from_memory= copies what one process has saved: leave out rank=, and load the newest file")
     staged = open_staged(path)
     tree = staged.plan.tree
     if keys is not None:

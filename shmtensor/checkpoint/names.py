@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .directory import LATEST, Directory, highest_number
+from .directory import LATEST, Best, Directory, highest_number
+from .index import MAX_METRICS
+from .manifest import MAX_RANKS
 
 PREFIX: Final = "ckpt"
+MAX_STEP: Final = 10**18 - 1
+MAX_METRIC_NAME: Final = 200  # characters
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:)(/+)")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 
 
@@ -22,19 +27,47 @@ def channels_of(directory: str) -> str:
     return f"{PREFIX}-{key}-"
 
 
-def channel_of(directory: str, writer: str) -> str:
-    """The channel of one writer: its work queue of chunks."""
-    return channels_of(directory) + writer
+def channel_of(directory: str, writer: str, *, ranks: bool = False) -> str:
+    """The channel of one writer: its work queue of chunks. A rank's is another, since it never holds a whole state."""
+    return f"{channels_of(directory)[:-1]}r-{writer}" if ranks else channels_of(directory) + writer
 
 
-def check_name(name: object) -> str:
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the address of something that is not mounted. `pathlib` makes one slash of two."""
+    found = _URL.match(os.fsdecode(path))
+    return found is not None and (len(found[2]) > 1 or not os.path.exists(found[1]))
+
+
+def check_source(path: str | os.PathLike[str]) -> None:
+    """A clear error for the address of a checkpoint that is not on a mounted file system."""
+    if is_url(path):
+        raise ArgumentError(
+            f"checkpoint {os.fsdecode(path)!r} is a URL, and checkpoints are read from mounted file systems only: "
+            "download it, or mount what it lies on, and pass the local path"
+        )
+
+
+def check_directory(directory: str | os.PathLike[str]) -> str:
+    """The absolute path of a directory for checkpoints, or a clear error."""
+    path = os.fsdecode(directory)
+    if is_url(path):
+        raise ArgumentError(
+            f"directory {path!r} is a URL, and a CheckpointWriter writes to mounted file systems only: pass a local "
+            "directory, and upload what is durable: handle.durable.add_done_callback(...)"
+        )
+    if not path or "\0" in path:
+        raise ArgumentError(f"directory {path!r}: pass the path of a directory")
+    return os.path.abspath(path)
+
+
+def check_name(name: object, what: str = "name") -> str:
     """A checkpoint's name, or a clear error."""
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"name must be a string, not {type(name).__name__}")
+        raise ArgumentTypeError(f"{what} must be a string, not {type(name).__name__}")
     if not _NAME.fullmatch(name) or name == LATEST:
         raise ArgumentError(
-            f"checkpoint name {name!r}: use 1 to 200 of the characters A-Z a-z 0-9 . _ = + -, not a dot, dash or sign "
-            f'first, and not "{LATEST}"'
+            f"checkpoint {what} {name!r}: use 1 to 200 of the characters A-Z a-z 0-9 . _ = + -, not a dot, dash or "
+            f'sign first, and not "{LATEST}"'
         )
     return name
 
@@ -44,6 +77,15 @@ class Namer:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
+
+    def check_alias(self, alias: str | None, name: str, taken: Set[str]) -> str:
+        """A second name, which may be another checkpoint's now; "" for None. Nothing but a link is ever replaced."""
+        if alias is None:
+            return ""
+        path = self._directory.at(check_name(alias, "alias"))
+        if alias == name or alias in taken or (os.path.lexists(path) and not os.path.islink(path)):
+            raise ArgumentError(f"alias {alias!r}: {path} is a checkpoint of its own, or somebody's file: pass another")
+        return alias
 
     def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
         """The name with its ending, and the number that `keep_every` goes by.
@@ -68,10 +110,93 @@ class Namer:
         return full, step
 
 
+class RankNamer(Namer):
+    """Names on which all ranks agree without a word: by the state, and by how many saves this writer has made."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(directory)
+        self._given: set[str] = set()
+
+    def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
+        """As `Namer.choose`. A name that exists is found when the parts become one checkpoint."""
+        if name is not None:
+            if check_name(name) in self._given or self._directory.is_taken(name):
+                raise ArgumentError(f"checkpoint {self._directory.at(name)} exists: pass another name, or remove it")
+            key, again = name, 1
+        else:
+            stem = f"save-{count:08d}" if step is None else f"step-{step:08d}"
+            key, again = stem, 1
+            while key in self._given:
+                again += 1
+                key = f"{stem}-{again}"
+        self._given.add(key)
+        return key, count if step is None else step
+
+
+def check_metrics(metrics: object) -> dict[str, float]:
+    """Metrics as floats by name, or a clear error."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ArgumentTypeError('metrics takes a dict of numbers by name, such as metrics={"loss": 0.25}')
+    if len(metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in metrics):
+        raise ArgumentError(
+            f"metrics has {len(metrics)} names: at most {MAX_METRICS} are allowed, of at most {MAX_METRIC_NAME} "
+            "characters each"
+        )
+    found = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (str, bytes, bytearray)):
+                raise TypeError(f"{type(value).__name__} is no number")
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # a tensor of several elements
+            raise ArgumentTypeError(f"metrics[{name!r:.80}] is no number: {error}") from None
+    return found
+
+
+def check_best(keep_best: object, keep_last: int | None) -> Best | None:
+    """What `keep_best=` says, or a clear error."""
+    if keep_best is None:
+        return None
+    match keep_best:
+        case (str() as name, ("min" | "max") as mode, int() as count) if type(count) is int and count > 0:
+            if keep_last is None:
+                raise ArgumentError("keep_best says what stays besides keep_last: pass keep_last as well")
+            return name, mode, count
+    raise ArgumentError(
+        f'keep_best={keep_best!r:.80}: pass the name of a metric, "min" or "max", and how many stay: ("loss", "min", 3)'
+    )
+
+
 def step_of(state: Any, meta: Any) -> int | None:
     """The step that `meta`, or else the state, tells."""
     for place in (meta, state):
         step = place.get("step") if isinstance(place, dict) else None
         if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
+            if step > MAX_STEP:
+                digits = step.bit_length() * 30103 // 100_000  # or one more
+                raise ArgumentError(
+                    f'"step" has {digits + (step >= 10**digits)} digits, and names the checkpoint: pass '
+                    'meta={"step": ...} with at most 18 digits'
+                )
             return step
     return None
+
+
+def check_ranks(rank: object, world_size: object, busy: str, max_shard: object) -> None:
+    """Whether `rank=` and `world_size=` can be, with what else was asked for."""
+    if rank is None and world_size is None:
+        return
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"rank= and world_size= go together: {name} is a {type(value).__name__}, pass ints")
+    match rank, world_size:
+        case int(), int() if 0 <= rank < world_size <= MAX_RANKS:
+            pass
+        case _:
+            raise ArgumentError(f"rank={rank}, world_size={world_size}: ranks are 0 to world_size - 1 < {MAX_RANKS}")
+    if busy != "block":
+        raise ArgumentError(f'busy={busy!r} with rank=: one rank would leave out what others save: pass "block"')
+    if max_shard is not None:
+        raise ArgumentError("max_shard= with rank=: each rank's part is one file already, leave it out")

@@ -5,9 +5,8 @@
     writer's stream                         copy, copy | copy, copy |-----'
                                                 chunk's event '-> publish
 
-`save` puts the copies on the stream and takes the first events as they come, to make room; what is left is taken by a
-thread that sleeps in the driver until the next event, and ends with the save. Only one of them uses the slots at a
-time, and the next save waits for the thread.
+The writer's thread puts the copies on the stream and takes the first events as they come, to make room; then `save`
+returns, and the thread sleeps in the driver until the next event, for all that are left. The next save waits for it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,22 @@ from . import copying
 from .plan import Plan
 
 
+def marks(plan: Plan) -> dict[int, Any]:
+    """An event for each device of a plan, after what its current stream has to do; in the caller's thread."""
+    found = {}
+    for number in map(runtime().device, plan.devices):
+        event = found[number] = runtime().new_event(number)
+        runtime().record(event, runtime().current_stream(number))
+    return found
+
+
 class Offload:
     """The copies of one save. It keeps the state alive until the last of them is complete.
 
-    devices, rings: of the endpoint that lends the slots
+    devices, rings: of the endpoint that lends the slots; after: the events after which the state is there (`marks`)
     """
 
-    def __init__(self, plan: Plan, devices: Devices, rings: list[Ring]) -> None:
+    def __init__(self, plan: Plan, devices: Devices, rings: list[Ring], after: dict[int, Any]) -> None:
         self._cuda = runtime()
         numbers = [self._cuda.device(device) for device in plan.devices]
         self._streams = {device: devices.stream(device) for device in numbers}
@@ -45,9 +53,7 @@ class Offload:
         self._pending: collections.deque[tuple[Loan, list[Any]]] = collections.deque()
         self._last: dict[int, Any] = {}
         for device, stream in self._streams.items():  # after everything that makes the state
-            event = self._cuda.new_event(device)
-            self._cuda.record(event, self._cuda.current_stream(device))
-            self._cuda.stream_waits(stream, event)
+            self._cuda.stream_waits(stream, after[device])
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from .directory import remove
+from .directory import remove, sync
 from .limits import PAGE
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -109,11 +109,7 @@ class Output:
             found.append((name, nbytes, os.fstat(fd).st_mtime_ns))
         # crash: write.synced
         if self.is_directory:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(self.path)
         return found
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ from ..errors import ArgumentError, CheckpointError, WireError
 from ..views.leaf import Leaf
 from ..views.numpy import AnyDType
 from ..wire.dtypes import BY_NAME, DType
-from ..wire.spec import MAX_BYTES, MAX_NDIM, extent, read_json
-from ..wire.tree import check_meta
+from ..wire.spec import MAX_BYTES, MAX_NDIM, extent
+from .json_values import check_meta, read_json
 from .limits import MAX_DESCRIPTION, MAX_NAME, MAX_TENSORS, VERSION
 from .regions import Region, place
-from .structure import Encoder, numpy_dtype
+from .structure import Encoder, ForeignEncoder, numpy_dtype
 
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -204,11 +204,12 @@ class Plan:
         return result
 
 
-def plan(state: object, meta: dict[str, Any] | None = None) -> Plan:
+def plan(state: object, meta: dict[str, Any] | None = None, *, most: int | None = None) -> Plan:
     """Describe a state and say where its bytes are; copies nothing.
 
     `state` is a nested dict, list or tuple of torch tensors (on any device), NumPy arrays and plain Python values, or
-    an `nn.Module` (its `state_dict()`); `meta` a dict that JSON can express. Raises `ArgumentTypeError` or
+    an `nn.Module` (its `state_dict()`); `meta` a dict that JSON can express. `most` is for what somebody else made: how
+    many values it may be written out as, and meta tensors are allowed there. Raises `ArgumentTypeError` or
     `ArgumentError`, which name the path of what cannot be saved.
 
     >>> import numpy as np
@@ -219,7 +220,7 @@ def plan(state: object, meta: dict[str, Any] | None = None) -> Plan:
     """
     if meta is not None:
         check_meta(meta)
-    encoder = Encoder()
+    encoder = Encoder() if most is None else ForeignEncoder(most)
     return assemble(encoder.encode(state), encoder.leaves, meta)
 
 
@@ -228,17 +229,19 @@ def assemble(tree: Any, named: Sequence[tuple[str, Leaf]], meta: dict[str, Any] 
     leaves = [leaf for _, leaf in named]
     places, regions = place(leaves)
     tensors = []
-    for name, leaf, (region, offset, strides) in zip(_unique(named), leaves, places, strict=True):
+    for name, leaf, (region, offset, strides) in zip(
+        unique_names(name for name, _ in named), leaves, places, strict=True
+    ):
         dtype = leaf.description if leaf.dtype is None else leaf.dtype.name
         tensors.append(Entry(name, leaf.torch, dtype, tuple(leaf.shape), strides, region, offset))
     return Plan(tree, tensors, regions, meta)
 
 
-def _unique(leaves: Iterable[tuple[str, object]]) -> list[str]:
+def unique_names(wanted: Iterable[str]) -> list[str]:
     """Names that any file can hold, each once: `a.b` of two different places becomes `a.b` and `a.b#2`."""
     taken = {"__metadata__"}
     names = []
-    for name, _ in leaves:
+    for name in wanted:
         if not name.isprintable():
             name = name.encode("unicode_escape").decode("ascii")
         if len(name) > MAX_NAME:

@@ -18,11 +18,11 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..views.leaf import Leaf, Refused
+from ..views.libraries import is_tensor, torch_views
 from ..views.numpy import ROW, Array, address_of, array_at, array_leaf
-from ..views.walk import is_tensor, torch_views
-from ..wire.tree import check_meta
 from .chunks import Chunk, cut
 from .formats import Format, Layout
+from .json_values import check_meta
 from .plan import Plan, assemble
 from .regions import Region, lone
 from .structure import Encoder
@@ -59,7 +59,32 @@ class Geometry:
 
 
 class Recall:
-    """Of one writer. Not thread-safe."""
+    """Of one writer. Thread-safe, and a plan that an exception ends leaves nothing half remembered: whoever plans takes
+    the memory, and puts it back when it is whole again. Who finds none plans as if the state were the first one."""
+
+    def __init__(self, format: Format, max_shard: int | None) -> None:
+        self._make = partial(_Memory, format, max_shard)
+        self._kept: list[_Memory] = []
+
+    @property
+    def hits(self) -> int:
+        """How often a state was planned from memory."""
+        return self._kept[-1].hits if self._kept else 0
+
+    def prepare(self, state: object, meta: dict[str, Any] | None) -> Prepared:
+        """Plan a state. Raises as `plan` does."""
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            memory = self._make()
+        prepared = memory.prepare(state, meta)
+        if not self._kept:
+            self._kept.append(memory)
+        return prepared
+
+
+class _Memory:
+    """What is remembered of the last plan. One thread at a time."""
 
     def __init__(self, format: Format, max_shard: int | None) -> None:
         self._format, self._max_shard = format, max_shard

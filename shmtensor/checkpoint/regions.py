@@ -20,8 +20,8 @@ import numpy as np
 
 from ..cuda.runtime import device_of, runtime
 from ..views.leaf import Leaf, c_strides
+from ..views.libraries import torch_views
 from ..views.numpy import Array
-from ..views.walk import torch_views
 from ..wire.spec import extent
 
 MAX_SPREAD: Final = 2

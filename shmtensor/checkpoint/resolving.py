@@ -4,31 +4,68 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
-from ..errors import CheckpointError
+from ..errors import ArgumentError, CheckpointError
+from . import index
 from .formats import FORMATS, Opened, detect
-from .formats.safetensors import INDEX
+from .formats.shards import find_groups, find_index, shard_of
+from .manifest import MANIFEST, open_part, open_ranks
+from .names import check_source
 
 LATEST = "latest"
 _PATIENCE = 3
+_SUFFIXES: Final = tuple(each.suffix for each in FORMATS.values())
+_MODEL: Final = re.compile(
+    r"(?:pytorch_|adapter_|diffusion_pytorch_)?model(?P<variant>(?:\.[\w-]+)*)\.(?:safetensors|bin|pt|pth|npz)"
+)
+"""The model's file of a directory that other programs save a training in. What lies beside it (`optimizer.pt`,
+`scheduler.pt`) is a part of the same checkpoint, and none of its own."""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+def open_path(path: str | os.PathLike[str]) -> Opened:
     """Open what a path means; reads what describes the state, not the tensors.
 
     A file or a directory of shards is itself. Any other directory means its `latest`, and if there is no `latest`, or
     what it led to is gone, the newest checkpoint in it that is complete. Raises `FileNotFoundError`, or
     `CheckpointError` for what is damaged or no checkpoint.
     """
+    check_source(path)
     for attempt in range(_PATIENCE):
         try:
             found = resolve(path)
-            return found if isinstance(found, Opened) else detect(found).open(found)
+            return found if isinstance(found, Opened) else open_found(found)
         except FileNotFoundError:
             # a writer that keeps few checkpoints may delete one between two of our steps
+            if attempt == _PATIENCE - 1 or not Path(path).exists():
+                raise
+    raise AssertionError("unreachable")
+
+
+def open_found(path: Path) -> Opened:
+    """Open a file, or a directory that is one checkpoint."""
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return open_ranks(path)
+        path = whole(path) or path
+    return detect(path).open(path)
+
+
+def open_rank(path: str | os.PathLike[str], rank: int) -> Opened:
+    """One rank's part of what a path means. Raises what `open_path` does, `ArgumentError` if it has no such part."""
+    check_source(path)
+    for attempt in range(_PATIENCE):
+        try:
+            found = resolve(path)
+            directory = found.files[0].parent if isinstance(found, Opened) else found
+            if not (directory / MANIFEST).exists():
+                raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
+            return open_part(directory, rank)
+        except FileNotFoundError:
             if attempt == _PATIENCE - 1 or not Path(path).exists():
                 raise
     raise AssertionError("unreachable")
@@ -37,52 +74,128 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 def resolve(path: str | os.PathLike[str]) -> Path | Opened:
     """The file or directory that a path means; already opened if it was found as the newest complete one."""
     path = Path(path)
+    if not path.exists() and (second := _by_alias(path)) is not None:
+        return second
     if path.is_symlink() and not path.exists():
+        # one file of others, as in a cache that is not complete; or a second name, which means no other checkpoint
+        if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
+            raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
         return newest(path.parent)
     if path.is_dir():
-        if is_sharded(path):
+        if (path / MANIFEST).exists() or find_index(path) is not None:
             return path
         latest = path / LATEST
-        if latest.exists():
+        if latest.exists() and not _is_note(latest):
             return resolve(latest)
-        return newest(path)
+        snapshot = _snapshot(path)
+        if snapshot is not None:
+            return resolve(snapshot)
+        return path if whole(path) is not None else newest(path)
     if not path.exists():
-        for each in FORMATS.values():
-            named = path.with_name(path.name + each.suffix)
+        if path.name == LATEST and path.parent.is_dir():  # a file system without links
+            return newest(path.parent)
+        for suffix in _SUFFIXES:
+            named = path.with_name(path.name + suffix)
             if path.name and named.is_file():
                 return named
         raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", str(path))
     return path
 
 
-def is_sharded(path: Path) -> bool:
-    """Whether a directory is one checkpoint of several files."""
-    return (path / INDEX).is_file()
+def _by_alias(path: Path) -> Path | None:
+    """The checkpoint that a second name belongs to by the list of saves, where its link could not be made."""
+    if not _known_aliases(path.parent):
+        return None
+    entry = index.aliases(index.entries(str(path.parent)), str(path.parent)).get(path.name)
+    return None if entry is None else path.with_name(entry.name)
+
+
+def _known_aliases(directory: Path) -> set[str]:
+    return {entry.alias for entry in index.entries(str(directory)) if entry.alias}
+
+
+def whole(directory: Path) -> Path | None:
+    """The main file of a directory that is one checkpoint: its index, the first of its shards, or the model's file.
+
+    None for any other directory, such as one that a `CheckpointWriter` writes to, whose files are a checkpoint each.
+    """
+    if (directory / MANIFEST).exists():
+        return directory / MANIFEST
+    found = find_index(directory)
+    if found is not None or (directory / index.INDEX).exists():
+        return found
+    names = [name for name in os.listdir(directory) if not name.startswith(".")]
+    groups = list(find_groups(names).values())
+    models = sorted(
+        (match["variant"], not name.endswith(".safetensors"), name)
+        for name in names
+        if (match := _MODEL.fullmatch(name)) and shard_of(name) is None and (directory / name).is_file()
+    )
+    if models and (not models[0][0] or len({variant for variant, _, _ in models}) == 1):
+        return directory / models[0][2]
+    return directory / groups[0][0] if len(groups) == 1 and not models else None
 
 
 def candidates(directory: Path) -> Iterator[tuple[int, Path]]:
     """(time of the last change in ns, path) of what may be checkpoints in a directory; hidden names are unfinished."""
-    suffixes = tuple(each.suffix for each in FORMATS.values())
-    for path in directory.iterdir():
-        if path.name.startswith(".") or path.is_symlink():
-            continue
+    there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
+    groups = find_groups(path.name for path in there)
+    first = {name: group[0] for group in groups.values() for name in group}
+    for path in there:
         try:
+            if path.is_symlink() and path.resolve().parent == directory.resolve():
+                continue  # another name of what is listed itself
             if path.is_dir():
-                if is_sharded(path):
-                    yield (path / INDEX).stat().st_mtime_ns, path
-            elif path.name.endswith(suffixes):
+                main = whole(path)
+                if main is not None:
+                    yield main.stat().st_mtime_ns, path
+            elif path.name.endswith(_SUFFIXES) and first.get(path.name, path.name) == path.name:
                 yield path.stat().st_mtime_ns, path
         except FileNotFoundError:
             continue
+        except CheckpointError:  # said when it is opened
+            yield path.stat().st_mtime_ns, path
+
+
+def newest_first(directory: Path) -> list[tuple[int, Path]]:
+    """The candidates: first those that the list of saves has, the last saved first, by whatever time a copy gave them;
+    then the others by their time of change."""
+    order = index.order(str(directory))
+    return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
 
 
 def newest(directory: Path) -> Opened:
     """The newest checkpoint of a directory that is complete; a warning for each newer one that is not."""
-    for _, path in sorted(candidates(directory), reverse=True):
+    found = newest_first(directory)
+    for _, path in found:
         try:
-            return detect(path).open(path)
+            return open_found(path)
         except FileNotFoundError:
             continue
-        except CheckpointError as error:
+        except Exception as error:  # whatever is wrong with one, the others are there
+            if len(found) == 1 and isinstance(error, CheckpointError):
+                raise  # nothing is there that could be taken instead
             warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
     raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint in this directory", str(directory))
+
+
+def _is_note(latest: Path) -> bool:
+    """Whether a `latest` is a line of text that another program keeps there, such as the name of a directory."""
+    if latest.is_symlink() or not latest.is_file():
+        return False
+    with latest.open("rb") as file:
+        text = file.read(257)
+    return len(text) <= 256 and text.isascii() and text.decode("ascii").strip().isprintable()
+
+
+def _snapshot(directory: Path) -> Path | None:
+    """Where the revision `main` of a repository in the cache of Hugging Face's hub lies; None: it is no such cache."""
+    main = directory / "refs" / "main"
+    if not main.is_file() or not (directory / "snapshots").is_dir():
+        return None
+    with main.open("rb") as file:
+        revision = file.read(257).decode("utf-8", "replace").strip()
+    found = directory / "snapshots" / revision
+    if not re.fullmatch(r"[0-9A-Za-z]{1,128}", revision) or not found.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"revision {revision!r:.80} is not in this cache", str(directory))
+    return found

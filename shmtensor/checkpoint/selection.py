@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..wire.tree import key_of
+from .json_values import key_of
 
 
-def select(tree: Any, keys: Iterable[str] | str) -> Any:
-    """The tree without what no key names.
+def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> Any:
+    """The tree without what no key names; with `objects` it is the state itself, of dicts in place of nodes.
 
     A key is the dotted name of anything inside dicts: `"model"`, `"model.layer1.weight"`; it takes all that is below.
     Dict keys that have dots themselves (state dicts) are meant as well: `"model.layer1"` takes `layer1.weight` and
@@ -23,26 +24,53 @@ def select(tree: Any, keys: Iterable[str] | str) -> Any:
         raise ArgumentTypeError("keys= takes dotted names, such as keys=['model', 'optim.state']")
     used: set[str] = set()
     names: list[str] = []
-    result = _select(tree, "", wanted, used, names)
+    result = _Selection(wanted, used, names, _object_entries if objects else _entries).select(tree, "")
     for key in wanted:
         if key not in used:
-            raise _unknown(key, names)
-    return {"d": {}} if result is None else result
+            raise unknown(key, names)
+    return ({} if objects else {"d": {}}) if result is None else result
 
 
-def descend(tree: Any, key: str) -> Any:
+def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
     """What lies under one dotted name. Raises `ArgumentError` if nothing does."""
     names: list[str] = []
-    found = _descend(tree, "", key, names)
+    found = _descend(tree, "", key, names, _of_dict if objects else children)
     if found is None:
-        raise _unknown(key, names)
+        raise unknown(key, names)
     return found[0]
 
 
-def _unknown(key: str, names: list[str]) -> ArgumentError:
+def unknown(key: str, names: list[str]) -> ArgumentError:
+    """The error for a name that the checkpoint does not have; it says which are near."""
     near = difflib.get_close_matches(key, names, 3)
     hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names[:5]) or 'no names'}"
     return ArgumentError(f"the checkpoint has nothing named {key!r:.80}: {hint}")
+
+
+def replaced(state: Any, key: str, function: Callable[[Any], Any]) -> Any:
+    """A state of dicts with `function(value)` in place of what lies under one dotted name; dicts on the way there are
+    copied. Raises `ArgumentError` if nothing does."""
+    names: list[str] = []
+    found = _replaced(state, "", key, names, function)
+    if found is None:
+        raise unknown(key, names)
+    return found[0]
+
+
+def _replaced(value: Any, name: str, key: str, names: list[str], function: Callable[[Any], Any]) -> tuple[Any] | None:
+    for text, child in _of_dict(value):
+        path = f"{name}.{text}" if name else str(text)
+        names.append(path)
+        made: tuple[Any] | None = None
+        if path == key:
+            made = (function(child),)
+        elif key.startswith(f"{path}."):
+            made = _replaced(child, path, key, names, function)
+        if made is not None:
+            copied = copy.copy(value)
+            copied[text] = made[0]
+            return (copied,)
+    return None
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
@@ -54,39 +82,80 @@ def children(node: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _descend(node: Any, name: str, key: str, names: list[str]) -> tuple[Any] | None:
-    for text, child in children(node):
+def _of_dict(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+_Children = Callable[[Any], list[tuple[Any, Any]]]
+
+
+def _descend(node: Any, name: str, key: str, names: list[str], children_of: _Children) -> tuple[Any] | None:
+    for text, child in children_of(node):
         path = f"{name}.{text}" if name else str(text)
         names.append(path)
         if path == key:
             return (child,)
-        found = _descend(child, path, key, names) if key.startswith(f"{path}.") else None
+        found = _descend(child, path, key, names, children_of) if key.startswith(f"{path}.") else None
         if found is not None:
             return found
     return None
 
 
-def _select(node: Any, name: str, wanted: list[str], used: set[str], names: list[str]) -> Any:
-    if not isinstance(node, dict):
+class _Entries(NamedTuple):
+    """Of a dict or its node: (token or key, its text, child), and what makes a smaller one of some pairs."""
+
+    found: list[tuple[Any, str, Any]]
+    smaller: Callable[[list[tuple[Any, Any]]], Any]
+
+
+def _entries(node: Any) -> _Entries | None:
+    tags = [tag for tag in ("d", "k", "o", "c") if tag in node] if isinstance(node, dict) else []
+    if not tags:
         return None
-    for tag in ("d", "k", "o", "c"):
-        if tag not in node:
-            continue
+    tag, rest = tags[0], {key: value for key, value in node.items() if key == "m"}
+    if tag == "d":
+        return _Entries([(key, key, child) for key, child in node[tag].items()], lambda kept: {tag: dict(kept)})
+    return _Entries(
+        [(token, str(key_of(token)), child) for token, child in node[tag]],
+        lambda kept: {tag: [list(pair) for pair in kept], **rest},
+    )
+
+
+def _object_entries(value: Any) -> _Entries | None:
+    if not isinstance(value, dict):
+        return None
+
+    def smaller(kept: list[tuple[Any, Any]]) -> Any:
+        made = copy.copy(value)  # a dict of the same class, with torch's `_metadata`
+        made.clear()
+        made.update(dict(kept))
+        return made
+
+    return _Entries([(key, str(key), child) for key, child in value.items()], smaller)
+
+
+class _Selection(NamedTuple):
+    """What is wanted; the keys that were found, and the names that were looked at, grow on the way."""
+
+    wanted: list[str]
+    used: set[str]
+    names: list[str]
+    entries: Callable[[Any], _Entries | None]
+
+    def select(self, node: Any, name: str) -> Any:
+        entries = self.entries(node)
+        if entries is None:
+            return None
         kept: list[tuple[Any, Any]] = []
-        for token, child in node[tag].items() if tag == "d" else node[tag]:
-            text = str(token if tag == "d" else key_of(token))
+        for token, text, child in entries.found:
             path = f"{name}.{text}" if name else text
-            names.append(path)
-            hits = [key for key in wanted if path == key or path.startswith(f"{key}.")]
+            self.names.append(path)
+            hits = [key for key in self.wanted if path == key or path.startswith(f"{key}.")]
             if hits:
-                used.update(hits)
+                self.used.update(hits)
                 kept.append((token, child))
-            elif any(key.startswith(f"{path}.") for key in wanted):
-                part = _select(child, path, wanted, used, names)
+            elif any(key.startswith(f"{path}.") for key in self.wanted):
+                part = self.select(child, path)
                 if part is not None:
                     kept.append((token, part))
-        if not kept:
-            return None
-        rest = {key: value for key, value in node.items() if key == "m"}
-        return {tag: dict(kept) if tag == "d" else [list(pair) for pair in kept], **rest}
-    return None
+        return entries.smaller(kept) if kept else None

@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 
 from ..channel.membership import Member
-from ..channel.names import ring_name
 from ..cuda.runtime import runtime
 from ..endpoints.consumer import Consumer
 from ..endpoints.loan import Loan
@@ -21,10 +20,10 @@ from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
-from ..memory.words import store
-from ..ring.layout import R_RECORDS, RECORD_WORDS, RingShape
-from ..ring.pool import Place, Pool
+from ..ring.layout import RingShape
+from ..ring.pool import Pool
 from ..ring.ring import Ring
+from ..ring.writer import Place
 from ..units import format_bytes
 from .offload import Offload
 from .plan import Plan
@@ -71,32 +70,20 @@ class ChunkPool(Pool):
             self._wanted = 1
             self.add(nbytes)
 
-    def find(self, nbytes: int, is_free: Any) -> Place | None:
-        for ring in self.rings:
-            if self._fits(ring, nbytes):
-                slot = ring.find(ring.span(nbytes), is_free)
-                if slot >= 0:
-                    # nobody may take the old record for a new one
-                    store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
-                    return ring, slot
-        return None
+    def find(self, nbytes: int) -> Place | None:
+        fitting = (ring.index for ring in self.rings if self._fits(ring, nbytes))
+        return next(filter(None, (self._writer.acquire(nbytes, index) for index in fitting)), None)
+
+    def has_room(self, nbytes: int) -> bool:
+        return any(self._writer.has_room(nbytes, ring.index) for ring in self.rings if self._fits(ring, nbytes))
 
     def chunks(self) -> int:
         """Slots for chunks."""
         return sum(ring.slots for ring in self.rings if ring.slot_bytes == self.chunk)
 
-    def free_chunks(self, is_free: Any) -> int:
+    def free_chunks(self) -> int:
         """Slots for chunks that hold nothing."""
-        count = 0
-        for ring in self.rings:
-            if ring.slot_bytes == self.chunk:
-                for entry in ring.busy:
-                    if entry is None:
-                        count += 1
-                    elif is_free(ring, entry):
-                        ring.forget(entry)
-                        count += 1
-        return count
+        return sum(self._writer.free_slots(ring.index) for ring in self.rings if ring.slot_bytes == self.chunk)
 
     def possible(self) -> int:
         """Slots for chunks that `max_bytes` still admits."""
@@ -129,18 +116,18 @@ class ChunkPool(Pool):
 class Stager(Producer):
     """The trainer's end. `memory` bounds all shared memory of a writer, both channels together."""
 
+    _counts_lost = False
+    _pool_type = ChunkPool
+    _pool: ChunkPool
+    _widest = -1  # the pool chooses
+
     def __init__(self, channel: str, memory: int) -> None:
         self._loud = True
         super().__init__(channel, slots=_MOST_CHUNKS, full="block", max_bytes=memory - _AROUND)
 
     def _prepare(self, member: Member) -> None:
         super()._prepare(member)
-        self._pool: ChunkPool = ChunkPool(
-            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
-            kind=self._kind, slots=self._slots, slot_bytes=None, max_bytes=self._max_bytes,
-        )  # fmt: skip
         self._pool.setup()
-        self._rings = self._pool.rings
 
     @property
     def chunk(self) -> int:
@@ -152,49 +139,54 @@ class Stager(Producer):
 
         Makes no more than `max_bytes` admits. `ResourceError` if not even one chunk fits.
         """
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            pool = self._pool
-            if not pool.chunk:
-                pool.chunk = chunk_size(total, self._max_bytes or 0)
-            if head:
-                pool.make_room(head)
-            missing = -(-total // pool.chunk) - pool.free_chunks(self._is_free)
-            if missing > 0 and not pool.provide(missing) and not pool.chunks():
-                raise ResourceError(
-                    errno.ENOMEM,
-                    f"not even one chunk of {format_bytes(pool.chunk)} fits into memory="
-                    f"{format_bytes(self._max_bytes or 0)} and the {format_bytes(free_bytes())} that /dev/shm has "
-                    "free: pass a larger memory=, or give /dev/shm more room (containers: --shm-size)",
-                )
+        self._run(self._provide_inside, head, total)
+
+    def _provide_inside(self, head: int, total: int) -> None:
+        if self._state or self._stop:
+            self._refuse()
+        pool = self._pool
+        if not pool.chunk:
+            pool.chunk = chunk_size(total, self._max_bytes or 0)
+        if head:
+            pool.make_room(head)
+        missing = -(-total // pool.chunk) - pool.free_chunks()
+        if missing > 0 and not pool.provide(missing) and not pool.chunks():
+            raise ResourceError(
+                errno.ENOMEM,
+                f"not even one chunk of {format_bytes(pool.chunk)} fits into memory="
+                f"{format_bytes(self._max_bytes or 0)} and the {format_bytes(free_bytes())} that /dev/shm has "
+                "free: pass a larger memory=, or give /dev/shm more room (containers: --shm-size)",
+            )
 
     def fits(self, count: int) -> bool:
         """Whether so many chunks fit at all, into the rings that `provide` has made."""
-        with self._mutex:
-            return count <= self._pool.chunks()
+        return bool(self._run(lambda: count <= self._pool.chunks()))
 
     def has_room(self, count: int) -> bool:
         """Whether so many chunks fit now, beside what is in flight."""
-        with self._mutex:
-            self._drop_dead()
-            return count <= self._pool.free_chunks(self._is_free)
+        return bool(self._run(self._has_room_inside, count))
+
+    def _has_room_inside(self, count: int) -> bool:
+        self._drop_dead()
+        return count <= self._pool.free_chunks()
 
     @property
     def memory(self) -> int:
         """Bytes of shared memory in use: never more than was given."""
         return self._pool.nbytes + _AROUND
 
-    def tell(self, kind: str, number: int, data: Any = _NOTHING, *, loud: bool = True, **more: Any) -> None:
-        """Send a head, end or abandon. Waits for a small slot as `lend` does for a chunk: `RingFull` after a tick."""
+    def tell(
+        self, kind: str, number: int, data: Any = _NOTHING, *, timeout: float, loud: bool = True, **more: Any
+    ) -> None:
+        """Send a head, end or abandon. Waits for a small slot as `lend` does for a chunk."""
         self._loud = loud
         try:
-            self.send(data, {"k": kind, "n": number, **more}, timeout=0.25)
+            self.send(data, {"k": kind, "n": number, **more}, timeout=timeout)
         finally:
             self._loud = True
 
-    def lend(self, number: int, index: int, timeout: float = 0.25) -> Loan:
-        """A slot for a chunk; `RingFull` if none is given back within a tick."""
+    def lend(self, number: int, index: int, *, timeout: float) -> Loan:
+        """A slot for a chunk; `RingFull` if none is given back in time."""
         return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=timeout)
 
     def lend_more(self, number: int, indices: Sequence[int]) -> list[Loan]:
@@ -216,17 +208,19 @@ class Stager(Producer):
         finally:
             self._loud = True
 
-    def offload(self, plan: Plan) -> Offload:
-        """The copies of a state from its devices into slots of this writer."""
-        return Offload(plan, self._devices(), list(self._rings))
+    def offload(self, plan: Plan, after: dict[int, Any]) -> Offload:
+        """The copies of a state from its devices into slots of this writer, after these events."""
+        return Offload(plan, self._devices(), list(self._rings), after)
 
     def pin(self, devices: list[str]) -> None:
         """Register all slots now, for copies from some devices, instead of as they are first used."""
         for device in devices:
-            with self._mutex:
-                parts = self._devices().parts(list(self._rings), runtime().device(device))
-                for ring in self._rings:
-                    parts(ring.address, ring.buffer.nbytes)
+            self._run(self._pin_inside, device)
+
+    def _pin_inside(self, device: str) -> None:
+        parts = self._devices().parts(list(self._rings), runtime().device(device))
+        for ring in self._rings:
+            parts(ring.address, ring.buffer.nbytes)
 
     def _wake(self, ring: Ring, slot: int) -> None:
         if self._loud:
@@ -235,6 +229,8 @@ class Stager(Producer):
 
 class Taker(Consumer):
     """The writing process's end. Holds any number of messages; releases each one when it is finished with it."""
+
+    _counts_lost = False
 
     def __init__(self, channel: str) -> None:
         self.over = False

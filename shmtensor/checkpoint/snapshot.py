@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from ..endpoints.message import Message
 from .chunks import Chunk, cut
 from .digests import Summer, combine
-from .directory import Directory, remove
+from .directory import Best, Directory, remove
 from .disk import Disk
 from .formats import Layout, get_format
 from .index import Saved
@@ -56,6 +56,10 @@ class Snapshot:
         self.written = 0
         self.seconds = 0.0
         """From the beginning of `save` until it was durable under its name."""
+        self.unsynced: OSError | None = None
+        """Why it is not known to be durable, though complete under its name."""
+        self.unlinked = ""
+        """Why `latest`, or a second name, does not lead where it should."""
         self._chunks: dict[int, Message] = {}
         self._held: list[Message] = []
         self._writes: deque[_Write] = deque()
@@ -102,13 +106,9 @@ class Snapshot:
         self._directory, self._writer = directory, writer
         self._path = directory.temporary(self.name, writer, self.number)
         self._log_path = directory.temporary(self.name, writer, self.number, "log")
-        entry = directory.recorded(writer, self.number)
-        if entry is not None and (entry.is_there(directory.path) or entry.is_at(self._path)):
+        entry = self._recorded()
+        if entry is not None:
             return entry
-        if entry is not None and len(self._chunks) < len(self.chunks):
-            raise FileNotFoundError(2, f"{directory.at(self.name)} is gone: somebody removed it while it was finished")
-        if directory.is_taken(self.name):
-            raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
         self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
         lines = self._read_log() if self.streams else []
         # crash: write.begun
@@ -118,6 +118,22 @@ class Snapshot:
             self._log = os.open(self._log_path, flags | (0 if lines else os.O_TRUNC), 0o644)
         self._catch_up(len(lines))
         # crash: write.created
+        return None
+
+    def was_recorded(self, directory: Directory, writer: str) -> bool:
+        """Whether its files were complete already, when an earlier process died."""
+        return directory.recorded(writer, self.number) is not None
+
+    def _recorded(self) -> Saved | None:
+        """The entry, if the files are complete. Raises OSError if there can be none."""
+        directory = self._directory
+        entry = directory.recorded(self._writer, self.number)
+        if entry is not None and (entry.is_there(directory.path) or entry.is_at(self._path)):
+            return entry
+        if entry is not None and len(self._chunks) < len(self.chunks):
+            raise FileNotFoundError(2, f"{directory.at(self.name)} is gone: somebody removed it while it was finished")
+        if directory.is_taken(self.name):
+            raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
         return None
 
     def _read_log(self) -> list[int]:
@@ -201,35 +217,53 @@ class Snapshot:
         # crash: write.headers
         files = self._files.finish()
         self._files.close()
+        metrics = {name: float(value) for name, value in self.options["metrics"].items()}
         entry = Saved(
             self.name, self._writer, self.number, self.options["step"], self.layout.nbytes, combine(digests),
-            tuple(files),
+            tuple(files), metrics, self.options["alias"],
         )  # fmt: skip
         # crash: commit.before
-        self._directory.record(entry)
+        self._record(entry)
         # crash: commit.recorded
         return entry
 
+    def _record(self, entry: Saved) -> None:
+        """Note that the files are complete, before they get their name."""
+        self._directory.record(entry)
+
     def commit(self, entry: Saved) -> None:
-        """Give the files their name, then `latest`. May be repeated."""
+        """Give the files their name, then `latest`. May be repeated. Raises OSError while they do not have it.
+
+        From then on the checkpoint is complete, whatever fails: `unsynced` and `unlinked` say what did.
+        """
         directory = self._directory
         if not entry.is_there(directory.path):
             if directory.is_taken(self.name):
                 raise FileExistsError(17, f"{directory.at(self.name)} exists: somebody made it after the save began")
             os.rename(self._path, directory.at(self.name))
         # crash: commit.renamed
-        directory.sync()
+        try:
+            directory.sync()
+        except OSError as error:
+            self.unsynced = error
         # crash: commit.durable
-        directory.point_latest(self.name)
+        unlinked = [directory.point_latest(self.name)]
+        # crash: alias.before
+        unlinked.append(directory.point_aliases())
+        self.unlinked = "; ".join(filter(None, unlinked))
         self.seconds = time.monotonic() - float(self.options["began"])
 
-    def retain(self, keep_last: int | None, keep_every: int | None) -> tuple[list[str], list[str]]:
+    def retain(
+        self, keep_last: int | None, keep_every: int | None, keep_best: Best | None
+    ) -> tuple[list[str], list[str]]:
         """Delete old ones, and what is left of the writing; the names of the deleted, and what could not be done.
 
-        May be repeated.
+        Deletes nothing if this one is not known to be durable. May be repeated.
         """
-        self._drop_log()
-        return self._directory.retain(keep_last, keep_every)
+        self.drop_log()
+        if self.unsynced is not None:
+            return [], []
+        return self._directory.retain(keep_last, keep_every, keep_best)
 
     # --- the end
 
@@ -252,7 +286,7 @@ class Snapshot:
         self.discard_files()
         # crash: discard.removed
         if self.begun:
-            self._drop_log()
+            self.drop_log()
         self.release()
 
     def discard_files(self) -> None:
@@ -267,7 +301,8 @@ class Snapshot:
             with contextlib.suppress(OSError):
                 remove(self._path)
 
-    def _drop_log(self) -> None:
+    def drop_log(self) -> None:
+        """Remove the log of what was written; nothing of it is going to be."""
         fd, self._log = self._log, -1
         if fd >= 0:
             os.close(fd)

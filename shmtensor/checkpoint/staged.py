@@ -22,17 +22,18 @@ from ..errors import ArgumentError, CheckpointError, ResourceError, WireError
 from ..memory import segment as shm
 from ..memory.words import settle
 from ..ring.competing import CompetingFeed, state_word
+from ..ring.feed import COMPETING, Reception
 from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE
 from ..ring.ledger import Ledger
 from ..ring.ring import Ring
+from ..views.implementation import decode
 from ..views.numpy import Array
-from ..views.pack import Unpacker
 from .chunks import Chunk, cut
 from .formats import get_format
-from .names import channels_of
+from .names import channels_of, check_source
 from .plan import Plan
 from .reading import private
-from .resolving import LATEST, open_checkpoint
+from .resolving import LATEST, open_path
 from .slots import CHUNK, END, HEAD
 
 _NO_WORDS = memoryview(bytes(8)).cast("Q")
@@ -94,6 +95,7 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
     path: the directory of a `CheckpointWriter`, or `latest` in it. `FileNotFoundError`, which says why and what there
     is on disk, if there is none.
     """
+    check_source(path)
     directory = Path(path)
     if directory.name == LATEST:
         directory = directory.parent
@@ -117,7 +119,7 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
 
 def _nothing(directory: Path, why: str) -> FileNotFoundError:
     try:
-        opened = open_checkpoint(directory)
+        opened = open_path(directory)
         path = opened.files[0] if len(opened.files) == 1 else opened.files[0].parent
         there = f"on disk there is {os.path.realpath(path)}: load it without from_memory="
     except (FileNotFoundError, CheckpointError):
@@ -148,7 +150,7 @@ def _feed(channel: str, uid: int) -> Iterator[CompetingFeed]:
             name = ring_name(channel, uid, index)
             return Ring.attach(name, uid, index, kind=WORK_QUEUE, capacity=CAPACITY, writable=False)
 
-        yield CompetingFeed(ledger, 0, 0, _NO_WORDS, 0, None, attach, lambda: None)
+        yield CompetingFeed(Reception(COMPETING, _NO_WORDS), ledger, 0, 0, None, attach)
     finally:
         ledger.close()
 
@@ -182,7 +184,6 @@ def _snapshots(directory: Path, feed: CompetingFeed) -> Iterator[tuple[float, di
 
 def _messages(feed: CompetingFeed) -> Iterator[tuple[_Place, dict[str, Any], Any]]:
     """(place, meta, value) of every message whose record stands in a slot, done or not."""
-    unpackers: dict[bytes, Unpacker] = {}
     published = feed.ledger.published
     for ring in feed.rings:
         for slot in range(ring.slots):
@@ -193,10 +194,7 @@ def _messages(feed: CompetingFeed) -> Iterator[tuple[_Place, dict[str, Any], Any
                 found = feed.read(ring, slot, seq)
                 if found is None:
                     continue
-                unpacker = unpackers.get(found.static) or unpackers.setdefault(found.static, Unpacker(found.static))
-                if unpacker.nbytes > found.nbytes:
-                    continue
                 place = _Place(ring, slot, seq, found.offset, found.nbytes)
-                value, meta = unpacker(place.bytes, found.dynamic, readonly=True)
+                value, meta = decode(found.description, place.bytes, readonly=True)
                 if isinstance(meta, dict) and place.stands:
                     yield place, meta, value

@@ -5,7 +5,7 @@
 | null, true, false, string, number | itself |
 | array | list |
 | `{"d": {key: node}}` | dict whose keys are all strings |
-| `{"k": [[key, node], ...]}` | dict with other keys, written as in `shmtensor.wire.tree` |
+| `{"k": [[key, node], ...]}` | dict with other keys, written as in `json_values.py` |
 | `{"o": [[key, node], ...]}` | OrderedDict |
 | `{"o": [...], "m": node}` | OrderedDict with the `_metadata` that torch gives a state dict |
 | `{"c": [[key, node], ...]}` | Counter |
@@ -14,12 +14,16 @@
 | `{"z": [kind, parameters, [scalar, ...], [n, ...]]}` | sparse, quantized or nested tensor of these tensors |
 | `{"f": "nan"}` (`"inf"`, `"-inf"`) | a float that JSON lacks |
 | `{"i": hex}` | int of more than 1024 bits |
+| `{"j": [node, node]}` | complex number |
 | `{"b": base64}` | bytes |
 | `{"B": n}` | bytes that lie in array number n |
+| `{"a": node}` | bytearray of these bytes |
+| `{"e": [node, ...]}`, `{"E": [node, ...]}` | set, frozenset |
 | `{"n": [dtype, base64]}` | NumPy scalar, its dtype as in `Entry.dtype` |
 | `{"s": string}` | `numpy.str_` |
 | `{"size": [int, ...]}` | `torch.Size` |
 | `{"dtype": name}`, `{"device": name}` | `torch.dtype`, `torch.device` |
+| `{"meta": [dtype, shape, strides]}` | tensor without data, of somebody else's file; strides in elements |
 
 An object always has one of these tags, so that no string or key can be mistaken for one.
 """
@@ -40,10 +44,11 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..views.leaf import Leaf, Refused
+from ..views.libraries import is_tensor, torch_views
 from ..views.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
-from ..views.walk import is_tensor, torch_views
-from ..wire import tree
 from ..wire.dtypes import BY_NAME
+from ..wire.spec import COMPOSITES
+from .json_values import key_of, key_token
 from .limits import MAX_DEPTH, MAX_TENSORS
 
 _INLINE = 4096  # longer bytes lie with the tensors
@@ -51,8 +56,8 @@ _MAX_PLAIN_BITS = 1024
 _HEX = re.compile(r"-?0x[0-9a-f]+\Z")
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?\Z")
 _ALLOWED = (
-    "allowed are torch tensors, NumPy arrays and scalars, nn.Module, dict, list, tuple, str, bytes, int, float, bool, "
-    "None, torch.Size, torch.dtype and torch.device"
+    "allowed are torch tensors, NumPy arrays and scalars, nn.Module, dict, list, tuple, set, str, bytes, bytearray, "
+    "int, float, complex, bool, None, torch.Size, torch.dtype and torch.device"
 )
 
 
@@ -129,7 +134,7 @@ class Encoder:
         pairs = []
         for key, child in zip(value, nodes, strict=True):
             try:
-                pairs.append([tree.key_token(key), child])
+                pairs.append([key_token(key), child])
             except ArgumentTypeError as error:
                 raise Refused(ArgumentTypeError, str(error)) from None
         node: dict[str, Any] = {"k" if plain else "c" if isinstance(value, Counter) else "o": pairs}
@@ -191,7 +196,42 @@ class Encoder:
                 return {"dtype": str(value).removeprefix("torch.")}
             if isinstance(value, torch.device):
                 return {"device": str(value)}
+        return self._rare(value, name, depth)
+
+    def _rare(self, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, complex):
+            return {"j": [_float(value.real), _float(value.imag)]}
+        if isinstance(value, bytearray):
+            return {"a": self._node(bytes(value), name, depth)}
+        if isinstance(value, (set, frozenset)):
+            _check_depth(depth)
+            nodes = self._children(enumerate(value), name, depth)
+            return {"e" if isinstance(value, set) else "E": nodes}
         raise _refuse(value, _ALLOWED)
+
+
+class ForeignEncoder(Encoder):
+    """The same for a state that somebody else made, of whose objects many may be one: it writes out at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._left = self._most = most
+
+    def _node(self, value: Any, name: str, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise Refused(
+                ArgumentError,
+                f"its objects share others so often that they are more than {self._most} when written out: "
+                "load_checkpoint gives it as it is",
+            )
+        return super()._node(value, name, depth)
+
+    def _tensor(self, tensor: Any, name: str) -> Any:
+        if tensor.is_meta and not tensor.is_nested and tensor.layout == sys.modules["torch"].strided:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return {"meta": [dtype, list(tensor.shape), list(tensor.stride())]}
+        return super()._tensor(tensor, name)
 
 
 @functools.cache
@@ -302,7 +342,16 @@ class Decoder:
             case "b", str():
                 return base64.b64decode(body, validate=True)
             case "B", int():
-                return np.asarray(self._leaf(number(body))).tobytes()
+                array = np.asarray(self._leaf(number(body)))
+                if not array.flags.c_contiguous:  # one byte, again and again
+                    raise CheckpointError(f"invalid structure: bytes in tensor {body}, which is no run of memory")
+                return array.tobytes()
+            case "a", dict() if body.keys() <= {"b", "B"}:
+                return bytearray(self.decode(body, depth + 1))
+            case "j", [real, imaginary]:
+                return complex(_part(self.decode(real)), _part(self.decode(imaginary)))
+            case (("e" | "E"), list()):
+                return self._set(tag, body, depth)
             case "n", [dtype, str() as text]:
                 return scalar_of(dtype, text)
             case "s", str():
@@ -313,6 +362,8 @@ class Decoder:
                 return self._dtype(body)
             case "device", str() if _DEVICE.match(body):
                 return self._device(body)
+            case "meta", [str() as dtype, list() as shape, list() as strides]:
+                return self._meta(dtype, shape, strides)
         raise CheckpointError(f"invalid structure: {node!r:.80}")
 
     def _pairs(self, tag: str, body: list[Any], metadata: Any, depth: int) -> Any:
@@ -320,13 +371,33 @@ class Decoder:
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
                 raise CheckpointError(f"invalid structure: {pair!r:.80} is no key and value")
-            pairs.append((tree.key_of(pair[0]), self.decode(pair[1], depth + 1)))
+            pairs.append((key_of(pair[0]), self.decode(pair[1], depth + 1)))
         value: Any = dict(pairs) if tag == "k" else OrderedDict(pairs) if tag == "o" else Counter(dict(pairs))
         if len(value) != len(pairs):
             raise CheckpointError("invalid structure: a dict has a key twice")
         if metadata is not None:
             value._metadata = self.decode(metadata, depth + 1)
         return value
+
+    def _set(self, tag: str, body: list[Any], depth: int) -> Any:
+        values = [self.decode(child, depth + 1) for child in body]
+        try:
+            found = set(values) if tag == "e" else frozenset(values)
+        except TypeError as error:
+            raise CheckpointError(f"invalid structure: {error} in a set") from None
+        if len(found) != len(values):
+            raise CheckpointError("invalid structure: a set has a value twice")
+        return found
+
+    def _meta(self, dtype: str, shape: list[Any], strides: list[Any]) -> Any:
+        if not self._torch:
+            return self._composite("meta", (), [], [])
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *strides]):
+            raise CheckpointError(f"invalid structure: a tensor of shape {shape!r:.80} and strides {strides!r:.80}")
+        try:
+            return _torch().empty_strided(shape, strides, dtype=self._dtype(dtype), device="meta")
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(f"invalid structure: {error}") from None
 
     def _dtype(self, name: str) -> Any:
         if not self._torch:
@@ -352,6 +423,16 @@ def _torch() -> Any:
     return torch
 
 
+def _part(value: Any) -> float:
+    """Real or imaginary part of a complex number."""
+    if type(value) is not float and type(value) is not int:
+        raise CheckpointError(f"invalid structure: {value!r:.40} in a complex number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise CheckpointError("invalid structure: a complex number beyond all floats") from None
+
+
 def number(value: Any) -> int:
     """A tensor's number; `CheckpointError` if it cannot be one."""
     if type(value) is not int or not 0 <= value < MAX_TENSORS:
@@ -361,7 +442,7 @@ def number(value: Any) -> int:
 
 def check_composite(kind: str, parameters: list[Any], scalars: list[Any], numbers: list[Any]) -> tuple[int, ...]:
     """The parameters of a composite; `CheckpointError` unless its parts are as many as its kind has."""
-    shape = tree.COMPOSITES.get(kind)
+    shape = COMPOSITES.get(kind)
     if (
         shape is None
         or len(numbers) != shape.leaves

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -84,15 +83,6 @@ def parse_object(data: bytes, label: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{label}: its header is no JSON object")
     return value
-
-
-def read_object(path: Path, limit: int) -> dict[str, Any]:
-    """The dict of a JSON file of at most so many bytes."""
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise CheckpointError(f"{path} has more than {limit} bytes")
-    return parse_object(data, str(path))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

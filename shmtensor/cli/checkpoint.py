@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from rich.table import Table
 from ..checkpoint.checking import check
 from ..checkpoint.converting import convert as convert_checkpoint
 from ..checkpoint.digests import combine
-from ..checkpoint.formats import FORMATS, Opened, detect
+from ..checkpoint.formats import FORMATS, Opened
+from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
 from ..checkpoint.loader import check_options
 from ..checkpoint.plan import Entry
-from ..checkpoint.resolving import LATEST, candidates, open_checkpoint, resolve
+from ..checkpoint.resolving import LATEST, open_path
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..units import format_bytes, parse_bytes
 from .output import console, fail, guarded, print_json, seconds
@@ -58,7 +60,7 @@ def info(
     as_json: _AsJson = False,
 ) -> None:
     """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened."""
-    opened = open_checkpoint(path)
+    opened = open_path(path)
     if as_json:
         print_json(_as_dict(opened))
         return
@@ -122,7 +124,7 @@ def convert(
     """Write a checkpoint again in another format. It appears under its name when it is complete and on disk."""
     try:
         limit = None if max_shard is None else parse_bytes(max_shard, "--max-shard")
-        opened = open_checkpoint(source)
+        opened = open_path(source)
         with _bar("converting", opened.plan.nbytes, shown=not as_json) as progress:
             made = convert_checkpoint(opened, target, format, max_shard=limit, overwrite=overwrite, progress=progress)
     except ArgumentError as error:
@@ -142,11 +144,11 @@ def ls(
     directory: Annotated[Path, typer.Argument(help="A directory of checkpoints.")] = Path(),
     as_json: _AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest first; where `latest` leads, and which are not complete."""
+    """List the checkpoints of a directory, the newest first: step, size, metrics, the names that lead there (`latest`,
+    `best`), and which are not complete."""
     if not directory.is_dir():
         raise fail(f"{directory} is no directory")
-    target = resolve(directory / LATEST) if (directory / LATEST).exists() else None
-    rows = [_row(path, changed, target) for changed, path in sorted(candidates(directory), reverse=True)]
+    rows = [_row(info, opened) for info, opened in opened_checkpoints(directory)]
     if as_json:
         print_json({"directory": str(directory), "checkpoints": rows})
         return
@@ -156,13 +158,18 @@ def ls(
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("name", overflow="fold")  # the others keep their width
-    for heading in ("format", "bytes", "tensors", "age", ""):
-        table.add_column(heading, justify="right" if heading in ("bytes", "tensors", "age") else "left", no_wrap=True)
+    metrics = any(row["metrics"] for row in rows)
+    for heading in ("format", "step", "bytes", "tensors", "age", *["metrics"] * metrics, ""):
+        number = heading in ("step", "bytes", "tensors", "age")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=heading != "metrics")
     for row in rows:
-        note = "[red]damaged[/]" if row["error"] else "latest" if row["latest"] else ""
+        whole = not row["error"]
+        values = escape(", ".join(f"{name}={float(value):.6g}" for name, value in row["metrics"].items()))
         table.add_row(
-            escape(row["name"]), row["format"] or "", format_bytes(row["bytes"]) if row["format"] else "",
-            str(row["tensors"]) if row["format"] else "", seconds(max(0.0, time.time() - row["changed"])), note,
+            escape(row["name"]), row["format"] or "", "" if row["step"] is None else str(row["step"]),
+            format_bytes(row["bytes"]) if whole else "", str(row["tensors"]) if whole else "",
+            seconds(max(0.0, time.time() - row["time"])), *[values] * metrics,
+            escape(", ".join(row["aliases"])) if whole else "[red]damaged[/]",
         )  # fmt: skip
     out.print(table, soft_wrap=True)
     for row in rows:
@@ -170,17 +177,21 @@ def ls(
             out.print(f"[red]{escape(row['name'])}:[/] {escape(row['error'])}", soft_wrap=True)
 
 
-def _row(path: Path, changed: int, target: Any) -> dict[str, Any]:
-    latest = isinstance(target, Path) and target.exists() and target.resolve() == path.resolve()
+def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "name": path.name, "format": None, "bytes": 0, "tensors": 0, "changed": changed / 1e9, "latest": latest,
-        "error": None,
+        "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": 0,
+        "time": info.time, "metrics": {name: _plain(value) for name, value in info.metrics.items()},
+        "aliases": list(info.aliases), "latest": LATEST in info.aliases, "error": info.error,
     }  # fmt: skip
     try:
-        opened = detect(path).open(path)
-    except (CheckpointError, OSError) as error:
+        return row if opened is None else row | {"tensors": len(opened.plan.tensors)}
+    except CheckpointError as error:  # of a file of torch's own, which torch opens
         return row | {"error": str(error)}
-    return row | {"format": opened.format, "bytes": sum(opened.sizes), "tensors": len(opened.plan.tensors)}
+
+
+def _plain(value: float) -> float | str:
+    """A number as JSON has it; the others as text."""
+    return value if math.isfinite(value) else repr(value)
 
 
 def _number_of_readers(readers: int | None) -> int:
@@ -195,12 +206,13 @@ def _verify(path: Path, readers: int, *, bar: bool) -> dict[str, Any]:
         "path": str(path), "ok": False, "format": None, "digests": False, "bytes": 0, "damaged": [], "error": None,
     }  # fmt: skip
     try:
-        opened = open_checkpoint(path)
+        opened = open_path(path)
+        nbytes = opened.plan.nbytes if opened.state is None else sum(opened.sizes)  # whose tensors nobody has to know
         report |= {
             "path": str(_main_file(opened)), "format": opened.format, "digests": opened.digests is not None,
-            "bytes": opened.plan.nbytes,
+            "bytes": nbytes,
         }  # fmt: skip
-        with _bar(path.name, opened.plan.nbytes, shown=bar) as progress:
+        with _bar(path.name, nbytes, shown=bar) as progress:
             damaged = check(opened, readers=readers, progress=progress)
     except (CheckpointError, OSError) as error:
         return report | {"error": str(error)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 import time
 from dataclasses import dataclass
@@ -13,11 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..channel import sweep
+from ..channel.foreign import Foreign, foreign
 from ..channel.inspect import ChannelView, HeldMessage, MemberView, look
-from ..channel.names import check_channel
-from ..errors import ShmTensorError
+from ..channel.names import check_channel, parse_file, socket_dir
+from ..errors import ResourceError, ShmTensorError
 from ..units import format_bytes
 from .output import console, fail, guarded, print_json, seconds
+
+_FOREIGN_MOST = 20
+"""Lines of what is not the library's."""
 
 
 @guarded
@@ -25,7 +30,7 @@ def ls(
     channel: Annotated[str | None, typer.Argument(help="Only this channel.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List channels: members, rings, slots in use, who holds what and for how long.
+    """List channels: members, rings, slots in use, who holds what and for how long; and what is not the library's.
 
     Only looks: it joins no channel and changes nothing. Exit code 1 if CHANNEL is named and does not exist.
     """
@@ -36,16 +41,42 @@ def ls(
             raise fail(str(error), 2) from None
     views = [look(name) for name in sweep.channels() if channel in (None, name)]
     views = [view for view in views if view.files]
+    others = foreign(place() if channel is None else None)
+    if channel is not None:
+        others = [it for it in others if (parse_file(os.path.basename(it.path)) or ("",))[0] == channel]
     if as_json:
-        print_json({"channels": [as_dict(view) for view in views]})
+        print_json({"channels": [as_dict(view) for view in views], "foreign": [foreign_dict(it) for it in others]})
     else:
         out = console()
         for view in views:
             _show(out, view)
         if not views and channel is None:
             out.print("no channels")
+        for it in others[:_FOREIGN_MOST]:
+            out.print(f"[yellow]not ours:[/] {escape(describe(it))}", soft_wrap=True)
+        if len(others) > _FOREIGN_MOST:
+            out.print(f"[yellow]not ours:[/] {len(others) - _FOREIGN_MOST} more, see --json")
     if channel is not None and not views:
-        raise fail(f'there is no channel "{channel}": see `shmtensor ls`')
+        why = "what lies under its name is not the library's" if others else "see `shmtensor ls`"
+        raise fail(f'there is no channel "{channel}": {why}')
+
+
+def place() -> str | None:
+    """This user's socket directory, if it can be used."""
+    try:
+        return socket_dir()
+    except ResourceError:
+        return None
+
+
+def describe(it: Foreign) -> str:
+    """What lies among the library's files and is none of them, in a line."""
+    return f"{it.path}: {it.what}, user {user_name(it.owner) if it.owner >= 0 else 'unknown'}"
+
+
+def foreign_dict(it: Foreign) -> dict[str, Any]:
+    """The JSON form of the same."""
+    return {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
 
 
 def as_dict(view: ChannelView) -> dict[str, Any]:
@@ -56,7 +87,7 @@ def as_dict(view: ChannelView) -> dict[str, Any]:
         "user": user_name(view.owner),
         "bytes": view.nbytes,
         "files": list(view.files),
-        "living": view.living,
+        "living": view.living if view.readable else None,
         "members": [_member_dict(member) for member in view.members],
         "messages": [_message_dict(message) for message in view.held],
         "notes": list(view.notes),
@@ -117,6 +148,8 @@ def user_name(uid: int) -> str:
 def _show(out: Console, view: ChannelView) -> None:
     dead = len(view.members) - view.living
     life = f"{view.living} alive" + (f", [red]{dead} gone[/]" if dead else "")
+    if not view.readable:
+        life = "[yellow]members unknown[/]"
     out.print(f"[bold]{view.name}[/]  {view.kind}, user {user_name(view.owner)}, {life}, {format_bytes(view.nbytes)}")
     if view.members:
         out.print(_members_table(view))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from ..channel import sweep
+from ..channel.foreign import foreign
+from ..channel.inspect import look
 from ..channel.names import PREFIX, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..memory import segment as shm
@@ -21,11 +24,13 @@ from ..memory.locks import LockFile
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..units import format_bytes
 from .finding import FAIL, OK, WARN, Finding
+from .ls import describe
 
 _MIB = 1 << 20
 _ROOMY = 256 * _MIB
 _FEW_FILES = 1024
 _NO_LIMIT = 1 << 60
+_NAMED = 3
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -55,7 +60,7 @@ def shared_memory() -> Iterator[Finding]:
             f"{shm.SHM_DIR} mount", WARN, f"{kind} {options}",
             "expected tmpfs: elsewhere slots may be written to a disk",
         )  # fmt: skip
-    name = f"{PREFIX}doctor-{os.getpid()}"
+    name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with shm.create(name, shm.PAGE, "free some") as segment:
             segment.map(writable=True)
@@ -172,7 +177,7 @@ def kernel() -> Iterator[Finding]:
         yield _ofd_locks()
     except OSError as error:
         yield Finding("OFD locks", FAIL, str(error), f"needs a file in {shm.SHM_DIR} to try them on")
-    name = f"{PREFIX}doctor-{os.getpid()}"
+    name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         sleeper = Sleeper(name, create=True)
         sleeper.post()
@@ -192,7 +197,7 @@ def kernel() -> Iterator[Finding]:
 def _ofd_locks() -> Finding:
     with tempfile.TemporaryFile(dir=shm.SHM_DIR) as file:
         path = f"/proc/self/fd/{file.fileno()}"
-        first, second = (LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for _ in range(2))
+        first, second = (LockFile(path, leads_to=os.readlink(path)) for _ in range(2))
         try:
             works = first.try_exclusive(1) and second.held_by_other(1) and not second.try_exclusive(1)
             first.close()
@@ -273,6 +278,45 @@ def leftovers() -> Iterator[Finding]:
         yield Finding("leftovers", OK, "none", "nothing of dead processes lies around")
 
 
+def foreign_entries() -> Iterator[Finding]:
+    """What lies among the library's files and is none of them."""
+    try:
+        place: str | None = socket_dir()
+    except ResourceError:
+        place = None
+    try:
+        found = [describe(it) for it in foreign(place)]
+    except ResourceError as error:
+        yield Finding("not ours", WARN, "not counted", str(error))
+        return
+    if not found:
+        yield Finding("not ours", OK, "none", "nothing else lies under the library's names")
+        return
+    more = f"; {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    yield Finding(
+        "not ours", WARN, "; ".join(found[:_NAMED]) + more, "passed by, and harms nobody: its owner may remove it"
+    )
+
+
+def unreadable() -> Iterator[Finding]:
+    """This user's channels that cannot be looked into: another version's, without permission, damaged."""
+    try:
+        views = [look(name) for name in sweep.channels()]
+    except ResourceError as error:
+        yield Finding("channels", WARN, "not counted", str(error))
+        return
+    closed = [view for view in views if view.owner == os.geteuid() and not view.readable]
+    if closed:
+        text = "; ".join(f"{view.name}: {view.notes[0]}" for view in closed[:_NAMED])
+        yield Finding(
+            "channels", WARN, f"{len(closed)} of {len(views)} cannot be read: {text}",
+            "use the same version everywhere; what nobody uses any more can be deleted",
+        )  # fmt: skip
+    else:
+        yield Finding("channels", OK, f"{len(views)}", "all of this user's can be read")
+
+
 CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     shared_memory, limits, huge_pages, kernel, socket_directory, remove_ipc, leftovers,
+    foreign_entries, unreadable,
 )  # fmt: skip

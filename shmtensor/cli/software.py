@@ -6,11 +6,12 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from .. import hot
+from .. import native
 from ..channel.names import PREFIX
 from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
@@ -39,14 +40,19 @@ def packages() -> Iterator[Finding]:
             yield Finding(label, FAIL, f"{type(error).__name__}: {error}", f"pip install {distribution}")
 
 
-def _hot() -> Finding:
-    if hot.module() is not None:
-        return Finding("compiled hot path", OK, "in use", "plain tensors are sent and received without Python code")
+def codec() -> Iterator[Finding]:
+    """Whether messages are sent and received by the compiled module."""
+    if native.module is not None:
+        yield Finding("compiled core", OK, "in use", "messages are sent and received without Python code")
+        return
     if os.environ.get("SHMTENSOR_PURE"):
-        return Finding("compiled hot path", OK, "switched off", "by SHMTENSOR_PURE")
-    why = "not built" if not hot.BUILT else "this torch lacks the DLPack exchange interface"
-    remedy = "optional, x86-64 only: small tensors go two to four times faster with a C compiler at pip install"
-    return Finding("compiled hot path", WARN, why, remedy)
+        yield Finding("compiled core", OK, "switched off", "by SHMTENSOR_PURE")
+        return
+    remedy = (
+        "the Python code does the same, forty times slower for small messages: the module needs a C compiler at pip "
+        "install, and a Python with its lock"
+    )
+    yield Finding("compiled core", WARN, "not in use", f"{native.why_not}; {remedy}")
 
 
 def torch() -> Iterator[Finding]:
@@ -62,7 +68,6 @@ def torch() -> Iterator[Finding]:
     yield Finding(
         "torch", OK, str(module.__version__), "imports; imported by the library when the first tensor arrives"
     )
-    yield _hot()
     yield from _cuda(module)
 
 
@@ -84,7 +89,7 @@ def _cuda(torch: Any) -> Iterator[Finding]:
 
 def _pins(writable: bool) -> str:
     """Why a page of shared memory cannot be pinned; empty if it can."""
-    name = f"{PREFIX}doctor-pin-{os.getpid()}"
+    name = f"{PREFIX}doctor-pin-{secrets.token_hex(8)}"
     with shm.create(name, shm.PAGE, "free some") as segment:
         shm.unlink(name)
         mapping = segment.map(writable=writable)
@@ -95,4 +100,4 @@ def _pins(writable: bool) -> str:
     return failure
 
 
-CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (python, packages, torch)
+CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (python, packages, codec, torch)

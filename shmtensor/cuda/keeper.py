@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ..errors import CudaError
+from ..memory import forks
 from .runtime import runtime
 
 log = logging.getLogger("shmtensor")
@@ -196,4 +197,4 @@ def _forget() -> None:
 
 
 _inherited: list[Any] = []
-os.register_at_fork(after_in_child=_forget)
+forks.call_in_child(_forget)

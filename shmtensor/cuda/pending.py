@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import CudaError
+from ..memory import forks
 from .runtime import runtime
 
 _busy: dict[int, Pending] = {}  # by copy: so that a list lives while one is on its way
@@ -124,4 +124,4 @@ def _drop() -> None:
 _inherited: list[object] = []
 
 
-os.register_at_fork(after_in_child=_drop)
+forks.call_in_child(_drop)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
 from ..errors import ArgumentError, CudaError
+from ..memory import forks
 from .library import HANDLE_BYTES, Handle, Library, failure
 
 PORTABLE: Final = 1  # cudaHostRegisterPortable
@@ -386,5 +385,4 @@ def _forget() -> None:
     _found = None
 
 
-if sys.platform == "linux":
-    os.register_at_fork(after_in_child=_forget)
+forks.call_in_child(_forget)

@@ -53,20 +53,20 @@ class Arrivals:
         number = number_of(device)
         return None if number is None else cls(number)
 
-    def bring(self, value: Any, receiver: Receiver[Any]) -> tuple[Any, Arrival | None]:
+    def bring(self, value: Any, receiver: Receiver) -> tuple[Any, Arrival | None]:
         """A value that this receiver got, with every tensor on the device, copies under way on the receiver's stream;
         no arrival if it holds no tensor.
 
         Slots stay leased until their copies are complete and the receiver brings the next value, or closes.
         """
-        devices = receiver._devices()
         with self._lock:
+            devices = receiver._devices()
             devices.pending.look()
             stream = devices.stream(self._device)
             moved, event, memory = devices.copy_out(value, receiver._mapped_rings(), self._device, stream)
         return moved, Arrival(self._device, event, memory) if memory else None
 
-    def unpack(self, message: Message, receiver: Receiver[Any]) -> Any:
+    def unpack(self, message: Message, receiver: Receiver) -> Any:
         """The object of a queue's item, safe on the current stream."""
         value = message.value
         if pickling.is_stream(value):

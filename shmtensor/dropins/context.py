@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing import context, process
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import collating
 from .arrivals import number_of
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from multiprocessing.pool import Pool
 
 
+_PIPES: Final = ("concurrent.futures.process", "multiprocessing.pool")
+"""Modules that reach into the pipes of a queue that their context makes."""
+
+
 class _Queues(context.BaseContext):
     """What differs from `multiprocessing`'s contexts."""
 
@@ -22,16 +27,21 @@ class _Queues(context.BaseContext):
     device: int | None = None
     """Where tensors arrive that this process gets from a queue of this context; None: in host memory."""
 
-    def Queue(self, maxsize: int = 0) -> Queue:  # type: ignore[override]
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:  # type: ignore[override]
         """A `shmtensor.Queue` for processes of this context."""
         return Queue(maxsize, ctx=self, device=self.device)
 
-    def JoinableQueue(self, maxsize: int = 0) -> JoinableQueue:  # type: ignore[override]
+    def JoinableQueue(self, maxsize: int = 0) -> JoinableQueue[Any]:  # type: ignore[override]
         """A `shmtensor.JoinableQueue` for processes of this context."""
         return JoinableQueue(maxsize, ctx=self, device=self.device)
 
-    def SimpleQueue(self) -> SimpleQueue:  # type: ignore[override]
-        """A `shmtensor.SimpleQueue` for processes of this context."""
+    def SimpleQueue(self) -> Any:
+        """A `shmtensor.SimpleQueue` for processes of this context.
+
+        The standard library's own executor and pool, which wait on the pipes of their queues, get a standard one.
+        """
+        if sys._getframe(1).f_globals.get("__name__") in _PIPES:
+            return multiprocessing.get_context(self._name).SimpleQueue()
         return SimpleQueue(ctx=self, device=self.device)
 
     def Pool(self, *args: Any, **kwargs: Any) -> Pool:

@@ -3,25 +3,36 @@
 It is the standard executor: its management thread and its worker loop. Only what they carry is another thing, and
 what carries it. What `submit` was given is pickled at once and sent when a worker has time for it (`shipping.py`); a
 worker sends its result the same way (`worker.py`); sockets carry the name of a slot (`lines.py`).
+
+Ctrl-C and the like are raised in the thread that calls, between any two steps. There, a call is handed over in one
+step, under locks that a C function takes; what takes several (to make the pool, to start workers, to shut down) is done
+on a thread that no other code knows (`calls.aside`), and may be done again.
 """
 
 from __future__ import annotations
 
+import _thread
 import collections
 import concurrent.futures
+import contextvars
 import functools
+import itertools
 import os
+import queue
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import process as standard
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Final
 
+from ..calls import OwnThread, aside
 from ..channel.control import CAPACITY
 from ..endpoints.base import check_count
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
+from ..startmethod import context_of
 from ..units import parse_bytes
 from . import lines, worker
 from .arrivals import Arrivals
@@ -29,7 +40,6 @@ from .parcels import check_fits
 from .retries import Retries, fail_overlooked, settle
 from .shipping import Depot, Shipment, Task
 from .streams import dumps
-from .worker import Packed
 
 MOST_WORKERS: Final = CAPACITY - 6
 """A channel has so many members; some places are left to workers that follow others."""
@@ -40,12 +50,35 @@ _depots: weakref.WeakKeyDictionary[threading.Thread, Depot] = weakref.WeakKeyDic
 """By management thread: a pool's channels stay until its workers have ended, whoever else has dropped them."""
 
 
+def _grad_mode() -> bool | None:
+    """That of this thread; None without PyTorch."""
+    torch: Any = sys.modules.get("torch")
+    return None if torch is None else torch.is_grad_enabled()
+
+
+class _Idle:
+    """How many workers wait, in place of a `threading.Semaphore`, whose lock an exception can leave locked."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def release(self) -> None:
+        self._count += 1  # one step: no other thread runs in between
+
+    def acquire(self, blocking: bool = False) -> bool:
+        if not self._count:
+            return False
+        self._count -= 1
+        return True
+
+
 class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
     """`concurrent.futures.ProcessPoolExecutor`, with tensors and arrays sent through shared memory, both ways.
 
     Args:
-        max_workers, mp_context, initializer, initargs, max_tasks_per_child: as for the standard executor, with at most
-            250 workers. `max_tasks_per_child` needs Python 3.11.
+        max_workers, initializer, initargs, max_tasks_per_child: as for the standard executor, with at most 250 workers.
+            `max_tasks_per_child` needs Python 3.11.
+        mp_context: a `multiprocessing` context or a start method's name, such as `"fork"`; None: the default one.
         max_bytes: shared memory [bytes, or a string such as `"4GiB"`] that the parent may take for the arguments of
             calls, and each worker for its results; None: as far as `/dev/shm` allows.
         retry_on_death: how often a call is run again after the worker that ran it died. With 0, a worker's death
@@ -63,8 +96,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
     result, and `BrokenProcessPool` if its worker died.
 
     >>> import numpy as np, shmtensor
-    >>> from multiprocessing import get_context
-    >>> with shmtensor.ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+    >>> with shmtensor.ProcessPoolExecutor(2, mp_context="fork") as pool:
     ...     total = pool.submit(np.add, np.ones((512, 512)), 1).result().sum()
     >>> int(total)
     524288
@@ -96,11 +128,16 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             newer["max_tasks_per_child"] = max_tasks_per_child
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._arrivals = Arrivals.to(device)
+        mp_context = None if mp_context is None else context_of(mp_context, "mp_context")
         self._given = (max_workers, mp_context), newer, (initializer, initargs)
         self._retries = Retries(weakref.WeakMethod(self._renew), retry_on_death)
+        self._settle = functools.partial(settle, self._retries)
         self._gate = threading.RLock()  # one at a time: hand over a task, or make a fresh pool
+        self._starting, self._forgetting = _thread.allocate_lock(), _thread.allocate_lock()
+        self._leaving = threading.RLock()  # one at a time: let go of the channels
+        self._numbers = itertools.count()
         self._ending = False
-        self._open()
+        aside(self._open, "shmtensor pool start")
 
     def _open(self) -> None:
         """Become a fresh pool, which has not started a worker yet."""
@@ -113,6 +150,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             raise
         self._depot: Depot | None = depot
         lines.lay(self)
+        self._work_ids = queue.SimpleQueue()  # type: ignore[assignment]
+        self._idle_worker_semaphore = _Idle()  # type: ignore[assignment]
+        self._grows: bool = getattr(self, "_safe_to_dynamically_spawn_children", True)  # not there before Python 3.10.5
         self._initializer, self._initargs = worker.start, (depot.address, *beginning)
         self._manager: weakref.ref[threading.Thread] | None = None
 
@@ -124,22 +164,31 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         The call is pickled before this returns. Tensors and arrays in it are copied when a worker is chosen for it: as
         with the standard executor, change them only when the call has ended.
         """
+        self._check_open()  # before the gate: whoever makes a fresh pool holds it for long
+        if self._is_inside() and not isinstance(threading.current_thread(), OwnThread):
+            raise ReentrantError(
+                "a signal handler or finalizer called submit() in the middle of another submit() of its own thread: "
+                "submit from another thread, or set a flag there"
+            )
         value = dumps((fn, args, kwargs))
         check_fits(value, self._max_bytes, "a call")
         task = Task(value)
-        self._check_open()  # before the gate: whoever makes a fresh pool holds it for long
-        with self._gate:
-            self._check_open()
-            for attempts_left in range(_TRIES, -1, -1):
-                if self._retries.most and self._broken:
-                    self._renew()
-                try:
+        for attempts_left in range(_TRIES, -1, -1):
+            if self._retries.most and self._broken:
+                aside(self._renew, "shmtensor renewal")
+            try:
+                with self._gate:
+                    self._check_open()
                     self._attempt(task)
-                    break
-                except BrokenProcessPool:  # just now
-                    if not self._retries.most or not attempts_left:
-                        raise
+                break
+            except BrokenProcessPool:  # just now
+                if not self._retries.most or not attempts_left:
+                    raise
         return task
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is handing over a call."""
+        return self._gate._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _check_open(self) -> None:
         if self._ending:
@@ -150,28 +199,117 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         depot = self._depot
         if depot is None:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        shipment = Shipment(depot, task)
-        attempt: Future[Packed] = super().submit(worker.run, shipment)  # type: ignore[arg-type]
-        manager: Any = self._executor_manager_thread
-        if manager is not None and manager not in _depots:
-            _depots[manager] = depot
-            self._manager = weakref.ref(manager)
-        attempt.add_done_callback(functools.partial(settle, shipment, self._retries))
-        if self._broken and manager is not None:  # meanwhile
-            threading.Thread(target=fail_overlooked, args=(manager,), name="shmtensor pool end").start()
+        shipment = Shipment(depot, task, self._settle)
+        item = standard._WorkItem(shipment, worker.run, (shipment,), {})  # type: ignore[arg-type]
+        with self._shutdown_lock:
+            if self._broken:
+                raise BrokenProcessPool(self._broken)
+            if self._shutdown_thread:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if standard._global_shutdown:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            number = next(self._numbers)
+            try:
+                self._queue_count = number + 1
+                self._pending_work_items[number] = item  # from here to the next line nothing can be interrupted
+                self._work_ids.put(number)
+                self._see_to_it()
+            except BaseException:
+                if number in self._pending_work_items:
+                    self._see_to_it()
+                raise
+
+    def _see_to_it(self) -> None:
+        """Have the call that was handed over run. May be interrupted, and called again."""
+        self._executor_manager_thread_wakeup.wakeup()
+        manager = self._executor_manager_thread
+        if manager is None or (
+            self._grows and not self._idle_worker_semaphore.acquire() and len(self._processes) < self._given[0][0]
+        ):
+            inherited = contextvars.copy_context(), _grad_mode()
+            aside(functools.partial(inherited[0].run, self._start, inherited[1]), "shmtensor pool start")
+        elif self._broken:  # meanwhile
+            aside(functools.partial(fail_overlooked, manager), "shmtensor pool end", wait=False)
+
+    def _start(self, grad_mode: bool | None) -> None:
+        """Start a worker, or with fork all of them, and the management thread if there is none.
+
+        A forked worker inherits what belongs to the thread that forks it, here not the one that calls: its context
+        variables and PyTorch's grad mode are taken along.
+        """
+        if grad_mode is not None:
+            sys.modules["torch"].set_grad_enabled(grad_mode)
+        with self._starting:
+            if self._grows:
+                self._adjust_process_count()
+            try:
+                self._start_executor_manager_thread()
+            except BaseException:  # else `shutdown` would wait for a thread that has not begun
+                self._executor_manager_thread = None  # type: ignore[assignment]
+                raise
+            manager: Any = self._executor_manager_thread
+            if manager not in _depots and self._depot is not None:
+                _depots[manager] = self._depot
+                self._manager = weakref.ref(manager)
 
     # --- ends
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As for the standard executor. Results that are alive stay valid."""
+        """As for the standard executor. Results that are alive stay valid.
+
+        Called by a signal handler or a finalizer that interrupts a `submit` of this very thread, it returns at once,
+        and takes effect when that call ends.
+        """
         self._ending = True
+        if threading.current_thread() is self._living_manager():  # in a callback
+            if cancel_futures:
+                self._retries.stop()
+            super().shutdown(wait=wait, cancel_futures=cancel_futures)
+        else:
+            shut_down = functools.partial(self._shut_down, wait, cancel_futures)
+            aside(shut_down, "shmtensor pool shutdown", wait=not self._is_inside(), complete=False)
+
+    def _shut_down(self, wait: bool, cancel_futures: bool) -> None:
+        """May run on several threads at once."""
         if self._retries.most:
             self._shut_down_at_last(wait, cancel_futures)
         else:
-            super().shutdown(wait=wait, cancel_futures=cancel_futures)
-        depot, self._depot = self._depot, None
-        if wait and depot is not None:  # else it closes when the management thread has ended
-            depot.close()
+            manager = self._living_manager() if self._flag(cancel_futures) else None
+            if wait and manager is not None:
+                manager.join()
+            self._forget(wait)
+        with self._leaving:
+            manager = self._living_manager()
+            depot = self._depot or (None if manager is None else _depots.get(manager))
+            if wait and depot is not None and (manager is None or not manager.is_alive()):
+                depot.close()  # else it closes when the management thread has ended
+                if manager is not None:
+                    _depots.pop(manager, None)
+            self._depot = None
+            del depot, manager  # before the lock: the next one that waits here ends with nothing left
+
+    def _flag(self, cancel_futures: bool) -> bool:
+        """Tell the management thread to end; False if somebody else has waited for that, or will not."""
+        with self._shutdown_lock:
+            wakeup = self._executor_manager_thread_wakeup
+            if cancel_futures:
+                self._cancel_pending_futures = True
+            self._shutdown_thread = True
+            if wakeup is not None:
+                wakeup.wakeup()
+        return wakeup is not None
+
+    def _forget(self, wait: bool) -> None:
+        """Let go of what the standard executor lets go of, and of the calls that it has carried."""
+        with self._forgetting:
+            line = getattr(self, "_call_queue", None)
+            if line is not None and self._manager is None:  # no management thread could be started: end the workers
+                line.hang_up()
+                line.close()
+                for process in list(self._processes.values()) if wait else []:
+                    process.join()
+            super().shutdown(wait=wait, cancel_futures=self._cancel_pending_futures)
+            self._pending_work_items = {}
 
     def _shut_down_at_last(self, wait: bool, cancel_futures: bool) -> None:
         """Shut down whatever pool there is, until no worker's death leads to another one."""
@@ -179,15 +317,17 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             self._retries.stop()
         while True:
             with self._gate:
-                super().shutdown(wait=False, cancel_futures=cancel_futures)
+                self._flag(cancel_futures)
                 manager = self._living_manager()
             if not wait:
+                self._forget(wait)
                 return
             if manager is not None:
                 manager.join()
             with self._gate:
                 self._renew()
                 if self._living_manager() is manager:
+                    self._forget(wait)
                     break
         self._retries.join()
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 from ..channel import control as ctl
 from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
-from ..errors import WireError
-from ..ring.competing import CompetingFeed
-from ..ring.feed import ARRAY, Found
-from ..ring.layout import R_RECORDS, RECORD_WORDS
-from . import pickling
+from ..ring.feed import GIVEN_UP
 
-_NOTHING = 1 << 64
+_age = methodcaller("age")
 
 
 class Getter(Consumer):
     """The consumer of one process's gets. `abandoned` is called when an item is dropped after too many attempts."""
+
+    _counts_lost = False
 
     def __init__(self, channel: str, abandoned: Callable[[], None]) -> None:
         self._when_abandoned = abandoned
@@ -34,62 +32,54 @@ class Getter(Consumer):
         return super()._poll(patience)
 
     def _is_over(self) -> bool:
-        """A queue has no end: whoever holds it may put."""
+        """A queue has no end: whoever holds it may put. Raises `WireError` if whoever does cannot be read."""
         self._retire_drained()
+        if not self._feeds:
+            self._refresh_if_moved()
+        if not self._feeds and (unread := self.unread()) is not None:
+            raise unread
         return False
 
-    def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
-        before = self._abandoned
-        message = super()._deliver(feed, found, seq)
+    def _take(self, feed: Any, patience: int = 0) -> Message | None:
+        message = super()._take(feed, patience)
+        if message is None:
+            return None
         # crash: get.delivered
-        if self._abandoned != before:
-            self._when_abandoned()
-        if message is not None and found.kind == ARRAY and pickling.is_stream(message.value):
-            self._learn(feed, found, None)
         return message
 
-    def pop(self, missing: object) -> Any:
-        """The next item if it is one that the compiled module can unpickle from its slot, else `missing`.
+    def _handle(self, feed: Any, event: Any) -> None:
+        super()._handle(feed, event)
+        if event[0] == GIVEN_UP:
+            self._when_abandoned()
 
-        The item is its getter's then, also if unpickling raises.
+    def pop(self, make: Callable[[Any], object], made: list[Any], settled: Callable[[], object] | None) -> bool:
+        """Append what `make` makes of the next item to `made`, say that it is done and call `settled`: in one call.
+
+        False, and nothing done, if there is none, or something is to be done first. An item that `make` refuses is
+        gone, and `settled` is called. What a first try raises and a second does not arrived there from outside: then
+        the item is appended, and the exception raised.
         """
-        inlet = self._inlet
-        return missing if inlet is None else inlet.pop(pickle.loads, missing)
+        direct = self._direct
+        if direct is None or self._undelivered or self._scan_wanted:  # what an interrupted call has taken comes first
+            return False
+        taken = direct.consume(make, made, settled) is True
+        if direct.more:
+            self._share()
+        return taken
 
     def is_empty(self) -> bool:
         """Whether there is nothing to get now, be it new or given back by a getter that died."""
-        if self._mutex.acquire(blocking=False):  # else a thread that gets is looking around itself
-            try:
-                if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
-                    self._refresh()
-            finally:
-                self._mutex.release()
-        return not any(_has_open(feed) for feed in list(self._feeds))
+        self._try_run(self._refresh_if_moved)  # else a thread that gets is looking around itself
+        return not self._undelivered and not any(_has_open(feed) for feed in list(self._feeds))
+
+    def _refresh_if_moved(self) -> None:
+        if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
 
 
-def _age(feed: CompetingFeed) -> int:
-    """When the next message of a putter was published, on the host's monotonic clock; passes over what others have."""
-    while seq := feed.next():
-        try:
-            ring, slot = _place(feed, seq)
-        except (WireError, FileNotFoundError):
-            return 0  # for the walk to report
-        at = R_RECORDS + slot * RECORD_WORDS
-        stamp: int = ring.words[at + 1]
-        if ring.words[at] == seq and feed.is_open(ring, slot, seq, walking=True):
-            return stamp
-        feed.position = seq
-    return _NOTHING
-
-
-def _place(feed: CompetingFeed, seq: int) -> tuple[Any, int]:
-    place = feed.words[feed.order + (seq & feed.mask)]
-    ring, slot = feed.ring(place >> 32), place & 0xFFFFFFFF
-    if slot >= ring.slots:
-        raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
-    return ring, slot
-
-
-def _has_open(feed: CompetingFeed) -> bool:
+def _has_open(feed: Any) -> bool:
     """Whether a putter has an item that is not done and that no living getter has."""
-    return any(seq not in feed.leases and not feed.ledger.locks.held_by_other(seq) for _, _, seq in feed.unfinished())
+    return any(
+        not feed.has_lease(ring.index, slot, seq) and not feed.ledger.locks.held_by_other(seq)
+        for ring, slot, seq in feed.unfinished()
+    )

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
+from functools import partial
 from typing import Any
 
+from ..endpoints.base import TICK
 from ..endpoints.message import Message
-from .queues import _MISSING, Queue
+from ..memory.counters import MOST, Counter
+from .deadlines import ONCE
+from .link import Link
+from .queues import Hand, Queue, T
 
 
-class JoinableQueue(Queue):
+class JoinableQueue(Queue[T]):
     """`multiprocessing.JoinableQueue` through shared memory: a `Queue` with `task_done` and `join`.
 
     An item is done when `task_done` was called for it. A getter that ends before that, however it ends, gives back what
@@ -27,9 +33,12 @@ class JoinableQueue(Queue):
     >>> queue.close()
     """
 
-    def _open(self, ctx: Any, max_bytes: int | None) -> None:
-        self._tasks = _Tasks(ctx)
-        super()._open(ctx, max_bytes)
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        return *super()._counts(), (0, MOST), (0, MOST), (0, MOST)
+
+    def _start(self, link: Link, counters: list[Counter]) -> None:
+        self._tasks = _Tasks(*counters[2:])
+        super()._start(link, counters)
 
     def _begin(self) -> None:
         self._held = _Held()
@@ -38,106 +47,149 @@ class JoinableQueue(Queue):
     def _when_abandoned(self) -> Any:
         return self._tasks.forget
 
-    def __getstate__(self) -> Any:
-        return super().__getstate__(), self._tasks
+    def _reserve(self, reserved: list[Any], deadline: float | None) -> None:
+        super()._reserve(reserved, deadline)
+        reserved += itertools.starmap(self._tasks.begin, ONCE)  # before anybody can get it and call `task_done`
 
-    def __setstate__(self, state: Any) -> None:
-        queue, self._tasks = state
-        super().__setstate__(queue)
-
-    def _send(self, value: Any, deadline: float | None) -> None:
-        self._tasks.begin()  # before anybody can get it and call `task_done`
-        try:
-            super()._send(value, deadline)
-        except BaseException:
+    def _undo(self, reserved: list[Any]) -> None:
+        if len(reserved) > 1:
             self._tasks.forget()
-            raise
+        super()._undo(reserved)
 
-    def _pop(self) -> Any:
-        return _MISSING  # an item is held as a message until its task is done
+    def _pop(self) -> bool:
+        return False  # an item is held as a message until its task is done
 
-    def _note(self, message: Message) -> None:
-        if message.attempt == 1:  # else it gave room when it came to its first getter
-            self._give_room()
+    def _take(self, hand: Hand) -> None:
+        if hand.steps[0].attempt == 1 and not hand.gave:
+            # before it is unpickled: who gets it again after a death gives no room, as its first getter has
+            try:
+                hand.gave += itertools.starmap(self._room.release, ONCE)
+            except ValueError:
+                hand.gave.append(None)
+        super()._take(hand)
 
-    def _settle(self, message: Message) -> None:
-        self._held.add(message)
-        self._held.keep(self._tasks.unfinished)
+    def _steps(self, message: Message) -> tuple[Any, ...]:
+        return (self._held.adding(message),)
+
+    def _settle(self, hand: Hand) -> None:
+        super()._settle(hand)
+        self._held.trim(self._tasks)
 
     def task_done(self) -> None:
         """Say that an item that was got is done: the oldest one that this thread has got, else that this process has.
 
-        Raises `ValueError` if it is called more often than items were put.
+        Raises `ValueError` if it is called more often than items were put. If an exception from outside ends it, the
+        item may be done.
         """
-        self._tasks.finish()
-        self._held.release()
+        if not self._held.finish(self._tasks):
+            raise ValueError("task_done() called too many times")
+        self._tasks.notify()
 
     def join(self) -> None:
         """Wait until every item that was put is done."""
-        self._tasks.wait()
+        open_before = not self._closed
+        before = self._tasks.rounds()
+        while self._tasks.unfinished and self._tasks.rounds() == before:
+            self._tasks.sleep()
+            if open_before:
+                self._check_open()
+        self._tasks.ring()
 
     def close(self) -> None:
         """As `Queue.close`; items that this process got and has not done are given back."""
+        self._finish_hands()
+        self._held.complete()
+        self._undelivered.clear()  # their messages are held
         self._held = _Held()
         super().close()
 
 
 class _Tasks:
-    """How many items are not done, across processes."""
+    """How many items are not done, across processes.
 
-    def __init__(self, ctx: Any) -> None:
-        self._unfinished, self._changed = ctx.Semaphore(0), ctx.Condition()
+    There is no lock. `unfinished` is the truth. Who brings it to 0 makes one more of `rounds`, so that a waiter learns
+    of it though more was put since, and rings `bell`, from which waiters only wake: they look at the other two, and
+    every `TICK` by themselves, and pass the ringing on. (Once there were 2 ** 31 rounds, a waiter has to see the 0.)
+    """
+
+    def __init__(self, unfinished: Counter, rounds: Counter, bell: Counter) -> None:
+        self._unfinished, self._rounds, self._bell = unfinished, rounds, bell
+        self.begin = unfinished.release
+        """One more."""
+        self.rounds = rounds.value
 
     @property
     def unfinished(self) -> int:
-        return int(self._unfinished.get_value())
+        return int(self._unfinished.value())
 
-    def begin(self) -> None:
-        """One more."""
-        self._unfinished.release()
+    def finishing(self) -> Any:
+        """To be called: one less; False if there is none."""
+        return partial(self._unfinished.acquire, False)
 
-    def finish(self) -> None:
-        """One less; `ValueError` if there is none."""
-        with self._changed:
-            if not self._unfinished.acquire(False):
-                raise ValueError("task_done() called too many times")
-            if not self._unfinished.get_value():
-                self._changed.notify_all()
+    def notify(self) -> None:
+        """After one less: wake who waits if it was the last one."""
+        if not self._unfinished.value():
+            self._rounds.give()
+            self.ring()
 
     def forget(self) -> None:
         """One less, of an item that was not put after all or is given up."""
-        with contextlib.suppress(ValueError):
-            self.finish()
+        if self._unfinished.acquire(False):
+            self.notify()
 
-    def wait(self) -> None:
-        with self._changed:
-            if self._unfinished.get_value():
-                self._changed.wait()
+    def sleep(self) -> None:
+        self._bell.acquire(True, TICK)
+
+    def ring(self) -> None:
+        if not self._bell.value():
+            self._bell.release()
 
 
 class _Held:
     """What this process has got and not done: (thread, message), oldest first. Dropping it gives the items back."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._messages: collections.deque[tuple[int, Message]] = collections.deque()
+        self._finishing: list[Any] = []
+        """The entry whose task is being counted as done, then whether it was."""
 
-    def add(self, message: Message) -> None:
-        self._messages.append((threading.get_ident(), message))
+    def adding(self, message: Message) -> Any:
+        """To be called: add a message, got by this thread."""
+        return partial(self._messages.append, (threading.get_ident(), message))
 
-    def release(self) -> None:
-        """One is done."""
+    def finish(self, tasks: _Tasks) -> bool:
+        """One is done; False if there is none, in any process."""
         with self._lock:
+            self.complete()
             mine = threading.get_ident()
-            found = next((entry for entry in self._messages if entry[0] == mine), None)
-            if found is None and self._messages:
-                found = self._messages[0]
-            if found is not None:
-                self._messages.remove(found)
-                found[1].release()
+            entry = next((entry for entry in self._messages if entry[0] == mine), None)
+            if entry is None and self._messages:
+                entry = self._messages[0]
+            finishing = tasks.finishing()
+            try:
+                self._finishing = [entry]
+                self._finishing += itertools.starmap(finishing, ONCE)
+                return self.complete()
+            except BaseException:
+                self.complete()
+                raise
 
-    def keep(self, count: int) -> None:
-        """At most `count` can be not done: `task_done` was called by others for the rest."""
+    def complete(self) -> bool:
+        """What was counted as done is done. Whether there was something."""
         with self._lock:
-            while len(self._messages) > count:
-                self._messages.popleft()[1].release()
+            entry, *counted = self._finishing or (None,)
+            if any(counted) and entry is not None:
+                entry[1].release()
+                with contextlib.suppress(ValueError):
+                    self._messages.remove(entry)
+            self._finishing = []
+            return any(counted)
+
+    def trim(self, tasks: _Tasks) -> None:
+        """No more can be not done than are unfinished: `task_done` was called by other processes for the rest."""
+        with self._lock:
+            held = len(self._messages)  # before the count: what another thread gets now may be counted there
+            for _ in range(held - tasks.unfinished):
+                self._messages[0][1].release()
+                self._messages.popleft()

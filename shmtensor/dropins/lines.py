@@ -206,6 +206,7 @@ class CallLine(_Line):
         """After `close`: wait until the thread has ended."""
         if self._feeder is not None:
             self._feeder.join()
+        self._replaced.pending_work_items = {}  # calls that were cancelled; with them the pool's channels would stay
         super().close()
 
     @property

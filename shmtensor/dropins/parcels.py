@@ -9,21 +9,22 @@ queue's: the lock that is the claim, the lease that ends with the last view, the
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
-from ..channel.names import ring_name
 from ..endpoints.base import TICK
 from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
-from ..errors import PeerDied, ResourceError, RingFull
+from ..errors import PeerDied, ResourceError, RingFull, WireError
 from ..memory.segment import PAGE, free_bytes
-from ..ring.competing import CompetingFeed, state_word
+from ..ring.competing import state_word
+from ..ring.feed import ATTACH, GIVEN_UP
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
-from ..ring.pool import Pool
+from ..ring.pool import Pool, Sizing
 from ..units import format_bytes
 from .streams import nbytes_of
 
@@ -79,16 +80,12 @@ class _FittedPool(Pool):
 class Outbox(Producer):
     """Sends parcels. Its rings grow up to `max_bytes`, or as far as `/dev/shm` allows."""
 
+    _counts_lost = False
+    _pool_type = _FittedPool
+    _sizing = Sizing.exactly(1)
+
     def __init__(self, channel: str, max_bytes: int | None) -> None:
         super().__init__(channel, full="grow", max_bytes=max_bytes)
-
-    def _prepare(self, member: Member) -> None:
-        super()._prepare(member)
-        self._pool = _FittedPool(
-            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
-            kind=self._kind, slots=1, slot_bytes=None, max_bytes=self._max_bytes,
-        )  # fmt: skip
-        self._rings = self._pool.rings
 
     def post(self, value: list[Any], hope: Callable[[], bool], what: str, holder: str) -> Parcel:
         """Send a value that `streams.dumps` made.
@@ -124,8 +121,7 @@ class Outbox(Producer):
 
     def is_settled(self) -> bool:
         """Whether every parcel was taken and finished with; views of them may be alive."""
-        with self._mutex:
-            return self._is_settled()
+        return bool(self._run(self._is_settled))
 
     def was_lost(self, parcel: Parcel) -> bool:
         """Whether somebody took the parcel and is gone: died with it, or finished and then died."""
@@ -147,10 +143,13 @@ class _NoInbox:
 class Inbox(Consumer):
     """Takes parcels by name. `recv` is not for it."""
 
+    _counts_lost = False
+
     def __init__(self, channel: str) -> None:
         super().__init__(channel, acknowledge="release")
 
     def _prepare(self, member: Member) -> None:
+        self._member = member
         self._bells = Doorbells(member.directory)
         self._inbox = _NoInbox()  # type: ignore[assignment]
 
@@ -159,21 +158,35 @@ class Inbox(Consumer):
 
         Raises `PeerDied` if it is not there, `WireError` if its bytes are not valid.
         """
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            feed = self._feed(parcel.sender)
-            found = None if feed is None else feed.locate(parcel.seq)
-            if feed is not None and found is not None and feed.claim(found.ring, found.slot, parcel.seq):
-                feed.position = max(feed.position, parcel.seq)  # nobody walks: a feed is read as far as it was taken
-                message = self._deliver(feed, found, parcel.seq)
-                if message is not None:
-                    self._received += 1
-                    self._received_bytes += message.nbytes
-                    return message
+        return self._run(self._take_inside, parcel)  # type: ignore[no-any-return]
+
+    def _take_inside(self, parcel: Parcel) -> Message:
+        if self._state:
+            self._refuse()
+        if (now := time.monotonic()) >= self._look_around_due:  # nobody waits here, and so nobody else looks
+            self._look_around_due = now + TICK
+            self._end_dead_leases()
+        feed = self._feed(parcel.sender)
+        if feed is not None:
+            try:
+                while type(found := feed.take_named(parcel.seq, self, self._undelivered)) is tuple:
+                    if found[0] == ATTACH:
+                        feed.ring(found[2])
+                    elif found[0] == GIVEN_UP:
+                        self._handle(feed, found)
+                    else:
+                        raise WireError(feed.explain(found))
+                if found is not None:
+                    self._undelivered.clear()
+                    return found  # type: ignore[no-any-return]
+            except BaseException:
+                feed.abandon()
+                found = None
+                self._undelivered.clear()  # it may be taken again
+                raise
         raise PeerDied(f'channel "{self.name}": message {parcel.seq} of member {parcel.sender:016x} is gone')
 
-    def _feed(self, sender: int) -> CompetingFeed | None:
+    def _feed(self, sender: int) -> Any:
         feed = next((feed for feed in self._feeds if feed.uid == sender), None)
         if feed is None:
             self._refresh()

@@ -29,13 +29,10 @@ import numpy as np
 
 from ..cuda.runtime import device_of
 from ..views.leaf import Refused
+from ..views.libraries import torch_views
 from ..views.numpy import ROW, Array, array_leaf
-from ..views.outgoing import SMALL
-from ..views.walk import torch_views
 
 _PROTOCOL = 5
-GRAIN = 64
-"""Streams are padded, which pickle ignores, to a multiple of these bytes: few descriptions serve many messages."""
 
 _Reduced = tuple[Any, ...] | str
 _reducers: dict[type, Callable[[Any], _Reduced]] = {}
@@ -92,11 +89,10 @@ def dumps(obj: object) -> list[Any]:
     """
     file = io.BytesIO()
     leaves = dump(obj, file)
-    return [_padded(file), *leaves]
+    return [_array(file), *leaves]
 
 
-def _padded(file: io.BytesIO) -> Array:
-    file.write(bytes(-file.tell() % GRAIN))
+def _array(file: io.BytesIO) -> Array:
     return np.frombuffer(file.getbuffer(), np.uint8)
 
 
@@ -113,8 +109,8 @@ def loads(value: list[Any]) -> Any:
 def pack(obj: object) -> Any:
     """As `dumps`, shorter where nothing is lost: a lone tensor or array as it is, an object without any as its stream.
 
-    The stream alone is `bytes`, and is sent as `stream_array` of it. An array of one dimension and bytes that is an
-    item is told from that by going beside a stream.
+    The stream alone is `bytes`, and is sent as an array of them. An array of one dimension and bytes that is an item
+    is told from that by going beside a stream.
     """
     kind = type(obj)
     if kind in _SCALARS:
@@ -129,17 +125,7 @@ def pack(obj: object) -> Any:
             return tensor
     file = io.BytesIO()
     leaves = dump(obj, file)
-    return [_padded(file), *leaves] if leaves else file.getvalue()
-
-
-def stream_array(stream: bytes) -> Array:
-    """A lone stream as the uint8 array that is sent: padded to its size class, if it is small.
-
-    The classes, 64 bytes times a power of two, are those of the compiled module's `Outbox.send_stream`.
-    """
-    size = len(stream)
-    size = max(64, 1 << (size - 1).bit_length()) if size <= SMALL else -(-size // GRAIN) * GRAIN
-    return np.frombuffer(stream.ljust(size, b"\0"), np.uint8)
+    return [_array(file), *leaves] if leaves else file.getvalue()
 
 
 def is_stream(value: Any) -> bool:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
 from queue import Full
 from typing import Any, Final
 
+import numpy as np
+
 from ..channel.membership import Member
-from ..channel.names import ring_name
-from ..endpoints import usual
-from ..endpoints.base import SPIN_NS
 from ..endpoints.producer import Producer
+from ..endpoints.spinning import Spin
 from ..errors import ResourceError, RingFull
-from ..memory.segment import SHM_DIR, free_bytes
-from ..memory.words import store
+from ..memory.segment import SHM_DIR, NameTaken, free_bytes
 from ..ring.competing import state_word
-from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
-from ..ring.pool import Place, Pool
-from ..ring.ring import Busy, Ring
+from ..ring.layout import DONE, RECORD_WORDS, RELEASED, RingShape, round_slot
+from ..ring.pool import Pool
+from ..ring.ring import Ring
+from ..ring.writer import Place
 from ..units import format_bytes
-from ..views.outgoing import SMALL, Outgoing
-from . import pickling
 
 PATIENCE: Final = 30.0
 """Seconds without any memory given back, everything got, after which a put that waits for memory is an error."""
@@ -67,17 +64,12 @@ class GrowingPool(Pool):
     eager: bool
     """Whether to add a ring rather than wait."""
 
-    def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
-        slot_bytes = _slot_of(nbytes)
-        rings = self._of_size(slot_bytes)
-        for ring in rings:  # messages are got about in the order of their slots: mostly the first to look at is free
-            entry = ring.busy[ring.first(is_free)]
-            if entry is None or is_free(ring, entry):
-                return self._take(ring, is_free)
+    def find(self, nbytes: int) -> Place | None:
+        rings = self._of_size(_slot_of(nbytes))
         for ring in rings:
-            place = self._take(ring, is_free)
+            place = self._writer.acquire(nbytes, ring.index)
             if place is not None:
-                return place
+                return place  # type: ignore[no-any-return]
         if self.may_grow(nbytes):
             try:
                 self.add(nbytes)
@@ -85,8 +77,8 @@ class GrowingPool(Pool):
                 if not self.rings:
                     raise
             else:
-                return self._take(self.rings[-1], is_free)
-        return super().find(nbytes, is_free)
+                return self._writer.acquire(nbytes, len(self.rings) - 1)  # type: ignore[no-any-return]
+        return super().find(nbytes)
 
     def make_room(self, nbytes: int) -> None:
         if not self._of_size(_slot_of(nbytes)) and not self.may_grow(nbytes):
@@ -100,6 +92,8 @@ class GrowingPool(Pool):
     def add(self, nbytes: int) -> None:
         try:
             super().add(nbytes)
+        except NameTaken:
+            raise
         except ResourceError as error:
             limit = self._max_bytes or 0
             raise ResourceError(
@@ -111,13 +105,6 @@ class GrowingPool(Pool):
 
     def _of_size(self, slot_bytes: int) -> list[Ring]:
         return [ring for ring in self.rings if slot_bytes <= ring.slot_bytes <= _WIDE * slot_bytes]
-
-    def _take(self, ring: Ring, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
-        slot = ring.find(1, is_free)
-        if slot < 0:
-            return None
-        store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)  # nobody may take the old record for a new one
-        return ring, slot
 
     def _shape(self, nbytes: int) -> RingShape:
         slot_bytes = _slot_of(nbytes)
@@ -134,19 +121,23 @@ class GrowingPool(Pool):
 class Putter(Producer):
     """The producer of one process's puts. Its `max_bytes` is always set."""
 
-    _outbox_ring: Ring
+    _counts_lost = False
+    _pool_type = GrowingPool
+    _widest = _WIDE
+    _pool: GrowingPool
 
     def __init__(self, channel: str, max_bytes: int | None) -> None:
         super().__init__(channel, full="grow", max_bytes=default_limit() if max_bytes is None else max_bytes)
+        self._spin = Spin()  # a getter that keeps up is faster than another ring
 
     def _prepare(self, member: Member) -> None:
         super()._prepare(member)
-        self._pool: GrowingPool = GrowingPool(
-            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index),
-            kind=self._kind, slots=self._slots, slot_bytes=None, max_bytes=self._max_bytes,
-        )  # fmt: skip
         self._pool.eager = False
-        self._rings = self._pool.rings
+
+    @property
+    def published(self) -> int:
+        """How many items were put."""
+        return self._published
 
     def put(self, value: Any, deadline: float | None) -> None:
         """Send what `pickling.pack` made, waiting for memory.
@@ -161,13 +152,7 @@ class Putter(Producer):
                 getters' tensors fill the memory, and for `PATIENCE` seconds none of them died.
         """
         if type(value) is bytes:
-            outbox = self._outbox
-            seq = None if outbox is None else outbox.send_stream(value, 0 if deadline == 0 else SPIN_NS)
-            if seq is not None:
-                if seq < 0:
-                    self._wake_late(-seq)
-                return
-            value = pickling.stream_array(value)
+            value = np.frombuffer(value, np.uint8)
         grace = _GRACE if deadline is None else max(0.0, min(_GRACE, deadline - time.monotonic()))
         self._pool.eager = not grace
         # crash: put.begun
@@ -195,22 +180,14 @@ class Putter(Producer):
                 raise Full(f"no memory for the item: {text}")
             wait = _LOOK if deadline is None else min(_LOOK, deadline - now)
 
-    def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
-        if pickling.is_stream(value) and out.nbytes <= min(SMALL, ring.slot_bytes):
-            if self._outbox is None or self._outbox_ring is not ring:  # the next ones mostly go to the same ring
-                self._unlearn()
-                self._outbox, self._outbox_ring = usual.outbox(self, ring), ring
-            if self._outbox is not None:
-                self._outbox.learn(None, out, usual.constant_of(ring, slot, out), out.nbytes)
-
     def _holders(self) -> tuple[int, int, int]:
         """Items that nobody has got, items that were got and whose memory is in use, bytes of the latter."""
         unread = held = nbytes = 0
-        for ring, entry in self._pool.messages():
-            seq, slot, span = entry[:3]
-            if ring.words[state_word(ring, slot) + DONE] != seq:
+        for ring, slot, seq, span in self._writer.messages():
+            state = state_word(ring, slot)
+            if ring.words[state + DONE] != seq:
                 unread += 1
-            elif not self._is_free(ring, entry):
+            elif ring.words[state + RELEASED] != seq:
                 held += 1
                 nbytes += span * ring.slot_bytes
         return unread, held, nbytes

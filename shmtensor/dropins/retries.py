@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
+from ..calls import OwnThread
 from . import worker as worker_side
 from .shipping import Shipment, Task
 from .worker import INTERRUPTED, Packed
@@ -65,7 +65,7 @@ class Retries:
             if self._manager is None:
                 self._manager = threading.current_thread()
                 _bury(self._manager)
-                self._renewal = threading.Thread(target=_renew, args=(self._renew, self), name="shmtensor renewal")
+                self._renewal = OwnThread(target=_renew, args=(self._renew, self), name="shmtensor renewal")
                 try:
                     self._renewal.start()
                 except RuntimeError:  # the interpreter ends
@@ -138,8 +138,7 @@ def fail_overlooked(manager: Any) -> None:
     for worker in _workers(manager):
         worker.terminate()
     for item in list(manager.pending_work_items.values()):
-        with contextlib.suppress(InvalidStateError):
-            item.future.set_exception(BrokenProcessPool("a worker died while this call was submitted"))
+        item.future.set_exception(BrokenProcessPool("a worker died while this call was submitted"))
 
 
 def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) -> None:
@@ -151,7 +150,7 @@ def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) 
         renew()
 
 
-def settle(shipment: Shipment, retries: Retries, attempt: Future[Packed]) -> None:
+def settle(retries: Retries, shipment: Shipment, packed: Packed | None, error: BaseException | None) -> None:
     """An attempt has ended: so does its task, unless it is tried again.
 
     Runs in the management thread, or in that of `CallLine`.
@@ -160,17 +159,16 @@ def settle(shipment: Shipment, retries: Retries, attempt: Future[Packed]) -> Non
     depot.arrived(shipment)
     if task.cancelled():
         return
-    if attempt.cancelled():  # by `shutdown`
+    if isinstance(error, CancelledError) and packed is None and not shipment.begun:  # by `shutdown`
         if not task.cancel():  # of a later attempt the caller saw nothing: the task runs
             task.fail(BrokenProcessPool("a worker died at this call, and its next try was cancelled"))
         return
-    error = attempt.exception()
     if isinstance(error, BrokenProcessPool) and not worker_side.raised(error) and retries.take(shipment):
         return
     if error is None:
         retries.finished()
         try:
-            result, arrival = depot.open(attempt.result())
+            result, arrival = depot.open(packed)
         except BaseException as failure:
             error = failure
         else:

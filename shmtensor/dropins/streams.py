@@ -38,7 +38,6 @@ class _Pieces:
 
     def stream(self) -> Any:
         """What was written."""
-        self._small.write(bytes(-self._small.tell() % pickling.GRAIN))
         self._cut()
         return self._pieces if len(self._pieces) > 1 else self._pieces[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..cuda.runtime import runtime
@@ -17,32 +16,34 @@ _MOST = 1024
 
 
 class Ahead:
-    """The messages of one receiver that are taken and not handed out. All of it under the receiver's mutex."""
+    """The messages of one receiver that are taken and not handed out (`_undelivered`), each with the event after its
+    copies and its memory on the device, or None before they are started. All of it under the receiver's mutex."""
 
-    def __init__(self, receiver: Receiver[Any], device: Any, prefetch: int) -> None:
+    def __init__(self, receiver: Receiver, device: Any, prefetch: int) -> None:
         self._receiver, self._prefetch = receiver, prefetch
         self._device = runtime().device(device)
-        self._line: deque[tuple[Message, Any, Any]] = deque()  # message, event after its copies, memory on the device
-        self._raw: Message | None = None  # taken, but its copy could not be started: the next call tries again
 
     def next(self, timeout: float | None) -> Message:
         """`recv`."""
         receiver, stream = self._receiver, self._stream()
-        if not self._line:
-            self._start(self._raw or receiver._poll() or receiver._wait(timeout))
-        return self._top_up(stream)
+        while True:
+            if not self._is_ready():
+                self._start(receiver._poll() or receiver._wait(timeout))
+            message = self._top_up(stream)
+            if message is not None:
+                return message
 
     def poll(self) -> Message | None:
         """The next message if it is there."""
         stream = self._stream()
-        if not self._line:
-            message = self._raw or self._receiver._poll()
+        if not self._is_ready():
+            message = self._receiver._poll()
             if message is None:
                 return None
             self._start(message)
         return self._top_up(stream)
 
-    def push(self, message: Message) -> Message:
+    def push(self, message: Message) -> Message | None:
         """This one was taken while there was none: hand it out."""
         self._start(message)
         return self._top_up(self._stream())
@@ -51,39 +52,39 @@ class Ahead:
         """The caller's. Asked for first: while a graph is captured there it raises, and nothing is taken by then."""
         return runtime().current_stream(self._device)
 
-    def _top_up(self, stream: Any) -> Message:
-        cuda = runtime()
-        while len(self._line) <= self._prefetch:
-            message = self._raw or self._receiver._poll()
+    def _is_ready(self) -> bool:
+        """Whether a message is there. A copy that could not be started is tried again."""
+        undelivered = self._receiver._undelivered
+        for message, copy in list(undelivered.items()):
+            if copy is None:
+                self._start(message)
+        return bool(undelivered)
+
+    def _top_up(self, stream: Any) -> Message | None:
+        cuda, undelivered = runtime(), self._receiver._undelivered
+        while len(undelivered) <= self._prefetch:
+            message = self._receiver._poll()
             if message is None:
                 break
             self._start(message)
-        message, event, blocks = self._line[0]
+        first = next(iter(list(undelivered.items())), None)
+        if first is None:
+            return None  # another thread has returned it
+        message, (event, blocks) = first
         cuda.stream_waits(stream, event)
         for block in blocks:
             cuda.used_on(block, stream)
-        self._line.popleft()  # last: what raises leaves the message to the next call
         return message
 
     def _start(self, message: Message) -> None:
-        receiver, self._raw = self._receiver, message
+        receiver = self._receiver
         devices = receiver._devices()
         stream = devices.stream(self._device)
-        message.value, event, blocks = devices.copy_out(message.value, receiver._mapped_rings(), self._device, stream)
-        self._raw = None
+        value, event, blocks = devices.copy_out(message.value, receiver._mapped_rings(), self._device, stream)
+        message.value = value
+        receiver._undelivered[message] = event, blocks
         if not receiver._maps_writable:  # a claim is needed until the message is done
             message._hold = message._lease = None
-        self._line.append((message, event, blocks))
-
-    def drop(self) -> None:
-        """The receiver closes: what was not handed out is not done, and goes to another consumer."""
-        messages = [message for message, _, _ in self._line]
-        if self._raw is not None:
-            messages.append(self._raw)
-        self._line.clear()
-        self._raw = None
-        for message in messages:
-            message._empty()
 
 
 def check(device: Any, prefetch: int, *, latest: bool = False) -> None:

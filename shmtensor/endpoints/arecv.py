@@ -6,21 +6,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..channel import control as ctl
-from ..errors import EndOfStream
-from .base import check_timeout
+from ..errors import EndOfStream, ReleasedError
+from .base import BUSY, NOTHING, check_timeout
 from .devices import LOOK_S
 from .message import Message
 from .receiver import Receiver
-from .sources import _F
-from .turns import BUSY, NOTHING, AsyncEndpoint, clock
+from .turns import AsyncEndpoint, clock
 
 if TYPE_CHECKING:
     from .crowds import Listeners
 
-_A = TypeVar("_A", bound="AsyncReceiver[Any]")
+_A = TypeVar("_A", bound="AsyncReceiver")
 
 
-class AsyncReceiver(Receiver[_F], AsyncEndpoint):
+class AsyncReceiver(Receiver, AsyncEndpoint):
     """A receiver with the calls that an event loop can wait for."""
 
     _crowd: Listeners | None = None
@@ -53,11 +52,36 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
             await self._take_turns()
         if self._state or self._stop:
             self._refuse()
-        message = NOTHING
+        hand = None if self._hands is None else self._begin(self._hand_of_task())
+        undelivered = self._undelivered
+        while True:
+            message = await self._anext(timeout)
+            direct = self._direct
+            if direct is not None and direct.more:
+                self._share()
+            private = NOTHING
+            if copy:
+                try:
+                    private = self._copy_of(message)
+                except ReleasedError:
+                    continue
+            if message in undelivered:  # as in `recv`
+                if private is not NOTHING:
+                    message.value = private
+                    if not self._keeps_claims:
+                        message._hold = message._lease = None
+                if hand is not None:
+                    hand.message = message._lease, message._hold
+                del undelivered[message]
+                return message
+
+    async def _anext(self, timeout: float | None) -> Message:
+        """The next message, which is in `_undelivered` and stays there."""
+        message: Any = NOTHING
         attempt = self._attempt()
         if self._crowd is None or self._crowd.is_empty or timeout == 0:
-            inlet = self._inlet
-            message = None if inlet is None else inlet.recv(self, 0)
+            direct, undelivered = self._direct, self._undelivered
+            message = None if direct is None or undelivered else direct.recv(self, undelivered, 0)
             if message is None:
                 message = attempt()
         if message is NOTHING and timeout != 0 and self._copying():
@@ -68,9 +92,11 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
             message = await crowd_of(self, Listeners).attend(self, attempt, self._has_news, timeout)
         if message is NOTHING or message is BUSY:
             raise self._too_late(timeout)
-        if copy:
-            self._make_private(message)
         return message  # type: ignore[no-any-return]
+
+    def _hand_of_task(self) -> Any:
+        """What the current task has in hand."""
+        return None
 
     def _attempt(self) -> Callable[[], Any]:
         """One call's attempts: a message, NOTHING, or BUSY."""
@@ -78,25 +104,20 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
 
         def attempt() -> Any:
             nonlocal asked
-            if not self._mutex.acquire(blocking=False):
-                return BUSY
-            try:
-                if self._state or self._stop:
-                    self._refuse()
-                if not asked:
-                    asked = True
-                    self._before_next()
-                ahead = self._ahead
-                message = self._poll() if ahead is None else ahead.poll()
-                if message is None and (message := self._look_around()) is None:
-                    return NOTHING
-                self._received += 1
-                self._received_bytes += message.nbytes
+            if self._state or self._stop:
+                self._refuse()
+            if not asked:
+                asked = True
+                self._before_next()
+            ahead = self._ahead
+            if ahead is None and (message := self._left_over()) is not None:
                 return message
-            finally:
-                self._mutex.release()
+            message = self._poll() if ahead is None else ahead.poll()
+            if message is None and (message := self._look_around()) is None:
+                return NOTHING
+            return message
 
-        return attempt
+        return lambda: self._try_run(attempt)
 
     async def _while_copying(self, attempt: Callable[[], Any], timeout: float | None) -> Any:
         """Copies to a device are on their way, and slots wait for them: stay awake until they are done."""
@@ -130,6 +151,7 @@ class AsyncReceiver(Receiver[_F], AsyncEndpoint):
         """Whether there may be something for the next attempt."""
         return (
             self._scan_wanted
+            or bool(self._undelivered)
             or self._control_words[ctl.W_EPOCH] != self._epoch
             or any(feed.behind > 0 for feed in self._feeds)
         )

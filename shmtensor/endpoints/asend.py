@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..channel import control as ctl
@@ -10,12 +10,13 @@ from ..errors import RingFull
 from ..memory.words import store
 from ..ring.layout import L_CLOSED
 from ..ring.ring import Ring
-from ..views import outgoing
-from .base import CLOSING, check_timeout
-from .devices import LOOK_S, Sending, publish, send
+from ..views.encode import Encoded
+from .base import BUSY, CLOSING, NOTHING, check_timeout
+from .devices import LOOK_S, Sending, publish
 from .loan import Loan
+from .notices import Wait
 from .sender import Sender
-from .turns import BUSY, NOTHING, AsyncEndpoint, clock
+from .turns import AsyncEndpoint, clock
 
 if TYPE_CHECKING:
     from .crowds import Customers
@@ -63,18 +64,25 @@ class AsyncSender(Sender, AsyncEndpoint):
         check_timeout(timeout)
         if clock() >= self._turn_due:
             await self._take_turns()
-        outbox = self._outbox
-        if meta is None and outbox is not None and (self._crowd is None or self._crowd.is_empty):
-            seq: int | None = outbox.send(value, 0)
-            if seq is not None:
+        sent = await self._asend(value, meta, timeout)
+        return await self._when_copied(sent) if isinstance(sent, Sending) else sent or 0
+
+    async def _asend(self, value: Any, meta: Any, timeout: float | None, *beside: Any) -> int | Sending | None:
+        if self._state:
+            self._refuse()
+        if self._crowd is None or self._crowd.is_empty:
+            seq = self._writer.send(value, meta, 0, *beside)
+            if type(seq) is int:
                 if seq < 0:
                     self._wake_soon(-seq)
                 return abs(seq)
 
-        sent = await self._with_slot(
-            lambda: self._describe(value, meta), lambda out, ring, slot: self._begin(out, value, ring, slot), timeout
-        )
-        return await self._when_copied(sent) if isinstance(sent, Sending) else sent or 0
+        def begin(out: Encoded, ring: Ring, slot: int) -> int | Sending:
+            if out.device_jobs:
+                return self._devices().send(self, out, ring, slot, *beside)
+            return self._fill(out, ring, slot, *beside)
+
+        return await self._with_slot(lambda: self._describe(value, meta), begin, timeout)  # type: ignore[no-any-return]
 
     async def _when_copied(self, sending: Sending) -> int:
         """Publish what a device copies into its slot when that is done, and not before what was begun earlier."""
@@ -82,39 +90,24 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         line, pause = self._sendings, 0.0
         line.append(sending)
+
+        def attempt() -> int:
+            if self._state or self._stop:
+                self._refuse()
+            return publish(self, sending)
+
         try:
             while True:
-                if sending.is_done() and line[0] is sending and self._try_enter():
-                    try:
-                        if self._state or self._stop:
-                            self._refuse()
-                        return publish(self, sending)
-                    finally:
-                        self._exit()
+                if sending.is_done() and line[0] is sending and (sent := self._try_send(attempt)) is not BUSY:
+                    return sent  # type: ignore[no-any-return]
                 await asyncio.sleep(pause)
                 pause = LOOK_S
         finally:
             line.remove(sending)
             sending.let_go()
 
-    def _begin(self, out: outgoing.Outgoing, value: Any, ring: Ring, slot: int) -> int | Sending:
-        return (
-            self._devices().send(out, self._rings, ring, slot) if out.on_device else self._fill(out, value, ring, slot)
-        )
-
-    def _fill(self, out: outgoing.Outgoing, value: Any, ring: Ring, slot: int) -> int:
-        # crash: send.acquired
-        if out.on_device:
-            return send(self, out, ring, slot)
-        outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
-        # crash: send.copied
-        seq = self._publish(ring, slot, out, None)
-        if out.is_plan:
-            self._learn(value, out, ring, slot)
-        return seq
-
     async def aloan(
-        self, shape: tuple[int, ...], dtype: Any, meta: Any = None, *, timeout: float | None = None
+        self, shape: int | Sequence[int], dtype: Any, meta: Any = None, *, timeout: float | None = None
     ) -> Loan:
         """`loan` for asyncio: waits for the slot like `asend`, and returns an ordinary `Loan`.
 
@@ -131,7 +124,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         if clock() >= self._turn_due:
             await self._take_turns()
 
-        def lend(out: outgoing.Outgoing, ring: Ring, slot: int) -> Loan:
+        def lend(out: Encoded, ring: Ring, slot: int) -> Loan:
             return self._lend(out, ring, slot, dtype, shape)
 
         loan = await self._with_slot(lambda: self._describe_empty(shape, dtype, meta), lend, timeout)
@@ -141,34 +134,32 @@ class AsyncSender(Sender, AsyncEndpoint):
 
     async def _with_slot(
         self,
-        describe: Callable[[], outgoing.Outgoing],
-        use: Callable[[outgoing.Outgoing, Any, int], Any],
+        describe: Callable[[], Encoded],
+        use: Callable[[Encoded, Any, int], Any],
         timeout: float | None,
     ) -> Any:
         """`use(what is to be sent, ring, slot)` in a free place, now or in line; None: drop the message."""
         wanted = 0  # bytes; 0: not known yet
+        wait: Wait | None = None
 
         def attempt() -> Any:
             nonlocal wanted
-            if not self._try_enter():
-                return BUSY
-            try:
-                if self._state or self._stop:
-                    self._refuse()
-                out = describe()
-                # crash: send.described
-                wanted = max(1, out.total)
-                place = self._usual_place(out.total) or self._place_at_once(out.total)
-                if place is not None:
-                    return use(out, *place)
-                if self._full == "drop":
-                    self._dropped += 1
-                    return None
-                if self._full == "error" or timeout == 0:
-                    raise RingFull(self._full_text(out.total))
-                return NOTHING
-            finally:
-                self._exit()
+            if self._state or self._stop:
+                self._refuse()
+            out = describe()
+            # crash: send.described
+            wanted = max(1, out.total)
+            place = self._place_at_once(out.total)
+            if place is not None:
+                return use(out, *place)
+            if self._full == "drop":
+                self._dropped += 1
+                return None
+            if self._full == "error" or timeout == 0:
+                raise RingFull(self._full_text(out.total))
+            if wait is not None:
+                wait.look(out.total)
+            return NOTHING
 
         def is_roomy() -> bool:
             return not wanted or self._has_moved() or self._has_room(wanted)
@@ -177,26 +168,24 @@ class AsyncSender(Sender, AsyncEndpoint):
             self._refuse()
         found = NOTHING
         if self._crowd is None or self._crowd.is_empty or timeout == 0:
-            found = attempt()
+            found = self._try_send(attempt)
         if (found is NOTHING or found is BUSY) and timeout != 0:
             from .crowds import Customers, crowd_of
 
             self._waits += 1
-            found = await crowd_of(self, Customers).attend(self, attempt, is_roomy, timeout)
+            wait = Wait(self)
+            found = await crowd_of(self, Customers).attend(self, lambda: self._try_send(attempt), is_roomy, timeout)
         if found is NOTHING or found is BUSY:
             raise RingFull(self._full_text(wanted))
         return found
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether `_find` would find something."""
-        return self._find(nbytes) is not None
+        return self._pool.has_room(nbytes)
 
-    def _try_enter(self) -> bool:
-        """Take what keeps other senders out, if it is free."""
-        return self._mutex.acquire(blocking=False)
-
-    def _exit(self) -> None:
-        self._mutex.release()
+    def _try_send(self, attempt: Callable[[], Any]) -> Any:
+        """`attempt()` while nobody else sends; `BUSY` at once if somebody does."""
+        return self._try_run(attempt)
 
     def _has_moved(self) -> bool:
         """Whether members have come or gone."""
@@ -204,12 +193,9 @@ class AsyncSender(Sender, AsyncEndpoint):
 
     def _wake_soon(self, seq: int) -> None:
         """A receiver fell asleep while its message was being published."""
-        if self._mutex.acquire(timeout=_WAKE_S):  # else a thread is inside, and wakes for what is published if it waits
-            try:
-                if not self._state:
-                    self._wake_for(seq)
-            finally:
-                self._mutex.release()
+        until = clock() + _WAKE_S
+        while self._try_run(self._wake_if_open, seq) is BUSY and clock() < until:
+            pass  # a thread is inside, and wakes for what is published if it waits
 
     async def aclose(self, linger: float | None = 0) -> None:
         """`close` for asyncio: other tasks run while it lingers.
@@ -232,24 +218,24 @@ class AsyncSender(Sender, AsyncEndpoint):
     async def _settle(self, linger: float | None) -> None:
         from .crowds import Customers, crowd_of
 
-        with self._mutex:
+        def begin() -> bool:
             if self._state:
-                return
-            self._unlearn()
+                return False
+            self._writer.retire()
             self._state = CLOSING
             store(self._words, L_CLOSED, 1)
+            return True
 
         def attempt() -> Any:
-            if not self._mutex.acquire(blocking=False):
-                return BUSY
-            try:
-                if self._state != CLOSING:
-                    return True
-                self._refresh()
-                return True if self._is_settled() or (self._drop_dead() and self._is_settled()) else NOTHING
-            finally:
-                self._mutex.release()
+            if self._state != CLOSING:
+                return True
+            self._refresh()
+            return True if self._is_settled() or (self._drop_dead() and self._is_settled()) else NOTHING
 
+        if not self._run(begin):
+            return
         crowd = crowd_of(self, Customers)
         crowd.call_all()  # they find that nothing can be sent any more
-        await crowd.attend(self, attempt, lambda: self._has_moved() or self._is_settled(), linger)
+        await crowd.attend(
+            self, lambda: self._try_run(attempt), lambda: self._has_moved() or self._is_settled(), linger
+        )

@@ -11,14 +11,15 @@ from ..channel.control import Entry
 from ..channel.doorbells import Doorbells
 from ..channel.zmtp import Push
 from ..errors import TimedOut
-from ..memory.semaphores import Sleeper
+from ..memory.semaphores import COUNT, Sleeper, batched
 from ..memory.words import barrier, settle, store
 from ..ring.ledger import Ledger
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..statistics import SenderStatistics
-from ..views import outgoing
-from ..wire.record import SIZE, pack_bell
+from ..views.encode import encode_empty
+from ..views.implementation import decode, encode
+from ..wire.record import EMPTY_RECORD, SIZE, pack_bell
 from .base import FORKED, TICK, Endpoint, check_count, check_timeout
 from .devices import pinned
 
@@ -26,14 +27,14 @@ from .devices import pinned
 class Peer:
     """A receiver as a sender sees it."""
 
-    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "line", "rung", "uid")
+    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "line", "rung", "uid", "welcome")
 
     def __init__(self, entry: Entry) -> None:
         self.entry, self.index, self.uid = entry, entry.index, entry.uid
         self.asleep = ctl.asleep_word(entry.index)
         self.rung = 0
         self.line: Push | None = None
-        self.gone = False
+        self.gone = self.welcome = False  # `welcome`: it was told from which message on it counts
         self.leaving = entry.leaving
 
 
@@ -43,7 +44,11 @@ class Audience(Endpoint):
     # where the data of the rings lie, if not in host memory: endpoints/resident.py has its own of these
     _device: Any = None
     _make_ring: Any = staticmethod(Ring.create)
-    _describe, _describe_empty = staticmethod(outgoing.describe), staticmethod(outgoing.describe_empty)
+    _describe: Any = staticmethod(encode)
+    _describe_empty: Any = staticmethod(encode_empty)
+    _decode_empty: Any = staticmethod(decode)
+    _counts_lost = False  # whether `_lost` says, at the end, how many messages ended with it that nobody has finished
+    _lost = 0
     _ledger: Ledger
     _bells: Doorbells
     _sleeper: Sleeper
@@ -51,8 +56,7 @@ class Audience(Endpoint):
     _control_words: memoryview
     _pool: Pool
     _rings: list[Ring]
-    _outbox: Any
-    _sent_bytes: int
+    _writer: Any
     _dropped: int
     _waits: int
 
@@ -71,33 +75,55 @@ class Audience(Endpoint):
 
     def _refresh(self) -> None:
         """Read the table: who gets what is sent from now on."""
-        self._unlearn()
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
         settle()
         present = {entry.uid: entry for entry in control.members() if entry.role == ctl.RECEIVER}
-        for uid in list(self._peers):
-            if uid not in present:
-                self._peers.pop(uid).gone = True
-                self._bells.forget(uid)
+        for uid in [uid for uid in self._peers if uid not in present]:
+            self._forget(self._peers[uid])
         for uid, entry in present.items():
             peer = self._peers.get(uid)
             if peer is None:
-                peer = self._peers[uid] = Peer(entry)
+                peer = Peer(entry)
+                self._peers[uid] = peer
+            if not peer.welcome:
                 if not entry.leaving:
                     self._welcome(peer)
+                peer.welcome = True
             peer.leaving = entry.leaving
         # crash: refresh.started
         self._listeners = tuple(peer for peer in self._peers.values() if not peer.leaving)
-        self._choose_recipients()
+        self._address(epoch)
         self._epoch = epoch
+
+    def _forget(self, peer: Peer) -> None:
+        """A receiver is gone. Its entry goes last and together with `gone`: what was cut short is done again."""
+        self._bells.forget(peer.uid)
+        self._writer.forget(peer.index)
+        peer.gone = True
+        del self._peers[peer.uid]
 
     def _welcome(self, peer: Peer) -> None:
         """Say from which message on a newcomer is a recipient."""
         self._ledger.set_start(peer.index, peer.uid, self._published + 1)
 
-    def _choose_recipients(self) -> None:
-        """From `_listeners`: who must give a slot back, and whether locks may hold one."""
+    def _address(self, epoch: int) -> None:
+        """Tell the writer who gets what is published from now on."""
+        listeners = self._listeners
+        recipients = tuple(peer.index for peer in self._peers.values() if self._waits_for(peer))
+        leaving = tuple(peer.index for peer in self._peers.values() if peer.leaving)
+        self._writer.address(
+            tuple(index for index in recipients if index not in leaving), leaving, self._is_lockable(), listeners,
+            tuple(peer.asleep for peer in listeners), epoch,
+        )  # fmt: skip
+
+    @abstractmethod
+    def _waits_for(self, peer: Peer) -> bool:
+        """Whether its lease words count."""
+
+    def _is_lockable(self) -> bool:
+        """Whether receivers may hold messages by a shared lock."""
+        return False
 
     def _drop_dead(self) -> bool:
         """Ask the kernel about the receivers; remove those that died. True if there were any."""
@@ -105,36 +131,34 @@ class Audience(Endpoint):
         dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
         if not dead:
             return False
-        self._unlearn()
         self._member.reap()
         for peer in dead:
-            if self._peers.pop(peer.uid, None) is not None:
-                peer.gone = True
+            if peer.uid in self._peers:
                 self._deaths += 1
-                self._bells.forget(peer.uid)
+                self._forget(peer)
         self._listeners = tuple(peer for peer in self._listeners if not peer.gone)
-        self._choose_recipients()
+        self._address(self._epoch)
         return True
 
     def _wait_for_receivers(self, count: int, timeout: float | None, what: str) -> None:
         check_count("count", count, 0, ctl.CAPACITY)
         check_timeout(timeout)
+        self._run(self._wait_inside, count, timeout, what)
+
+    def _wait_inside(self, count: int, timeout: float | None, what: str) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._mutex:
-            while True:
-                if self._state or self._stop:
-                    self._refuse()
-                self._refresh()
-                self._drop_dead()
-                here = len(self._listeners)
-                if here >= count:
-                    return
-                remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
-                if remaining <= 0:
-                    raise TimedOut(
-                        f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected'
-                    )
-                self._sleep(remaining, lambda: self._control_words[ctl.W_EPOCH] != self._epoch)
+        while True:
+            if self._state or self._stop:
+                self._refuse()
+            self._refresh()
+            self._drop_dead()
+            here = len(self._listeners)
+            if here >= count:
+                return
+            remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+            if remaining <= 0:
+                raise TimedOut(f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected')
+            self._sleep(remaining, lambda: self._control_words[ctl.W_EPOCH] != self._epoch)
 
     def _wake(self, ring: Ring, slot: int) -> None:
         """Ring receivers that sleep. A publisher rings all of them; a producer overrides this to ring one."""
@@ -165,18 +189,21 @@ class Audience(Endpoint):
     def _rouse(self) -> None:
         """Wake every sleeping receiver so that it looks around: there may be nothing more to wait for."""
         words = self._control_words
-        bell = pack_bell(self._member.uid, outgoing.EMPTY_RECORD)
+        bell = pack_bell(self._member.uid, EMPTY_RECORD)
         for peer in self._listeners:
             if words[peer.asleep] & 1:
                 self._bells.ring(peer.uid, bell)
 
-    def _sleep(self, seconds: float, look: Any) -> Any:
-        """One sleep: what `look()` found at the second look, else whether somebody posted."""
+    def _sleep(self, seconds: float, look: Any, target: int = 0) -> Any:
+        """One sleep: what `look()` found at the second look, else whether somebody posted.
+
+        With `target`, nobody posts before that message has ended: such a sleep must be short.
+        """
         words, member = self._control_words, self._asleep
         self._sleeper.drain()
-        self._nap = (self._nap + 1) | 1
+        self._nap = (self._nap + 1 | 1) & COUNT
         try:
-            store(words, member, self._nap)
+            store(words, member, batched(self._nap, target) if target else self._nap)
             # crash: wait.asleep
             barrier()
             found = look()
@@ -184,7 +211,7 @@ class Audience(Endpoint):
                 return found
             return self._sleeper.wait(seconds)
         finally:
-            self._nap = (self._nap | 1) + 1
+            self._nap = (self._nap | 1) + 1 & COUNT
             store(words, member, self._nap)
             if self._crowd is not None:
                 self._crowd.disturb()
@@ -193,11 +220,11 @@ class Audience(Endpoint):
         """Counters since this sender was made."""
         if self._state == FORKED:
             self._refuse()
-        copying, outbox = self._copying(), self._outbox
+        copying, writer = self._copying(), self._writer
         return SenderStatistics(
-            sent=self._published, sent_bytes=self._sent_bytes + (outbox.sent_bytes if outbox else 0),
-            dropped=self._dropped, waits=self._waits, doorbells=self._rung + (outbox.doorbells if outbox else 0),
-            rings=len(self._rings), slots=self._pool.slots, slots_busy=self._pool.busy, ring_bytes=self._pool.nbytes,
+            sent=self._published, sent_bytes=writer.sent_bytes,
+            dropped=self._dropped, waits=self._waits, doorbells=self._rung + writer.notified,
+            rings=len(self._rings), slots=self._pool.slots, slots_busy=writer.busy, ring_bytes=self._pool.nbytes,
             receivers=len(self._listeners), dead_receivers=self._deaths, copying=copying,
             **pinned(self._rings),
         )  # fmt: skip

@@ -9,11 +9,13 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..channel import doorbells
-from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError
+from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
 from ..memory import forks, words
+from .local import Local
 
 if TYPE_CHECKING:
     from ..channel.membership import Member
@@ -28,8 +30,10 @@ FORKED: Final = "forked"
 TICK: Final = 0.25 if words.HAS_BARRIER else 0.01
 """Seconds that a sleep lasts at most before the sleeper looks around by itself."""
 
-SPIN_NS: Final = 20_000
-"""Nanoseconds that the compiled module may look for a message or a slot without letting other threads run."""
+NOTHING: Final[Any] = object()
+"""What an attempt returns that found nothing."""
+BUSY: Final[Any] = object()
+"""What a call returns that does not wait, while another thread is inside a call of the endpoint."""
 
 _Self = TypeVar("_Self", bound="Endpoint")
 _living: weakref.WeakSet[Endpoint] = weakref.WeakSet()
@@ -37,8 +41,17 @@ lingering: set[Endpoint] = set()
 """Closed endpoints whose views are alive: nobody else may refer to them, but their leases must end properly."""
 
 
-class Endpoint(ABC):
-    """Base of everything that joins a channel. Thread-safe: one call at a time, others wait."""
+class Endpoint(Local, ABC):
+    """Base of everything that joins a channel. Thread-safe: one call at a time, others wait.
+
+    Every call that changes an endpoint runs in `_run` or `_try_run`, under the mutex, and `_inside` names its thread.
+    So a signal handler or a finalizer that interrupts a call, in that very thread, is told from another thread: its
+    `close()` is carried out when the call that it interrupted ends, anything else is refused instead of a deadlock.
+
+    Asynchronous exceptions (Ctrl-C, a signal handler that raises) arrive at the entry of a Python function, after a
+    call, and at a jump back, nowhere else. What must not be torn apart lies between two of these, or in a `try` that
+    begins before it: docs/protocols.md, section 12.
+    """
 
     _member: Member
     _kind: int
@@ -48,11 +61,24 @@ class Endpoint(ABC):
     def __init__(self) -> None:
         self._state = OPEN
         self._mutex = threading.Lock()
+        self._inside = 0  # the thread that has the mutex
+        self._entering: set[int] = set()  # those that try to get it without waiting
+        self._closing: Callable[[], None] | None = None  # a `close` from inside a call, for the end of that call
         self._pid = os.getpid()
         self._crowd: Any = None  # the tasks of an event loop that wait here: endpoints/crowd.py
         _living.add(self)
         forks.track(self)
         _hook_multiprocessing()
+
+    def _abandon(self) -> None:
+        """The constructor has failed or was interrupted: undo what it did, however far it came."""
+        self._state = CLOSED
+        with contextlib.suppress(ShmTensorError):
+            if hasattr(self, "_member"):
+                self._member.leave()
+        for name in ("_inbox", "_bells", "_sleeper", "_ledger"):
+            if hasattr(self, name):
+                getattr(self, name).close()
 
     @property
     def name(self) -> str:
@@ -79,11 +105,82 @@ class Endpoint(ABC):
 
     def drop_in_child(self) -> None:
         """This process is a forked child: the endpoint is the parent's."""
-        self._unlearn()
         self._state = FORKED
         if self._crowd is not None:
             self._crowd.drop_in_child()
         self._mutex = threading.Lock()
+        self._inside, self._entering, self._closing = 0, set(), None
+
+    # --- one call at a time
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)` under the mutex."""
+        me = threading.get_ident()
+        if self._is_inside(me):
+            self._refuse_inside()
+        try:
+            with self._mutex:
+                self._inside = me  # no boundary between the two, nor between the reset and the release
+                try:
+                    return call(*args)
+                finally:
+                    self._inside = 0
+        finally:
+            if self._closing is not None:
+                self._finish_close()
+
+    def _try_run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The same, but `BUSY` at once if a thread has the mutex."""
+        me = threading.get_ident()
+        if self._is_inside(me):
+            return BUSY
+        held: list[bool] = []
+        mutex, entering = self._mutex, self._entering  # a forked child has others
+        try:
+            entering.add(me)
+            held.extend(map(mutex.acquire, (False,)))  # one call takes the mutex and tells that it did
+            if not held[0]:
+                return BUSY
+            self._inside = me
+            return call(*args)
+        finally:
+            try:
+                if held and held[0]:
+                    self._inside = 0
+                    mutex.release()
+            finally:
+                entering.discard(me)
+            if self._closing is not None and held and held[0]:
+                self._finish_close()
+
+    def _is_inside(self, me: int) -> bool:
+        """Whether this thread is inside a call: who asks was called by a signal handler or a finalizer."""
+        return me == self._inside or me in self._entering
+
+    def _refuse_inside(self) -> None:
+        raise ReentrantError(
+            f'{type(self).__name__} of channel "{self.name}": this thread is inside a call of it already, and was '
+            "interrupted by a signal handler or a finalizer: only close() may be called from there"
+        )
+
+    def _close(self, close: Callable[[], None]) -> None:
+        """Run `close` now; from inside a call of this thread, when that call ends."""
+        if self._is_inside(threading.get_ident()):
+            self._closing = close
+        else:
+            close()
+
+    def _finish_close(self) -> None:
+        """Carry out a `close()` that was called inside the call that ends now."""
+        close = self._closing
+        if close is None or self._is_inside(threading.get_ident()):
+            return
+        self._closing = None  # it is a call as well, and comes by here at its own end
+        try:
+            close()
+        except BaseException:
+            self._closing = close  # every step may be repeated
+            raise
 
     def _outlast(self) -> None:
         """The process ends, all its endpoints are closed: wait for those who need what ends with it."""
@@ -105,10 +202,6 @@ class Endpoint(ABC):
         if self._gpu is not None:
             self._gpu.pending.finish()
 
-    @abstractmethod
-    def _unlearn(self) -> None:
-        """Forget what the compiled module was told about this endpoint: it has changed."""
-
     def _refuse(self) -> None:
         what = f'{type(self).__name__} of channel "{self._member.channel}"'
         if self._state == FORKED:
@@ -127,7 +220,7 @@ class Endpoint(ABC):
             self._at_exit()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", CLOSED) == OPEN and hasattr(self, "_member"):
+        if getattr(self, "_state", CLOSED) in (OPEN, CLOSING) and hasattr(self, "_member"):
             with contextlib.suppress(Exception):
                 self._at_exit()
 

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+import weakref
 from typing import Any
 
 from ..channel import control as ctl
 from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
-from ..errors import ResourceError, WireError
 from ..memory.words import barrier
-from ..ring.competing import CompetingFeed
-from ..ring.feed import TENSOR, Found
+from ..ring.feed import COMPETING
 from ..ring.layout import L_PUBLISHED, WORK_QUEUE
-from ..ring.lease import Claim
-from ..views import outgoing, pack
-from ..wire.record import pack_bell
-from . import usual
+from ..views.values import copy_value
+from ..wire.record import EMPTY_RECORD, pack_bell
 from .ahead import check as check_ahead
 from .arecv import AsyncReceiver
 from .audience import Peer
-from .base import FORKED, TICK, check_choice, check_count
+from .base import BUSY, FORKED, NOTHING, TICK, check_choice, check_count
 from .message import Message
-from .receiver import Receiver
-from .sources import log
 
 
-class Consumer(AsyncReceiver[CompetingFeed]):
+class _Hand:
+    """What one thread or task has in hand: the claim of its last message and the array over its slot, or None."""
+
+    __slots__ = ("__weakref__", "message")
+
+    def __init__(self) -> None:
+        self.message: tuple[Any, Any] | None = None
+
+
+class _Hands(threading.local):
+    """The hands of a consumer's threads: each ends with its thread, and what was in it goes to another consumer."""
+
+    def __init__(self, all_hands: set[weakref.ref[_Hand]]) -> None:
+        self.hand = _Hand()
+        all_hands.add(weakref.ref(self.hand, all_hands.discard))
+
+
+class Consumer(AsyncReceiver):
     """Takes messages off a work queue, each one that no other consumer has.
 
     A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
     this consumer for the next one (`recv` or iteration), or by `close()`. A message that is not done when its
     consumer dies, or whose `with` block raises, is delivered again, with `attempt` raised.
+
+    Threads and tasks may share a consumer. A message is in hand of the one that received it: only that one's next
+    `recv`, or its `close()`, says that it is done; what others have in hand at a `close()` is delivered again.
 
     Args:
         channel: the channel's name.
@@ -47,7 +64,9 @@ class Consumer(AsyncReceiver[CompetingFeed]):
     """
 
     _kind = WORK_QUEUE
-    _abandoned_text = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
+    _keeps_claims = True
+    _counts_lost = True
+    _mode = COMPETING
 
     def __init__(
         self,
@@ -63,53 +82,44 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         check_ahead(device, prefetch)
         check_choice("acknowledge", acknowledge, ("next", "release"))
         check_count("max_attempts", max_attempts, 1, 250)
-        self._by_next = acknowledge == "next"
         self._max_attempts = max_attempts
-        self._current: tuple[Claim, Any] | None = None
+        self._all_hands: set[weakref.ref[_Hand]] = set()
+        self._of_tasks: dict[Any, _Hand] = {}
+        if acknowledge == "next":
+            self._hands = _Hands(self._all_hands)
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
-        self._siblings_asleep: tuple[int, ...] = ()
-        self._inlets: dict[tuple[int, int], Any] = {}  # by sender and ring
         super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
 
     def _prepare(self, member: Member) -> None:
         self._bells = Doorbells(member.directory)
         super()._prepare(member)
 
-    def _make_feed(self, *args: Any) -> CompetingFeed:
-        return CompetingFeed(*args)
-
-    def recv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
-        self._settle_last()
-        message = super().recv(timeout=timeout, copy=copy)
-        if self._by_next:  # only now: a message that the caller never got is not acknowledged
-            self._current = message._lease, message._hold
-        self._share()
-        return message
-
-    recv.__doc__ = Receiver.recv.__doc__
-
-    async def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
-        self._settle_last()
-        message = await super().arecv(timeout=timeout, copy=copy)
-        if self._by_next:
-            self._current = message._lease, message._hold
-        self._share()
-        return message
-
-    arecv.__doc__ = AsyncReceiver.arecv.__doc__
-
-    def _settle_last(self) -> None:
+    def _begin(self, hand: _Hand) -> _Hand:
         """By asking for the next message, the one before is done."""
-        if self._state:
-            return  # closing has told, and a forked child has no part in it
-        current = self._current  # keeps its memory, and with it the lock, until `done` is told
-        self._current = None
-        if current is not None:
-            current[0].acknowledge()
+        message = hand.message  # keeps its memory, and with it the lock, until `done` is told
+        if message is not None and not self._state:  # closing has told, and a forked child has no part in it
+            message[0].acknowledge()
+            hand.message = None
+        return hand
+
+    def _hand_of_task(self) -> _Hand:
+        import asyncio
+
+        task, hands = asyncio.current_task(), self._of_tasks
+        for other in [other for other in hands if other is not task and other.done()]:
+            # what a finished task had received is its result's, or handed on: the next call of the loop says that it
+            # is done, as one of its own would have; a task that failed had not finished with it
+            if not other.cancelled() and getattr(other, "_exception", None) is None:
+                self._begin(hands[other])
+            hands.pop(other, None)
+        hand = hands.get(task)
+        if hand is None:
+            hand = hands[task] = _Hand()
+            self._all_hands.add(weakref.ref(hand, self._all_hands.discard))
+        return hand
 
     def _before_next(self) -> None:
-        self._settle_last()
         now = time.monotonic()
         if now >= self._scan_due:
             self._scan_due, self._scan_wanted = now + TICK, True
@@ -135,7 +145,8 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         for uid, entry in peers.items():
             if uid not in self._siblings:
                 self._siblings[uid] = Peer(entry)
-        self._siblings_asleep = tuple(peer.asleep for peer in self._siblings.values())
+        for feed in self._feeds:
+            feed.set_siblings(tuple(peer.asleep for peer in self._siblings.values()))
 
     def _sleep(self, seconds: float) -> bool:
         rung = super()._sleep(seconds)
@@ -147,173 +158,94 @@ class Consumer(AsyncReceiver[CompetingFeed]):
 
     def _pass_on(self) -> None:
         if self._has_more():
-            self._ring_sibling(self._member.uid, None)
+            self._ring_sibling(self._member.uid)
 
-    def _take(self, feed: CompetingFeed) -> Message | None:
-        message = None if feed.inlet is None else self._take_usual(feed)
-        if message is not None:
-            if self._siblings and self._has_more():
-                self._ring_sibling(feed.uid, None)
-            return message
-        while seq := feed.next():
-            feed.position = seq
-            try:
-                found = feed.locate(seq)
-            except (WireError, FileNotFoundError) as error:
-                self._blame(feed, seq, error)
-                feed.skip(seq)
-                continue
-            except ResourceError:  # its ring cannot be mapped now: the next call tries again
-                feed.position = seq - 1
-                raise
-            if found is None or not feed.is_open(found.ring, found.slot, seq, walking=True):
-                continue
-            if not feed.claim(found.ring, found.slot, seq):
-                continue
-            message = self._deliver(feed, found, seq)
-            if message is not None:
-                if found.kind == TENSOR:
-                    self._learn(feed, found, message.value)
-                if self._siblings and self._has_more():
-                    self._ring_sibling(feed.uid, found)
-                return message
-        return None
-
-    def _learn(self, feed: CompetingFeed, found: Found, value: Any) -> None:
-        """From now on, records like this one go by the compiled module, if there is one and nothing is unusual.
-
-        `value` is a tensor, or None for a stream: see `Inlet.learn`."""
-        if not found.raw:
-            return
-        index = feed.uid, found.ring.index
-        inlet = self._inlets.get(index)
-        if inlet is None:
-            inlet = usual.inlet(self, feed, found, self._siblings_asleep)
-        if inlet is not None:
-            inlet.learn(found.slot, found.raw, found.nbytes, value)
-            feed.inlet = self._inlets[index] = inlet  # the next messages are mostly in the same ring
-            if len(self._feeds) == 1:
-                self._inlet = inlet
-
-    def _unlearn(self) -> None:
-        inlets, self._inlets = self._inlets, {}
-        for inlet in inlets.values():
-            self._inlet = inlet
-            super()._unlearn()
-
-    def _compiled(self) -> list[Any]:
-        return list(self._inlets.values())
+    def _take(self, feed: Any, patience: int = 0) -> Message | None:
+        try:
+            message = super()._take(feed, patience)
+        except BaseException:
+            self._scan_wanted = True  # its position may be passed already
+            raise
+        if message is not None and self._siblings and self._has_more():
+            self._ring_sibling(feed.uid)
+        return message
 
     def _share(self) -> None:
-        """If the compiled module took a message while there was more to take and a sibling slept: ring it."""
-        inlet = self._inlet
-        if inlet is not None and inlet.more and self._mutex.acquire(False):  # else a thread of ours is taking more
-            inlet.more = False
-            self._ring_if_more()
-
-    def _share_others(self) -> None:
-        """The same where there are several senders, and a sibling sleeps."""
-        if self._mutex.acquire(False):
-            self._ring_if_more()
+        direct = self._direct
+        if direct is not None and self._try_run(self._ring_if_more) is not BUSY:
+            direct.more = False  # else a thread of ours is taking more
 
     def _ring_if_more(self) -> None:
-        """Under the mutex, which is let go."""
-        try:
-            if not self._state and self._has_more():
-                self._ring_sibling(self._member.uid, None)
-        finally:
-            self._mutex.release()
+        if not self._state and self._has_more():
+            self._ring_sibling(self._member.uid)
 
     def _scan(self) -> Message | None:
         """A look through all records, for messages that somebody claimed and did not finish."""
         for feed in self._feeds:
-            for ring, slot, seq in feed.unfinished():
-                if seq > feed.position:
-                    break  # the walk gets there
-                if not feed.is_open(ring, slot, seq, walking=False) or not feed.claim(ring, slot, seq):
-                    continue
-                try:
-                    found = feed.read(ring, slot, seq)
-                except WireError as error:
-                    self._blame(feed, seq, error)
-                    found = None
-                if found is None:
-                    feed.drop(ring, slot, seq)
-                    continue
-                message = self._deliver(feed, found, seq)
-                if message is not None:
-                    return message
+            feed.map_all()
+            message = self._taken(feed, feed.take_unfinished)
+            if message is not None:
+                return message
         return None
-
-    def _deliver(self, feed: CompetingFeed, found: Found, seq: int) -> Message | None:
-        """Make a message of a claimed record, or finish it: it is damaged, or was never finished too often."""
-        attempt = feed.attempt
-        if attempt > self._max_attempts:
-            self._abandoned += 1
-            log.error(self._abandoned_text, self.name, seq, feed.uid, attempt - 1)
-            feed.drop(found.ring, found.slot, seq)
-            return None
-        try:
-            array = self._array(found)
-            claim = feed.take(array, found, seq)
-        except WireError as error:
-            self._blame(feed, seq, error)
-            feed.drop(found.ring, found.slot, seq)
-            return None
-        except BaseException:
-            feed.ledger.locks.unlock(seq)
-            raise
-        try:
-            value, meta = self._value(found, array, False)
-        except WireError as error:
-            self._blame(feed, seq, error)
-            claim.acknowledge()
-            return None
-        self._redelivered += attempt > 1
-        return Message(value, meta, seq, found.nbytes, attempt, 0, array, claim, self)
 
     def _has_more(self) -> bool:
         """Whether something is published that this consumer has not looked at."""
         return any(feed.words[L_PUBLISHED] > feed.position for feed in self._feeds)
 
-    def _ring_sibling(self, sender: int, found: Found | None) -> None:
+    def _ring_sibling(self, sender: int) -> None:
         """There is more to do: ring another sleeper, as the sender would have."""
         words = self._control_words
         for peer in self._siblings.values():
             asleep = words[peer.asleep]
             if asleep & 1 and asleep != peer.rung:
                 peer.rung = asleep
-                record = outgoing.EMPTY_RECORD if found is None else found.record()
-                self._bells.ring(peer.uid, pack_bell(sender, record))
+                self._bells.ring(peer.uid, pack_bell(sender, EMPTY_RECORD))
                 return
 
-    def _make_private(self, message: Message) -> None:
-        if self._ahead is None:
-            message.value = pack.copy_value(message.value)
+    def _copy_of(self, message: Message) -> Any:
+        return NOTHING if self._ahead is not None else copy_value(message.value)
 
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:
             return
-        if self._current is not None:
-            self._forget_current(lease)
         lease.acknowledge()
+        self._reject(lease)
 
     def _reject(self, lease: Any) -> None:
-        self._forget_current(lease)
-
-    def _forget_current(self, lease: Any) -> None:
-        current = self._current
-        if current is not None and current[0] is lease:
-            self._current = None
+        if self._hands is not None:
+            hand = self._hands.hand
+            if hand.message is not None and hand.message[0] is lease:
+                hand.message = None
+            elif len(self._all_hands) > 1:  # another thread, or a task, received it
+                for each in self._all_hands.copy():
+                    other = each()
+                    if other is not None and other.message is not None and other.message[0] is lease:
+                        other.message = None
 
     def _settle_current(self, acknowledge: bool) -> None:
         self._pass_on()  # perhaps we were rung for it
         self._bells.close()
-        if self._current is not None and acknowledge:
-            self._acknowledge(self._current[0])
-        self._current = None
+        if self._hands is not None and acknowledge:
+            message = self._own_hand().message
+            if message is not None:
+                message[0].acknowledge()
+        for each in self._all_hands.copy():
+            hand = each()
+            if hand is not None:
+                hand.message = None
 
-    def _is_drained(self, feed: CompetingFeed) -> bool:
+    def _own_hand(self) -> _Hand:
+        """What the calling task, or else its thread, has in hand."""
+        if self._of_tasks:
+            import asyncio
+
+            with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+                if asyncio.current_task() is not None:
+                    return self._hand_of_task()
+        hand: _Hand = self._hands.hand
+        return hand
+
+    def _is_drained(self, feed: Any) -> bool:
         """Nothing is left to claim, and nobody holds what could come back."""
         return not feed.next() and next(feed.unfinished(), None) is None
 
@@ -325,5 +257,4 @@ class Consumer(AsyncReceiver[CompetingFeed]):
         )
 
     def _holds_claims(self) -> bool:
-        claims = (claim for feed in self._feeds for claim in list(feed.leases.values()))
-        return any(not getattr(claim, "acknowledged", True) for claim in claims)
+        return any(feed.unacknowledged for feed in self._feeds)

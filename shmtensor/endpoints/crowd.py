@@ -17,34 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
-from .base import TICK, Endpoint
-from .turns import BUSY, NOTHING
+from ..memory.descriptors import OpenFile
+from .base import BUSY, NOTHING, TICK, Endpoint
 
 _RETRY_S: Final = 0.001
-
-
-class _Descriptor:
-    """A descriptor of the crowd's own, so that closing the endpoint in another thread takes nothing from the loop."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Place:
@@ -84,7 +66,7 @@ class Crowd(ABC):
     def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._endpoint = weakref.ref(endpoint)
-        self._descriptor: _Descriptor | None = None
+        self._descriptor = OpenFile()  # its own: closing the endpoint in another thread takes nothing from the loop
         self._line: OrderedDict[Place, None] = OrderedDict()
         self._asleep = self._watched = self._ended = False
         self.ticked = False  # nobody has called for a while: whoever looks next looks around as well
@@ -96,8 +78,8 @@ class Crowd(ABC):
     # --- what the kinds of endpoints do differently; all of it under the mutex
 
     @abstractmethod
-    def _open(self) -> int:
-        """A new descriptor that is readable when somebody has rung."""
+    def _open(self) -> None:
+        """Let the descriptor be one that is readable when somebody has rung."""
 
     @abstractmethod
     def _fall_asleep(self, look: Callable[[], Any]) -> bool:
@@ -178,26 +160,28 @@ class Crowd(ABC):
     def _after(self, endpoint: Endpoint, served: bool) -> None:
         """The first has left the line."""
         following = self._first()
-        if following is None:
+        if following is None or self.loop.is_closed():  # those in line end with their loop: they are garbage, as it is
             self._rest(endpoint, served)
         elif not served or not self._sleep(endpoint, following):
             following.call()
 
     def _sleep(self, endpoint: Endpoint, first: Place) -> bool:
         """Fall asleep for the first in line; False if there is something for it."""
-        if not endpoint._mutex.acquire(blocking=False):
-            self._retry_later()
-            return True
-        try:
+
+        def fall_asleep() -> bool:
             self._asleep = False
             if self._ended:
                 return False
-            if self._descriptor is None:
-                self._descriptor = _Descriptor(self._open())
-            if not self._fall_asleep(first.look):
-                return False
-        finally:
-            endpoint._mutex.release()
+            if self._descriptor.fd < 0:
+                self._open()
+            return self._fall_asleep(first.look)
+
+        fell_asleep = endpoint._try_run(fall_asleep)
+        if fell_asleep is BUSY:
+            self._retry_later()
+            return True
+        if not fell_asleep or self._descriptor.fd < 0:
+            return False
         self._asleep, self._asleep_since, self._patience = True, self.loop.time(), _RETRY_S
         if not self._watched:
             self.loop.add_reader(self._descriptor.fd, _readable, weakref.ref(self))
@@ -210,17 +194,16 @@ class Crowd(ABC):
         """Nobody is in line: be awake, and let others have what nobody here will take."""
         if served and not self._asleep:
             return
-        if not endpoint._mutex.acquire(blocking=False):
+
+        def wake_up() -> None:
+            if self._asleep and not self._ended:
+                self._wake_up()
+            self._asleep = False
+            if not served and not self._ended:
+                self._pass_on()
+
+        if endpoint._try_run(wake_up) is BUSY:
             self._retry_later()
-        else:
-            try:
-                if self._asleep and not self._ended:
-                    self._wake_up()
-                self._asleep = False
-                if not served and not self._ended:
-                    self._pass_on()
-            finally:
-                endpoint._mutex.release()
 
     # --- events of the loop
 
@@ -228,17 +211,20 @@ class Crowd(ABC):
         endpoint = self._endpoint()
         if endpoint is None or not self._line:
             self._unwatch()  # a late wake-up; the next sleep forgets it and watches again
-        elif not endpoint._mutex.acquire(blocking=False):
+            return
+
+        def wake_up() -> bool:
+            if self._ended or not self._was_rung():
+                return False
+            self._asleep = False
+            self._wake_up()
+            return True
+
+        woken = endpoint._try_run(wake_up)
+        if woken is BUSY:
             self._unwatch()
             self._retry_later()
-        else:
-            try:
-                if self._ended or not self._was_rung():
-                    return
-                self._asleep = False
-                self._wake_up()
-            finally:
-                endpoint._mutex.release()
+        elif woken:
             self._call_first()
 
     def _tick(self) -> None:
@@ -249,19 +235,20 @@ class Crowd(ABC):
         wait = self._asleep_since + TICK - self.loop.time() if self._asleep else TICK
         if wait > 0:
             self._tick_timer = self.loop.call_later(wait, self._tick)
-        elif not endpoint._mutex.acquire(blocking=False):
+            return
+
+        def wake_up() -> None:
+            if self._asleep and not self._ended:
+                self._wake_up()
+            self._asleep, self.ticked = False, True
+
+        if endpoint._try_run(wake_up) is BUSY:
             self._retry_later()
         else:
-            try:
-                if self._asleep and not self._ended:
-                    self._wake_up()
-                self._asleep, self.ticked = False, True
-            finally:
-                endpoint._mutex.release()
             self._call_first()
 
     def _retry_later(self) -> None:
-        if self._retry_timer is None:
+        if self._retry_timer is None and not self.loop.is_closed():
             self._retry_timer = self.loop.call_later(self._patience, self._retry)
             self._patience = min(2 * self._patience, TICK)
 
@@ -282,7 +269,7 @@ class Crowd(ABC):
     def _unwatch(self) -> None:
         if self._watched:
             self._watched = False
-            if self._descriptor is not None and not self.loop.is_closed():
+            if self._descriptor.fd >= 0 and not self.loop.is_closed():
                 self.loop.remove_reader(self._descriptor.fd)
 
     # --- the end
@@ -291,7 +278,7 @@ class Crowd(ABC):
         """From any thread, under the mutex: the endpoint is closed. Whoever is in line finds that out."""
         self._ended = True
         if self.loop.is_closed():
-            self._close()
+            self._descriptor.close()
         elif asyncio._get_running_loop() is self.loop or not self.loop.is_running():
             self._end()
         else:
@@ -304,18 +291,14 @@ class Crowd(ABC):
             if timer is not None:
                 timer.cancel()
         self._tick_timer = self._retry_timer = None
-        self._close()
+        self._descriptor.close()
         self._asleep = False
         self._call_first()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            self._descriptor.close()
 
     def drop_in_child(self) -> None:
         """A forked child: the loop is the parent's, and so is what its selector watches."""
         self._ended = True
-        self._close()
+        self._descriptor.close()
 
 
 def _readable(crowd: weakref.ref[Crowd]) -> None:

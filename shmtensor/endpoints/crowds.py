@@ -14,6 +14,7 @@ from ..channel.names import socket_path
 from ..errors import LoopError
 from ..memory import shortage
 from ..memory.fifos import BY_FIFO, Fifo
+from ..memory.semaphores import COUNT
 from ..memory.words import barrier, store
 from .crowd import Crowd
 
@@ -28,13 +29,13 @@ _making = threading.Lock()
 class Listeners(Crowd):
     """Tasks at a receiver. They are woken through its inbox, as a sleeping `recv` is."""
 
-    def __init__(self, receiver: Receiver[Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, receiver: Receiver, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(receiver, loop)
         self._receiver = weakref.proxy(receiver)
 
-    def _open(self) -> int:
+    def _open(self) -> None:
         try:
-            return os.dup(self._receiver._inbox.fileno())
+            self._descriptor.open(os.dup, self._receiver._inbox.fileno())
         except OSError as error:
             raise shortage.explain(error, "cannot wait on an event loop") from None
 
@@ -82,15 +83,14 @@ class Customers(Crowd):
         super().__init__(sender, loop)
         self._sender = weakref.proxy(sender)
 
-    def _open(self) -> int:
+    def _open(self) -> None:
         member = self._sender._member
-        self._fifo = Fifo(socket_path(member.directory, member.uid))
-        return self._fifo.fd
+        self._fifo = Fifo(socket_path(member.directory, member.uid), self._descriptor)
 
     def _fall_asleep(self, look: Callable[[], Any]) -> bool:
         sender = self._sender
         self._fifo.drain()
-        sender._nap = (sender._nap + 1) | 1
+        sender._nap = (sender._nap + 1 | 1) & COUNT
         store(sender._control_words, sender._asleep, sender._nap | BY_FIFO)
         # crash: wait.asleep
         barrier()
@@ -101,7 +101,7 @@ class Customers(Crowd):
 
     def _wake_up(self) -> None:
         sender = self._sender
-        sender._nap = (sender._nap | 1) + 1
+        sender._nap = (sender._nap | 1) + 1 & COUNT
         store(sender._control_words, sender._asleep, sender._nap)
 
     def _pass_on(self) -> None:

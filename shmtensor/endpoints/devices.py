@@ -17,11 +17,10 @@ from ..cuda.pending import Pending
 from ..cuda.pinning import Part
 from ..cuda.runtime import runtime
 from ..errors import ArgumentError, CudaError
-from ..views import outgoing
 
 if TYPE_CHECKING:
     from ..ring.ring import Ring
-    from ..views.outgoing import Outgoing
+    from ..views.encode import Encoded
     from .base import Endpoint
     from .receiver import Receiver
     from .sender import Sender
@@ -99,17 +98,16 @@ class Devices:
             raise
         # crash: copy.noted
 
-    def send(self, out: Outgoing, rings: Iterable[Ring], ring: Ring, slot: int) -> Sending:
+    def send(self, sender: Sender, out: Encoded, ring: Ring, slot: int, *beside: Any) -> Sending:
         """Start the copies of a described value into a free place, after what the caller's streams hold now."""
         array = np.ndarray((max(1, out.total),), np.uint8, ring.buffer, slot * ring.slot_bytes)
-        span = ring.span(out.total)
         # as a loan: whatever happens, nobody uses the slot again while a device may write to it
-        ring.busy[slot : slot + span] = [(0, slot, span, (), False, weakref.ref(array))] * span
-        sending = Sending(ring, slot, out, array)
+        sender._writer.lend(ring.index, slot, weakref.ref(array))
+        sending = Sending(ring, slot, out, array, beside)
         del array  # no frame of a traceback may hold the slot
         try:
-            outgoing.write_host_part(out, ring.buffer, slot * ring.slot_bytes)
-            self._start(sending, list(rings))
+            out.write(ring.buffer, slot * ring.slot_bytes, False)
+            self._start(sending, list(sender._rings))
         except BaseException:
             sending.let_go()
             raise
@@ -119,14 +117,14 @@ class Devices:
         cuda, out = runtime(), sending.out
         base = sending.ring.address + sending.slot * sending.ring.slot_bytes
         by_device: dict[int, list[Any]] = {}
-        for job in out.source.device_jobs:
+        for job in out.device_jobs:
             by_device.setdefault(job.device, []).append(job)
         for device, jobs in by_device.items():
             stream, ready, done = self.stream(device), cuda.new_event(device), cuda.new_event(device)
             parts = self.parts(rings, device)
             cuda.record(ready, cuda.current_stream(device))
             cuda.stream_waits(stream, ready)
-            held: list[Any] = [sending.array, out.source]
+            held: list[Any] = [sending.array, out]
             try:
                 for job in jobs:
                     held.append(job.start(stream, base, parts))
@@ -139,10 +137,10 @@ class Devices:
 class Sending:
     """A message on its way from a device into its slot. Not published: nobody can see it."""
 
-    __slots__ = ("array", "events", "out", "ring", "slot")
+    __slots__ = ("array", "beside", "events", "out", "ring", "slot")
 
-    def __init__(self, ring: Ring, slot: int, out: Outgoing, array: Any) -> None:
-        self.ring, self.slot, self.out, self.array = ring, slot, out, array
+    def __init__(self, ring: Ring, slot: int, out: Encoded, array: Any, beside: Any) -> None:
+        self.ring, self.slot, self.out, self.array, self.beside = ring, slot, out, array, beside
         self.events: list[Any] = []
 
     def wait(self) -> None:
@@ -159,7 +157,7 @@ class Sending:
         self.array = None
 
 
-def to_device(receiver: Receiver[Any], value: Any, device: Any, non_blocking: bool) -> Any:
+def to_device(receiver: Receiver, value: Any, device: Any, non_blocking: bool) -> Any:
     """`Message.to`: the value on a CUDA device, by the thread's current stream."""
     cuda, devices = runtime(), receiver._devices()
     devices.pending.look()
@@ -171,13 +169,13 @@ def to_device(receiver: Receiver[Any], value: Any, device: Any, non_blocking: bo
     return moved
 
 
-def send(sender: Sender, out: Outgoing, ring: Ring, slot: int) -> int:
+def send(sender: Sender, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
     """Copy a described value from its devices into a free place, wait until that is done, publish.
 
     The caller has the sender's mutex. A copy that fails, or is interrupted, is not published.
     """
     devices = sender._devices()
-    sending = devices.send(out, sender._rings, ring, slot)
+    sending = devices.send(sender, out, ring, slot, *beside)
     try:
         sending.wait()
         return publish(sender, sending)
@@ -191,7 +189,7 @@ def publish(sender: Sender, sending: Sending) -> int:
     # crash: copy.done
     if sender._control_words[ctl.W_EPOCH] != sender._epoch:
         sender._refresh()
-    return sender._publish(sending.ring, sending.slot, sending.out, None)
+    return sender._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
 
 
 def pinned(rings: Iterable[Ring]) -> dict[str, Any]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentTypeError, ReleasedError
+from ..views.encode import shape_of
+from .local import Local
 
 if TYPE_CHECKING:
     from ..ring.ring import Ring
-    from ..views.outgoing import Outgoing
+    from ..views.encode import Encoded
     from .sender import Sender
 
 
-class Loan:
+class Loan(Local):
     """A context manager over a free slot. Leaving it sends what was written; an exception discards it."""
 
     __slots__ = ("__weakref__", "_array", "_dtype", "_out", "_ring", "_sender", "_shape", "_slot", "_view", "seq")
@@ -21,11 +22,9 @@ class Loan:
     seq: int
     """The message's sequence number once it is sent, else 0."""
 
-    def __init__(
-        self, sender: Sender, ring: Ring, slot: int, out: Outgoing, array: Any, dtype: Any, shape: tuple[int, ...]
-    ) -> None:
+    def __init__(self, sender: Sender, ring: Ring, slot: int, out: Encoded, array: Any, dtype: Any, shape: Any) -> None:
         self._sender, self._ring, self._slot, self._out = sender, ring, slot, out
-        self._array, self._dtype, self._shape = array, dtype, shape
+        self._array, self._dtype, self._shape = array, dtype, shape_of(shape)
         self._view: Any = None
         self.seq = 0
 
@@ -50,7 +49,7 @@ class Loan:
         self._open()
         self._view = None
         # the array lives until it is published: its death would free the slot
-        self.seq = self._sender._commit(self._ring, self._slot, self._out, weakref.ref(self._array))
+        self.seq = self._sender._commit(self._ring, self._slot, self._out, self._array)
         self._array = None
         return self.seq
 
@@ -62,7 +61,7 @@ class Loan:
         if self._array is None:
             raise ReleasedError("this loan was sent or discarded: its memory is not yours any more")
         if self._view is None:
-            self._view = self._out.source(self._array, b"", readonly=False)[0]
+            self._view = self._sender._decode_empty(self._out.description, self._array, readonly=False)[0]
         return self._view
 
     def __enter__(self) -> Loan:
@@ -76,6 +75,9 @@ class Loan:
         else:
             self.discard()
 
+    def _instead(self) -> str:
+        return "send it here; the other process receives the message: pass it the channel's name"
+
     def __repr__(self) -> str:
         state = "open" if self._array is not None else f"sent as {self.seq}" if self.seq else "discarded"
-        return f"<Loan shape={tuple(self._shape)} {self._dtype} {state}>"
+        return f"<Loan shape={self._shape} {self._dtype} {state}>"

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ReleasedError
-from ..views import pack
-from ..views.walk import device_views, is_tensor
+from ..ring.implementation import Received
+from ..views.libraries import device_views, is_tensor
+from ..views.values import copy_value, map_leaves
 from .devices import to_device
+from .local import Local
 
 if TYPE_CHECKING:
     from .receiver import Receiver
 
 
-class Message:
+class _Itself(property):
+    """`return self` as a property: what it returns when it is got is called, and says which object it was got from."""
+
+    def __call__(self, message: Message) -> Message:
+        """As `contextlib.ExitStack` enters a context: by its class."""
+        return message
+
+
+class Message(Local, Received):
     """A received message: a value whose tensors and arrays are the sender's slot itself.
 
     The slot stays leased as long as any view of it lives: the value, a slice, a `Parameter`, an autograd graph.
@@ -21,7 +32,8 @@ class Message:
     the message is done.
 
     Fan-out slots are mapped read-only: NumPy arrays refuse writing, and writing to a tensor ends the process with a
-    segmentation fault. Take `copy()`, or `recv(copy=True)`, to change a value.
+    segmentation fault, after a line on standard error that names the channel and the message. Take `copy()`, or
+    `recv(copy=True)`, to change a value.
 
     >>> import shmtensor, torch
     >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -31,11 +43,11 @@ class Message:
     (2.0, 7, {'ts': 1.5}, 1, 8)
     """
 
-    __slots__ = ("__weakref__", "_hold", "_lease", "_receiver", "attempt", "meta", "missed", "nbytes", "seq", "value")
+    __slots__ = ("__weakref__",)
 
     value: Any
-    """What was sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars. `ReleasedError` once
-    the message is released."""
+    """What was sent: a tensor, an ndarray, or a dict, list or tuple of these, bytes and JSON scalars. `ReleasedError`
+    once the message is released."""
     meta: Any
     """What the sender passed as `meta=`, or None."""
     seq: int
@@ -46,25 +58,13 @@ class Message:
     """How often the message was delivered, this time included; above 1 only on a work queue, after a consumer died."""
     missed: int
     """With `delivery="latest"`: how many messages of this sender were passed over since the one before."""
-
-    def __init__(
-        self,
-        value: Any,
-        meta: Any,
-        seq: int,
-        nbytes: int,
-        attempt: int,
-        missed: int,
-        hold: Any,
-        lease: Any,
-        receiver: Receiver[Any],
-    ) -> None:
-        self.value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
-        self.attempt, self.missed, self._hold, self._lease, self._receiver = attempt, missed, hold, lease, receiver
+    _receiver: Receiver
+    _lease: Any
+    _hold: Any
 
     def copy(self) -> Any:
         """A private, writable copy of the value that no lease hangs on."""
-        return pack.copy_value(self.value)
+        return copy_value(self.value)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:
         """The value with every tensor copied to `device`. Arrays of NumPy stay what they are: views of the slot.
@@ -80,12 +80,12 @@ class Message:
         """
         value = self.value
         if device == "cpu" or not device_views().is_cuda(device):
-            return pack.map_leaves(lambda leaf: leaf.to(device) if is_tensor(leaf) else leaf, value)
+            return map_leaves(lambda leaf: leaf.to(device) if is_tensor(leaf) else leaf, value)
         return to_device(self._receiver, value, device, non_blocking)
 
     def release(self) -> None:
         """Drop the message's own reference to its slot; on a work queue, say that the message is done. Idempotent."""
-        receiver, self._receiver = self._receiver, None  # type: ignore[assignment]
+        receiver = self._receiver
         if receiver is not None:
             receiver._acknowledge(self._lease)
             self._empty()
@@ -93,11 +93,16 @@ class Message:
     def _empty(self) -> None:
         """Drop the references. What was not acknowledged is given back once its views here are gone."""
         self.__class__ = Released
-        _set_value(self, None)
         self._receiver = self._hold = self._lease = None  # type: ignore[assignment]
+        _set_value(self, None)
 
-    def __enter__(self) -> Message:
-        return self
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Message: ...
+    else:
+        # `return self` without a Python function, at whose entry an exception could arrive: between `recv`, which has
+        # returned the message, and the block, whose `__exit__` says whether it is done
+        __enter__ = _Itself(weakref.ref)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -106,12 +111,15 @@ class Message:
             self._receiver._reject(self._lease)
             self._empty()
 
+    def _instead(self) -> str:
+        return "pass msg.copy(), or the channel's name, for the other process to receive its own"
+
     def __repr__(self) -> str:
         state = "released" if self._receiver is None else f"{self.nbytes} bytes"
         return f"<Message seq={self.seq} attempt={self.attempt} {state}>"
 
 
-_set_value: Final = Message.__dict__["value"].__set__
+_set_value: Final = Received.__dict__["value"].__set__
 
 
 class Released(Message):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ..errors import ArgumentError
-from ..ring.competing import state_word
-from ..ring.layout import DONE, RELEASED, WORK_QUEUE
-from ..ring.ring import Busy, Ring
+from ..ring.layout import WORK_QUEUE
+from ..ring.ring import Ring
 from .asend import AsyncSender
+from .audience import Peer
+from .base import CLOSED
+from .notices import tell_lost
 
 
 class Producer(AsyncSender):
     """Sends each message to exactly one consumer of the channel, now or later.
 
-    Without consumers, messages wait in the ring.
+    Without consumers, messages wait in the ring, as long as the channel has a member. If this producer is its last one,
+    the messages that nobody has finished end with it, and `close()` says how many: a `ResourceWarning` and a warning of
+    the logger `shmtensor`.
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
@@ -29,12 +35,13 @@ class Producer(AsyncSender):
     """
 
     _kind = WORK_QUEUE
+    _counts_lost = True  # the library's own producers know better what becomes of their messages
 
     def __init__(
         self,
         channel: str,
         *,
-        slots: int = 16,
+        slots: int | None = None,
         slot_bytes: int | str | None = None,
         full: str = "block",
         max_bytes: int | str | None = None,
@@ -48,6 +55,23 @@ class Producer(AsyncSender):
             )
         self._next_listener = 0
         super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, pin=pin)
+
+    def _finish(self, linger: float | None) -> None:
+        try:
+            super()._finish(linger)
+        finally:
+            self._tell_lost()
+
+    def _lose(self, count: int) -> None:
+        super()._lose(count)
+        if self._state == CLOSED:  # the departure was put off: nobody asks any more
+            with contextlib.suppress(ResourceWarning):  # as an error; the log has it
+                self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            tell_lost(self, lost)
 
     def wait_for_consumers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living consumers are there; `TimedOut` after `timeout` seconds."""
@@ -66,27 +90,10 @@ class Producer(AsyncSender):
                 self._ring_bell(peer, asleep, ring, slot)
                 return
 
-    def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        seq, slot, _, _, _, guard = entry
-        if guard is not None and guard() is not None:
-            return False
-        if not seq:
-            return True
-        released: int = ring.words[ring.state + 8 * slot + RELEASED]
-        return bool(released == seq)
+    def _waits_for(self, peer: Peer) -> bool:
+        return False  # who takes a message, if anybody, its own words tell
 
     def _drop_dead(self) -> bool:
         """A consumer may have died after `done` and before `released`: then nobody holds the message's lock."""
-        freed = False
-        for ring, entry in self._pool.messages():
-            seq, slot, _, _, _, guard = entry
-            if guard is not None and guard() is not None:
-                continue
-            # `done` before the lock: the other way round, it could be claimed, and done with views alive, in between
-            if ring.words[state_word(ring, slot) + DONE] == seq and not self._ledger.locks.held_by_other(seq):
-                ring.forget(entry)
-                freed = True
+        freed = self._writer.reclaim()
         return super()._drop_dead() or freed
-
-    def _is_settled(self) -> bool:
-        return all(ring.words[state_word(ring, slot) + DONE] == seq for ring, (seq, slot, *_) in self._pool.messages())

@@ -11,17 +11,15 @@ from ..channel.membership import Member
 from ..channel.names import ledger_name, ring_name
 from ..errors import WireError
 from ..memory.words import store
-from ..ring.broadcast import BroadcastFeed, LatestFeed
-from ..ring.feed import TENSOR, Found
-from ..ring.layout import FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from ..ring.feed import ALL, LATEST
+from ..ring.layout import FAN_OUT, MAX_RINGS, MAX_SLOTS
 from ..ring.ledger import Ledger
-from ..ring.pool import Place
-from ..ring.ring import Busy, Ring
-from . import usual
+from ..ring.pool import SIZED
+from ..ring.ring import Ring
 from .ahead import check as check_ahead
 from .arecv import AsyncReceiver
 from .audience import Peer
-from .base import check_choice, check_count
+from .base import NOTHING, check_choice, check_count
 from .message import Message
 from .resident import DeviceSender, take_from_device
 
@@ -31,7 +29,8 @@ class Publisher(DeviceSender):
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
-        slots: slots of a ring; a message takes as many consecutive ones as it needs.
+        slots: slots of a ring; a message takes as many consecutive ones as it needs. None: as many as 1 MiB holds, 16
+            at least and 1024 at most; 16 on a device.
         slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`,
             to fit it.
         full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
@@ -58,7 +57,7 @@ class Publisher(DeviceSender):
         self,
         channel: str,
         *,
-        slots: int = 16,
+        slots: int | None = None,
         slot_bytes: int | str | None = None,
         full: str = "block",
         history: int = 0,
@@ -66,9 +65,11 @@ class Publisher(DeviceSender):
         pin: bool | str = "auto",
         device: Any = None,
     ) -> None:
-        check_count("slots", slots, 1, 1 << 20)
-        check_count("history", history, 0, slots - 1)
+        if slots is not None:
+            check_count("slots", slots, 1, MAX_SLOTS)
+        check_count("history", history, 0, (slots or SIZED.least) - 1)
         if device is not None:
+            slots = SIZED.least if slots is None else slots
             self._use_device(device, slots)
         super().__init__(
             channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history, pin=pin
@@ -78,66 +79,25 @@ class Publisher(DeviceSender):
         """Wait until at least `count` living subscribers are there; `TimedOut` after `timeout` seconds."""
         self._wait_for_receivers(count, timeout, "subscribers")
 
-    def _choose_recipients(self) -> None:
-        self._recipients = tuple(peer for peer in self._listeners if not peer.entry.flags & ctl.LATEST)
-        self._locked = self._history > 0 or len(self._recipients) < len(self._listeners)
+    def _waits_for(self, peer: Peer) -> bool:
+        return not peer.entry.flags & ctl.LATEST
+
+    def _is_lockable(self) -> bool:
+        return self._history > 0 or any(peer.entry.flags & ctl.LATEST for peer in self._listeners)
 
     def _welcome(self, peer: Peer) -> None:
         """With `history`, the newcomer becomes a recipient of the messages that are kept for it, too."""
         start = max(1, self._published + 1 - self._history)
-        if self._history and not peer.entry.flags & ctl.LATEST:
-            for ring, entry in self._pool.messages():
-                seq, slot, span, recipients, locked, guard = entry
-                if seq >= start:
-                    ring.busy[slot : slot + span] = [(seq, slot, span, (*recipients, peer), locked, guard)] * span
+        if self._history and self._waits_for(peer):
+            self._writer.welcome(peer.index, start)
         self._ledger.set_start(peer.index, peer.uid, start)
 
-    def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        seq, slot, _, recipients, locked, guard = entry
-        if guard is not None and guard() is not None:
-            return False
-        if not seq:
-            return True  # a loan that was dropped
-        words, at, row = ring.words, ring.state + slot, ring.row
-        for peer in recipients:
-            word = words[at + peer.index * row]
-            if word != 2 * seq + 1 and not peer.gone and (word == 2 * seq or not peer.leaving):
-                return False
-        if self._history and seq > self._published - self._history:
-            return False
-        if locked:
-            locks = self._ledger.locks
-            if not locks.try_exclusive(seq):
-                return False
-            store(words, R_RECORDS + slot * RECORD_WORDS, 0)  # under the lock: who takes it next finds nothing
-            # crash: takeback.cleared
-            locks.unlock(seq)
-        return True
-
-    def _seems_free(self, ring: Ring, entry: Busy) -> bool:
-        """`_is_free`, but takes nothing back."""
-        seq, slot, span, recipients, locked, guard = entry
-        if locked and self._ledger.locks.held_by_other(seq):
-            return False
-        return self._is_free(ring, (seq, slot, span, recipients, False, guard))
-
-    def _has_room(self, nbytes: int) -> bool:
-        return self._pool.has_room(nbytes, self._seems_free)
-
-    def _find(self, nbytes: int) -> Place | None:
-        """Latest-only readers keep what they may still take, unless a newer message takes its place."""
-        return super()._find(nbytes) if not self._locked or self._has_room(nbytes) else None
-
     def _is_settled(self) -> bool:
-        for ring, (seq, slot, _, recipients, _, _) in self._pool.messages():
-            for peer in recipients:
-                taken = ring.words[ring.state + peer.index * ring.row + slot] >= 2 * seq
-                if not (taken or peer.gone or peer.leaving or peer.uid in self._local):
-                    return False
-        return self._device is None or self._is_unmapped()
+        local = tuple(peer.index for peer in self._peers.values() if peer.uid in self._local)
+        return self._writer.is_settled(local) and (self._device is None or self._is_unmapped())
 
 
-class Subscriber(AsyncReceiver[BroadcastFeed]):
+class Subscriber(AsyncReceiver):
     """Receives every message that is sent to the channel while it exists, in order per publisher.
 
     Args:
@@ -168,6 +128,7 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
         check_choice("delivery", delivery, ("all", "latest"))
         check_ahead(device, prefetch, latest=delivery == "latest")
         self._latest = delivery == "latest"
+        self._mode = LATEST if self._latest else ALL
         self._flags = ctl.LATEST if self._latest else 0
         super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
 
@@ -179,67 +140,13 @@ class Subscriber(AsyncReceiver[BroadcastFeed]):
             for word in range(row, row + ring.slots):
                 store(ring.words, word, 0)
 
-    def _make_feed(self, *args: Any) -> BroadcastFeed:
-        return (LatestFeed if self._latest else BroadcastFeed)(*args, member_uid=self._member.uid)
+    def _take(self, feed: Any, patience: int = 0) -> Message | None:
+        return take_from_device(self, feed) if feed.device else super()._take(feed, patience)
 
-    def _take(self, feed: BroadcastFeed) -> Message | None:
-        if feed.device:
-            return take_from_device(self, feed)
-        message = None if feed.inlet is None else self._take_usual(feed)
-        if message is not None:
-            return message
-        while seq := feed.next():
-            missed = seq - feed.position - 1
-            found = array = lease = None
-            try:
-                found = feed.locate(seq)
-                if found is not None:
-                    array = self._array(found)
-                    lease = feed.take(array, found, seq)
-            except (WireError, FileNotFoundError) as error:
-                if feed.is_current(seq):
-                    self._blame(feed, seq, error)
-                    feed.position = seq
-                    feed.skip(seq)
-                    continue
-                lease = None  # read while the publisher was reusing the slot
-            if found is None or array is None or lease is None:  # not ours: the publisher took it back
-                if not self._latest:
-                    feed.position = seq
-                elif feed.behind == missed + 1:  # and has published nothing newer
-                    feed.position = seq
-                    self._missed += missed + 1
-                continue
-            feed.position = seq
-            self._missed += missed
-            try:
-                value, meta = self._value(found, array, True)
-            except WireError as error:
-                self._blame(feed, seq, error)
-                continue  # the array dies here, and the slot goes back
-            if found.kind == TENSOR:
-                self._learn(feed, found, value)
-            return Message(value, meta, seq, found.nbytes, 1, missed, array, lease, self)
-        return None
+    def _copy_of(self, message: Message) -> Any:
+        return NOTHING if self._ahead is not None else message.copy()  # on a device it is private
 
-    def _learn(self, feed: BroadcastFeed, found: Found, value: Any) -> None:
-        """From now on, records like this one go by the compiled module, if there is one and nothing is unusual."""
-        if self._latest or not feed.started or found.ring.index or not found.raw:
-            return
-        if feed.inlet is None:
-            feed.inlet = usual.inlet(self, feed, found)
-            if len(self._feeds) == 1:
-                self._inlet = feed.inlet
-        if feed.inlet is not None:
-            feed.inlet.learn(found.slot, found.raw, found.nbytes, value)
-
-    def _make_private(self, message: Message) -> None:
-        if self._ahead is not None:
-            return  # it is
-        message.value = message.copy()
-        message._hold = message._lease = None
-
-    def _is_drained(self, feed: BroadcastFeed) -> bool:
+    def _is_drained(self, feed: Any) -> bool:
         return not feed.next()
 
 

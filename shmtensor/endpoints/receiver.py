@@ -1,38 +1,45 @@
 """The receiving end of a channel: attach to every sender, take messages awake or asleep, give slots back.
 
-`Subscriber` and `Consumer` say which feed they read with and what becomes of a message that was taken.
+`Subscriber` and `Consumer` say how they read and what becomes of a message that was taken.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..channel import control as ctl
 from ..channel import membership
 from ..channel.inbox import Inbox
 from ..channel.membership import Member
-from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, TimedOut, WireError
+from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, ReleasedError, TimedOut, WireError
 from ..memory.words import barrier, store
-from ..ring.layout import L_PUBLISHED
+from ..ring.feed import ATTACH, GIVEN_UP, OTHER, Feed
+from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
 from ..statistics import ReceiverStatistics
 from ..wire.record import BELL_HEAD, BELL_SIZE, parse_bell
 from .ahead import Ahead
-from .base import CLOSED, FORKED, LEAVING, OPEN, SPIN_NS, TICK, check_timeout, lingering
+from .base import CLOSED, CLOSING, FORKED, LEAVING, NOTHING, OPEN, TICK, check_timeout, lingering
 from .devices import LOOK_S, check_pin, pinned
 from .message import Message
-from .opening import Opening
-from .sources import _F, log
+from .sources import Sources, log
+from .spinning import Spin
 
-_R = TypeVar("_R", bound="Receiver[Any]")
+_R = TypeVar("_R", bound="Receiver")
 
 
-class Receiver(Opening[_F]):
+class Receiver(Sources):
     """Base of `Subscriber` and `Consumer`."""
 
     _kind: int
     _flags = 0
+    _counts_lost = False  # whether it says how many messages end with it if it leaves after its last view
+    _keeps_claims = False  # whether `recv(copy=True)` leaves the message what it needs to say that it is done
+    _abandoned_text = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
+    _hands: Any = None
+    """What each thread has in hand: a work queue's, where asking for the next message says that it is done."""
 
     def __init__(
         self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | str = "auto"
@@ -44,29 +51,36 @@ class Receiver(Opening[_F]):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
         if not 0 <= spin <= 3600:
             raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
-        self._spin = spin
-        self._patience = min(int(spin * 1e9), SPIN_NS)
+        self._spin = Spin(spin)
         self._turn = self._nap = 0
         self._stop = self._late_bells = False
+        self._is_said = False  # that nothing more is for this member: closed with views alive
+        # taken and not returned yet, with what `Ahead` knows of its copy: whoever removes one has it
+        self._undelivered: dict[Message, Any] = {}
         self._unheard: bytes | None = None
         self._turns: dict[bytes, int] = {}  # of the feeds whose doorbells came, by how those begin
-        self._inlet: Any = None
         self._look_around_due = 0.0
-        self._received = self._received_bytes = self._missed = self._redelivered = self._abandoned = 0
+        self._abandoned = 0
         self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
-        super().__init__()
-        self._member = membership.join(channel, self._channel_kind, ctl.RECEIVER, self._flags, self._prepare)
-        control = self._member.control
-        self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
-        self._senders_before = control.senders - sum(1 for entry in self._member.peers() if entry.role == ctl.SENDER)
-        self._wake_senders()
+        try:
+            super().__init__()
+            membership.join(channel, self._channel_kind, ctl.RECEIVER, self._flags, self._prepare)
+            control, peers = self._member.control, self._member.peers()
+            self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
+            self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
+            self._wake_senders()
+        except BaseException:
+            self._abandon()
+            raise
 
     def _prepare(self, member: Member) -> None:
+        self._member = member
         self._inbox = Inbox(member.directory, member.uid)
         # crash: join.inbox
 
     def drop_in_child(self) -> None:
         super().drop_in_child()
+        self._direct = None
         inbox: Inbox | None = getattr(self, "_inbox", None)  # it may have been joining just then
         if inbox is not None:
             inbox.close()
@@ -84,34 +98,59 @@ class Receiver(Opening[_F]):
         Raises:
             TimedOut: nothing came in time (also a `TimeoutError`).
             EndOfStream: every sender has closed or died, and everything they sent is received.
+            WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
             PeerDied, CudaError: a publisher of device memory died with messages that were not received; its memory
                 cannot be reached from here (docs/cuda-ipc.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
-        inlet = self._inlet
-        if inlet is not None:
-            message = inlet.recv(self, self._patience if timeout is None or timeout else 0)
-            if message is not None:
-                if copy:
-                    self._make_private(message)
-                return message  # type: ignore[no-any-return]
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            self._before_next()
-            if self._gpu is not None:
-                self._gpu.pending.look()
-            if self._ahead is not None:
-                message = self._ahead.next(timeout)
-            else:
-                message = self._poll()
-                if message is None:
-                    message = self._wait(timeout)
-            self._received += 1
-            self._received_bytes += message.nbytes
-        if copy:
-            self._make_private(message)
-        return message
+        hand = None if self._hands is None else self._begin(self._hands.hand)
+        undelivered = self._undelivered
+        while True:
+            message: Message | None = None
+            direct = self._direct
+            if direct is not None and not undelivered:
+                patience = self._spin.burst_ns if timeout is None or timeout else 0
+                message = direct.recv(self, undelivered, patience)
+            if message is None:
+                message = self._run(self._next, timeout)
+            elif direct.more:
+                self._share()
+            private = NOTHING
+            if copy:
+                try:
+                    private = self._copy_of(message)
+                except ReleasedError:  # another thread returned it meanwhile, or the receiver is closed
+                    continue
+            if message in undelivered:  # no boundary from here to the return: this call has it, or the next one gets it
+                if private is not NOTHING:
+                    message.value = private
+                    if not self._keeps_claims:
+                        message._hold = message._lease = None
+                if hand is not None:
+                    hand.message = message._lease, message._hold
+                del undelivered[message]
+                return message
+
+    def _next(self, timeout: float | None) -> Message:
+        """The next message, which is in `_undelivered` and stays there."""
+        if self._state:
+            self._refuse()
+        self._before_next()
+        if self._gpu is not None:
+            self._gpu.pending.look()
+        if self._ahead is not None:
+            message = self._ahead.next(timeout)
+        else:
+            left = self._left_over()
+            if left is not None:
+                return left
+            message = self._poll() or self._wait(timeout)
+        return message  # type: ignore[no-any-return]
+
+    def _left_over(self) -> Message | None:
+        """A message that a call took which an exception kept from returning it, or that another thread is about to
+        return and finds gone."""
+        return next(iter(list(self._undelivered)), None)
 
     def __iter__(self: _R) -> _R:
         return self
@@ -125,22 +164,25 @@ class Receiver(Opening[_F]):
     def _before_next(self) -> None:
         """Called before each look for a message."""
 
+    def _begin(self, hand: Any) -> Any:
+        """A thread or task asks for the next message. Only a work queue has `_hands`."""
+        return hand
+
+    def _share(self) -> None:
+        """`Feed.recv` took a message while there was more to take and another consumer slept."""
+
     @abstractmethod
-    def _make_private(self, message: Message) -> None:
-        """`recv(copy=True)`: put a private copy of the value into the message."""
+    def _copy_of(self, message: Message) -> Any:
+        """`recv(copy=True)`: a private copy of the value, before it is known whose the message is; or `NOTHING`."""
 
     def _poll(self, patience: int = 0) -> Message | None:
         """A message that is there now, or within `patience` nanoseconds at most, or None. The senders take turns."""
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
-        elif self._inlet is not None:
-            message = self._inlet.poll(self, patience)
-            if message is not None:
-                return message  # type: ignore[no-any-return]
         feeds = self._feeds
         count = len(feeds)
         if count == 1:
-            return self._take(feeds[0])
+            return self._take(feeds[0], patience)
         for step in range(count):
             turn = self._turn + step
             feed = feeds[turn % count]
@@ -150,51 +192,59 @@ class Receiver(Opening[_F]):
                 return message
         return None
 
-    @abstractmethod
-    def _take(self, feed: _F) -> Message | None:
-        """The next message of one sender, or None."""
+    def _take(self, feed: Any, patience: int = 0) -> Message | None:
+        """The next message of one sender, there now or within so many nanoseconds, or None."""
+        return self._taken(feed, feed.take, patience)
 
-    def _blame(self, feed: _F, seq: int, error: Exception) -> None:
+    def _taken(self, feed: Any, take: Callable[..., Any], *patience: int) -> Message | None:
+        """What `take`, a method of the feed, takes; events that it answers with are handled until there are no more."""
+        try:
+            while type(found := take(self, self._undelivered, *patience)) is tuple:
+                self._handle(feed, found)
+                if feed.closing:
+                    return None
+            return found  # type: ignore[no-any-return]
+        except BaseException:
+            feed.abandon()
+            raise
+
+    def _handle(self, feed: Any, event: Any) -> None:
+        """What a feed has answered in place of a message: ring/feed.py has the list of events."""
+        code, seq, detail = event
+        if code == ATTACH:
+            try:
+                feed.ring(detail)
+            except OtherVersion as error:
+                self._disown(feed, str(error))
+            except (WireError, FileNotFoundError) as error:
+                if self._kind == FAN_OUT or isinstance(error, WireError):  # else all in it was done, and it was removed
+                    self._blame(feed, seq, str(error))
+                feed.position = seq
+        elif code == OTHER:
+            self._disown(feed, feed.explain(event))
+        elif code == GIVEN_UP:
+            self._abandoned += 1
+            log.error(self._abandoned_text, self.name, seq, feed.uid, detail)
+            feed.wake_sender()
+        else:
+            self._blame(feed, seq, feed.explain(event))
+            feed.wake_sender()
+
+    def _blame(self, feed: Feed, seq: int, why: str) -> None:
         self._bad_records += 1
-        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, str(error))
-
-    def _unlearn(self) -> None:
-        """Something changed that the inlet was told: the next message goes by the Python code and makes another."""
-        self._turns = {}
-        inlet, self._inlet = self._inlet, None
-        if inlet is not None:
-            inlet.retire()
-            self._received += inlet.received
-            self._received_bytes += inlet.received_bytes
-        for feed in (*self._feeds, *self._retired):
-            if feed.inlet is not None:
-                feed.inlet.retire()
-                feed.inlet = None
-
-    def _take_usual(self, feed: _F) -> Message | None:
-        """The next message of one sender of several, if it is like one before."""
-        inlet = feed.inlet
-        return None if inlet is None or self._inlet is not None else inlet.poll(self, 0)
-
-    def _compiled(self) -> list[Any]:
-        """Every inlet that messages may have come by."""
-        return [] if self._inlet is None else [self._inlet]
+        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, why)
 
     # --- sleeping
 
     def _wait(self, timeout: float | None) -> Message:
-        """Stay awake for `spin` seconds, then sleep: docs/protocols.md, section 3."""
+        """Stay awake as long as that pays, then sleep: docs/protocols.md, section 3."""
         check_timeout(timeout)
         now = time.monotonic
-        start = now()
-        deadline = None if timeout is None else start + timeout
-        awake_until = start + self._spin if timeout is None else start + min(self._spin, timeout)
-        look_until = awake_until
+        deadline = None if timeout is None else now() + timeout
+        message = self._spin.wait(self._poll_if_open, timeout)
+        if message is not None:
+            return message
         while True:
-            while now() < look_until and not self._stop:
-                message = self._poll(SPIN_NS)
-                if message is not None:
-                    return message
             if self._stop:
                 self._refuse()
             if self._is_over():
@@ -212,6 +262,11 @@ class Receiver(Opening[_F]):
             if message is not None:
                 return message
 
+    def _poll_if_open(self, patience: int) -> Message | None:
+        if self._stop:
+            self._refuse()
+        return self._poll(patience)
+
     def _last_look(self, timeout: float | None) -> Message:
         """The time is up. Who polls without ever sleeping must notice the dead all the same."""
         if time.monotonic() >= self._look_around_due:
@@ -224,7 +279,12 @@ class Receiver(Opening[_F]):
         raise self._too_late(timeout)
 
     def _too_late(self, timeout: float | None) -> TimedOut:
-        return TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({len(self._feeds)} senders attached)')
+        return TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({self._attached_text()})')
+
+    def _attached_text(self) -> str:
+        text = f"{len(self._feeds)} senders attached"
+        pids = ", ".join(str(entry.pid) for entry, why in self._unattached.values() if why)
+        return f"{text}; of process {pids} nothing can be read, see the log" if pids else text
 
     def _over_text(self) -> str:
         return f'channel "{self.name}": every sender has left, and everything they sent is received'
@@ -294,7 +354,8 @@ class Receiver(Opening[_F]):
     def _tick(self) -> None:
         """Look around without having been rung: who died, and what did they leave?"""
         self._look_around_due = time.monotonic() + TICK
-        if self._incomplete or self._control_words[ctl.W_EPOCH] != self._epoch:
+        self._end_dead_leases()
+        if self._unattached or self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         control = self._member.control
         for feed in self._feeds:
@@ -314,7 +375,11 @@ class Receiver(Opening[_F]):
         """A `with` block over a message was left by an exception."""
 
     def _leases(self) -> int:
-        return sum(len(feed.leases) for feed in (*self._feeds, *self._retired))
+        return sum(feed.lease_count for feed in (*self._feeds, *self._retired))
+
+    def _end_dead_leases(self) -> None:
+        for feed in (*self._feeds, *self._retired):
+            feed.end_dead()
 
     def _lease_emptied(self) -> None:
         """The last lease of a feed ended after close."""
@@ -322,52 +387,80 @@ class Receiver(Opening[_F]):
             self._depart()
 
     def _depart(self) -> None:
-        self._state = CLOSED
-        lingering.discard(self)
         for feed in (*self._feeds, *self._retired):
             feed.settle()
-        self._member.leave()
+        self._member.leave(lost=self._report_lost if self._counts_lost and self in lingering else None)
+        self._state = CLOSED  # last: a departure that an exception cut short is repeated by the next `close`
+        lingering.discard(self)
+
+    def _report_lost(self, count: int) -> None:
+        """It was closed with views alive, and has left now as the last member, with messages that nobody finished."""
+        log.warning(
+            'channel "%s": %d messages that no consumer has finished end with this closed %s, whose views were all '
+            "that kept the channel: start another consumer before they die",
+            self.name, count, type(self).__name__,
+        )  # fmt: skip
 
     # --- leaving
 
     def close(self) -> None:
-        """Leave the channel. Views that are alive stay valid, and this member holds their leases until they die."""
+        """Leave the channel. Idempotent.
+
+        Views that are alive stay valid, and this member holds their leases until they die. Called by a signal handler
+        or a finalizer that interrupts a call of this very thread, it takes effect when that call ends, with
+        `ClosedError`.
+        """
         self._leave(acknowledge=True)
 
     def _leave(self, *, acknowledge: bool) -> None:
         self._stop = True
-        with self._mutex:
-            if self._state:
-                return
+        self._close(lambda: self._run(self._finish, acknowledge))
+
+    def _finish(self, acknowledge: bool) -> None:
+        """Every step may be repeated, so that a `close` that an exception cut short is finished by the next one."""
+        if self._state in (CLOSED, FORKED):
+            return
+        if self._state != LEAVING:
             # crash: close.said
-            self._unlearn()
+            self._state = CLOSING
+            self._direct = None
             self._finish_copies()
-            if self._ahead is not None:
-                self._ahead.drop()
             self._settle_current(acknowledge)
+            self._drop_undelivered()
             if self._crowd is not None:
                 self._crowd.end()
             self._inbox.close()
             for feed in (*self._feeds, *self._retired):
                 feed.emptied = self._lease_emptied
                 feed.close()
-            try:
-                if self._leases():
-                    lingering.add(self)
-                    # crash: close.leaving
-                    self._member.set_leaving()
-                    self._member.reap()
-            finally:
-                self._state = LEAVING
-                self._lease_emptied()
-            self._wake_senders()
+        try:
+            if self._leases() and not self._is_said:
+                lingering.add(self)
+                # crash: close.leaving
+                self._member.set_leaving()
+                self._member.reap()
+            self._is_said = True
+        finally:
+            self._state = LEAVING
+        self._end_dead_leases()
+        self._lease_emptied()
+        self._wake_senders()
         # crash: close.done
+
+    def _drop_undelivered(self) -> None:
+        """What was taken and never returned: a fan-out's is given back, a work queue's goes to another consumer."""
+        while self._undelivered:
+            try:
+                message, _ = self._undelivered.popitem()  # whoever removes one has it
+            except KeyError:
+                return
+            message._empty()
 
     def _settle_current(self, acknowledge: bool) -> None:
         """Closing: what becomes of the message that was taken last."""
 
     def _at_exit(self) -> None:
-        if self._state == OPEN:
+        if self._state in (OPEN, CLOSING):
             self._leave(acknowledge=False)
         if self._state == LEAVING and not self._member.control.anybody_alive():
             self._depart()  # the last one out, and its views die with the process
@@ -377,11 +470,11 @@ class Receiver(Opening[_F]):
         if self._state == FORKED:
             self._refuse()
         self._hear_late()
-        copying = self._copying()
+        copying, counts, kept = self._copying(), self._counts, list(self._undelivered)
         return ReceiverStatistics(
-            received=self._received + sum(inlet.received for inlet in self._compiled()),
-            received_bytes=self._received_bytes + sum(inlet.received_bytes for inlet in self._compiled()),
-            missed=self._missed, redelivered=self._redelivered, abandoned=self._abandoned,
+            received=counts.received - len(kept),
+            received_bytes=counts.received_bytes - sum(message.nbytes for message in kept),
+            missed=counts.missed, redelivered=counts.redelivered, abandoned=self._abandoned,
             bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._sleeps, ticks=self._ticks,
             late=self._late, senders=len(self._feeds),
             behind=sum(max(0, feed.behind) for feed in self._feeds), leases=self._leases(), copying=copying,
@@ -389,4 +482,5 @@ class Receiver(Opening[_F]):
         )  # fmt: skip
 
     def _about(self) -> str:
-        return f" received={self._received} senders={len(self._feeds)} leases={self._leases()}"
+        received = self._counts.received - len(self._undelivered)
+        return f" received={received} senders={len(self._feeds)} leases={self._leases()}"

@@ -12,12 +12,12 @@ from ..cuda.runtime import runtime
 from ..errors import CudaError, PeerDied, WireError
 from ..memory.segment import unlink
 from ..ring.device import LeasedBlock
-from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, RingShape
+from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, OtherVersion, RingShape
 from ..ring.ring import Ring
 from ..views import resident as views
 from ..views.values import map_leaves
 from .asend import AsyncSender
-from .base import CLOSED, LEAVING, check_count, lingering, local_members
+from .base import LEAVING, check_count, lingering, local_members
 from .message import Message
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class DeviceSender(AsyncSender):
         check_count("slots (with device=)", slots, 1, MAX_DEVICE_SLOTS)
         self._device = runtime().device(device)
         self._make_ring = functools.partial(_make_ring, self._device)
-        self._describe, self._describe_empty = views.describe, views.describe_empty
+        self._describe, self._describe_empty, self._decode_empty = views.encode, views.encode_loan, views.decode_loan
 
     def _is_unmapped(self) -> bool:
         """Let go of the memory of every ring that nobody has mapped; whether that were all."""
@@ -51,7 +51,7 @@ class DeviceSender(AsyncSender):
 
     def _depart(self) -> None:
         """The memory ends with this process: the publisher stays a member until nobody needs it any more."""
-        self._history = 0
+        self._history = self._writer.history = 0
         if self._device is not None and not self._is_settled():
             self._state = LEAVING
             lingering.add(self)
@@ -64,20 +64,17 @@ class DeviceSender(AsyncSender):
 
     def look_after(self) -> bool:
         """Closed with readers left: whether they have let go by now. Called four times a second."""
-        if not self._mutex.acquire(blocking=False):
-            return False
-        try:
-            if self._state != LEAVING:
-                return True
-            self._refresh()
-            if not self._is_settled() and not (self._drop_dead() and self._is_settled()):
-                return False
-            self._state = CLOSED
-            lingering.discard(self)
-            super()._depart()
+        return self._try_run(self._look_whether_settled) is True
+
+    def _look_whether_settled(self) -> bool:
+        if self._state != LEAVING:
             return True
-        finally:
-            self._mutex.release()
+        self._refresh()
+        if not self._is_settled() and not (self._drop_dead() and self._is_settled()):
+            return False
+        super()._depart()
+        lingering.discard(self)
+        return True
 
     def _outlast(self) -> None:
         self._local = local_members()
@@ -107,15 +104,15 @@ class DeviceMessage(Message):
         value, hold = self.value, self._hold
         if hold is None:  # received ahead: its tensors alone hold the slot
             return map_leaves(lambda tensor: tensor.clone(), value)
-        block, unpacker, dynamic = hold
+        block, description = hold
         payload = None
-        if unpacker.nbytes:
+        if block.nbytes:
             used = runtime()
             stream = used.current_stream(block.device)
             source = block.tensor()
             payload = used.empty((block.nbytes,), source.dtype, block.device, stream)
             used.copy(payload, source, stream)
-        return unpacker.over(payload, block.device, dynamic)[0]
+        return views.decode(description, payload, block.nbytes, block.device)[0]
 
 
 def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | None:
@@ -124,6 +121,14 @@ def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | Non
     Raises `PeerDied` if the publisher is dead, once, and passes over what it had published; `CudaError` if its memory
     cannot be mapped here, each time.
     """
+    try:
+        return _take_next(receiver, feed)
+    except BaseException:
+        feed.abandon()
+        raise
+
+
+def _take_next(receiver: Subscriber, feed: BroadcastFeed) -> Message | None:
     while seq := feed.next():
         missed = seq - feed.position - 1
         if not _is_there(receiver, feed):
@@ -135,10 +140,13 @@ def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | Non
             if found is not None:
                 block = _block(receiver, feed, found)
             if found is not None and block is not None:
-                lease = feed.take(block.token, found, seq)
+                lease = feed.lease(block.token, found, seq)
         except (WireError, FileNotFoundError) as error:
             if feed.is_current(seq):
-                receiver._blame(feed, seq, error)
+                if isinstance(error, OtherVersion):
+                    receiver._disown(feed, str(error))
+                    return None
+                receiver._blame(feed, seq, str(error))
                 feed.position = seq
                 feed.skip(seq)
                 continue
@@ -147,29 +155,32 @@ def take_from_device(receiver: Subscriber, feed: BroadcastFeed) -> Message | Non
                 continue  # that is why
             raise
         if found is None or block is None or lease is None:  # not ours: the publisher took it back
-            if not receiver._latest:
-                feed.position = seq
-            elif feed.behind == missed + 1:
-                feed.position = seq
-                receiver._missed += missed + 1
+            feed.pass_by(seq)
             continue
         # crash: device.taken
         del block.token  # from here on the lease ends with the block and the device's work on it
-        feed.position = seq
-        receiver._missed += missed
         try:
             block.arrive(found.slot)
-            value, meta = found.unpacker(block, found.dynamic)
-        except WireError as error:
-            receiver._blame(feed, seq, error)
-            continue
-        except CudaError:
-            if _is_there(receiver, feed):
+            value, meta = views.decode_loan(found.description, block, readonly=True)
+        except (WireError, CudaError) as error:
+            is_lost = isinstance(error, CudaError) and not _is_there(receiver, feed)
+            feed.taking = None
+            if is_lost:  # with the others
+                continue
+            feed.position = seq
+            if isinstance(error, CudaError):
                 raise
-            feed.position = seq - 1  # lost with the others
+            receiver._blame(feed, seq, str(error))
             continue
-        hold = block, found.unpacker, found.dynamic
-        return DeviceMessage(value, meta, seq, found.nbytes, 1, missed, hold, lease, receiver)
+        hold = block, found.description
+        message = DeviceMessage(value, meta, seq, found.nbytes, 1, missed, hold, lease, receiver)
+        receiver._undelivered[message] = None  # no boundary between these: taken now, or not at all
+        feed.position, feed.taking = seq, None
+        counts = receiver._counts
+        counts.missed += missed
+        counts.received += 1
+        counts.received_bytes += found.nbytes
+        return message
     return None
 
 
@@ -179,11 +190,6 @@ def _block(receiver: Subscriber, feed: BroadcastFeed, found: Found) -> LeasedBlo
     slots = found.ring.device
     if slots is None:
         raise WireError("host ring of a publisher of device memory")
-    if found.unpacker is None:
-        unpacker = views.unpacker_of(found.static)
-        if unpacker.nbytes > found.nbytes:
-            raise WireError(f"payload of {found.nbytes} bytes, its description needs {unpacker.nbytes}")
-        found.unpacker = unpacker
     member = receiver._member
     hold = slots.open(member.index, member.uid)
     if hold is None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-from .. import hot
 from ..channel import control as ctl
 from ..channel import membership
 from ..channel.doorbells import Doorbells
@@ -18,32 +17,38 @@ from ..memory.semaphores import Sleeper
 from ..memory.words import store
 from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
 from ..ring.ledger import Ledger
-from ..ring.pool import Place, Pool
-from ..ring.ring import Busy, Ring
+from ..ring.pool import SIZED, Pool, Sizing
+from ..ring.ring import Ring
+from ..ring.writer import Place
 from ..units import format_bytes, parse_bytes
-from ..views import moves, outgoing
-from ..views.outgoing import Outgoing
-from . import usual
-from .audience import Audience, Peer
-from .base import CLOSED, CLOSING, SPIN_NS, TICK, check_choice, check_count, check_timeout
+from ..views.encode import Encoded
+from .audience import Audience
+from .base import CLOSED, CLOSING, TICK, check_choice, check_count, check_timeout
 from .devices import check_pin, send
+from .implementation import make_writer
 from .loan import Loan
+from .notices import Wait
+from .spinning import DEFAULT_S, Spin
 
 _FULL = ("block", "grow", "drop", "error")
-_SPIN = 100e-6  # seconds that a sender without a slot looks for one before it sleeps
+_BATCH_S = 1e-3  # a sender without a slot waits at most so long for room for a batch, then for any slot
+_LEAST_BATCHED = 8  # messages in flight from which on there are batches
 
 
 class Sender(Audience):
     """Base of `Publisher` and `Producer`."""
 
     _kind: int
-    _budget: int | None = None  # bytes of a ring whose number of slots nobody has asked for
+    _sizing: Sizing = SIZED  # of rings whose number of slots nobody has asked for
+    _pool_type: type[Pool] = Pool
+    _widest = 0  # see `make_writer`
+    _heeds_verdicts = False
 
     def __init__(
         self,
         channel: str,
         *,
-        slots: int,
+        slots: int | None,
         slot_bytes: int | str | None,
         full: str,
         max_bytes: int | str | None,
@@ -52,40 +57,50 @@ class Sender(Audience):
     ) -> None:
         check_pin(pin)
         self._pin = pin
-        check_count("slots", slots, 1, MAX_SLOTS)
+        if slots is not None:
+            check_count("slots", slots, 1, MAX_SLOTS)
+            self._sizing = Sizing.exactly(slots)
         check_choice("full", full, _FULL)
-        self._slots, self._full = slots, full
+        self._full = full
         self._slot_bytes = None if slot_bytes is None else round_slot(parse_bytes(slot_bytes, "slot_bytes"))
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
-        self._sent_bytes = self._dropped = self._waits = 0
-        self._recipients: tuple[Peer, ...] = ()
-        self._history, self._locked = history, history > 0
-        self._outbox: Any = None
-        self._patience = SPIN_NS if full == "block" else 0
+        self._dropped = self._waits = 0
+        self._history = history
+        self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._ending = False  # the process ends: whoever lingers in another thread gives up
-        super().__init__()
-        self._member = membership.join(channel, self._channel_kind, ctl.SENDER, 0, self._prepare)
-        self._control_words = self._member.control.words
-        self._bells = Doorbells(self._member.directory)
-        if self._slot_bytes is not None:
-            try:
+        try:
+            super().__init__()
+            membership.join(channel, self._channel_kind, ctl.SENDER, 0, self._prepare)
+            self._control_words = self._member.control.words
+            self._bells = Doorbells(self._member.directory)
+            if self._slot_bytes is not None:
                 self._pool.add(self._slot_bytes)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    def drop_in_child(self) -> None:
+        super().drop_in_child()
+        if hasattr(self, "_writer"):  # it may have been joining just then
+            self._writer.retire()
 
     def _prepare(self, member: Member) -> None:
-        order = 1 << 16 if self._full == "grow" else max(1024, 1 << (4 * self._slots - 1).bit_length())
+        self._member = member
+        order = 1 << 16 if self._full == "grow" else max(1024, 1 << (4 * self._sizing.most - 1).bit_length())
         name = ledger_name(member.channel, member.uid)
         self._ledger = Ledger.create(
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
             device=self._device is not None,
         )  # fmt: skip
         self._words, self._mask, self._order = self._ledger.words, self._ledger.mask, self._ledger.shape.order
-        self._pool = Pool(
+        self._writer = make_writer(
+            member, self._ledger, kind=self._kind, encode=self._describe, locked=self._mutex.locked,
+            heeds_verdicts=self._heeds_verdicts, widest=self._widest, share=self._sizing.share,
+        )  # fmt: skip
+        self._pool = self._pool_type(
             self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index), kind=self._kind,
-            slots=self._slots, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes, budget=self._budget,
-            make=self._make_ring,
+            sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
+            writer=self._writer, make=self._make_ring,
         )  # fmt: skip
         self._rings = self._pool.rings
         # crash: join.ledger
@@ -102,10 +117,10 @@ class Sender(Audience):
         """Copy a value into the ring and publish it.
 
         Args:
-            value: a tensor, an ndarray, or a dict, list or tuple of these with JSON scalars at the other leaves. It
-                is copied before `send` returns: changing it afterwards changes nothing that was sent. CUDA tensors
-                are copied on a stream of the sender's own, after what the calling thread's current stream holds, and
-                the message is published when that is done: docs/cuda.md.
+            value: a tensor, an ndarray, bytes, or a dict, list or tuple of these with JSON scalars at the other
+                leaves. It is copied before `send` returns: changing it afterwards changes nothing that was sent. CUDA
+                tensors are copied on a stream of the sender's own, after what the calling thread's current stream
+                holds, and the message is published when that is done: docs/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -119,78 +134,47 @@ class Sender(Audience):
             CudaError: a copy from a CUDA device failed; nothing was published.
             ClosedError, ForkedError: the sender is closed, or was made by this process's parent.
         """
-        outbox = self._outbox
-        if meta is None and outbox is not None:
-            seq: int | None = outbox.send(value, 0 if timeout == 0 else self._patience)
-            if seq is not None:
-                return seq if seq > 0 else self._wake_late(-seq)
-        return self._send(value, meta, timeout)
+        if self._state:
+            self._refuse()
+        sent = self._writer.send(value, meta, 0 if timeout == 0 else self._spin.burst_ns)
+        if type(sent) is int:
+            return sent if sent > 0 else self._wake_late(-sent)
+        return self._run(self._put, sent, timeout)  # type: ignore[no-any-return]
 
-    def _send(self, value: Any, meta: Any, timeout: float | None) -> int:
-        """`send` by the Python code, which comes by `_publish`."""
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            out = self._describe(value, meta)
-            # crash: send.described
-            place = self._usual_place(out.total) or self._place(out.total, timeout)
-            if place is None:
-                return 0
-            ring, slot = place
-            # crash: send.acquired
-            if out.on_device:
-                return send(self, out, ring, slot)
-            outgoing.write(out, value, ring.buffer, ring.address, slot * ring.slot_bytes)
-            # crash: send.copied
-            seq = self._publish(ring, slot, out, None)
-            if out.is_plan and hot.BUILT:
-                self._learn(value, out, ring, slot)
-            return seq
+    def _put(self, out: Encoded, timeout: float | None, *beside: Any) -> int:
+        """What the writer has left to the endpoint: wait for a place, copy, publish. `beside`: see ring/writer.py."""
+        if self._state or self._stop:
+            self._refuse()
+        # crash: send.described
+        place = self._place(out.total, timeout)
+        return 0 if place is None else self._fill(out, *place, *beside)
 
-    def _learn(self, value: Any, out: Outgoing, ring: Ring, slot: int) -> None:
-        """From now on, tensors like this one go by the compiled module, if there is one and nothing is unusual."""
-        if self._locked or len(self._rings) != 1 or out.nbytes > min(moves.ALONE, ring.slot_bytes) or not out.is_tensor:
-            return
-        if self._outbox is None:
-            self._outbox = usual.outbox(self, ring)
-        if self._outbox is not None:
-            self._outbox.learn(value, out, usual.constant_of(ring, slot, out), out.nbytes)
-
-    def _unlearn(self) -> None:
-        """Something changed that the outbox was told: the next message goes by the Python code and makes another."""
-        outbox, self._outbox = self._outbox, None
-        if outbox is not None:
-            outbox.retire()
-            self._sent_bytes += outbox.sent_bytes
-            self._rung += outbox.doorbells
+    def _fill(self, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
+        # crash: send.acquired
+        if out.device_jobs:
+            return send(self, out, ring, slot, *beside)
+        out.write(ring.buffer, slot * ring.slot_bytes)
+        # crash: send.copied
+        return self._publish(ring, slot, out, None, *beside)
 
     def _wake_late(self, seq: int) -> int:
         """A receiver fell asleep while its message was being published."""
-        with self._mutex:
-            if not self._state:
-                self._wake_for(seq)
+        self._run(self._wake_if_open, seq)
         return seq
+
+    def _wake_if_open(self, seq: int) -> None:
+        if not self._state:
+            self._wake_for(seq)
 
     def _wake_for(self, seq: int) -> None:
         place = self._words[self._order + (seq & self._mask)]
         self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
 
-    def _usual_place(self, nbytes: int) -> Place | None:
-        """What `_place` mostly finds: a slot of the only ring, if the message fits it."""
-        if self._control_words[ctl.W_EPOCH] == self._epoch and len(self._rings) == 1:
-            ring = self._rings[0]
-            slot = ring.take(self._is_free) if nbytes <= ring.slot_bytes else -1
-            if slot >= 0:
-                # nobody may take the old record for a new one
-                store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
-                return ring, slot
-        return None
-
-    def loan(self, shape: tuple[int, ...], dtype: Any, meta: Any = None, *, timeout: float | None = None) -> Loan:
+    def loan(self, shape: int | Sequence[int], dtype: Any, meta: Any = None, *, timeout: float | None = None) -> Loan:
         """Borrow a slot to compute into: no copy at all. Sent on leaving the `with` block; an exception discards it.
 
         Args:
-            shape: the tensor's shape.
+            shape: the tensor's shape; an int is one dimension.
             dtype: a torch dtype, for `loan.tensor`, or anything that `numpy.dtype` takes, for `loan.array`.
             meta, timeout: as for `send`.
 
@@ -204,77 +188,67 @@ class Sender(Audience):
         ...     sub.recv(timeout=5).value.sum().item()
         9.0
         """
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            out = self._describe_empty(shape, dtype, meta)
-            place = self._place(out.total, timeout)
-            if place is None:
-                raise RingFull(self._no_loan_text())
-            return self._lend(out, *place, dtype, shape)
+        return self._run(self._loan_inside, shape, dtype, meta, timeout)  # type: ignore[no-any-return]
 
-    def _lend(self, out: Outgoing, ring: Ring, slot: int, dtype: Any, shape: tuple[int, ...]) -> Loan:
-        array, span = ring.block(slot, out.total), ring.span(out.total)
-        ring.busy[slot : slot + span] = [(0, slot, span, (), False, weakref.ref(array))] * span
+    def _loan_inside(self, shape: tuple[int, ...], dtype: Any, meta: Any, timeout: float | None) -> Loan:
+        if self._state or self._stop:
+            self._refuse()
+        out = self._describe_empty(shape, dtype, meta)
+        place = self._place(out.total, timeout)
+        if place is None:
+            raise RingFull(self._no_loan_text())
+        return self._lend(out, *place, dtype, shape)
+
+    def _lend(self, out: Encoded, ring: Ring, slot: int, dtype: Any, shape: int | Sequence[int]) -> Loan:
+        array = ring.block(slot, out.total)
+        self._writer.lend(ring.index, slot, weakref.ref(array))
         return Loan(self, ring, slot, out, array, dtype, shape)
 
     def _no_loan_text(self) -> str:
         return f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait'
 
-    def _commit(self, ring: Ring, slot: int, out: Outgoing, guard: weakref.ref[Any]) -> int:
-        with self._mutex:
-            if self._state:
-                self._refuse()
-            if self._control_words[ctl.W_EPOCH] != self._epoch:
-                self._refresh()
-            outgoing.write(out, None, ring.buffer, ring.address, slot * ring.slot_bytes)
-            return self._publish(ring, slot, out, guard)
+    def _commit(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+        return self._run(self._commit_inside, ring, slot, out, array)  # type: ignore[no-any-return]
 
-    def _publish(self, ring: Ring, slot: int, out: Outgoing, guard: weakref.ref[Any] | None) -> int:
-        """Record, order, `published`: a death before the last store leaves nothing visible."""
-        words, record = self._words, R_RECORDS + slot * RECORD_WORDS
-        seq = words[L_PUBLISHED] + 1
-        span = 1 if out.total <= ring.slot_bytes else ring.span(out.total)
-        entry = (seq, slot, span, self._recipients, self._locked, guard)
+    def _commit_inside(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+        seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
+        if 0 < seq <= self._published:
+            return seq  # an exception came when it was published already
+        if self._state or self._stop:
+            self._refuse()
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        out.write(ring.buffer, slot * ring.slot_bytes)
+        return self._publish(ring, slot, out, weakref.ref(array))
+
+    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: weakref.ref[Any] | None, *beside: Any) -> int:
+        """Publish, and wake who sleeps: also if an exception comes between the two."""
+        writer, published = self._writer, self._words[L_PUBLISHED]
         try:
-            if ring.described[slot] is out:
-                store(ring.words, record + 1, time.monotonic_ns())
-            else:
-                ring.described[slot] = None
-                self._pool.write_record(ring, slot, out)
-            # crash: publish.record
-            store(ring.words, record, seq)
-            store(words, self._order + (seq & self._mask), ring.index << 32 | slot)
-            # crash: publish.ordered
-            if span == 1:
-                ring.busy[slot] = entry
-            else:
-                ring.busy[slot : slot + span] = [entry] * span
-            store(words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' feeds
+            seq = writer.publish(ring.index, slot, out.description, out.nbytes, out.spilled, guard, *beside)
         except BaseException:
-            if words[L_PUBLISHED] < seq:  # nobody may find the record: its sequence number goes to another message
-                store(ring.words, record, 0)
-                ring.forget(entry)
+            if self._words[L_PUBLISHED] > published:
+                self._wake(ring, slot)
             raise
-        self._sent_bytes += out.nbytes
-        # crash: publish.published
         self._wake(ring, slot)
         # crash: publish.rung
-        return seq
+        return seq  # type: ignore[no-any-return]
 
     # --- slots
 
-    @abstractmethod
-    def _is_free(self, ring: Ring, entry: Busy) -> bool:
-        """Whether the slots of a message may be used again."""
-
     def _find(self, nbytes: int) -> Place | None:
         """Free slots, for a message that is sent now."""
-        return self._pool.find(nbytes, self._is_free)
+        return self._pool.find(nbytes)
 
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
         """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
         check_timeout(timeout)
+        if self._full == "block" and timeout != 0:
+            self._copying()
+            if self._control_words[ctl.W_EPOCH] != self._epoch:
+                self._refresh()
+            self._pool.make_room(nbytes)
+            return self._find(nbytes) or self._wait_for_slot(nbytes, timeout)
         place = self._place_at_once(nbytes)
         if place is not None:
             return place
@@ -304,28 +278,42 @@ class Sender(Audience):
         """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
+        wait = Wait(self)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)
-        awake_until = time.monotonic() + (_SPIN if timeout is None else min(_SPIN, timeout))
-        while time.monotonic() < awake_until and not self._stop:
-            if (place := self._find(nbytes)) is not None:
-                return place
-        while True:
+        place = self._spin.wait(lambda _: None if self._stop else self._find(nbytes), timeout)
+        if place is None and (target := self._batch_end()):
+            seconds = _BATCH_S if deadline is None else min(_BATCH_S, deadline - time.monotonic())
+            woken = self._sleep(max(0.0, seconds), lambda: self._find(nbytes), target)
+            place = woken if isinstance(woken, tuple) else self._find(nbytes)
+        if place is None and not self._stop:
+            place = self._place_at_once(nbytes)
+        while place is None:
+            if self._stop:
+                self._refuse()
             remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
             if remaining <= 0:
                 raise RingFull(self._full_text(nbytes))
+            wait.look(nbytes)
             woken = self._sleep(remaining, lambda: self._find(nbytes))
             if isinstance(woken, tuple):
-                return woken
-            if self._stop:
-                self._refuse()
+                place = woken
+                break
             if self._control_words[ctl.W_EPOCH] != self._epoch:
                 self._refresh()
             if not woken:
                 self._copying()
                 self._drop_dead()
-            if (place := self._find(nbytes)) is not None:
-                return place
+            place = self._find(nbytes)
+        if self._stop:  # closed meanwhile, which may be what gave the slot back
+            self._refuse()
+        return place
+
+    def _batch_end(self) -> int:
+        """The message whose end leaves room for a batch, a quarter of those in flight; 0 where they are few."""
+        oldest = self._writer.oldest()
+        count = self._published + 1 - oldest
+        return oldest + count // 4 - 1 if oldest and count >= _LEAST_BATCHED else 0
 
     def _full_text(self, nbytes: int) -> str:
         holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "nobody"
@@ -336,15 +324,18 @@ class Sender(Audience):
 
     # --- leaving
 
-    @abstractmethod
     def _is_settled(self) -> bool:
         """Closing: whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped."""
+        return bool(self._writer.is_settled(()))
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
 
         Messages that receivers have not taken yet stay readable for the members that are there; the last of them
         removes the rings. With nobody there they are dropped.
+
+        Called by a signal handler or a finalizer that interrupts a call of this very thread, it takes effect when that
+        call ends; one that waits ends with `ClosedError`.
 
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.
@@ -356,29 +347,39 @@ class Sender(Audience):
 
     def _leave(self, linger: float | None) -> None:
         self._stop = True
-        with self._mutex:
-            if self._state and self._state != CLOSING:
-                return
-            self._unlearn()
-            self._finish_copies()
-            if self._crowd is not None:
-                self._crowd.end()
-            try:
-                store(self._words, L_CLOSED, 1)
-                # crash: close.said
+        self._close(lambda: self._run(self._finish, linger))
+
+    def _finish(self, linger: float | None) -> None:
+        """Every step may be repeated, so that a `close` that an exception cut short is finished by the next one."""
+        if self._state and self._state != CLOSING:
+            return
+        self._state = CLOSING
+        self._writer.retire()
+        self._finish_copies()
+        if self._crowd is not None:
+            self._crowd.end()
+        try:
+            store(self._words, L_CLOSED, 1)
+            # crash: close.said
+            if not self._member.has_left:
                 self._linger(linger)
-            finally:
-                self._state = CLOSED
-                # crash: close.leaving
-                self._depart()
+        finally:
+            # crash: close.leaving
+            self._depart()
         # crash: close.done
 
     def _depart(self) -> None:
-        self._member.leave(keep=not self._is_settled())
+        if not self._member.has_left:
+            self._member.leave(keep=not self._is_settled(), lost=self._lose if self._counts_lost else None)
         self._rouse()
         self._bells.close()
         self._sleeper.close()
         self._ledger.close()
+        self._state = CLOSED
+
+    def _lose(self, count: int) -> None:
+        """It has left as the last member of its channel, with so many messages that nobody has finished."""
+        self._lost = count
 
     def _linger(self, linger: float | None) -> None:
         deadline = None if linger is None else time.monotonic() + linger

@@ -6,14 +6,10 @@ import time
 import types
 from abc import abstractmethod
 from collections.abc import Generator
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from .base import Endpoint
 
-NOTHING: Final[Any] = object()
-"""What an attempt returns that found nothing."""
-BUSY: Final[Any] = object()
-"""What an attempt returns while a thread is inside a call of the endpoint."""
 TURN_S: Final = 0.005
 """Seconds after which a task that always finds what it asks for lets the loop's other tasks run."""
 _RETRY_S: Final = 0.001

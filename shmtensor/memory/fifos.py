@@ -14,6 +14,7 @@ from typing import Final
 
 from ..errors import ResourceError
 from . import shortage
+from .descriptors import OpenFile
 from .semaphores import Sleeper
 
 BY_FIFO: Final = 1 << 63
@@ -21,18 +22,23 @@ BY_FIFO: Final = 1 << 63
 
 
 class Fifo:
-    """The sender's end. Made at first use; a second one of the same path reads from the same FIFO."""
+    """The sender's end. Made at first use; a second one of the same path reads from the same FIFO.
 
-    __slots__ = ("fd", "path")
+    Args:
+        path: where receivers find it.
+        file: opened here, to read from it; the caller's to close.
+    """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    __slots__ = ("_file", "path")
+
+    def __init__(self, path: str, file: OpenFile) -> None:
+        self.path, self._file = path, file
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # crash: wait.made
             # for writing too: a FIFO that nobody writes to counts as ended, and would always be readable
-            self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            file.open(os.open, path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             code = error.errno or errno.EIO
             if code in (errno.EMFILE, errno.ENFILE):
@@ -46,7 +52,7 @@ class Fifo:
     def drain(self) -> None:
         """Forget wake-ups that came after their sleep had ended."""
         with contextlib.suppress(BlockingIOError):
-            while len(os.read(self.fd, 4096)) == 4096:
+            while len(os.read(self._file.fd, 4096)) == 4096:
                 pass
 
 
@@ -68,7 +74,7 @@ class Rouser:
             self._semaphore.post()
             return
         with contextlib.suppress(OSError):
-            fd = os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 os.write(fd, b"\1")
             finally:

@@ -4,7 +4,7 @@ Such a lock belongs to the open file description, not to the process: two endpoi
 other as two processes do, threads make no difference, and the kernel drops the lock when the last descriptor
 of it is closed, at any death. (Linux `fcntl(2)`, "Open file description locks".) A description that is also
 mapped would live on in a forked child, so a `LockFile` is opened on its own and never mapped, and is closed in
-forked children (`memory/forks.py`).
+forked children (`memory/descriptors.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import time
 
 from ..errors import ClosedError, TimedOut
-from . import forks
+from .descriptors import Descriptor
 
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid; native alignment, 64-bit off_t
 _SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
@@ -24,18 +24,10 @@ _GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
 
-class LockFile:
-    """One open file description of a segment, used for locks only. Owns and closes its descriptor."""
+class LockFile(Descriptor):
+    """One open file description of a segment, used for locks only. Closing it drops every lock that it holds."""
 
-    __slots__ = ("__weakref__", "fd")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        forks.track(self)
-
-    def drop_in_child(self) -> None:
-        """A forked child must not keep its parent's locks alive."""
-        self.close()
+    __slots__ = ()
 
     def try_exclusive(self, byte: int) -> bool:
         """Lock one byte for this description alone; False if another description holds it in any mode."""
@@ -47,14 +39,16 @@ class LockFile:
 
     def unlock(self, byte: int) -> None:
         """Drop this description's lock on one byte. Does nothing once the file is closed (closing dropped it)."""
+        lock = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)  # before the descriptor is looked at, as below
         if self.fd >= 0:
-            fcntl.fcntl(self.fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self.fd, _SETLK, lock)
 
     def held_by_other(self, byte: int, length: int = 1) -> bool:
         """Whether any other description holds a lock within `[byte, byte + length)`."""
+        lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0)
         if self.fd < 0:
             raise ClosedError("this lock file is closed")
-        answer = fcntl.fcntl(self.fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0))
+        answer = fcntl.fcntl(self.fd, _GETLK, lock)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def wait_exclusive(self, byte: int, timeout: float, what: str) -> None:
@@ -73,19 +67,12 @@ class LockFile:
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
 
-    def close(self) -> None:
-        """Close the description; the kernel drops every lock it held. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    __del__ = close
-
     def _set(self, kind: int, byte: int) -> bool:
+        lock = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
         if self.fd < 0:
             raise ClosedError("this lock file is closed")
         try:
-            fcntl.fcntl(self.fd, _SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self.fd, _SETLK, lock)
         except OSError as error:
             if error.errno in _BUSY:
                 return False

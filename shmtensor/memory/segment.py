@@ -12,16 +12,15 @@ import weakref
 from typing import Any, Final
 
 import numpy as np
-import posix_ipc
 
 from ..errors import ResourceError, WireError
 from ..units import format_bytes
 from . import forks, shortage
+from .descriptors import Descriptor
 from .locks import LockFile
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
-_MODE = 0o600
 _PROT_NONE = 0
 _REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
 _mmap = ctypes.CDLL(None).mmap
@@ -34,7 +33,35 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAY_MOVE = 1  # MREMAP_MAYMOVE
 _FAILED = ctypes.c_void_p(-1).value
+_REAL_DIR: Final = os.path.realpath(SHM_DIR)
+_NO_FILE: Final = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
+_KINDS: Final = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
+
+
+class _Range:
+    """The addresses of a mapping. Views keep it, whoever else has let go of the mapping by then."""
+
+    __slots__ = ("__weakref__", "_address", "_nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+        forks.track(self)
+
+    def drop_in_child(self) -> None:
+        """A forked child must not reach its parent's words, nor slots it has no lease on: touching them fails.
+
+        The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
+        """
+        _mmap(self._address, self._nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
 
 class Mapping:
@@ -61,16 +88,8 @@ class Mapping:
         self.address = int(np.frombuffer(self.map, np.uint8).__array_interface__["data"][0])
         kind: Any = type("Slots", (ctypes.c_char * nbytes,), {})
         whole = kind.from_address(self.address)
-        whole.mapping = self.map
+        whole.mapping, whole.range = self.map, _Range(self.address, nbytes)
         self.buffer = memoryview(whole).cast("B")
-        forks.track(self)
-
-    def drop_in_child(self) -> None:
-        """A forked child must not reach its parent's words, nor slots it has no lease on: touching them fails.
-
-        The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
-        """
-        _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
     def populate(self, *, write: bool) -> None:
         """Enter every page into this process's page table now instead of at first touch. Best effort."""
@@ -108,19 +127,41 @@ class Alias:
         _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
 
+class Unreadable(ResourceError):
+    """A segment of this user may not be opened."""
+
+
+class NameTaken(ResourceError):
+    """The name of a segment or semaphore that is to be made is taken: any user can make files in `/dev/shm`."""
+
+
+def name_taken(what: str, path: str) -> NameTaken:
+    """The error that says who has taken the name of `what`."""
+    try:
+        info = os.lstat(path)
+        found = f"{path} is {kind_of(info.st_mode)} of user {info.st_uid}, you are user {os.geteuid()}"
+    except OSError:
+        found = f"there was a file {path}"
+    return NameTaken(
+        errno.EEXIST,
+        f"cannot make {what}: {found}: have it removed, or make the endpoint anew: its files get other names",
+    )
+
+
 def _failed(what: str) -> OSError:
     number = ctypes.get_errno()
     return ResourceError(number, f"{what}: {os.strerror(number)}")
 
 
-class Segment:
+class Segment(Descriptor):
     """An open segment: a descriptor to map from. Mappings outlive it."""
 
-    __slots__ = ("fd", "name", "nbytes")
+    __slots__ = ("name", "nbytes")
 
-    def __init__(self, name: str, fd: int) -> None:
-        self.name, self.fd = name, fd
-        self.nbytes = os.fstat(fd).st_size
+    def __init__(self, name: str, flags: int = 0) -> None:
+        self.name = name
+        super().__init__(SHM_DIR + name, flags | os.O_NOFOLLOW, leads_to=_REAL_DIR + name)
+        self.nbytes = os.fstat(self.fd).st_size
 
     def map(self, offset: int = 0, nbytes: int | None = None, *, writable: bool) -> Mapping:
         """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size."""
@@ -149,26 +190,32 @@ class Segment:
     def is_still(self, name: str) -> bool:
         """Whether `name` still leads to this very segment (nobody unlinked or replaced it)."""
         try:
-            return os.path.samestat(os.stat(SHM_DIR + name), os.fstat(self.fd))
+            return os.path.samestat(os.lstat(SHM_DIR + name), os.fstat(self.fd))
         except FileNotFoundError:
             return False
 
     def locks(self) -> LockFile:
         """A second open file description of the same segment, for locks alone."""
         try:
-            return LockFile(os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+            return LockFile(f"/proc/self/fd/{self.fd}", leads_to=_REAL_DIR + self.name)
         except OSError as error:
             raise shortage.explain(error, f"cannot open segment {self.name} for its locks") from None
+
+    def read(self, start: int, count: int) -> memoryview:
+        """`count` words from word `start` on as they are now, read and not mapped. `WireError` if there are fewer."""
+        data = os.pread(self.fd, 8 * count, 8 * start)
+        if len(data) != 8 * count:
+            raise WireError(f"segment {self.name} ends at byte {8 * start + len(data)}: it was cut or is damaged")
+        return memoryview(data).cast("Q")
+
+    def is_sparse(self) -> bool:
+        """Whether pages of it were never reserved: touching one that is mapped may kill (SIGBUS)."""
+        info = os.fstat(self.fd)
+        return info.st_blocks * 512 < info.st_size
 
     def is_mine(self) -> bool:
         """Whether it belongs to this user. Only root, or a careless owner, can open what does not."""
         return os.fstat(self.fd).st_uid == os.geteuid()
-
-    def close(self) -> None:
-        """Close the descriptor; mappings stay valid. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     def __enter__(self) -> Segment:
         return self
@@ -178,20 +225,26 @@ class Segment:
 
 
 def create(name: str, nbytes: int, remedy: str) -> Segment:
-    """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind."""
-    segment = _open(name, posix_ipc.O_CREX)
+    """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind.
+
+    An exception of a signal handler may come before the segment is in anybody's hands: a caller who is interrupted
+    removes the name.
+    """
+    segment: Segment | None = None
     try:
+        segment = _open(name, os.O_CREAT | os.O_EXCL)
         segment.reserve(nbytes, remedy)
+        return segment
     except BaseException:
-        segment.close()
-        unlink(name)
+        if segment is not None:  # else the name may be somebody else's
+            segment.close()
+            unlink(name)
         raise
-    return segment
 
 
 def open_or_create(name: str) -> Segment:
     """Open this user's segment, or create it with size 0. Which of the two it was, the caller decides under a lock."""
-    segment = _open(name, posix_ipc.O_CREAT)
+    segment = _open(name, os.O_CREAT)
     if not segment.is_mine():
         segment.close()
         raise ResourceError(errno.EACCES, _denied(name))
@@ -199,14 +252,36 @@ def open_or_create(name: str) -> Segment:
 
 
 def attach(name: str) -> Segment:
-    """Open an existing segment. `FileNotFoundError` if there is none."""
+    """Open an existing segment of this user. `FileNotFoundError` if there is none: another user's is not ours."""
+    info = status(name)
+    if info is not None and info.st_uid != os.geteuid():
+        raise FileNotFoundError(errno.ENOENT, _denied(name))
+    return _open(name, 0)
+
+
+def look_at(name: str) -> Segment:
+    """As `attach`, of whatever user: to be looked at, by who may."""
     return _open(name, 0)
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name. Existing mappings stay valid. No error if it is gone already."""
-    with contextlib.suppress(FileNotFoundError):
+    """Remove a segment's name. Existing mappings stay valid. What is gone already, or is not ours, is passed by."""
+    with contextlib.suppress(OSError):
         os.unlink(SHM_DIR + name)
+
+
+def status(name: str) -> os.stat_result | None:
+    """What a name in `/dev/shm` leads to, a link not followed; None if that cannot be told."""
+    try:
+        return os.lstat(SHM_DIR + name)
+    except (OSError, ValueError):
+        return None
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name leads to a file of this user."""
+    info = status(name)
+    return info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode)
 
 
 def listing() -> list[str]:
@@ -225,24 +300,52 @@ def free_bytes() -> int:
 
 def _open(name: str, flags: int) -> Segment:
     try:
-        fd = int(posix_ipc.SharedMemory(name, flags, mode=_MODE).fd)
-    except posix_ipc.ExistentialError as error:
+        if not flags & os.O_EXCL:
+            _check_kind(name, missing_ok=bool(flags))  # before: opening a device may do things to it
+        segment = Segment(name, flags)
+    except FileNotFoundError as error:
         if flags:
-            raise ResourceError(errno.EEXIST, f"segment {name}: {error}") from None
+            raise shortage.explain(error, f"cannot make segment {name}") from None
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
-    except posix_ipc.PermissionsError:
-        raise ResourceError(errno.EACCES, _denied(name)) from None
     except OSError as error:
+        if error.errno == errno.EEXIST:
+            raise name_taken(f"segment {name}", SHM_DIR + name) from None
+        if error.errno in (errno.EACCES, errno.EPERM):
+            kind = ResourceError if flags else Unreadable
+            raise kind(errno.EACCES, _denied(name)) from None
+        if error.errno in _NO_FILE:
+            raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment") from None
         raise shortage.explain(error, f"cannot {'make' if flags else 'open'} segment {name}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
+        segment.close()
         raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
-    return Segment(name, fd)
+    return segment
+
+
+def _check_kind(name: str, *, missing_ok: bool) -> None:
+    try:
+        info = os.lstat(SHM_DIR + name)
+    except FileNotFoundError:
+        if missing_ok:
+            return
+        raise
+    if not stat.S_ISREG(info.st_mode):
+        raise WireError(
+            f"{SHM_DIR}{name} is {kind_of(info.st_mode)} of user {info.st_uid}, not a shared-memory segment: remove "
+            "it, or use another channel name"
+        )
+
+
+def kind_of(mode: int) -> str:
+    """What a file is, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "a file of unknown kind")
 
 
 def _denied(name: str) -> str:
     try:
-        owner = os.stat(SHM_DIR + name).st_uid
+        info = os.lstat(SHM_DIR + name)
     except OSError:
         return f"no permission to open segment {name} in {SHM_DIR}"
-    return f"segment {name} belongs to user {owner}, you are user {os.geteuid()}: use another channel name"
+    if info.st_uid == os.geteuid():
+        return f"segment {name} has mode {stat.S_IMODE(info.st_mode):o}: run chmod 600 {SHM_DIR}{name}"
+    return f"segment {name} belongs to user {info.st_uid}, you are user {os.geteuid()}: use another channel name"

@@ -1,38 +1,87 @@
-"""The semaphore on which a sender sleeps until a slot is given back."""
+"""The semaphore on which a sender sleeps until a slot is given back, and the word that says so.
+
+A sender's `asleep` word: bits 0 to 30 count its sleeps (odd: asleep); with `BATCHED`, bits 31 to 61 are those of the
+sequence number from which on a message's end wakes it; bit 63 is `BY_FIFO`. One word, so that a receiver sees either
+all of it or nothing. docs/protocols.md, section 4.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+import stat
+import time
+from typing import Final
 
 import posix_ipc
 
 from ..errors import ResourceError
 from . import shortage
-from .segment import SHM_DIR
+from .segment import SHM_DIR, name_taken
 
-_PREFIX = SHM_DIR + "/sem."
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc: Final = ctypes.CDLL(None)
+_libc.sem_open.argtypes, _libc.sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+_libc.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
+_libc.sem_close.argtypes = (ctypes.c_void_p,)
+
+_PREFIX: Final = SHM_DIR + "/sem."
+_LEAST: Final = 16
+"""Bytes that a semaphore has at least, in any C library."""
+
+
+COUNT: Final = (1 << 31) - 1
+"""In a sender's `asleep` word: the count of its sleeps."""
+BATCHED: Final = 1 << 62
+"""In a sender's `asleep` word: it is not to be woken before a certain message has ended."""
+_TARGET: Final = 31
+
+
+def batched(count: int, target: int) -> int:
+    """The word of a sender in its sleep `count` that the end of message `target`, or of a later one, is to wake."""
+    return count | (target & COUNT) << _TARGET | BATCHED
+
+
+def is_woken_by(asleep: int, seq: int) -> bool:
+    """Whether the end of message `seq` wakes a sender that sleeps under this word."""
+    return not asleep & BATCHED or (seq - (asleep >> _TARGET)) & COUNT <= COUNT >> 1
 
 
 class Sleeper:
     """A named POSIX semaphore: its owner waits, anybody posts. Closing forgets it; `unlink` removes the name."""
 
-    __slots__ = ("_semaphore",)
+    __slots__ = ("_handle", "_semaphore")
 
     def __init__(self, name: str, *, create: bool) -> None:
+        self._handle: int | None = None  # the owner's, to wait by
         try:
-            flags = posix_ipc.O_CREX if create else 0
-            self._semaphore = posix_ipc.Semaphore(name, flags, mode=0o600)
+            if not create:
+                _check(name)
+            self._semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX if create else 0, mode=0o600)
         except posix_ipc.ExistentialError as error:
+            if create:
+                raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
             raise FileNotFoundError(errno.ENOENT, f"semaphore {name}: {error}") from None
-        except posix_ipc.PermissionsError as error:
+        except (posix_ipc.PermissionsError, ValueError) as error:  # what it says of a name that is no file's
             raise ResourceError(errno.EACCES, f"semaphore {name}: {error}") from None
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise shortage.explain(error, f"cannot {'make' if create else 'open'} semaphore {name}") from None
+        if create:
+            self._handle = _libc.sem_open(os.fsencode(name), 0)  # the same one: the C library counts its users
 
     def close(self) -> None:
         """Forget the semaphore in this process. Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle:
+            _libc.sem_close(handle)
         with contextlib.suppress(posix_ipc.Error, ValueError):
             self._semaphore.close()
 
@@ -48,15 +97,29 @@ class Sleeper:
                 self._semaphore.acquire(0)
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until posted (True) or for `timeout` seconds (False). Signals are handled, then it returns False."""
-        try:
-            self._semaphore.acquire(timeout)
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
-            return False
-        return True
+        """Sleep until posted (True) or for `timeout` seconds (False). A signal ends it as well, and what its handler
+        raises is raised: `posix_ipc` has handlers run inside its own call, and an error of its own in place of theirs.
+        """
+        if not self._handle:
+            return False  # closed
+        until = time.time_ns() + int(timeout * 1e9)
+        end = _Timespec(until // 1_000_000_000, until % 1_000_000_000)
+        return bool(_libc.sem_timedwait(self._handle, end) == 0)
+
+
+def _check(name: str) -> None:
+    """Who opens what is no semaphore may be killed by it: an empty file is mapped, and its first word looked at."""
+    info = os.lstat(semaphore_path(name))
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size < _LEAST:
+        raise FileNotFoundError(errno.ENOENT, f"{semaphore_path(name)} is not a semaphore of user {os.geteuid()}")
 
 
 def unlink_semaphore(name: str) -> None:
-    """Remove a semaphore's name; no error if it is gone already."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(_PREFIX + name.lstrip("/"))
+    """Remove a semaphore's name. What is gone already, or is not ours, is passed by."""
+    with contextlib.suppress(OSError):
+        os.unlink(semaphore_path(name))
+
+
+def semaphore_path(name: str) -> str:
+    """Where a semaphore lies."""
+    return _PREFIX + name.lstrip("/")

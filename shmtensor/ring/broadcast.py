@@ -1,65 +1,116 @@
-"""A subscriber's end of one publisher: docs/protocols.md, sections 1, 2 and 6."""
+"""A subscriber's end of one publisher, the reference: docs/protocols.md, sections 1, 2 and 6."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..errors import WireError
 from ..memory.words import barrier, settle, store
-from .feed import Feed, Found
-from .layout import L_PUBLISHED
+from .feed import OTHER, PASSED_OVER, Found, ReferenceFeed
+from .layout import L_PUBLISHED, OtherVersion
 from .lease import Lease, LockedLease
 
 
-class BroadcastFeed(Feed):
+class BroadcastFeed(ReferenceFeed):
     """Every message from `start` on is this receiver's.
 
     Until the publisher has said so, older ones (`history=`) are taken under a shared lock.
     """
 
-    __slots__ = ("member_uid", "start", "started")
+    __slots__ = ("start", "started")
 
     counted = True
     """Whether the publisher waits for this receiver to take what it has published."""
 
-    def __init__(self, *args: Any, member_uid: int) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.member_uid = member_uid
         self.started, self.start = False, 1 << 63
-        self.position = 0
         barrier()  # what is published from here on, its publisher has looked at the table for
         published = self.words[L_PUBLISHED]
         if not self._has_started():
             self.position = max(0, published - self.ledger.history)
 
     def next(self) -> int:
-        """The sequence number to read next; 0 if there is none."""
-        published = self.words[L_PUBLISHED]
+        published = self.newest()
         if not self.started and not self._has_started() and not self.ledger.history:
             self.position = published  # all of it was sent before the publisher saw this receiver
+        self.position = max(self.position, published - self.mask)  # damaged: it cannot be so far ahead
         return self.position + 1 if published > self.position else 0
 
     def _has_started(self) -> bool:
         """Whether the publisher counts this receiver; asked after reading `published`: docs/protocols.md, section 2."""
         settle()
-        start = self.ledger.start(self.member, self.member_uid)
+        start = self.ledger.start(self.member, self.reception.member_uid)
         if start is not None:
-            self.started, self.start = True, start
-            self.position = max(self.position, start - 1) if self.ledger.history else start - 1
+            position = max(self.position, start - 1) if self.ledger.history else start - 1
+            self.started, self.start, self.position = True, start, position
         return self.started
 
-    def take(self, array: Any, found: Found, seq: int) -> Lease | None:
+    def take(self, receiver: Any, undelivered: dict[Any, Any], patience: int) -> Any:
+        reception = self.reception
+        while seq := self.next():
+            missed = seq - self.position - 1
+            found = array = lease = None
+            try:
+                found = self.locate(seq)
+                if found is not None:
+                    array = found.array()
+                    lease = self.lease(array, found, seq)
+            except (WireError, FileNotFoundError) as error:
+                if self.is_current(seq):
+                    if isinstance(error, OtherVersion):
+                        return OTHER, seq, str(error)
+                    self.position = seq
+                    self.skip(seq)
+                    return PASSED_OVER, seq, str(error)
+                lease = None  # read while the publisher was reusing the slot
+            if found is None or array is None or lease is None:
+                self.pass_by(seq)
+                continue
+            try:
+                value, meta = reception.decode(found.description, array, readonly=reception.readonly)
+            except WireError as error:
+                self.position, self.taking = seq, None
+                return PASSED_OVER, seq, str(error)  # the array dies here, and the slot goes back
+            message = reception.message(value, meta, seq, found.nbytes, 1, missed, array, lease, receiver)
+            undelivered[message] = None  # no boundary between these: taken now, or not at all
+            self.position, self.taking = seq, None
+            reception.counts.missed += missed
+            reception.counts.received += 1
+            reception.counts.received_bytes += found.nbytes
+            # crash: take.delivered
+            return message
+        return None
+
+    def pass_by(self, seq: int) -> None:
+        """Message `seq` is not ours: the publisher took it back."""
+        self.position, self.taking = seq, None
+
+    def lease(self, array: Any, found: Found, seq: int) -> Lease | None:
         """Lease message `seq`; None if it is older than this receiver and the publisher took it back."""
         if not self.started:
             return self._take_locked(array, found, seq)
         ring = found.ring
         word = ring.state + self.member * ring.row + found.slot
         # crash: take.found
+        self.taking = seq, word, ring.words
         store(ring.words, word, 2 * seq)
         # crash: take.leased
         lease = Lease(array, self._ended)
         lease.seq, lease.word, lease.words = seq, word, ring.words
         self.hold(lease)
         return lease
+
+    def abandon(self) -> None:
+        if self.taking is None:
+            return
+        seq, word, words = self.taking
+        self.taking = None
+        self.leases.pop(seq, None)
+        if words is not None:
+            store(words, word, 0)  # as before it was taken: neither leased nor given back
+        self.ledger.locks.unlock(seq)  # a lock, if it was one, of this message alone
+        self.wake_sender()
 
     def look_after(self) -> bool:
         """Device memory: unmap it once its publisher has closed and nothing of it is needed here. True: no more."""
@@ -81,12 +132,15 @@ class BroadcastFeed(Feed):
 
     def _take_locked(self, array: Any, found: Found, seq: int) -> Lease | None:
         """Take a message that the publisher may take back. The lease word is stored too: it may count any time now."""
+        ring = found.ring
+        word = ring.state + self.member * ring.row + found.slot
+        self.taking = seq, word, None
         if not self._lock(found, seq):
             return None
-        ring = found.ring
         lease = LockedLease(array, self._ended)
-        lease.seq, lease.word, lease.words = seq, ring.state + self.member * ring.row + found.slot, ring.words
-        store(ring.words, lease.word, 2 * seq)
+        lease.seq, lease.word, lease.words = seq, word, ring.words
+        self.taking = seq, word, ring.words
+        store(ring.words, word, 2 * seq)
         self.hold(lease)
         return lease
 
@@ -104,9 +158,9 @@ class BroadcastFeed(Feed):
     def give_back(self, lease: Lease) -> None:
         # crash: release.ended
         store(lease.words, lease.word, 2 * lease.seq + 1)
+        # crash: release.stored
         if lease.locked:
             self.ledger.locks.unlock(lease.seq)
-        # crash: release.stored
 
 
 class LatestFeed(BroadcastFeed):
@@ -117,7 +171,7 @@ class LatestFeed(BroadcastFeed):
     counted = False
 
     def next(self) -> int:
-        published = self.words[L_PUBLISHED]
+        published = self.newest()
         if not self.started:
             self._has_started()
         if published <= self.position:
@@ -127,7 +181,14 @@ class LatestFeed(BroadcastFeed):
             return 0
         return published
 
-    def take(self, array: Any, found: Found, seq: int) -> Lease | None:
+    def pass_by(self, seq: int) -> None:
+        self.taking = None
+        if self.words[L_PUBLISHED] == seq:  # and nothing newer is published
+            self.reception.counts.missed += seq - self.position
+            self.position = seq
+
+    def lease(self, array: Any, found: Found, seq: int) -> Lease | None:
+        self.taking = seq, 0, None
         if not self._lock(found, seq):
             return None
         lease = LockedLease(array, self._ended)

@@ -1,14 +1,13 @@
-"""A consumer's end of one producer: docs/protocols.md, section 5."""
+"""A consumer's end of one producer, the reference: docs/protocols.md, section 5."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WireError
 from ..memory.words import store
-from .feed import Feed, Found
-from .layout import ATTEMPT, CLAIMED, DONE, L_PUBLISHED, R_RECORDS, RECORD_WORDS, RELEASED
+from .feed import GIVEN_UP, OTHER, PASSED_OVER, Found, ReferenceFeed
+from .layout import ATTEMPT, CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RELEASED, OtherVersion
 from .lease import Claim, Lease
 
 if TYPE_CHECKING:
@@ -16,13 +15,16 @@ if TYPE_CHECKING:
 
     from .ring import Ring
 
+NOTHING = (1 << 64) - 1
+"""What `age` returns if there is no message."""
+
 
 def state_word(ring: Ring, slot: int) -> int:
-    """Index of a slot's four state words."""
+    """Index of a slot's state words."""
     return ring.state + 8 * slot
 
 
-class CompetingFeed(Feed):
+class CompetingFeed(ReferenceFeed):
     """Each message goes to whoever locks its byte first."""
 
     __slots__ = ("attempt",)
@@ -30,17 +32,115 @@ class CompetingFeed(Feed):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.attempt = 0
-        published = self.words[L_PUBLISHED]
-        self.position = next((seq - 1 for _, _, seq in self.unfinished()), published)
+        self._begin_queue()
 
     def next(self) -> int:
-        """The sequence number to walk to next; 0 if there is none."""
-        published = self.words[L_PUBLISHED]
+        published = self.newest()
         if published <= self.position:
             return 0
         if published - self.position > self.mask:  # the order entries are overwritten: others took what was there
             self.position = published - self.mask
         return self.position + 1
+
+    def take(self, receiver: Any, undelivered: dict[Any, Any], patience: int) -> Any:
+        while seq := self.next():
+            try:
+                found = self.locate(seq)
+            except OtherVersion as error:
+                return OTHER, seq, str(error)
+            except WireError as error:
+                self.position = seq
+                self.skip(seq)
+                return PASSED_OVER, seq, str(error)
+            except FileNotFoundError:  # its producer is gone, and the ring with it: all in it was done
+                found = None
+            self.position = seq
+            if found is None or not self.is_open(found.ring, found.slot, seq, walking=True):
+                continue
+            if self.claim(found.ring, found.slot, seq):
+                return self._deliver(found, seq, receiver, undelivered)
+        return None
+
+    def take_unfinished(self, receiver: Any, undelivered: dict[Any, Any]) -> Any:
+        """The same of the oldest message that somebody had and did not finish."""
+        for ring, slot, seq in self.unfinished():
+            if seq > self.position:
+                break  # the walk gets there
+            if not self.is_open(ring, slot, seq, walking=False) or not self.claim(ring, slot, seq):
+                continue
+            try:
+                found = self.read(ring, slot, seq)
+            except OtherVersion as error:
+                self.abandon()
+                return OTHER, seq, str(error)
+            except WireError as error:
+                self.drop(ring, slot, seq)
+                return PASSED_OVER, seq, str(error)
+            if found is not None:
+                return self._deliver(found, seq, receiver, undelivered)
+            self.drop(ring, slot, seq)
+        return None
+
+    def take_named(self, seq: int, receiver: Any, undelivered: dict[Any, Any]) -> Any:
+        """The same of message `seq`."""
+        try:
+            found = self.locate(seq)
+        except (WireError, FileNotFoundError) as error:
+            return PASSED_OVER, seq, str(error)
+        if found is None or not self.claim(found.ring, found.slot, seq):
+            return None
+        self.position = max(self.position, seq)
+        return self._deliver(found, seq, receiver, undelivered)
+
+    def _deliver(self, found: Found, seq: int, receiver: Any, undelivered: dict[Any, Any]) -> Any:
+        """Make a message of a claimed record, or finish it: it is damaged, or was never finished too often."""
+        attempt, reception = self.attempt, self.reception
+        if attempt > reception.max_attempts:
+            self.drop(found.ring, found.slot, seq)
+            return GIVEN_UP, seq, attempt - 1
+        array = found.array()
+        claim = self.lease(array, found, seq)
+        try:
+            value, meta = reception.decode(found.description, array, readonly=reception.readonly)
+        except WireError as error:
+            claim.acknowledge()
+            self.taking = None
+            return PASSED_OVER, seq, str(error)
+        message = reception.message(value, meta, seq, found.nbytes, attempt, 0, array, claim, receiver)
+        undelivered[message] = None  # no boundary between these: taken now, or not at all
+        self.taking = None
+        reception.counts.redelivered += attempt > 1
+        reception.counts.received += 1
+        reception.counts.received_bytes += found.nbytes
+        # crash: take.delivered
+        return message
+
+    def age(self) -> int:
+        """When the next message that nobody has was published, on CLOCK_MONOTONIC, nanoseconds; passes over the others.
+
+        0 if `take` has to tell, `NOTHING` if there is none.
+        """
+        while seq := self.next():
+            try:
+                found = self.locate(seq)
+            except (WireError, FileNotFoundError):
+                return 0
+            if found is not None and self.is_open(found.ring, found.slot, seq, walking=True):
+                return found.ring.words[R_RECORDS + found.slot * RECORD_WORDS + 1]
+            self.position = seq
+        return NOTHING
+
+    def has_lease(self, ring: int, slot: int, seq: int) -> bool:
+        """Whether this consumer holds that message."""
+        return seq in self.leases
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that are held and not done."""
+        return sum(not getattr(claim, "acknowledged", True) for claim in list(self.leases.values()))
+
+    def set_siblings(self, words: tuple[int, ...]) -> None:
+        """Where the other consumers sleep; for `recv`."""
 
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
         """Whether a message may be worth locking: not done, and on the walk not claimed by another either."""
@@ -54,27 +154,42 @@ class CompetingFeed(Feed):
         if seq in self.leases:  # a lock of our own would be granted again
             return False
         # crash: claim.found
+        self.taking = seq, at, words, None
         if not locks.try_exclusive(seq):
+            self.taking = None
             return False
         # crash: claim.locked
         # `done` before `seq`: the other way round, the slot could be reused, and done for its next message, in between
         if words[at + DONE] >= seq or words[R_RECORDS + slot * RECORD_WORDS] != seq:
             locks.unlock(seq)
+            self.taking = None
             return False
         before = words[at + ATTEMPT]
         self.attempt = (before & 0xFF if before >> 8 == seq else 0) + 1
-        store(words, at + ATTEMPT, seq << 8 | min(self.attempt, 255))
+        counted = seq << 8 | min(self.attempt, 255)
+        self.taking = seq, at, words, before  # with the store: from here on `abandon` takes the attempt back
+        store(words, at + ATTEMPT, counted)
         store(words, at + CLAIMED, seq)
         # crash: claim.stored
         return True
 
-    def take(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Claim:
+    def lease(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Claim:
         """Watch the view of a claimed message."""
         claim = Claim(array, self._ended)
         claim.seq, claim.word, claim.words = seq, state_word(found.ring, found.slot), found.ring.words
-        claim.acknowledged = False
+        claim.acknowledged = claim.released = False
         self.hold(claim)
         return claim
+
+    def abandon(self) -> None:
+        if self.taking is None:
+            return
+        seq, at, words, attempt = self.taking
+        self.taking = None
+        self.leases.pop(seq, None)
+        if attempt is not None and words[at + DONE] != seq:
+            store(words, at + ATTEMPT, attempt)  # it was none
+        self.ledger.locks.unlock(seq)
 
     def skip(self, seq: int) -> None:
         """Finish a message whose record is damaged, so that its slot is not lost."""
@@ -90,28 +205,13 @@ class CompetingFeed(Feed):
         store(ring.words, at + DONE, seq)
         store(ring.words, at + RELEASED, seq)
         self.ledger.locks.unlock(seq)
+        self.taking = None
         self.wake_sender()
 
     def give_back(self, lease: Lease) -> None:
         # crash: release.ended
-        if lease.acknowledged:  # type: ignore[attr-defined]
+        if lease.acknowledged and not lease.released:  # type: ignore[attr-defined]
+            lease.released = True  # type: ignore[attr-defined]
             store(lease.words, lease.word + RELEASED, lease.seq)
             # crash: release.stored
         self.ledger.locks.unlock(lease.seq)  # not acknowledged: others may claim it from here on
-
-    def unfinished(self) -> Iterator[tuple[Ring, int, int]]:
-        """(ring, slot, seq) of every published message that is not done, oldest first: a look through all records."""
-        published = self.words[L_PUBLISHED]
-        found = []
-        for index in range(self.ledger.rings):
-            try:
-                ring = self.ring(index)
-            except (FileNotFoundError, WireError):
-                break  # its producer removed it: everything is done (a damaged one is the walk's to report)
-            words, state = ring.words, ring.state
-            for slot in range(ring.slots):
-                seq = words[R_RECORDS + slot * RECORD_WORDS]
-                if 0 < seq <= published and words[state + 8 * slot + DONE] != seq:
-                    found.append((seq, index, slot))
-        found.sort()
-        return ((self.rings[index], slot, seq) for seq, index, slot in found)

@@ -55,6 +55,7 @@ KINDS: Final = {
 # word indices in a ledger
 L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY, L_DEVICE = range(7)
 L_PUBLISHED: Final = 16
+MOST_MESSAGES: Final = 1 << 56  # a producer's: with the number goes, in some words, a byte of something else
 L_CLOSED: Final = 24
 L_RINGS: Final = 25
 L_MEMBERS: Final = HEADER // 8
@@ -71,6 +72,7 @@ DEVICE_BLOCK: Final = 2 << 20
 R_RECORDS: Final = HEADER // 8
 RECORD_WORDS: Final = RECORD // 8
 CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT = range(7)
+STATE_WORDS: Final = 8
 
 MAX_RINGS: Final = 255
 MAX_SLOTS: Final = 1 << 20
@@ -149,6 +151,18 @@ class RingShape:
     def device_bytes(self) -> int:
         """Bytes of device memory: whole blocks of the driver's, which shares no less with other processes."""
         return -(-self.slots * self.slot_bytes // DEVICE_BLOCK) * DEVICE_BLOCK if self.device else 0
+
+
+class OtherVersion(WireError):
+    """Another version of the library wrote it: nothing that comes from there can be read."""
+
+
+def check_version(what: str, version: int, known: int = VERSION) -> None:
+    """Raise `OtherVersion` unless a ledger, a ring or a record has the version that this library reads."""
+    if version != known:
+        raise OtherVersion(
+            f"{what} has layout version {version}, this library reads {known}: use the same version everywhere"
+        )
 
 
 def round_slot(nbytes: int) -> int:

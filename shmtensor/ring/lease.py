@@ -24,11 +24,13 @@ else:
 class Lease(_Ref):
     """A weak reference to a message's array: `seq` is the message, `word` where its end is told in `words`."""
 
-    __slots__ = ("seq", "word", "words")
+    __slots__ = ("ending", "seq", "word", "words")
 
     words: memoryview
     word: int
     seq: int
+    ending: bool
+    """Whether a thread is giving its slot back."""
     locked = False
     """Fan-out: whether it is held by a shared lock on byte `seq` instead of the lease word."""
 
@@ -43,10 +45,12 @@ class LockedLease(Lease):
 class Claim(Lease):
     """A work-queue lease: the exclusive lock on byte `seq`."""
 
-    __slots__ = ("acknowledged",)
+    __slots__ = ("acknowledged", "released")
 
     acknowledged: bool
     """Whether `done` is stored."""
+    released: bool
+    """Whether `released` is stored: the slot may be another message's since."""
 
     def acknowledge(self) -> None:
         """The message is done: nobody gets it again. Its bytes stay while views of them live."""

@@ -21,6 +21,7 @@ from .layout import (
     LEDGER_MAGIC,
     VERSION,
     LedgerShape,
+    check_version,
 )
 
 
@@ -59,8 +60,11 @@ class Ledger:
             if segment.nbytes < 8 * L_MEMBERS:
                 raise WireError(f"ledger {name} has {segment.nbytes} bytes only")
             words = segment.map(writable=True).words
-            if words[L_MAGIC] != LEDGER_MAGIC or words[L_VERSION] != VERSION or words[L_UID] != uid:
-                raise WireError(f"segment {name} is not the version {VERSION} ledger of producer {uid:016x}")
+            if words[L_MAGIC] != LEDGER_MAGIC:
+                raise WireError(f"segment {name} is not the ledger of producer {uid:016x}")
+            check_version(f"ledger {name}", words[L_VERSION])
+            if words[L_UID] != uid:
+                raise WireError(f"segment {name} is not the ledger of producer {uid:016x}")
             shape = LedgerShape(words[L_CAPACITY], words[L_ORDER])
             if shape.capacity != capacity or shape.nbytes != segment.nbytes:
                 raise WireError(f"ledger {name} has {segment.nbytes} bytes, its header says {shape.nbytes}")

@@ -1,39 +1,69 @@
-"""A producer's rings: where the next message goes, and what is written there.
-
-What the producer remembers of a message in a slot (`Busy`) is a tuple (seq, first slot, span, recipients, locked,
-guard). `recipients` are the peers whose lease words count, `locked` says that readers may hold it by a shared
-lock, and `guard` is a weak reference to a loan's array: its owner could still write, so the slot is not used again
-while it lives.
-"""
+"""A producer's rings: how many slots of which size, and which of them a message goes into."""
 
 from __future__ import annotations
 
 import errno
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ResourceError
 from ..memory.segment import unlink
 from ..memory.words import store
 from ..units import format_bytes
-from ..wire.record import BODY, BODY_OFFSET, INLINE_OFFSET, SIZE, SPILLED, VERSION
-from .layout import L_RINGS, MAX_RINGS, R_RECORDS, RECORD_WORDS, RingShape, round_slot
-from .ring import Busy, Ring
+from .layout import L_RINGS, MAX_RINGS, RingShape, round_slot
+from .ring import Ring
+from .writer import Place
 
 if TYPE_CHECKING:
-    from ..views.outgoing import Outgoing
     from .ledger import Ledger
 
-Place = tuple[Ring, int]
+
+@dataclass(frozen=True)
+class Sizing:
+    """How many slots a ring gets: as many as fit into `nbytes` of data, from `least` to `most`; and how large they are
+    at least.
+
+    Where the two differ, nobody has asked for a number: then a ring has fewer, too, where `max_bytes` has no room.
+    """
+
+    most: int
+    least: int
+    nbytes: int
+    slot: int = 1
+
+    @classmethod
+    def exactly(cls, slots: int) -> Sizing:
+        """What the caller has asked for."""
+        return cls(slots, slots, 0)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.most == self.least
+
+    def slots(self, slot_bytes: int) -> int:
+        """For slots of so many bytes."""
+        return max(self.least, min(self.most, self.nbytes // slot_bytes))
+
+    @property
+    def share(self) -> int:
+        """A message of which fewer fit into a ring together gets a ring of its own size."""
+        return 1 if self.is_exact else max(1, self.least // 2)
+
+
+_ENOUGH: Final = 16
+"""Slots that any ring may have; more are for speed alone."""
+
+SIZED: Final = Sizing(most=1024, least=_ENOUGH, nbytes=1 << 20, slot=1 << 10)
+"""Of a sender with no `slots=`: many slots where messages are small, and room for larger ones than the first."""
 
 
 class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
     __slots__ = (
-        "_budget", "_capacity", "_channel", "_kind", "_ledger", "_make", "_max_bytes", "_name", "_single",
-        "_slot_bytes", "_slots", "rings",
+        "_capacity", "_channel", "_fewest", "_kind", "_ledger", "_make", "_max_bytes", "_name", "_single",
+        "_sizing", "_slot_bytes", "_writer", "rings",
     )  # fmt: skip
 
     def __init__(
@@ -43,18 +73,19 @@ class Pool:
         name: Callable[[int], str],
         *,
         kind: int,
-        slots: int,
+        sizing: Sizing,
         slot_bytes: int | None,
         max_bytes: int | None,
-        budget: int | None = None,
+        writer: Any,
         make: Callable[[str, int, int, RingShape, str], Ring] = Ring.create,
     ) -> None:
+        """`writer`: see ring/writer.py; it has the rings."""
         self._ledger, self._channel, self._name, self._kind = ledger, channel, name, kind
-        self._slots, self._slot_bytes, self._max_bytes = slots, slot_bytes, max_bytes
-        self._budget = budget  # bytes of a ring that may have fewer slots, at least 2; 1 where max_bytes wants it
+        self._sizing, self._slot_bytes, self._max_bytes = sizing, slot_bytes, max_bytes
         self._capacity, self._make = ledger.shape.capacity, make
+        self._fewest = ledger.history + 1  # slots of a ring that `max_bytes` makes smaller
         self._single = ledger.history > 0  # each message in one slot, so that what is retained leaves a slot free
-        self.rings: list[Ring] = []
+        self._writer, self.rings = writer, writer.rings
 
     @property
     def slots(self) -> int:
@@ -66,48 +97,31 @@ class Pool:
         """Memory of all rings, that on a device included."""
         return sum(ring.nbytes for ring in self.rings)
 
-    @property
-    def busy(self) -> int:
-        """Slots that hold a message not yet known to be given back."""
-        return sum(entry is not None for ring in self.rings for entry in ring.busy)
-
-    def messages(self) -> list[tuple[Ring, Busy]]:
-        """Every message that is published and not yet known to be given back."""
-        return [
-            (ring, entry)
-            for ring in self.rings
-            for slot, entry in enumerate(ring.busy)
-            if entry is not None and entry[0] and entry[1] == slot
-        ]
-
     def make_room(self, nbytes: int) -> None:
-        """Add a ring if a message of `nbytes` fits none, however empty."""
-        if not any(nbytes <= ring.slot_bytes * (1 if self._single else ring.slots) for ring in self.rings):
-            self.add(nbytes)
+        """Add a ring if a message of `nbytes` fits none, however empty, or would fill too much of it."""
+        if self._holds(nbytes, self._sizing.share):
+            return
+        is_needed = not self._holds(nbytes, 1)
+        if is_needed or self.may_grow(nbytes):
+            try:
+                self.add(nbytes)
+            except ResourceError:
+                if is_needed:
+                    raise
 
-    def find(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> Place | None:
-        """Consecutive free slots for a message, tried in the ring that fits it best first."""
-        for ring, span in self._fitting(nbytes):
-            slot = ring.find(span, is_free)
-            if slot >= 0:
-                # nobody may take the old record for a new one
-                store(ring.words, R_RECORDS + slot * RECORD_WORDS, 0)
-                return ring, slot
-        return None
+    def _holds(self, nbytes: int, count: int) -> bool:
+        """Whether a ring, if empty, has room for so many messages of `nbytes`."""
+        if self._single:
+            return any(nbytes <= ring.slot_bytes for ring in self.rings)
+        return any(nbytes <= ring.slot_bytes * (ring.slots // count) for ring in self.rings)
 
-    def has_room(self, nbytes: int, is_free: Callable[[Ring, Busy], bool]) -> bool:
-        """Whether `find` would find something. Changes nothing if `is_free` does not."""
-        return any(ring.find(span, is_free, look=True) >= 0 for ring, span in self._fitting(nbytes))
+    def find(self, nbytes: int) -> Place | None:
+        """Consecutive free slots for a message, in the ring that fits it best."""
+        return self._writer.acquire(nbytes)  # type: ignore[no-any-return]
 
-    def _fitting(self, nbytes: int) -> Iterator[tuple[Ring, int]]:
-        """The rings that may hold a message, and how many slots it takes there."""
-        rings = self.rings
-        if len(rings) > 1:
-            rings = sorted(rings, key=lambda ring: (ring.slot_bytes < nbytes, abs(ring.slot_bytes - nbytes)))
-        for ring in rings:
-            span = ring.span(nbytes)
-            if span == 1 or (span <= ring.slots and not self._single):
-                yield ring, span
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `find` would find something. Changes nothing."""
+        return self._writer.has_room(nbytes)  # type: ignore[no-any-return]
 
     def may_grow(self, nbytes: int) -> bool:
         """Whether `max_bytes` and the order table admit another ring."""
@@ -136,39 +150,30 @@ class Pool:
         unlink(self._name(index))  # left by an attempt that was interrupted
         ring = self._make(self._name(index), self._ledger.uid, index, shape, remedy)
         # crash: grow.created
-        self.rings.append(ring)
-        store(self._ledger.words, L_RINGS, index + 1)
+        try:
+            self._writer.add_ring(ring)
+        finally:  # from here on messages go there, whatever comes between
+            store(self._ledger.words, L_RINGS, len(self.rings))
         # crash: grow.published
 
-    def write_record(self, ring: Ring, slot: int, out: Outgoing) -> None:
-        """Everything of a record but `seq`, which is 0 meanwhile: whoever reads these bytes now, of the message that
-        stood here before, looks at `seq` again before it believes them."""
-        record = ring.records + slot * SIZE
-        static, dynamic = out.static, out.dynamic
-        ring.view[record + BODY_OFFSET : record + INLINE_OFFSET] = BODY.pack(
-            time.monotonic_ns(), VERSION, SPILLED if out.spilled else 0, ring.index, slot, ring.span(out.total),
-            len(static), len(dynamic), out.nbytes,
-        )  # fmt: skip
-        if not out.spilled:
-            start = record + INLINE_OFFSET
-            end = start + len(static)
-            ring.view[start:end] = static
-            ring.view[end : end + len(dynamic)] = dynamic
-        ring.described[slot] = out if out.source is None else None
-
     def _shape(self, nbytes: int) -> RingShape:
-        least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or 1)
-        slots, slot_bytes = self._slots, round_slot(max(nbytes, least))
-        shape = RingShape(self._kind, slots, slot_bytes, self._capacity, self._ledger.device)
-        if self._budget is None:
-            return shape
-        if slots > 2 and shape.nbytes > self._budget:
-            slots = min(slots, max(2, self._budget // slot_bytes))
-            shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
-        while slots > 1 and self._max_bytes is not None and self.nbytes + shape.nbytes > self._max_bytes:
+        least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or self._sizing.slot)
+        sizing, slot_bytes = self._sizing, round_slot(max(nbytes, least))
+
+        def of(slots: int) -> RingShape:
+            return RingShape(self._kind, slots, slot_bytes, self._capacity, self._ledger.device)
+
+        slots = sizing.slots(slot_bytes)
+        if sizing.is_exact:
+            return of(slots)
+        if slots > _ENOUGH:  # leave entries of the order table, and memory, to rings of other sizes
+            slots = _ENOUGH if self._single and self.rings else slots
+            slots = max(_ENOUGH, min(slots, (self._ledger.mask - self.slots) // 2))
+            while slots > _ENOUGH and self._max_bytes is not None and of(slots).nbytes > self._max_bytes // 4:
+                slots -= 1
+        while slots > self._fewest and self._max_bytes is not None and self.nbytes + of(slots).nbytes > self._max_bytes:
             slots -= 1
-            shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
-        return shape
+        return of(slots)
 
 
 def _all(shape: RingShape) -> int:

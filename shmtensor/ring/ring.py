@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,11 @@ import numpy as np
 from ..cuda.pinning import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
+from ..memory.guard import guard
 from ..memory.words import store
 from .device import DeviceSlots
 from .layout import (
+    FAN_OUT,
     HEADER,
     R_CAPACITY,
     R_DEVICE,
@@ -26,10 +27,8 @@ from .layout import (
     RING_MAGIC,
     VERSION,
     RingShape,
+    check_version,
 )
-
-Busy = tuple[Any, ...]
-"""What the producer remembers of a message: (seq, first slot, span, ...); `ring/pool.py` says what the rest is."""
 
 
 class Ring:
@@ -39,8 +38,7 @@ class Ring:
     """
 
     __slots__ = (
-        "address", "buffer", "busy", "cursor", "described", "device", "found", "index", "map", "name", "nbytes",
-        "pinning",
+        "address", "buffer", "device", "index", "map", "name", "nbytes", "pinning",
         "records", "row", "shape", "slot_bytes", "slots", "state", "view", "words",
     )  # fmt: skip
 
@@ -58,14 +56,11 @@ class Ring:
             self.device = self.buffer = DeviceSlots(head, data.view, shape)
             self.address = 0  # the bytes of its messages are nowhere in this process's memory
             self.nbytes += shape.device_bytes
+        elif shape.kind == FAN_OUT and not writable:
+            guard(data, head, HEADER, shape.slots, shape.slot_bytes, name.partition(",")[0].removeprefix("/shmtensor."))
         self.pinning = Pinning(data.buffer, data.address, writable=writable)
         head.populate(write=True)
         data.populate(write=writable)
-        self.found: list[Any] = [None] * shape.slots  # the receiver's memory of its slots, see `ring/feed.py`
-        # the producer's memory of its slots
-        self.busy: list[Busy | None] = [None] * shape.slots
-        self.described: list[object] = [None] * shape.slots  # whose description a record still holds
-        self.cursor = 0
 
     @classmethod
     def create(cls, name: str, uid: int, index: int, shape: RingShape, remedy: str) -> Ring:
@@ -92,8 +87,9 @@ class Ring:
             if segment.nbytes < HEADER:
                 raise WireError(f"ring {name} has {segment.nbytes} bytes only")
             words = segment.map(0, HEADER, writable=False).words
-            if words[R_MAGIC] != RING_MAGIC or words[R_VERSION] != VERSION:
-                raise WireError(f"segment {name} is not a version {VERSION} ring")
+            if words[R_MAGIC] != RING_MAGIC:
+                raise WireError(f"segment {name} is not a ring")
+            check_version(f"ring {name}", words[R_VERSION])
             if (words[R_UID], words[R_INDEX], words[R_KIND], words[R_CAPACITY]) != (uid, index, kind, capacity):
                 raise WireError(f"ring {name} is not ring {index} of producer {uid:016x}")
             shape = RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], capacity, words[R_DEVICE] == 1)
@@ -110,56 +106,3 @@ class Ring:
     def span(self, nbytes: int) -> int:
         """Slots that a message of `nbytes` takes."""
         return 1 if nbytes <= self.slot_bytes else -(-nbytes // self.slot_bytes)
-
-    def first(self, is_free: Callable[[Ring, Busy], bool]) -> int:
-        """The slot to look at first: slot 0 if it was given back, since caches still hold the first few slots where
-        receivers keep up; else the next one. Where free slots' messages can be taken back, the oldest comes first.
-        """
-        entry = self.busy[0]
-        return 0 if entry is None or (not entry[4] and is_free(self, entry)) else self.cursor
-
-    def take(self, is_free: Callable[[Ring, Busy], bool]) -> int:
-        """A slot as `find(1, is_free)` would find it if it need not search, else -1."""
-        slot, entry = 0, self.busy[0]
-        if entry is not None and (entry[4] or entry[2] > 1 or not is_free(self, entry)):
-            slot = self.cursor
-            entry = self.busy[slot]
-            if entry is not None and (entry[2] > 1 or not is_free(self, entry)):
-                return -1
-        self.busy[slot] = None
-        self.cursor = slot + 1 if slot + 1 < self.slots else 0
-        return slot
-
-    def find(self, span: int, is_free: Callable[[Ring, Busy], bool], *, look: bool = False) -> int:
-        """The first of `span` consecutive free slots at or after `first`, wrapping once; -1 if there are none.
-
-        A mere `look` remembers nothing of what it has found.
-        """
-        busy, slots = self.busy, self.slots
-        run, slot = 0, self.first(is_free)
-        if slot + span > slots:
-            slot = 0
-        for _ in range(slots + span):
-            if slot == slots:
-                slot = run = 0
-            entry = busy[slot]
-            if entry is not None:
-                if not is_free(self, entry):
-                    run, slot = 0, slot + 1
-                    continue
-                if not look:
-                    self.forget(entry)
-            run, slot = run + 1, slot + 1
-            if run == span:
-                if not look:
-                    self.cursor = slot if slot < slots else 0
-                return slot - span
-        return -1
-
-    def forget(self, entry: Busy) -> None:
-        """Free every slot of a message."""
-        first, span = entry[1], entry[2]
-        if span == 1:
-            self.busy[first] = None
-        else:
-            self.busy[first : first + span] = [None] * span

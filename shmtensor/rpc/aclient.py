@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..endpoints.local import Local
+
 if TYPE_CHECKING:
     from .client import Client
 
 _A = TypeVar("_A", bound="AsyncClient")
 
 
-class AsyncClient:
+class AsyncClient(Local):
     """The calls of `Client` that an event loop can wait for."""
 
     async def arequest(self, value: Any, meta: Any = None, *, timeout: float | None = None, retry: bool = True) -> Any:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..endpoints.base import BUSY, NOTHING
 from ..endpoints.crowd import Place
 from ..endpoints.crowds import Listeners, crowd_of
-from ..endpoints.turns import BUSY, NOTHING
 from . import failures
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .client import Client
 
 
-class LoopBell:
+class LoopEvent:
     """In place of a waiting thread's event: a reply came, by whoever received it."""
 
     __slots__ = ("_loop", "_place")
@@ -48,7 +48,8 @@ async def arequest(client: Client, value: Any, meta: Any, timeout: float | None,
         return call.result()
     finally:
         if not call.done:
-            client._drop(call)
+            client._given_up.append(call)
+            client._cancel_given_up()
 
 
 async def _reply(client: Client, call: Call) -> None:
@@ -56,35 +57,39 @@ async def _reply(client: Client, call: Call) -> None:
     answers = client._answers
     crowd = crowd_of(answers, Listeners)
     place = Place(crowd.loop, answers._has_news)
-    call.bell = LoopBell(crowd.loop, place)  # type: ignore[assignment]
+    call.event = LoopEvent(crowd.loop, place)  # type: ignore[assignment]
     timeout = None if not call.deadline else max(0.0, (call.deadline - time.monotonic_ns()) * 1e-9)
     ended = await crowd.attend(answers, _attempt(client, call), answers._has_news, timeout, place)
     if ended is NOTHING:
+        error = failures.late(client._requests, call)
         client._requests.cancel(call)
-        client._late += 1
-        client._end(call, failures.late(client._requests, call))
+        client._end(call.seq, None, error)
+        client._finish_ended()
 
 
 def _attempt(client: Client, call: Call) -> Callable[[], Any]:
     def attempt() -> Any:
         if call.done:
             return call
-        if not client._leading.acquire(False):
-            return BUSY  # a thread receives, and rings this call's bell
+        leads: list[bool] = []
         try:
-            take = client._answers._attempt()
+            leads.extend(map(client._leading.acquire, (False,)))
+            if not leads[0]:
+                return BUSY  # a thread receives, and sets this call's event
+            client._hand_out()  # what an interrupted thread has left
+            take, undelivered = client._answers._attempt(), client._answers._undelivered
             while (message := take()) is not NOTHING and message is not BUSY:
-                client._hand_out(message)
+                client._received[:] = (message,)
+                if message in undelivered:  # no call since it was noted: it has changed hands
+                    del undelivered[message]
+                client._hand_out()
             if not call.done and time.monotonic() >= client._look_due:
                 client._look_around()
         finally:
-            client._leading.release()
-            if client._followers or client._driver._thread is not None:
-                client._promote()
-        if client._ended.futures:
-            client._ended.tell()
-        if call.done:
-            return call
-        return message
+            if leads and leads[0]:
+                client._leading.release()
+                if client._followers or client._driver._thread is not None:
+                    client._promote()
+        return call if call.done else message
 
     return attempt

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..endpoints.base import FORKED, OPEN, check_timeout
+from ..endpoints.base import FORKED, check_timeout
+from ..endpoints.local import Local
 from ..errors import ClosedError, TimedOut
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 _A = TypeVar("_A", bound="AsyncServer")
 
 
-class AsyncServer:
+class AsyncServer(Local):
     """The calls of `Server` that an event loop can wait for. `req.reply` may be used there: it waits for room only."""
 
     async def arecv(self, *, timeout: float | None = None) -> Any:
@@ -38,13 +39,23 @@ class AsyncServer:
         check_timeout(timeout)
         server = cast("Server", self)
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                found = server._accept(await server._intake.arecv(timeout=server._patience(deadline)))
-            except (TimedOut, ClosedError) as error:
-                found = server._nothing_came(error, deadline)
-            if found is not None:
-                return found
+        taken: list[Any] = []
+        try:
+            while True:
+                try:
+                    server._take_left(taken)
+                    if not taken:
+                        message = await server._intake.arecv(timeout=server._patience(deadline))
+                        taken[:] = (message,)
+                        del message
+                    found = server._give_out(taken)
+                except (TimedOut, ClosedError) as error:
+                    found = server._nothing_came(error, deadline, taken)
+                if found is not None:
+                    return found
+        except BaseException:
+            server._left.extend(taken)
+            raise
 
     def __aiter__(self: _A) -> _A:
         return self
@@ -54,9 +65,9 @@ class AsyncServer:
         try:
             return await self.arecv()
         except ClosedError:
-            if server._stopping or server._intake._state not in (OPEN, FORKED):
-                raise StopAsyncIteration from None
-            raise
+            if server._intake._state == FORKED:
+                raise
+            raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
         """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""

@@ -13,6 +13,8 @@ from . import stacking
 from .request import Request
 
 DEFAULT_WAIT: Final = 0.002
+_FIRST: Final = (0,)
+"""The argument of a list's `pop`."""
 
 
 class Batch:
@@ -95,19 +97,30 @@ class Batch:
         return f"<Batch of {len(self.requests)}>"
 
 
+class Group:
+    """Requests of the same look that are to be a batch."""
+
+    __slots__ = ("due", "most", "requests")
+
+    def __init__(self, due: float, most: int) -> None:
+        self.due, self.most = due, most
+        self.requests: list[Request] = []
+
+
 class Collector:
     """Puts requests of the same look together.
 
     A batch is given out when it is full, or `max_wait` after its first request was taken; the oldest first. Requests
     of other looks wait for their own turn here, at most twice `max_batch` of all looks together. However many full
-    batches come, one that is due is passed over by one of them, not by all. Several threads may be at it.
+    batches come, one that is due is passed over by one of them, not by all. Several threads may be at it, and each of
+    them may be interrupted: a request or a group is moved from one list to another in one C call.
     """
 
     def __init__(self, max_batch: int, max_wait: float | None) -> None:
         self._max_batch, self._max_wait = max_batch, DEFAULT_WAIT if max_wait is None else max_wait
-        self._groups: dict[Any, tuple[float, list[Request]]] = {}  # look -> when it is due, requests; oldest first
-        self._waiting = 0
+        self._groups: dict[Any, Group] = {}  # by look; oldest first
         self._passed = False  # a younger batch was given out before the oldest
+        self._unsorted = False  # a request was added, and perhaps not looked at whether its group is full
         self._lock = threading.Lock()
 
     def until(self, deadline: float | None) -> float | None:
@@ -115,38 +128,51 @@ class Collector:
         with self._lock:
             return self._due_first() if self._groups else deadline
 
-    def add(self, request: Request) -> list[Request] | None:
-        """Put a request to those of its look; the requests that are to be given out now, if any."""
-        look, alone = _look(request)
+    def add(self, taken: list[Any]) -> None:
+        """Move the first of what was taken, a request, to those of its look; take what is to be given out now."""
+        look, alone = _look(taken[0])
         with self._lock:
-            _, requests = self._groups.setdefault(look, (time.monotonic() + self._max_wait, []))
-            requests.append(request)
-            self._waiting += 1
-            if alone or len(requests) == self._max_batch:
-                return self._pop(look)
-            if self._waiting >= 2 * self._max_batch or (self._passed and time.monotonic() >= self._due_first()):
-                return self._pop(next(iter(self._groups)))
-            return None
+            self._unsorted = True
+            group = self._groups.get(look)
+            if group is None:
+                group = Group(time.monotonic() + self._max_wait, 1 if alone else self._max_batch)
+                self._groups[look] = group
+            group.requests.extend(map(taken.pop, _FIRST))
+            self._sort(taken)
+
+    def take_full(self, taken: list[Any]) -> None:
+        """Take what `add` was to give out, if it was interrupted."""
+        if self._unsorted:
+            with self._lock:
+                self._sort(taken)
 
     @property
     def is_empty(self) -> bool:
         return not self._groups
 
-    def oldest(self, *, due: bool) -> list[Request] | None:
-        """The requests whose turn it is when no others come; with `due`, only those that wait for no more."""
+    def take_oldest(self, taken: list[Any], *, due: bool) -> None:
+        """Take the requests whose turn it is when no others come; with `due`, only those that wait for no more."""
         with self._lock:
             if self._groups and not (due and time.monotonic() < self._due_first()):
-                return self._pop(next(iter(self._groups)))
-            return None
+                self._pop(next(iter(self._groups)), taken)
+
+    def _sort(self, taken: list[Any]) -> None:
+        for look, group in self._groups.items():
+            if len(group.requests) >= group.most:
+                self._pop(look, taken)
+                return
+        waiting = sum(len(group.requests) for group in self._groups.values())
+        if waiting >= 2 * self._max_batch or (self._passed and waiting and time.monotonic() >= self._due_first()):
+            self._pop(next(iter(self._groups)), taken)
+            return
+        self._unsorted = False
 
     def _due_first(self) -> float:
-        return next(iter(self._groups.values()))[0]
+        return next(iter(self._groups.values())).due
 
-    def _pop(self, look: Any) -> list[Request]:
+    def _pop(self, look: Any, taken: list[Any]) -> None:
         self._passed = look != next(iter(self._groups))
-        _, requests = self._groups.pop(look)
-        self._waiting -= len(requests)
-        return requests
+        taken.extend(map(self._groups.pop, (look,)))
 
 
 def batch_of(requests: list[Request]) -> Batch | None:

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
+
+from ..calls import Condition
 
 if TYPE_CHECKING:
     from .client import Client
+
+
+class AutoResetEvent:
+    """An event that the thread that waited for it has reset.
+
+    A raw lock: each of its calls is one C call, so that an asynchronous exception leaves it set or not set. It leaves
+    a `threading.Event` set with nobody woken, or its lock locked.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Wake the waiting thread, or the one that waits next."""
+        try:
+            self._lock.release()
+        except RuntimeError:  # it is set
+            pass
+
+    def wait(self, seconds: float) -> bool:
+        """Until it is set (True), or for so long; below 0: for ever."""
+        return self._lock.acquire(timeout=seconds if seconds >= 0 else -1)
 
 
 class Call:
@@ -19,31 +46,34 @@ class Call:
     seq:      once it is posted, its place in the ring of requests: `words` and the index `at` of its slot's state
     """
 
-    __slots__ = ("at", "bell", "bits", "deadline", "done", "error", "future", "seq", "value", "verdict", "words")
+    __slots__ = ("at", "bits", "deadline", "done", "error", "event", "future", "seq", "value", "verdict", "words")
 
     words: memoryview
     at: int
     value: Any
     error: BaseException | None
-    bell: threading.Event | None  # of the thread that waits for it while another one receives
+    event: AutoResetEvent | None  # of the thread that waits for it while another one receives
     future: RequestFuture | None
     verdict: tuple[int, int] | None  # why it has no reply, once its slot may be another request's
 
     def __init__(self, deadline: int, bits: int) -> None:
         self.deadline, self.bits, self.seq, self.done = deadline, bits, 0, False
-        self.value = self.error = self.bell = self.future = self.verdict = None
+        self.value = self.error = self.event = self.future = self.verdict = None
 
-    def finish(self, value: Any, error: BaseException | None = None) -> None:
-        """Its end. Called once, by whoever took it out of the client's table."""
+    def finish(self, value: Any, error: BaseException | None) -> None:
+        """Its end. May be called again, also by several threads, until it has returned once: it does the rest."""
+        if self.done:
+            return
         future = self.future
         if future is None:
             self.value, self.error = value, error
         else:
+            future._finish(value, error)
             self.future = None  # the future owns it
-            future._end(value, error)
         self.done = True
-        if self.bell is not None:  # looked at only now: who sets it looks at `done` afterwards
-            self.bell.set()
+        event = self.event
+        if event is not None:  # looked at only now: who makes one looks at `done` afterwards
+            event.set()
 
     def result(self) -> Any:
         """The value, which is the caller's from now on, or the error."""
@@ -57,6 +87,9 @@ class Call:
         return value
 
 
+_PENDING = ("PENDING", "RUNNING")
+
+
 class RequestFuture(Future[Any]):
     """What `submit` returns: a `concurrent.futures.Future` whose waiting thread receives replies itself if it can.
 
@@ -64,94 +97,79 @@ class RequestFuture(Future[Any]):
     server has started, the handler may ask (`req.cancelled`), and its reply is dropped. `running()` is never true.
     """
 
+    _state: str
+    _waiters: list[Any]
+
     def __init__(self, client: Client, call: Call) -> None:
         super().__init__()
+        self._condition = Condition()
         self._way: tuple[Client, Call] | None = client, call  # until it is done
-        self._outcome: list[tuple[Any, BaseException | None]] = []  # from its end until it is told
+        self._notified = False  # whoever waits by `concurrent.futures.wait`, and the callbacks
 
     def result(self, timeout: float | None = None) -> Any:
         """The reply's value; raises what the request ended with, `TimeoutError` after `timeout` seconds."""
         try:
-            return super().result(self._help(timeout))
+            self._help(timeout)
+            return super().result(0)
         finally:
             self = None  # type: ignore[assignment]  # an error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the request ended with, or None; `TimeoutError` after `timeout` seconds."""
-        return super().exception(self._help(timeout))
+        self._help(timeout)
+        return super().exception(0)
 
-    def _help(self, timeout: float | None) -> float | None:
-        """Wait, receiving if no other thread does; returns how long to wait then."""
+    def _help(self, timeout: float | None) -> None:
+        """Wait until it is done, receiving if no other thread does."""
         way = self._way
-        if way is None:  # it is done, or is being settled at this moment
-            return timeout
-        way[0]._help(way[1], timeout)
-        if not way[1].done:
-            return 0
-        self._settle()  # who received it may be inside the callback of another one
-        return timeout
+        if way is not None:
+            client, call = way
+            client._help(call, timeout)
+            if not call.done:
+                raise FutureTimeout
 
     def cancel(self) -> bool:
         """Give the request up. False if its reply is there already."""
         way = self._way
         if way is not None:
-            way[0]._drop(way[1])
-            self._settle()
+            client, call = way
+            client._given_up.append(call)
+            client._cancel_given_up()
         return self.cancelled()
 
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        """How it ends. Whoever ended it tells so once it does not receive any more: callbacks may do anything."""
-        self._outcome.append((value, error))
-        if self._way is not None:
-            self._way[0]._ended.futures.append(self)
+    def _finish(self, value: Any, error: BaseException | None) -> None:
+        """How it ends. May be called again, as `Call.finish`: what is set is left as it is.
 
-    def _settle(self) -> None:
-        """Tell whoever waits, if it has ended and nobody else has told; callbacks run here."""
-        try:
-            value, error = self._outcome.pop()
-        except IndexError:
-            return
+        Others that wait, and callbacks, are notified by a thread of the library's own: in this one an asynchronous
+        exception could come between one and the next.
+        """
+        way = self._way
+        with self._condition:
+            if self._state in _PENDING:  # else it is done, or somebody else set it, against the rules: theirs stays
+                if way is not None and (self._waiters or self._done_callbacks):  # type: ignore[attr-defined]
+                    way[0]._notifier.futures.append(self)
+                if error is None:
+                    self._result = value
+                    self._state = "FINISHED"
+                elif isinstance(error, CancelledError):
+                    self._state = "CANCELLED_AND_NOTIFIED"
+                else:
+                    self._exception = error
+                    self._state = "FINISHED"
         self._way = None
-        try:
-            if isinstance(error, CancelledError):
-                super().cancel()
-                self.set_running_or_notify_cancel()
-            elif error is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(value)
-        except InvalidStateError:  # somebody else set it, against the rules: theirs stays
-            pass
 
-
-class Ended:
-    """The futures of a client that have ended and do not know it yet.
-
-    Their callbacks may ask this client again, so that nobody tells them while it receives (`leading`); and as each of
-    those may receive the end of others, a thread that is inside a callback tells no more: the loop around it does.
-    """
-
-    def __init__(self) -> None:
-        self.futures: deque[RequestFuture] = deque()
-        self._telling: set[int] = set()
-
-    def is_telling(self) -> bool:
-        """Whether this thread is inside a callback."""
-        return threading.get_ident() in self._telling
-
-    def tell(self) -> None:
-        """Tell those that are there, and those that end meanwhile."""
-        here = threading.get_ident()
-        if here in self._telling:
-            return
-        self._telling.add(here)
-        try:
-            while True:
-                try:
-                    future = self.futures.popleft()
-                except IndexError:
-                    return
-                future._settle()
-                del future
-        finally:
-            self._telling.discard(here)
+    def _notify(self) -> None:
+        """Tell others that it has ended, once; callbacks run here."""
+        with self._condition:
+            if self._notified or self._state in _PENDING:  # `_finish` was interrupted, and does it once more
+                return
+            self._notified = True
+            for waiter in self._waiters:
+                if self._state == "CANCELLED_AND_NOTIFIED":
+                    waiter.add_cancelled(self)
+                elif self._exception is not None:
+                    waiter.add_exception(self)
+                else:
+                    waiter.add_result(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()  # type: ignore[attr-defined]

@@ -23,12 +23,14 @@ from ..statistics import ClientStatistics
 from . import failures
 from .aclient import AsyncClient
 from .asking import Answers, Requests
-from .call import Call, Ended, RequestFuture
-from .driver import Driver
+from .call import AutoResetEvent, Call, RequestFuture
+from .driver import Driver, Notifier
 from .mapping import mapped
 from .notes import FOREVER, ONCE, check_service, reply_channel
 
 _Value = Any
+_AT_ONCE = (False,)
+"""The argument of a lock's `acquire` that does not wait."""
 
 
 class Client(AsyncClient):
@@ -77,9 +79,15 @@ class Client(AsyncClient):
             raise
         self._calls = self._requests.calls
         self._leading = threading.Lock()
-        self._followers: deque[threading.Event] = deque()
-        self._driver = Driver(self)
-        self._ended = Ended()
+        self._followers: deque[AutoResetEvent] = deque()
+        self._received: list[Message] = []
+        """Replies whose calls have not been looked for. Of the thread that receives."""
+        self._ended: list[tuple[Call, Any, BaseException | None]] = []
+        """Calls that were taken out of the table and do not know their end yet. They are put here by the C call that
+        takes them, so that whoever is interrupted then leaves them to the next caller."""
+        self._given_up: list[Call] = []
+        """Calls that no thread waits for any more, and that may be in the table."""
+        self._driver, self._notifier = Driver(self), Notifier(self)
         self._look_due = 0.0
         self._nearest = 0  # no future expires before
         self._has_submitted = False  # there are futures, or were
@@ -107,25 +115,12 @@ class Client(AsyncClient):
         """
         call = self._call(timeout, retry)
         try:
-            answers, requests = self._answers, self._requests
-            inlet, outbox = answers._inlet, requests._outbox
-            ended = None
-            if meta is None and inlet is not None and outbox is not None and not answers._in_vain:
-                ended = inlet.ask(outbox, value, self._calls, call, answers._patience)
-                if ended is call:  # nobody else knows of it
-                    self._replied += 1
-                    return call.value
-            if ended is None:
-                requests.post(call, value, meta, timeout)
-            elif type(ended) is not int:
-                self._settle(ended)
-                self._ended.tell()
-            elif ended < 0:
-                requests._wake_late(-ended)
+            self._requests.post(call, value, meta, timeout)
             return self._wait(call)
         finally:
             if not call.done:
-                self._drop(call)
+                self._given_up.append(call)  # the first call: whatever is raised from here on, it is noted
+                self._cancel_given_up()
 
     def submit(
         self, value: _Value, meta: Any = None, *, timeout: float | None = None, retry: bool = True
@@ -135,13 +130,18 @@ class Client(AsyncClient):
         Arguments and errors are those of `request`; the future raises what `request` raises after it was sent.
         """
         call = self._call(timeout, retry)
-        future = call.future = RequestFuture(self, call)
-        self._has_submitted = True
-        if call.deadline and (call.deadline < self._nearest or not self._nearest):
-            self._nearest = call.deadline
-        self._post(call, value, meta, timeout)
-        self._driver.wake()
-        return future
+        try:
+            future = call.future = RequestFuture(self, call)
+            self._has_submitted = True
+            if call.deadline and (call.deadline < self._nearest or not self._nearest):
+                self._nearest = call.deadline
+            self._requests.post(call, value, meta, timeout)
+            self._driver.wake()
+            return future
+        except BaseException:
+            self._given_up.append(call)
+            self._cancel_given_up()
+            raise
 
     def map(
         self, values: Iterable[_Value], *, timeout: float | None = None, retry: bool = True, window: int | None = None
@@ -149,8 +149,7 @@ class Client(AsyncClient):
         """The replies to many requests, in their order, with up to `window` (as many as slots) on their way at once.
 
         `timeout` counts for each request on its own, from when it is sent. The first error ends the iteration;
-        requests that are still on their way then, or when the iterator is closed, are cancelled. Where servers are busy
-        with the others a reply may be seen up to 10 ms late (docs/rpc.md).
+        requests that are still on their way then, or when the iterator is closed, are cancelled.
         """
         check_timeout(timeout)
         if window is not None:
@@ -159,7 +158,9 @@ class Client(AsyncClient):
         return mapped(self, values, timeout, retry, window)
 
     def _call(self, timeout: float | None, retry: bool) -> Call:
-        """A call that is to be posted now, which is refused if the client is closed."""
+        """A call that is to be posted now. What interrupted calls have left is finished first."""
+        if self._given_up or self._ended:
+            self._cancel_given_up()
         if retry is not True and retry is not False:
             raise ArgumentTypeError(f"retry must be True or False, not {retry!r}")
         if timeout is None:
@@ -167,14 +168,6 @@ class Client(AsyncClient):
         if type(timeout) is not float or not timeout >= 0:
             check_timeout(timeout)
         return Call(monotonic_ns() + int(timeout * 1e9) if timeout < FOREVER else 0, 0 if retry else ONCE)
-
-    def _post(self, call: Call, value: _Value, meta: Any, timeout: float | None) -> None:
-        """Send a request; if that is interrupted, nobody waits for it."""
-        try:
-            self._requests.post(call, value, meta, timeout)
-        except BaseException:
-            self._drop(call)
-            raise
 
     # --- waiting
 
@@ -188,48 +181,50 @@ class Client(AsyncClient):
         """Receive replies, this call's among them, or let another thread; returns at its end or after `timeout`."""
         until = math.inf if timeout is None else monotonic() + timeout
         ends = min(until, call.deadline * 1e-9) if call.deadline else until
+        if self._ended:
+            self._finish_ended()
         while not call.done:
-            if self._leading.acquire(False):
-                try:
-                    while not call.done and monotonic() < ends:
-                        self._receive(ends)
-                        if self._ended.futures and not self._ended.is_telling():
-                            break
-                finally:
-                    self._stop_leading()
-            elif (now := monotonic()) < ends:
+            leads: list[bool] = []
+            try:
+                leads.extend(map(self._leading.acquire, _AT_ONCE))  # taken and noted in one C call
+                while leads[0] and not call.done and monotonic() < ends:
+                    self._receive(ends)
+            finally:
+                if leads and leads[0]:
+                    self._leading.release()  # the first call
+                    self._after_leading()
+            if not leads[0] and (now := monotonic()) < ends:
                 self._follow(call, min(TICK, ends - now))
             if not call.done and (now := monotonic()) >= ends:
                 if now >= until:
                     return
                 self._expire()
-                self._ended.tell()
+                self._finish_ended()
 
     def _follow(self, call: Call, seconds: float) -> None:
         """Wait until the thread that receives has got this call's reply, or makes this one its successor."""
-        bell = call.bell
-        if bell is None:
-            bell = call.bell = threading.Event()
-        self._followers.append(bell)
+        event = call.event
+        if event is None:
+            event = call.event = AutoResetEvent()
         try:
+            self._followers.append(event)
             if not call.done and self._leading.locked():  # else who stopped receiving may not have seen us
-                bell.wait(seconds)
-                bell.clear()
+                event.wait(seconds)
         finally:
-            with contextlib.suppress(ValueError):
-                self._followers.remove(bell)
+            try:
+                self._followers.remove(event)
+            except ValueError:
+                pass
             if call.done and not self._leading.locked():  # we may have been made the successor
                 self._promote()
 
-    def _stop_leading(self) -> None:
-        """This thread stops receiving: another one goes on, and the callbacks of what has ended run here."""
-        self._leading.release()
+    def _after_leading(self) -> None:
+        """This thread has stopped receiving: another one goes on."""
         if self._followers or self._has_submitted:
             self._promote()
-            self._ended.tell()
 
     def _promote(self) -> None:
-        """The thread that received has what it wanted: another one goes on."""
+        """The thread that received has what it wanted: another one goes on. A tick later it would by itself."""
         if not self._promote_follower():
             self._driver.wake()
 
@@ -248,98 +243,132 @@ class Client(AsyncClient):
 
     def _receive(self, until: float) -> None:
         """Wait until then, at most, for a reply and hand it to its call; look around when it is time."""
-        ended = self._answers.take(self._calls, until)
-        if ended is not None:
-            self._settle(ended)
-        else:
-            try:
-                message = self._answers.recv(timeout=min(TICK, max(0.0, until - monotonic())))
-            except TimedOut:
-                self._look_around()
-                return
-            except ClosedError as error:  # by another thread
-                self._end_all(error)
-                return
-            self._hand_out(message)
+        if self._received or self._ended:  # by a thread that was interrupted
+            self._hand_out()
+            return
+        try:
+            message = self._answers.recv(timeout=min(TICK, max(0.0, until - monotonic())))
+            self._received[:] = (message,)  # no call since it was taken
+        except TimedOut:
+            self._look_around()
+            return
+        except ClosedError as error:  # by another thread, or in a signal handler of this one
+            self._end_all(error)
+            return
+        del message
+        self._hand_out()
         if monotonic() >= self._look_due:
             self._look_around()
 
-    def _hand_out(self, message: Message) -> None:
-        seq = self._answers.request_of(message._lease)
-        if message.meta is not None:
-            call = self._calls.get(seq)
-            if call is not None:
-                self._end(call, failures.from_reply(message.value))
-                return
-        else:
-            call = self._calls.pop(seq, None)
-            if call is not None:
-                call.value = message.value
-                self._settle(call)
-                return
-        self._settle(False)
+    def _hand_out(self) -> None:
+        """Give the replies that were received to their calls."""
+        received = self._received
+        while received:
+            message = received[0]
+            seq = self._answers.request_of(message._lease)
+            failed = message.meta is not None
+            value, error = (None, failures.from_reply(message.value)) if failed else (message.value, None)
+            if not self._end(seq, value, error):
+                self._duplicates += 1
+            del received[0]
+        self._finish_ended()
 
-    def _settle(self, call: Call | bool) -> None:
-        """A reply came: of this call, which has its value, or of none."""
-        if isinstance(call, bool):  # it was given up, or a server died between its reply and saying that it had replied
-            self._duplicates += 1
-        else:
-            self._replied += 1
-            if call.future is not None:
-                call.finish(call.value)
-            else:
-                call.done = True
-                if call.bell is not None:
-                    call.bell.set()
+    def _end(self, seq: int, value: Any, error: BaseException | None) -> bool:
+        """The call of that number has ended, if it has not yet; `_finish_ended` tells it."""
+        try:
+            end = zip(map(self._calls.pop, (seq,)), (value,), (error,), strict=False)
+            self._ended.extend(end)  # out of the table and into the list in one C call
+        except KeyError:
+            return False
+        return True
 
-    def _end(self, call: Call, error: BaseException) -> None:
-        """A call ends with an error, if nobody else has ended it."""
-        if self._calls.pop(call.seq, None) is not None:
-            self._failed += 1
-            call.finish(None, error)
+    def _finish_ended(self) -> None:
+        """Tell calls that they have ended. Several threads may be at it, and each of them may be interrupted."""
+        ended = self._ended
+        while ended:
+            try:
+                end = ended[0]
+            except IndexError:
+                break
+            call, value, error = end
+            if not call.done:
+                if error is None:
+                    self._replied += 1
+                elif isinstance(error, CancelledError):
+                    self._cancelled += 1
+                elif not isinstance(error, ClosedError):
+                    self._failed += 1
+                    self._late += isinstance(error, TimedOut)
+                call.finish(value, error)
+            try:
+                ended.remove(end)
+            except ValueError:  # by another thread
+                pass
+            del call, value, error, end
+        if self._notifier.futures:
+            self._notifier.wake()
 
     def _look_around(self) -> None:
         """What nobody tells: requests that expired, that no server will answer, or that died with theirs."""
         self._look_due = monotonic() + TICK
         requests = self._requests
+        self._cancel_given_up()
         self._expire()
         done = []
         for call in list(self._calls.values()):
             if requests.is_done(call) or (call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call)):
                 done.append(call)
-        if not done:
-            return
-        with contextlib.suppress(TimedOut, ClosedError):
-            while True:  # a reply comes before its `done`: those that are there now have none, or are among these
-                self._hand_out(self._answers.recv(timeout=0))
+        if done:
+            try:
+                while True:  # a reply comes before its `done`: those that are there now have none, or are among these
+                    message = self._answers.recv(timeout=0)
+                    self._received[:] = (message,)
+                    del message
+                    self._hand_out()
+            except (TimedOut, ClosedError):
+                pass
         for call in done:
             if not call.done:
-                self._end(call, failures.unanswered(requests, call))
+                self._end(call.seq, None, failures.unanswered(requests, call, self._answers.unread()))
+        self._finish_ended()
 
     def _expire(self) -> None:
         for call in list(self._calls.values()):
             if call.deadline and monotonic_ns() >= call.deadline:
+                error = failures.late(self._requests, call)  # before `cancel`, which may finish it
                 self._requests.cancel(call)
-                self._late += 1
-                self._end(call, failures.late(self._requests, call))
+                self._end(call.seq, None, error)
         self._nearest = min((call.deadline for call in list(self._calls.values()) if call.deadline), default=0)
 
     # --- giving up
 
     def _drop(self, call: Call) -> None:
         """Nobody waits for this call any more."""
-        if not call.seq or self._calls.pop(call.seq, None) is None:
-            return
-        self._cancelled += 1
-        if not self._requests._state:
-            self._requests.cancel(call)
-        call.finish(None, CancelledError())
-        self._ended.tell()
+        self._given_up.append(call)
+        self._cancel_given_up()
+
+    def _cancel_given_up(self) -> None:
+        """Take back the requests that nobody waits for any more, and finish what an interrupted call has left."""
+        given_up = self._given_up
+        while given_up:
+            try:
+                call = given_up[0]
+            except IndexError:
+                break
+            if call.seq and self._calls.get(call.seq) is call:
+                if not self._requests._state:
+                    self._requests.cancel(call)
+                self._end(call.seq, None, CancelledError())
+            try:
+                given_up.remove(call)
+            except ValueError:
+                pass
+        self._finish_ended()
 
     def _end_all(self, error: BaseException) -> None:
         for call in list(self._calls.values()):
-            if self._calls.pop(call.seq, None) is not None:
-                call.finish(None, ClosedError(str(error)))
+            self._end(call.seq, None, ClosedError(str(error)))
+        self._finish_ended()
 
     def _cancel_all(self) -> None:
         if not self._requests._state:
@@ -358,7 +387,7 @@ class Client(AsyncClient):
         self._driver.stop()
         self._end_all(ClosedError(f'Client of service "{requests.name}" is closed'))
         self._promote()
-        self._ended.tell()
+        self._notifier.stop()
 
     # --- looking
 
@@ -382,7 +411,7 @@ class Client(AsyncClient):
         return ClientStatistics(
             requests=self._requests._published, replies=self._replied, errors=self._failed - self._late,
             cancelled=self._cancelled, expired=self._late, duplicates=self._duplicates,
-            outstanding=len(self._calls), servers=sent.receivers, request_bytes=sent.sent_bytes,
+            outstanding=len(self._calls), servers=self._requests.count_living(), request_bytes=sent.sent_bytes,
             reply_bytes=received.received_bytes,
         )  # fmt: skip
 

@@ -20,8 +20,8 @@ def from_reply(value: Any) -> Exception:
         return WireError("a reply says that it is an error, and is none")
 
 
-def unanswered(requests: Requests, call: Call) -> Exception:
-    """Of a request that is done and has no reply."""
+def unanswered(requests: Requests, call: Call, unread: WireError | None = None) -> Exception:
+    """Of a request that is done and has no reply. `unread`: of the replies of a living server that cannot be read."""
     code, attempt = requests.verdict(call)
     what = f'service "{requests.name}": '
     if code == DROPPED:
@@ -30,6 +30,8 @@ def unanswered(requests: Requests, call: Call) -> Exception:
         return RemoteError(
             "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
         )
+    if not code and unread is not None:
+        return unread
     if code == DIED or call.bits & ONCE or not attempt:
         return PeerDied(what + "the server that had this request died")
     deaths = attempt - 1  # who takes it once more than may die with it does not start it
@@ -41,10 +43,10 @@ def late(requests: Requests, call: Call) -> TimedOut:
     """Of a request that has expired."""
     if not requests.was_taken(call):
         state = "no server took it"
+    elif requests.is_done(call):  # its lock may still be held
+        state = "its server has just finished with it"
     elif requests.is_held(call):
         state = "a server has it"
-    elif requests.is_done(call):
-        state = "its server has just finished with it"
     else:
         state = "the server that had it died or closed, and no other has taken it since"
     return TimedOut(f'service "{requests.name}": no reply in time ({state})')

@@ -1,55 +1,38 @@
-"""What publishes messages with notes: a note and its message go together."""
+"""What publishes messages with notes: a note and its message are one step of the writer."""
 
 from __future__ import annotations
 
-import threading
+from abc import abstractmethod
 from typing import Any
 
 from ..endpoints.asend import AsyncSender
-from ..ring.ring import Ring
-from ..views.outgoing import Outgoing
+from ..endpoints.devices import Sending
+from ..ring.writer import Beside
 
 
 class Posting(AsyncSender):
-    """Base of `Requests` and `Replies`: one thread or task at a time is between a note and its message.
+    """Base of `Requests` and `Replies`."""
 
-    Both have `post`, for threads, with the arguments of `apost`; it raises what `send` raises.
-    """
+    @abstractmethod
+    def _beside(self, note: Any) -> Beside:
+        """What goes beside the message of a note."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._posting = threading.Lock()
-        self._note: Any = None  # what the next message's note is made of
-        super().__init__(*args, **options)
+    def post(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
+        """Publish a message with its note; raises what `send` raises."""
+        if self._state:
+            self._refuse()
+        beside = self._beside(note)
+        sent = self._writer.send(value, meta, 0, *beside)
+        if type(sent) is not int:
+            self._post(sent, timeout, beside)
+        elif sent < 0:
+            self._wake_late(-sent)
+
+    def _post(self, out: Any, timeout: float | None, beside: Beside) -> None:
+        self._run(self._put, out, timeout, *beside)
 
     async def apost(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
-        """Publish a message with its note, in line if there is no room or a thread is at it."""
-
-        def write(out: Outgoing, ring: Ring, slot: int) -> int:
-            self._note = note
-            try:
-                return self._fill(out, value, ring, slot)
-            except BaseException:
-                self._withhold(note)
-                raise
-
-        await self._with_slot(lambda: self._describe(value, meta), write, timeout)
-
-    def _withhold(self, note: Any) -> None:
-        """A message was not published, perhaps."""
-        self._note = None
-
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
-        self._posting = threading.Lock()
-
-    def _try_enter(self) -> bool:
-        if not self._posting.acquire(False):
-            return False
-        if super()._try_enter():
-            return True
-        self._posting.release()
-        return False
-
-    def _exit(self) -> None:
-        super()._exit()
-        self._posting.release()
+        """`post` for an event loop, which waits for no thread."""
+        sent = await self._asend(value, meta, timeout, *self._beside(note))
+        if isinstance(sent, Sending):
+            await self._when_copied(sent)

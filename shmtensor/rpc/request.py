@@ -7,6 +7,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from ..endpoints.local import Local
 from ..errors import ClosedError, ReleasedError
 from ..memory.words import store
 from ..ring.layout import DEADLINE, NOTE, VERDICT
@@ -23,7 +24,7 @@ MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""
 
 
-class Request:
+class Request(Local):
     """A request that this server has taken. Answer it once: with `reply(value)` or `fail(error)`.
 
     Its value's tensors and arrays are the client's slot itself, writable, and yours until the last view of them has
@@ -50,9 +51,12 @@ class Request:
         self._server, self._message, self._source = server, message, source
         self._words, self._at, self.seq = source.words, message._lease.word, message.seq
 
+    def _instead(self) -> str:
+        return "pass req.value, copied, and answer it here"
+
     @property
     def value(self) -> Any:
-        """What the client sent: a tensor, an ndarray, or a dict, list or tuple of these and JSON scalars."""
+        """What the client sent: a tensor, an ndarray, or a dict, list or tuple of these, bytes and JSON scalars."""
         message = self._message
         if message._receiver is None:
             raise ReleasedError("this request was answered, or its server closed: take req.value before")
@@ -115,16 +119,14 @@ class Request:
         Raises `RingFull` if there is no room then, `ArgumentTypeError` or `ResourceError` if the value cannot be sent;
         then the request is still yours to answer. `ReleasedError` if it was answered already.
         """
-        if not self._server._reply_soon(self, value):
-            self._server._reply(self, value, None)
+        self._server._reply(self, value, None)
 
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run if it has to wait for room.
 
         If it is cancelled, nothing is sent, and the request is still yours to answer.
         """
-        if not self._server._reply_soon(self, value):
-            await self._server._areply(self, value)
+        await self._server._areply(self, value)
 
     def fail(self, error: BaseException | str) -> None:
         """Answer with an error: the client's call raises `RemoteError` with its type's name, text and traceback."""
@@ -132,12 +134,17 @@ class Request:
 
     def _finish(self, verdict: int = 0) -> None:
         """The request is over for this server: it is done, and nobody else will get it."""
-        if self._server._open.pop(id(self), None) is None:
+        unfinished, key = self._server._open, id(self)
+        if key not in unfinished:
             return
         if verdict:
             store(self._words, self._at + VERDICT, self.seq << 8 | verdict)
             # crash: verdict.stored
-        self._message.release()
+        try:
+            self._message.release()
+        finally:  # no boundary: what an exception cut short before it was done is done again
+            if self._message._receiver is None and key in unfinished:
+                del unfinished[key]
 
     def __enter__(self) -> Request:
         return self
@@ -149,7 +156,8 @@ class Request:
 
     def __del__(self) -> None:
         """Nobody can answer it any more. Runs anywhere: it stores two words, and its client looks at them."""
-        if self._message._receiver is not None:
+        message = getattr(self, "_message", None)  # its constructor may have been interrupted
+        if message is not None and message._receiver is not None:
             self._server._forget(self)
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from ..endpoints.base import FORKED, OPEN, TICK, check_timeout
+from ..endpoints.base import FORKED, TICK, check_timeout
 from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, TimedOut
 from ..ring.layout import DEADLINE, NOTE
@@ -73,6 +73,10 @@ class Server(AsyncServer):
         self._replies_epoch = -1
         self._opening = threading.Lock()
         self._open: dict[int, Message] = {}  # of what is taken and not answered; by id of the request
+        self._left: list[Any] = []
+        """What interrupted calls had taken and could not return, for the next ones: messages, requests and batches."""
+        self._unfinished: list[Request | Batch] = []
+        """Whose handlers were interrupted: they go to other servers, or come again."""
         self._stopping = False
         self._taken = self._replied = self._failed = self._expired = self._cancelled = 0
         self._dropped = self._retried = 0
@@ -93,21 +97,39 @@ class Server(AsyncServer):
         return self._next(None if timeout is None else time.monotonic() + timeout)
 
     def _next(self, deadline: float | None) -> Any:
-        """The next request or batch; `AsyncServer.arecv` does the same. What is told apart here is told there, too."""
-        intake = self._intake
-        while True:
-            try:
-                found: Any = None if self._stopping else intake.request_soon(self, self._open)
-                if type(found) is Request:
-                    self._taken += 1
-                    if self._collector is not None:
-                        found = self._batch(self._collector.add(found))
-                else:
-                    found = self._accept(found or intake.recv(timeout=self._patience(deadline)))
-            except (TimedOut, ClosedError) as error:
-                found = self._nothing_came(error, deadline)
-            if found is not None:
-                return found
+        """The next request or batch; `AsyncServer.arecv` does the same. What is told apart here is told there, too.
+
+        What is taken lies in `taken` until this returns: every step moves it there, or within it, in one C call."""
+        intake, taken = self._intake, list[Any]()
+        try:
+            while True:
+                try:
+                    if self._left or self._unfinished or self._collector is not None:
+                        self._take_left(taken)
+                    if taken:
+                        found = self._give_out(taken)
+                    else:
+                        message = intake.recv(timeout=self._patience(deadline))
+                        taken[:] = (message,)  # no call since it was taken
+                        del message
+                        found = self._give_out(taken)
+                except (TimedOut, ClosedError) as error:
+                    found = self._nothing_came(error, deadline, taken)
+                if found is not None:
+                    return found
+        except BaseException:
+            self._left.extend(taken)  # the first call
+            raise
+
+    def _take_left(self, taken: list[Any]) -> None:
+        """Take what an interrupted call has left."""
+        if self._unfinished:
+            self._give_back()
+        if self._collector is not None:
+            self._collector.take_full(taken)
+        if self._left and not taken:
+            with contextlib.suppress(IndexError):  # another thread was first
+                taken.extend(map(self._left.pop, (0,)))
 
     def _patience(self, deadline: float | None) -> float:
         """Seconds to wait before looking around; `ClosedError` once there is nothing to wait for."""
@@ -117,12 +139,13 @@ class Server(AsyncServer):
             deadline = self._collector.until(deadline)
         return TICK if deadline is None else max(0.0, min(TICK, deadline - time.monotonic()))
 
-    def _nothing_came(self, error: Exception, deadline: float | None) -> Batch | None:
+    def _nothing_came(self, error: Exception, deadline: float | None, taken: list[Any]) -> Any:
         """Inside `except`: the batch that waits for no more; `TimedOut` at the deadline, `ClosedError` at the end."""
         collector, ended = self._collector, isinstance(error, ClosedError)
-        requests = None if collector is None else collector.oldest(due=not ended)
-        if requests is not None:
-            return self._batch(requests)
+        if collector is not None and not taken:
+            collector.take_oldest(taken, due=not ended)
+        if taken:
+            return self._give_out(taken)
         if ended:
             raise
         if deadline is not None and time.monotonic() >= deadline and (collector is None or collector.is_empty):
@@ -130,17 +153,48 @@ class Server(AsyncServer):
         self._let_clients_go()
         return None
 
-    def _batch(self, requests: list[Request] | None) -> Batch | None:
-        return batch_of([each for each in requests if self._may_start(each)]) if requests else None
+    def _give_out(self, taken: list[Any]) -> Request | Batch | None:
+        """What is to be given out now: the request that was taken, if somebody waits for it, or its batch.
 
-    def _accept(self, message: Message) -> Request | Batch | None:
-        """What is to be given out now: the request that a message is, if somebody waits for it, or its batch."""
+        It stays in `taken`. Where this is None, nothing does."""
+        each = taken[0]
+        if not isinstance(each, (Message, Request)):
+            return self._batch(taken)
+        request = self._accept(each, taken) if isinstance(each, Message) else self._look_again(each)
+        if request is None:
+            del taken[:]
+            return None
+        return request if self._collector is None else self._collect(taken)
+
+    def _collect(self, taken: list[Any]) -> Batch | None:
+        """Put the request that was taken to others; a batch, if one is to be given out now."""
+        if self._collector is not None:
+            self._collector.add(taken)
+        return self._batch(taken) if taken else None
+
+    def _batch(self, taken: list[Any]) -> Batch | None:
+        """Of the requests that were taken together, those that somebody waits for, as a batch."""
+        batch = batch_of([each for each in taken[0].requests if self._may_start(each)])
+        if batch is None:
+            del taken[:]
+        return batch
+
+    def _look_again(self, request: Request) -> Request | None:
+        """A request that was taken by a call that was interrupted, if somebody waits for it still."""
+        if request.answered:
+            return None
+        self._open[id(request)] = request._message
+        return request if self._should_start(request) else None
+
+    def _accept(self, message: Message, taken: list[Any]) -> Request | None:
+        """The request that a message is, if somebody waits for it, in its place in `taken`."""
         # crash: request.taken
-        self._taken += 1
         if self._intake._epoch != self._replies_epoch:
             self._let_clients_go()
         source = self._intake.source_of(message._lease)
         request = Request(self, message, source)
+        taken[0] = request
+        self._taken += 1
         self._open[id(request)] = message
         words, at = source.words, request._at
         if (
@@ -149,7 +203,7 @@ class Server(AsyncServer):
             and not source.feed.gone
             and (not (deadline := words[at + DEADLINE]) or monotonic_ns() < deadline)
         ) or self._should_start(request):
-            return request if self._collector is None else self._batch(self._collector.add(request))
+            return request
         return None
 
     def _should_start(self, request: Request) -> bool:
@@ -192,13 +246,16 @@ class Server(AsyncServer):
     def __next__(self) -> Any:
         try:
             return self._next(None)
-        except ClosedError:
-            if self._stopping or self._intake._state not in (OPEN, FORKED):
-                raise StopIteration from None
-            raise
+        except ClosedError:  # also where the process ends: then only the endpoint below is closed
+            if self._intake._state == FORKED:
+                raise
+            raise StopIteration from None
 
     def run(self, handler: Callable[[Any], Any]) -> None:
         """Answer requests with `handler(value)` until `stop()` or `close()`; an exception of it becomes an error reply.
+
+        What is no `Exception`, as `KeyboardInterrupt`, ends it: the request in hand comes again, to this or another
+        server.
 
         With `max_batch` the handler gets the stacked value of a batch and returns what is split for the replies.
 
@@ -206,13 +263,26 @@ class Server(AsyncServer):
         """
         check_handler(handler)
         for request in self:
-            self.answer(request, handler)
+            begun: list[bool] = []
+            try:
+                self._answer(request, handler, begun)
+            except BaseException:
+                (self._unfinished if begun else self._left).append(request)  # the first call
+                self._give_back()
+                raise
 
     def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> None:
         """Answer one request or batch with what the handler returns, or with the error that it raises."""
+        self._answer(request, handler, [])
+
+    def _answer(self, request: Request | Batch, handler: Callable[[Any], Any], begun: list[bool]) -> None:
         try:
-            request.reply(handler(request.value))
+            value = request.value
+            begun[:] = (True,)
+            request.reply(handler(value))
         except Exception as error:
+            if self._intake._state and isinstance(error, (ClosedError, ReleasedError)):  # another server gets it
+                return
             text = describe(error)  # of the error itself, a log that is kept would keep the request's slot
             log.warning(
                 'service "%s": the handler raised %s\n%s', self.name, type(error).__name__, text["traceback"].rstrip()
@@ -220,22 +290,24 @@ class Server(AsyncServer):
             with contextlib.suppress(ClosedError):
                 request.fail(error)
 
+    def _give_back(self) -> None:
+        """Requests whose handlers were interrupted are for other servers, as if this one had died with them."""
+        while self._unfinished:
+            try:
+                interrupted = self._unfinished[0]
+            except IndexError:
+                return
+            for request in (interrupted,) if isinstance(interrupted, Request) else interrupted.requests:
+                if self._open.pop(id(request), None) is not None:
+                    request._message._empty()
+            with contextlib.suppress(ValueError):
+                self._unfinished.remove(interrupted)
+
     def stop(self) -> None:
         """Take no more requests: iteration ends, once what was taken is answered. Safe in a signal handler."""
         self._stopping = True
 
     # --- answering
-
-    def _reply_soon(self, request: Request, value: Any) -> bool:
-        """The usual reply: a tensor like one before to somebody who waits for it. False: `_reply` does it."""
-        source = request._source
-        inlet = source.inlet
-        if inlet is None or (sent := inlet.respond(request, value, self._open)) is None:
-            return False
-        if sent < 0 and source.replies is not None:
-            source.replies._wake_soon(-sent)
-        self._replied += 1
-        return True
 
     def _reply(self, request: Request, value: Any, error: BaseException | str | None) -> None:
         replies, sent = self._replies_for(request), False
@@ -303,6 +375,8 @@ class Server(AsyncServer):
                     replies = Replies(reply_channel(self.name, uid), **self._reply_options)
                     # crash: reply.opened
                     self._replies[uid] = replies
+                    if self._stopping and self._intake._state:  # closed meanwhile, by a signal handler of this thread
+                        replies.close()
         return replies
 
     def _let_clients_go(self) -> None:
@@ -323,15 +397,16 @@ class Server(AsyncServer):
         """A request was dropped without an answer."""
         if self._intake._state:
             self._open.pop(id(request), request._message)._empty()  # not done: another server gets it
-            return
-        self._dropped += 1
-        request._finish(DROPPED)
+        elif id(request) in self._open:  # else it was never given out, or was given back
+            self._dropped += 1
+            request._finish(DROPPED)
 
     # --- leaving
 
     def close(self) -> None:
         """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
         self._stopping = True
+        del self._left[:]
         while self._open:
             self._open.popitem()[1]._empty()
         self._intake.close()

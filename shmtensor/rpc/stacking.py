@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..views.walk import is_tensor
+from ..views.libraries import is_tensor
 
 Key = Any
 
@@ -27,7 +27,7 @@ def look_of(value: Any) -> Key:
         return "d", tuple((type(key), key, look_of(child)) for key, child in value.items())
     if isinstance(value, (list, tuple)):
         return "l" if isinstance(value, list) else "t", tuple(look_of(child) for child in value)
-    return "s", type(value), repr(value)
+    return "s", type(value), value if isinstance(value, bytes) else repr(value)
 
 
 def is_stackable(look: Key) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..children import look_last, safe_path
 from ..errors import ArgumentError, ArgumentTypeError
 from .checks import check_handler
 from .server import Server
@@ -34,6 +35,7 @@ def main(
     """
     if ours is not None:
         ours.close()
+    sys.path[:] = safe_path(sys.path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the pool says what to do
     stopping: list[Server] = []
     stopped = threading.Event()
@@ -78,7 +80,7 @@ def load(handler: Handler | str) -> Handler:
 def check(path: str) -> None:
     """Raise `ArgumentError` unless there is such a module, so far as that can be told without importing it."""
     module_name, _ = _parts(path)
-    _look_here()
+    look_last(os.getcwd())
     try:
         found = importlib.util.find_spec(module_name)
     except ModuleNotFoundError:
@@ -94,15 +96,13 @@ def _parts(path: str) -> tuple[str, str]:
     return module_name, name
 
 
-def _look_here() -> None:
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
 def resolve(path: str) -> Any:
-    """What `module:name` names; the module may lie in the current directory. Raises `ArgumentError`."""
+    """What `module:name` names; the module may lie in the current directory, where it is looked for last.
+
+    Raises `ArgumentError`.
+    """
     module_name, name = _parts(path)
-    _look_here()
+    look_last(os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

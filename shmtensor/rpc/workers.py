@@ -6,21 +6,22 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from ..endpoints.base import check_count, check_timeout
-from ..errors import ArgumentError, ArgumentTypeError, ClosedError, TimedOut
+from ..endpoints.local import Local
+from ..errors import ArgumentTypeError, ClosedError, TimedOut
+from ..startmethod import context_of
 from . import worker
 from .checks import check_handler, check_options
 from .notes import check_service
+from .spawning import check_picklable, process_class
 
 log = logging.getLogger("shmtensor.serve")
 
@@ -59,7 +60,7 @@ class _Worker:
         return self.ready_since is not None
 
 
-class WorkerPool:
+class WorkerPool(Local):
     """Processes that answer a service's requests with a handler. A worker that dies is started again.
 
     Args:
@@ -72,7 +73,8 @@ class WorkerPool:
         max_restarts: how often in a row one worker is started again after it died, after 0.1 s and twice as long each
             time, up to 30 s; after a minute of service its deaths are forgotten. One death more ends the pool.
         grace: seconds that a stopping worker has to finish what it took, before it is killed; None: no limit.
-        mp_context: a `multiprocessing` context; None: `"spawn"`, which is safe whatever runs in this process.
+        mp_context: a `multiprocessing` context or a start method's name; None: `"spawn"`, which is safe whatever runs
+            in this process.
 
     The pool is a context manager: leaving the block stops it. It uses one thread of its own. Events are logged on the
     logger `shmtensor.serve`, one line each.
@@ -110,9 +112,10 @@ class WorkerPool:
         if not isinstance(handler, str):
             check_handler(handler)
         _check_importable()
-        self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
+        self._context = context_of("spawn" if mp_context is None else mp_context, "mp_context")
+        self._process = process_class(self._context)
         if not isinstance(handler, str) and self._context.get_start_method() != "fork":
-            _check_picklable(handler)
+            check_picklable(handler)
         self.name, self._handler, self._max_restarts, self._grace = name, handler, max_restarts, grace
         self._options = {
             "max_batch": max_batch, "max_wait": max_wait, "max_attempts": max_attempts, "slots": slots,
@@ -182,6 +185,9 @@ class WorkerPool:
         if self._thread.is_alive():
             raise TimedOut(f'worker pool "{self.name}" has not ended within {timeout:g} s')
         return 1 if self._exit_code is None else self._exit_code
+
+    def _instead(self) -> str:
+        return "pass the service's name, and make a Client in the other process"
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -287,7 +293,7 @@ class WorkerPool:
         ours, theirs = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
         arguments = self.name, each.number, self._handler, self._options, theirs, ours if forked else None
-        process = self._context.Process(
+        process = self._process(
             target=worker.main, args=arguments, name=f"shmtensor worker {each.number} of {self.name}"
         )
         try:
@@ -350,16 +356,6 @@ def _check_importable() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself tells
         print(_UNGUARDED_TEXT, file=sys.stderr, flush=True)
         os._exit(UNGUARDED)  # a fork server makes no difference between exceptions
-
-
-def _check_picklable(handler: Callable[..., Any]) -> None:
-    try:
-        pickle.dumps(handler)
-    except Exception as error:
-        raise ArgumentError(
-            f"the handler cannot be sent to a worker ({type(error).__name__}: {error}): define it at the top of a "
-            'module, pass its name as "module:name", or mp_context=multiprocessing.get_context("fork")'
-        ) from None
 
 
 def serve(handler: worker.Handler | str, *, name: str, workers: int = 1, **options: Any) -> int:

@@ -12,7 +12,6 @@ import torch
 from ..errors import ArgumentTypeError, WireError
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_NDIM
-from ..wire.tree import Node
 from .leaf import Leaf, Refused
 from .quiet import silence
 from .torch import CPU, ROW, copy_strided, is_jagged
@@ -105,26 +104,28 @@ def _quantized_leaf(tensor: torch.Tensor, row: DType) -> Leaf:
     return leaf
 
 
-def rebuild(node: Node, parts: list[Any], scalars: Sequence[object], memo: dict[object, Any]) -> torch.Tensor:
-    """The tensor of a composite node. `memo` lives as long as one message. Anything may be raised on invalid parts."""
+def rebuild(
+    kind: str, parameters: tuple[int, ...], parts: list[Any], scalars: Sequence[object], memo: dict[Any, Any]
+) -> torch.Tensor:
+    """The tensor of a composite. `memo` lives as long as one message. Anything may be raised on invalid parts."""
     if not all(isinstance(part, torch.Tensor) for part in parts):
-        raise WireError(f"composite {node.kind!r} has a part that is no torch tensor")
-    if node.kind == "coo":
-        return _coo(node.parameters, *parts)
-    if node.kind in _COMPRESSED_LAYOUT:
+        raise WireError(f"composite {kind!r} has a part that is no torch tensor")
+    if kind == "coo":
+        return _coo(parameters, *parts)
+    if kind in _COMPRESSED_LAYOUT:
         silence("compressed")
         make: Any = torch.sparse_compressed_tensor  # its stub knows no size
         return make(  # type: ignore[no-any-return]
-            *parts, _size(node.parameters), layout=_COMPRESSED_LAYOUT[node.kind], device=CPU, check_invariants=True
+            *parts, _size(parameters), layout=_COMPRESSED_LAYOUT[kind], device=CPU, check_invariants=True
         )
-    if node.kind == "nested":
+    if kind == "nested":
         return _nested(*parts)
-    if node.kind in ("jagged", "jagged_lengths"):
-        return _jagged(node, memo, *parts)
+    if kind in ("jagged", "jagged_lengths"):
+        return _jagged(parameters, memo, *parts)
     silence("quantized")
-    if node.kind == "quantized":
+    if kind == "quantized":
         return _quantized(*parts, *scalars)
-    return _channels(node, *parts)
+    return _channels(kind, parameters, *parts)
 
 
 def _size(parameters: Sequence[int]) -> tuple[int, ...]:
@@ -176,9 +177,13 @@ def _nested(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _jagged(
-    node: Node, memo: dict[object, Any], values: torch.Tensor, part: torch.Tensor, more: torch.Tensor | None = None
+    parameters: Sequence[int],
+    memo: dict[Any, Any],
+    values: torch.Tensor,
+    part: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    ragged, low, high = node.parameters
+    ragged, low, high = parameters
     # Two jagged tensors have the same shape only if they share the very object of their offsets.
     key = (part.data_ptr(), part.shape, part.dtype, None if more is None else more.data_ptr())
     if key not in memo:
@@ -218,10 +223,12 @@ def _quantized(data: torch.Tensor, scale: object, zero_point: object) -> torch.T
 _PACKED = ("quint4x2", "quint2x4")
 
 
-def _channels(node: Node, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    axis, packed = node.parameters[0], node.kind == "quantized_packed"
+def _channels(
+    kind: str, parameters: Sequence[int], data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    axis, packed = parameters[0], kind == "quantized_packed"
     row = ROW[data.dtype]
-    size = _size(node.parameters[1:]) if packed else tuple(data.shape)
+    size = _size(parameters[1:]) if packed else tuple(data.shape)
     dtype = torch.quint4x2 if packed else data.dtype
     plain = row.name == "uint8" and data.ndim == 1 if packed else row.quantized and row.name not in _PACKED
     if not plain or not 0 <= axis < len(size) or scales.shape != (size[axis],) or zeros.shape != scales.shape:

@@ -30,7 +30,7 @@ class Refused(Exception):
 class Leaf:
     """One tensor or array to send.
 
-    dtype:       row of the table, None if `description` (JSON) says it
+    dtype:       row of the table, None if `description` says it
     torch:       torch tensor, else NumPy array
     shape:       elements
     strides:     bytes, for a leaf that is sent alone: None for C order
@@ -101,14 +101,9 @@ class Leaf:
         """Bytes of the leaf sent alone."""
         return spec.extent(self.shape, None, self.itemsize)
 
-    def key(self) -> tuple[object, ...]:
-        """What the static part and the plan of the copy depend on."""
-        plan = (self.address == 0, self.device, self.extent, self.raw)
-        return (self.torch, self.dtype, str(self.description), self.strides, plan)
-
-    def entry(self, offset: int, strides: tuple[int, ...] | None, extra: int) -> spec.LeafSpec:
-        """The leaf's entry of the leaf table."""
-        return spec.LeafSpec(self.dtype, self.torch, self.shape, strides, offset, extra)
+    def entry(self, offset: int, strides: tuple[int, ...] | None, storage: int = 0) -> spec.LeafSpec:
+        """The leaf as it lies in a payload."""
+        return spec.LeafSpec(self.dtype, self.torch, self.shape, strides, offset, storage)
 
 
 def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

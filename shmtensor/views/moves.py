@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from ctypes import memmove
-from typing import Any
 
-from .. import hot
-from . import walk
-from .numpy import Array
+from .. import native
+from ..memory import forks
+from .libraries import torch_views
+from .numpy import Array, address_of
 
 SMALL = 64 << 10  # bytes; up to here each of several copies is made without letting go of the interpreter lock
 ALONE = 256 << 10
@@ -19,11 +18,10 @@ ALONE = 256 << 10
 computes may get it back after milliseconds."""
 LARGE = 1 << 20  # bytes; from here on several of torch's threads copy faster than memmove
 
-_hot: Any = hot.module(tensors=False)
-FAR = _hot.CACHE_BYTES // 4 if _hot is not None else sys.maxsize
+FAR = native.module.CACHE_BYTES // 4 if native.module is not None else sys.maxsize
 """Bytes from which a copy had better go past the caches, which the compiled module can: most of what it leaves there is
 driven out again before anybody reads it, and room for it would be made by driving out something else."""
-move_far: Callable[[int, int, int], object] = memmove if _hot is None else _hot.stream
+move_far: Callable[[int, int, int], object] = memmove if native.module is None else native.module.stream
 """Copies so many bytes from one address to another (to, from, bytes)."""
 
 
@@ -34,7 +32,7 @@ def _copy_alone() -> None:
     LARGE = sys.maxsize
 
 
-os.register_at_fork(after_in_child=_copy_alone)
+forks.call_in_child(_copy_alone)
 
 # holds the interpreter lock, unlike ctypes.memmove
 move_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -65,11 +63,9 @@ def _torch_threads() -> int:
     return 1 if torch is None else int(torch.get_num_threads())
 
 
-def move_large(payload: Array, base: int, offset: int, address: int, size: int) -> None:
-    """Copy more than `SMALL` bytes to `offset` of a payload, which lies at `base`."""
-    if walk.tensor_types and goes_by_threads(size):
-        walk.torch_views().copy_run(payload, offset, address, size)
-    elif size >= FAR:
-        move_far(base + offset, address, size)
+def move_large(payload: Array, offset: int, address: int, size: int) -> None:
+    """Copy more than `SMALL` bytes to `offset` of a payload, by the way that is fast for so many."""
+    if goes_by_threads(size):
+        torch_views().copy_run(payload, offset, address, size)
     else:
-        memmove(base + offset, address, size)
+        (move_far if size >= FAR else memmove)(address_of(payload) + offset, address, size)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .walk import is_tensor
+from .implementation import decode, encode
+from .libraries import is_tensor
 
 
 def copy_value(value: object) -> object:
@@ -15,15 +16,12 @@ def copy_value(value: object) -> object:
 
     The leaves of a tree are views of one new block of memory, which lives as long as any of them.
     """
-    from .pack import pack
-    from .unpack import Unpacker
-
-    packed = pack(value)
-    block = np.empty(packed.nbytes + 64, np.uint8)
+    encoded = encode(value)
+    block = np.empty(encoded.nbytes + 64, np.uint8)
     skip = -block.__array_interface__["data"][0] % 64
-    payload = block[skip : skip + packed.nbytes]
-    packed.copy_into(payload)
-    return Unpacker(packed.static)(payload, packed.dynamic, readonly=False)[0]
+    payload = block[skip : skip + encoded.nbytes]
+    encoded.copy_into(payload)
+    return decode(encoded.description, payload, readonly=False)[0]
 
 
 def map_leaves(function: Callable[[Any], Any], value: object) -> object:

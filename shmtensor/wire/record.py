@@ -11,10 +11,10 @@ A record is 256 bytes, little-endian:
 | 20 | u32 | `ring` | number of the ring among its producer's rings |
 | 24 | u32 | `slot` | first slot of the message |
 | 28 | u32 | `span` | consecutive slots taken |
-| 32 | u32 | `static_len` | bytes of the static description (`wire/spec.py`) |
-| 36 | u32 | `dynamic_len` | bytes of the dynamic description: JSON scalars and meta |
+| 32 | u32 | `length` | bytes of the description (`wire/spec.py`) |
+| 36 | u32 | reserved | 0 |
 | 40 | u64 | `nbytes` | payload bytes from the start of the first slot |
-| 48 | 208 bytes | `inline` | static, then dynamic description, unless `SPILLED` |
+| 48 | 208 bytes | `inline` | the description, unless `SPILLED` |
 
 A spilled description starts at the first multiple of 64 at or after `nbytes` in the message's slots.
 
@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from ..errors import WireError
 
-VERSION: Final = 1
+VERSION: Final = 2
 SIZE: Final = 256
 SPILLED: Final = 1
 ALIGNMENT: Final = 64
@@ -42,6 +42,9 @@ CONSTANT_OFFSET: Final = 16
 """From here on, the record is the same for each message of the same look in the same slot."""
 INLINE_OFFSET: Final = _HEAD.size
 INLINE: Final = SIZE - INLINE_OFFSET
+
+EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
+"""The record of no message, for a doorbell that only says: look at the members."""
 
 _BELL = struct.Struct("<8sQ")
 _BELL_MAGIC: Final = b"SHMTBELL"
@@ -70,19 +73,18 @@ def padded(nbytes: int) -> int:
 
 def check_head(head: tuple[int, ...], ring: int, slot: int, slots: int, slot_bytes: int) -> None:
     """Raise `WireError` unless a head (from `version` on) may stand at this place of such a ring."""
-    version, flags, its_ring, its_slot, span, static_len, dynamic_len, nbytes = head
+    version, flags, its_ring, its_slot, span, length, reserved, nbytes = head
     if version != VERSION:
         raise WireError(f"record version {version}, this library reads {VERSION}")
     if its_ring != ring or its_slot != slot:
         raise WireError(f"record of ring {its_ring} slot {its_slot} stands at ring {ring} slot {slot}")
-    if flags & ~SPILLED:
-        raise WireError(f"record has unknown flags {flags:#x}")
+    if flags & ~SPILLED or reserved:
+        raise WireError(f"record has unknown flags {flags:#x}, {reserved:#x}")
     if not 1 <= span <= slots - slot:
         raise WireError(f"record spans {span} slots from slot {slot} of {slots}")
-    description = static_len + dynamic_len
-    if not flags and description > INLINE:
-        raise WireError(f"inline description of {description} bytes, at most {INLINE} fit")
-    end = padded(nbytes) + description if flags else nbytes
+    if not flags and length > INLINE:
+        raise WireError(f"inline description of {length} bytes, at most {INLINE} fit")
+    end = padded(nbytes) + length if flags else nbytes
     if end > span * slot_bytes:
         raise WireError(f"message of {end} bytes in {span} slots of {slot_bytes} bytes")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 
 from . import points
@@ -13,7 +15,9 @@ import numpy as np  # noqa: E402
 
 import shmtensor  # noqa: E402
 
-PATIENCE = 20.0
+from ..waiting import wait_for_end  # noqa: E402
+
+PATIENCE = 120.0
 WORDS = 50
 
 
@@ -42,9 +46,12 @@ def _surviving_a_crash(body, pipe) -> None:
 
 
 def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, options: dict) -> None:
-    """Send `count` numbered messages, telling the test each one whose `send` returned."""
+    """Send `count` numbered messages, telling the test each one whose `send` returned. `prey` in the options: another
+    member's pid, which dies when this one joins."""
     _arm(plan)
-    first = options.pop("first", 1)
+    first, prey = options.pop("first", 1), options.pop("prey", 0)
+    if prey:  # dies while this process holds the channel's lock: nobody else can sweep it
+        points.arm("join.locked", lambda: (os.kill(prey, signal.SIGKILL), wait_for_end(prey)))
     make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
 
     def body() -> None:

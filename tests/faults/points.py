@@ -2,11 +2,17 @@
 
 They cost nothing in the package itself. `install()`, before `shmtensor` is imported, adds an import hook that compiles
 the package with every marker line replaced by a call of `hit`; line numbers stay the same.
+
+The compiled module has the same points by a macro (`native/protocol/words.h`) that is empty in any other build than
+that of `tests/faults/build.py`. Where the environment names such a build, the hook loads it in the place of the module;
+a point that it has is then where it is there, not in what Python does in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -15,14 +21,21 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "shmtensor"
 _CACHE = Path(__file__).parent / "__pycache__" / "points"
 _MARKER = re.compile(r"^(\s*)# crash: ([a-z.]+)$", re.MULTILINE)
+_MACRO = re.compile(r'\bCRASH_POINT\("([a-z.]+)"\)')
+_MODULE = "shmtensor.native._codec"
 
-armed: dict[str, tuple[str, int]] = {}
+BUILD = "SHMTENSOR_TEST_BUILD"
+"""The environment variable that names the test build; read here alone."""
+
+armed: dict[str, tuple[str | Callable[[], object], int]] = {}
 hits: dict[str, int] = {}
+_build: str | None = None
 
 
 class Crash(Exception):
@@ -30,14 +43,32 @@ class Crash(Exception):
 
 
 def names(part: str = "") -> list[str]:
-    """Every point in the source of the package, or of one of its folders."""
-    return sorted(name for path in (PACKAGE / part).rglob("*.py") for _, name in _MARKER.findall(path.read_text()))
+    """Every point in the source of the package, or of one of its folders or modules."""
+    where = PACKAGE / part
+    modules = [where] if where.is_file() else where.rglob("*.py")
+    return sorted(name for path in modules for _, name in _MARKER.findall(path.read_text()))
 
 
-def arm(point: str, action: str, nth: int = 1) -> None:
-    """From now on, the nth time that this process comes by `point`: "kill", "stop", "exit" or "raise"."""
+@functools.cache
+def native_names() -> frozenset[str]:
+    """Every point of the compiled module."""
+    return frozenset(name for path in (PACKAGE / "native").rglob("*.c") for name in _MACRO.findall(path.read_text()))
+
+
+def arm(point: str, action: str | Callable[[], object], nth: int = 1) -> None:
+    """From now on, the nth time that this process comes by `point`: "kill", "stop", "exit", "raise", or a call."""
+    if _build is not None and point in native_names():
+        code = {"kill": 1, "stop": 2, "exit": 3}[action]  # type: ignore[index]
+        assert _library().crash_arm(point.encode(), code, nth), "too many points"
+        return
     armed[point] = (action, nth)
     hits[point] = 0
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The test build that the package has, or will have: a library is loaded once."""
+    return ctypes.CDLL(str(_build))
 
 
 def hit(point: str) -> None:
@@ -53,6 +84,8 @@ def hit(point: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "exit":
         os._exit(3)
+    elif callable(action):
+        action()
     else:
         raise Crash(point)
 
@@ -87,6 +120,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._within = within
 
     def find_spec(self, fullname, path=None, target=None):
+        if fullname == _MODULE:
+            return None if _build is None else importlib.util.spec_from_file_location(fullname, _build)
         if fullname != self._within and not fullname.startswith(self._within + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, [str(PACKAGE.parent)] if path is None else path)
@@ -99,7 +134,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install(within: str = "shmtensor") -> None:
-    """Compile the package, or a part of it, with its crash points from now on. It must not have been imported yet."""
+    """Compile the package, or a part of it, with its crash points from now on. It must not have been imported yet.
+
+    With the test build if the environment names it, else without a compiled module, as any other comes by no point.
+    """
+    global _build
     assert not any(name.split(".")[0] == "shmtensor" for name in sys.modules), "shmtensor is imported already"
-    os.environ["SHMTENSOR_PURE"] = "1"  # the compiled module comes by no point
+    _build = os.environ.get(BUILD) or None
+    os.environ["SHMTENSOR_PURE"] = "" if _build else "1"
     sys.meta_path.insert(0, _Finder(within))

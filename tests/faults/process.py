@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
-from ..forkservers import stop_forkserver
-from . import roles
+import pytest
 
-PATIENCE = 30.0
+from ..forkservers import stop_forkserver
+from . import build, points, roles
+
+PATIENCE = 120.0
 
 
 @contextlib.contextmanager
-def crash_server(*modules: str) -> Iterator[multiprocessing.context.ForkServerContext]:
-    """A context whose processes have the package with its crash points, and these modules, loaded."""
+def crash_server(*modules: str, compiled: bool = False) -> Iterator[multiprocessing.context.ForkServerContext]:
+    """A context whose processes have the package with its crash points, and these modules, loaded.
+
+    `compiled`: by the compiled module, as a test build with crash points; else by the Python code alone.
+    """
+    with crash_servers(*modules) as of:
+        yield of(compiled)
+
+
+@contextlib.contextmanager
+def crash_servers(*modules: str) -> Iterator[Callable[[bool], multiprocessing.context.ForkServerContext]]:
+    """Such a context of either implementation. There is one at a time: cases of one shall follow each other."""
     context = multiprocessing.get_context("forkserver")
-    stop_forkserver()  # one that another test has left running has not preloaded the cast
     context.set_forkserver_preload(["tests.faults.cast", *modules, "tests.faults.loaded"])
-    yield context
+    running: bool | None = None
+
+    def of(compiled: bool) -> multiprocessing.context.ForkServerContext:
+        nonlocal running
+        if running is not compiled:
+            stop_forkserver()  # also one that another test has left running
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(points.BUILD, build.module_path() if compiled else "")
+                forkserver.ensure_running()
+            running = compiled
+        return context
+
+    yield of
     stop_forkserver()
     context.set_forkserver_preload(["__main__"])  # the default
 

@@ -1,7 +1,16 @@
-"""Executable models of docs/protocols.md, explored completely by tests/test_models.py."""
+"""Executable models of docs/protocols.md and docs/multirank.md, explored completely by tests/test_models.py."""
 
 from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
-from .claims import Claims, ClaimsConsumerDeath, ClaimsNoTick, ClaimsPoison, ClaimsProducerDeath, ClaimsTwoSlots
+from .claims import (
+    Claims,
+    ClaimsConsumerDeath,
+    ClaimsNoTick,
+    ClaimsPoison,
+    ClaimsProducerDeath,
+    ClaimsTwoSlots,
+    ClaimsUnlockedLate,
+    ClaimsUnlockedLateAndDeath,
+)
 from .device import DeviceRing, Unmapping
 from .explorer import Model
 from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
@@ -11,6 +20,7 @@ from .latest import Latest, LatestDeath, LatestTwoSlots
 from .loop_wait import LoopWait
 from .orphans import Orphans
 from .queue_wake import QueueWake
+from .ranks import Ranks
 from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
@@ -21,9 +31,11 @@ MODELS: tuple[type[Model], ...] = (
     *(SleepWake, SleepWakeRinger, SleepWakeDeath, SleepWakeTick),  # 3
     *(SlotWait, SlotWaitDeath),  # 4
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
+    *(ClaimsUnlockedLate, ClaimsUnlockedLateAndDeath),
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
     *(DeviceRing, Unmapping),  # 11
+    Ranks,  # docs/multirank.md
 )

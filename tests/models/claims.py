@@ -1,4 +1,8 @@
-"""docs/protocols.md section 5: claim and redelivery in the work queue, and the producer's reuse of slots."""
+"""docs/protocols.md section 5: claim and redelivery in the work queue, and the producer's reuse of slots.
+
+In C: protocol/writer.c (is_free, writer_reclaim, writer_publish), protocol/reader.c (claim, take_competing,
+feed_scan, feed_acknowledge, feed_give_back).
+"""
 
 from __future__ import annotations
 
@@ -76,14 +80,16 @@ class Consumer(Process):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.variables = named(p=0, n=0, slot=0, walks=False, count=0, published=0, view=False)
+        self.variables = named(p=0, n=0, slot=0, walks=False, count=0, published=0, view=False, kept=())
 
     # where next?
 
     def walk(self, mem, me):
         if self.quota and mem.ghost["taken_by", self.name] == self.quota:
-            return END
+            return "unlock_kept" if me.kept else END
         if mem["published"] == me.p:
+            if me.kept:
+                return "unlock_kept"
             if not self.ticks:
                 return END if len(mem.ghost["finished"]) == self.messages else WAIT
             return "tick"
@@ -199,7 +205,19 @@ class Consumer(Process):
         mem["released", me.slot] = me.n
         if self.broken == "unlock_before_done":
             return self.go_on(me)
-        return "view_dies" if self.broken == "release_with_view" else "unlock"
+        if self.broken == "release_with_view":
+            return "view_dies"
+        return ("unlock", "keep") if self.keeps else "unlock"
+
+    def keep(self, mem, me):
+        """The compiled module unlocks later, finished messages together; before it finds none, at the latest."""
+        me.kept = (*me.kept, me.n)
+        return self.go_on(me)
+
+    def unlock_kept(self, mem, me):
+        mem.unlock(lock_of(self, me.kept[0], me.slot))
+        me.kept = me.kept[1:]
+        return "unlock_kept" if me.kept else "walk"
 
     def unlock(self, mem, me):
         mem.unlock(lock_of(self, me.n, me.slot))
@@ -220,8 +238,8 @@ class Claims(Model):
         publish_first="the record and `published` are stored before the payload",
     )
     slots, messages, max_attempts, mortal = 1, 2, 9, ()
-    # does a consumer scan at ticks; how many messages does it take before it leaves
-    ticks, quotas = True, (0, 0)
+    # does a consumer scan at ticks; how many messages does it take before it leaves; may it unlock late
+    ticks, quotas, keeps = True, (0, 0), False
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -237,7 +255,7 @@ class Claims(Model):
         self.processes = [
             Producer("P", broken, "P" in self.mortal, **settings),
             *(
-                Consumer(c, broken, c in self.mortal, ticks=self.ticks, quota=quota, **settings)
+                Consumer(c, broken, c in self.mortal, ticks=self.ticks, quota=quota, keeps=self.keeps, **settings)
                 for c, quota in zip(("C1", "C2"), self.quotas, strict=True)
             ),
         ]
@@ -283,6 +301,22 @@ class ClaimsNoTick(Claims):
 
     MUTATIONS = named(lock_per_slot="the lock belongs to the slot instead of the message")
     messages, ticks, quotas = 3, False, (1, 0)
+
+
+class ClaimsUnlockedLate(Claims):
+    """A consumer keeps the locks of messages that it has finished with, for a while: nobody misses them."""
+
+    MUTATIONS = named(
+        release_with_view="released is stored while the view is alive",
+    )
+    slots, messages, ticks, keeps = 1, 2, False, True
+
+
+class ClaimsUnlockedLateAndDeath(ClaimsUnlockedLate):
+    """The same, and a consumer dies anywhere."""
+
+    MUTATIONS = named()
+    slots, ticks, mortal, crashes = 2, True, ("C1",), 1
 
 
 class ClaimsConsumerDeath(Claims):

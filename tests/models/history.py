@@ -3,6 +3,8 @@
 Modelled is the variant without a gap: when the publisher notices the new receiver it makes it a recipient of the last
 `HISTORY` messages too (start := published+1-HISTORY). Until then the receiver takes history under shared locks, and
 stores its lease words as a recipient does, so that nothing is delivered twice.
+
+In C: protocol/writer.c (writer_welcome, is_free), protocol/reader.c (feed_begin, has_started, lock_shared).
 """
 
 from __future__ import annotations

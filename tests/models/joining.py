@@ -1,4 +1,7 @@
-"""docs/protocols.md section 2: which messages are mine? A receiver joins, dies, and another one takes its index."""
+"""docs/protocols.md section 2: which messages are mine? A receiver joins, dies, and another one takes its index.
+
+In C: protocol/reader.c (has_started, feed_next).
+"""
 
 from __future__ import annotations
 

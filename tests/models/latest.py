@@ -1,4 +1,7 @@
-"""docs/protocols.md section 6: take-back from latest-only readers."""
+"""docs/protocols.md section 6: take-back from latest-only readers.
+
+In C: protocol/writer.c (is_free), protocol/reader.c (lock_shared, take_broadcast, feed_give_back).
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,23 @@
-"""docs/protocols.md section 4: a sender waits for a slot that receivers give back."""
+"""docs/protocols.md section 4: a sender waits for a slot that receivers give back.
+
+In C: protocol/reader.c (feed_give_back).
+"""
 
 from __future__ import annotations
 
 from .explorer import END, WAIT, Model, Process, State, named
 
+BATCHED = 1000
+"""In `asleep`: a receiver posts only from message `TARGET` on."""
+TARGET = 2
+
 
 class Sender(Process):
-    """Needs each of the slots in turn; a slot is free when both receivers have released it."""
+    """Needs each of the slots in turn; a slot is free when both receivers have released it.
 
-    start, variables = "look", named(slot=0, reader=0, naps=0)
+    The first sleep of a wait is batched and ends by itself; those that follow it last until somebody posts."""
+
+    start, variables = "look", named(slot=0, reader=0, naps=0, batched=1)
 
     def look(self, mem, me):
         return self.scan(mem, me, "look", "drain")
@@ -19,6 +28,7 @@ class Sender(Process):
             me.reader = 0
             return nothing
         me.slot, me.reader = me.slot + me.reader, 1 - me.reader
+        me.batched = me.batched or me.reader == 0
         return END if me.slot == 2 else again
 
     def drain(self, mem, me):
@@ -27,7 +37,7 @@ class Sender(Process):
 
     def fall_asleep(self, mem, me):
         me.naps += 1
-        mem["asleep"] = me.naps * 2 - 1
+        mem["asleep"] = me.naps * 2 - 1 + BATCHED * me.batched
         return "look_again" if self.broken == "no_barrier" else "barrier"
 
     def barrier(self, mem, me):
@@ -44,11 +54,19 @@ class Sender(Process):
         return "wait"
 
     def wait(self, mem, me):
-        sys = mem.sys
-        if not sys["semaphore"]:
-            return WAIT
-        sys["semaphore"] -= 1
+        choices = ["posted"] if mem.sys["semaphore"] else []
+        if me.batched and self.broken != "batched_for_ever":
+            choices.append("time_is_up")
+        return tuple(choices) or WAIT
+
+    def posted(self, mem, me):
+        mem.sys["semaphore"] -= 1
+        me.batched = me.batched and self.broken == "batched_for_ever"
         return "drain" if self.broken == "same_number" else "wake"
+
+    def time_is_up(self, mem, me):
+        me.batched = 0
+        return "wake"
 
     def wake(self, mem, me):
         mem["asleep"] = me.naps * 2
@@ -58,7 +76,7 @@ class Sender(Process):
 class Receiver(Process):
     """Gives back its slots, one by one, in its own order."""
 
-    start, variables = "begin", named(next=0, posted=0)
+    start, variables = "begin", named(next=0, posted=0, last_target=0)
 
     def begin(self, mem, me):
         return "peek" if self.broken == "peek_before_release" else "release"
@@ -72,9 +90,13 @@ class Receiver(Process):
         following = "release" if self.broken == "peek_before_release" else "more"
         asleep = mem["asleep"]
         if self.broken == "flag":
-            asleep = asleep % 2
+            asleep = asleep % 2 + BATCHED * (asleep >= BATCHED)
             me.posted = me.posted if asleep else 0
-        if asleep % 2 and asleep != me.posted:
+        released = self.slots[me.next - 1] + 1
+        if self.broken == "target_of_the_last" and asleep >= BATCHED:
+            me.last_target = TARGET
+        target = TARGET if asleep >= BATCHED else me.last_target
+        if asleep % 2 and asleep != me.posted and released >= target:
             me.posted = asleep
             return "post"
         return following
@@ -95,6 +117,8 @@ class SlotWait(Model):
         no_second_look="the sender does not look again after `asleep`",
         drain_last="the semaphore is drained after the second look",
         same_number="the sender that was woken in vain waits again under the same number",
+        batched_for_ever="no sleep ends by itself, and each is batched",
+        target_of_the_last="the receiver keeps the target of a sleep for the sleeps after it",
         peek_before_release="the receiver reads `asleep` before it stores the released word",
         flag="`asleep` is a flag instead of a count",
     )

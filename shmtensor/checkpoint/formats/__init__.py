@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import ArgumentError, CheckpointError
-from .base import FileSpec, Format, Layout, Opened, Piece
+from .base import FileSpec, Format, Layout, Opened, Piece, Stored
 from .npz import Npz
 from .safetensors import Safetensors
 from .torch import Torch
 
-__all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "detect", "get_format"]
+__all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "Stored", "detect", "get_format"]
 
 FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz())}
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..plan import Plan
 
@@ -105,25 +107,53 @@ class Layout:
         return self._finish(digests, crcs)
 
 
-class Opened(NamedTuple):
+class Stored(NamedTuple):
+    """Where a file has a region as it is.
+
+    strides: bytes, of the region's only tensor, if the file has it in another order than the plan; else None
+    """
+
+    file: int
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
     """A checkpoint on disk.
 
     format:  name of the format
-    plan:    what it holds; its regions have bytes only if `places` is None
+    made:    what it holds, or what makes that plan; its regions have bytes only if `places` is None
     files:   paths
     sizes:   bytes of each file
     places:  per region (file, offset), inside the files; None: read by the format's own library, into memory
     digests: per region, None if the file has none
     native:  written by this library, so that the state comes back as it was; else a flat dict or what the file says
+    state:   `state(map)`: the state as the format's own library gives it; None: it is made of the plan
+    parts:   if `places` is None: per region where a part of it can be read all the same, or None
     """
 
     format: str
-    plan: Plan
+    made: Plan | Callable[[], Plan]
     files: list[Path]
     sizes: list[int]
     places: list[Place] | None
     digests: list[int] | None
     native: bool
+    state: Callable[[bool], Any] | None = None
+    parts: list[Stored | None] | None = None
+
+    @property
+    def stored(self) -> list[Stored | None]:
+        """Per region where the files have it, None where it can only be had whole."""
+        if self.places is not None:
+            return [Stored(file, offset) for file, offset in self.places]
+        return self.parts or [None] * len(self.plan.regions)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What it holds. Raises `CheckpointError` for a state of others that a plan cannot say."""
+        return self.made if isinstance(self.made, Plan) else self.made()
 
 
 class Format(ABC):

@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import io
 import math
-import zipfile
+import zlib
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
-from ...views.numpy import MAX_NDIM
-from ..plan import Entry, Plan, plan, stored_shape
+from ...views.leaf import Refused, c_strides
+from ...views.numpy import MAX_NDIM, Array
+from ..limits import PAGE
+from ..plan import Entry, Plan, stored_shape, unique_names
+from ..regions import Region
+from ..structure import dtype_name
 from ..texts import Described
-from .base import Format, Layout, Opened
-from .zip_directory import Directory, locate, read_directory
+from .base import Format, Layout, Opened, Stored
+from .zip_directory import Directory, ZipMember, damaged, has_member, locate, read_directory, read_pieces
 from .zips import ALIGNMENT, DESCRIPTION, Archive
 
-_MOST_DEFLATED = 1032  # times its own size: deflate cannot do more
+_MAX_NPY_HEADER: Final = 1 << 17  # bytes; NumPy itself reads at most 10,000 without being told to
 
 
 class Npz(Format):
@@ -59,20 +64,22 @@ class Npz(Format):
     def recognizes(self, path: Path, start: bytes) -> bool:
         if start[:4] == b"PK\x05\x06":
             return path.suffix == self.suffix
-        if start[:4] != b"PK\x03\x04":
-            return False
-        members = read_directory(path).members
-        return DESCRIPTION in members or any(name.endswith(".npy") for name in members)
+        return start[:4] == b"PK\x03\x04" and has_member(path, _is_ours)
 
     def open(self, path: Path) -> Opened:
-        directory = read_directory(path)
+        directory = read_directory(path, _is_ours)
         member = directory.members.get(DESCRIPTION)
         if member is not None:
-            described, places = locate(path, directory, member)
+            described, places = locate(path, member)
             return Opened(
                 self.name, described.plan, [path], [directory.file_bytes], places, described.digests, native=True
             )
-        return Opened(self.name, plan(_load(path, directory)), [path], [directory.file_bytes], None, None, native=False)
+        made, parts = _plan_of(path, directory)
+        return Opened(self.name, made, [path], [directory.file_bytes], None, None, native=False, parts=parts)
+
+
+def _is_ours(name: str) -> bool:
+    return name == DESCRIPTION or name.endswith(".npy")
 
 
 def _member(name: str, taken: set[str]) -> str:
@@ -113,41 +120,91 @@ def _npy(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return data
 
 
-def _load(path: Path, directory: Directory) -> dict[str, Any]:
-    """The arrays of an archive that somebody else wrote; packed ones as well."""
-    arrays = {}
-    name = ""
+def _plan_of(path: Path, directory: Directory) -> tuple[Plan, list[Stored | None]]:
+    """The plan of an archive of others, a flat dict of arrays, each read when its bytes are asked for; and where the
+    bytes lie of those that are not packed."""
+    tensors: list[Entry] = []
+    regions: list[Region] = []
+    parts: list[Stored | None] = []
+    keys = [name[:-4] for name in directory.members]
+    for name, member in zip(unique_names(keys), directory.members.values(), strict=True):
+        header = _read_header(path, member, f"{path}: member {member.name!r:.80}")
+        region = -1
+        if member.nbytes > header.nbytes:
+            region = len(regions)
+            source = partial(_read_array, path, member, header)
+            regions.append(Region(member.nbytes - header.nbytes, header.dtype.alignment, source))
+            strides = _fortran_strides(header) if header.fortran else None
+            parts.append(None if member.offset is None else Stored(0, member.offset + header.nbytes, strides))
+        tensors.append(Entry(name, False, header.description, header.shape, None, region, 0))
+    return Plan({"d": {key: {"x": number} for number, key in enumerate(keys)}}, tensors, regions, None), parts
+
+
+class _Header(NamedTuple):
+    """What the header of an npy says; `nbytes` is its own size."""
+
+    dtype: Any
+    description: Any
+    shape: tuple[int, ...]
+    fortran: bool
+    nbytes: int
+
+
+def _read_header(path: Path, member: ZipMember, label: str) -> _Header:
+    """The header of a member, if the array that it speaks of has the size of the rest."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            for name, member in directory.members.items():
-                if not name.endswith(".npy"):
-                    continue
-                if member.nbytes > max(member.packed, 1) * _MOST_DEFLATED:
-                    raise CheckpointError(
-                        f"{path}: member {name!r:.80} says {member.nbytes} bytes, and has {member.packed}"
-                    )
-                with archive.open(name) as file:
-                    _check_size(file, member.nbytes)
-                with archive.open(name) as file:
-                    arrays[name[:-4]] = np.lib.format.read_array(file, allow_pickle=False)
+        with path.open("rb") as file:
+            start = b""
+            for piece in read_pieces(file, member, str(path), PAGE):
+                start += piece
+                if len(start) >= min(_npy_header_bytes(start), _MAX_NPY_HEADER):
+                    break
+        data = io.BytesIO(start[:_MAX_NPY_HEADER])
+        version = np.lib.format.read_magic(data)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"an npy of version {version}")
+        shape, fortran, dtype = read(data)
+        description = dtype_name(dtype)
     except CheckpointError:
         raise
-    except (ValueError, EOFError, KeyError, OSError, MemoryError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: member {name!r:.80}: {error}") from None
-    except Exception as error:  # zlib.error, struct.error, tokenize.TokenError: whatever a crafted header brings about
-        raise CheckpointError(f"{path}: member {name!r:.80}: {type(error).__name__}: {error}") from None
-    return arrays
-
-
-def _check_size(file: Any, nbytes: int) -> None:
-    """`ValueError` unless the array that a header speaks of has the size of its member."""
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"an npy of version {version}")
-    shape, _, dtype = read(file)
+    except Refused as refused:
+        raise CheckpointError(f"{label}: {refused.reason}") from None
+    except Exception as error:  # tokenize.TokenError, SyntaxError: whatever a crafted header brings about
+        raise CheckpointError(f"{label}: {type(error).__name__}: {error}") from None
     size = dtype.itemsize
     for length in shape:
         size *= length
-    if size != nbytes - file.tell() and not dtype.hasobject:
-        raise ValueError(f"an array of shape {shape} and dtype {dtype} in {nbytes} bytes")
+    if len(shape) > MAX_NDIM or any(length < 0 for length in shape) or size != member.nbytes - data.tell():
+        raise CheckpointError(
+            f"{label}: an array of shape {shape!r:.80} and dtype {dtype!s:.40} in {member.nbytes} bytes"
+        )
+    return _Header(dtype, description, shape, fortran, data.tell())
+
+
+def _npy_header_bytes(start: bytes) -> int:
+    """How long the header of an npy says that it is."""
+    size = 2 if start[6:7] == b"\1" else 4
+    return 8 + size + int.from_bytes(start[8 : 8 + size], "little")
+
+
+def _fortran_strides(header: _Header) -> tuple[int, ...]:
+    return c_strides(header.shape[::-1], header.dtype.itemsize)[::-1]
+
+
+def _read_array(path: Path, member: ZipMember, header: _Header) -> Array:
+    """The bytes of an array, in C order."""
+    data = np.empty(member.nbytes - header.nbytes, np.uint8)
+    at, crc = -header.nbytes, 0
+    with path.open("rb") as file:
+        for piece in read_pieces(file, member, str(path)):
+            crc = zlib.crc32(piece, crc)
+            part = np.frombuffer(piece, np.uint8)[max(0, -at) :]
+            data[max(0, at) : max(0, at) + len(part)] = part
+            at += len(piece)
+    if crc != member.crc:
+        raise damaged(path, member)
+    if header.fortran and len(header.shape) > 1:
+        transposed = np.ndarray(header.shape, header.dtype, data, order="F")
+        data = np.ascontiguousarray(transposed).reshape(-1).view(np.uint8)
+    return data

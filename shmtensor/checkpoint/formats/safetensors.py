@@ -16,14 +16,16 @@ The header's `__metadata__` has, besides `format` = `pt`, what brings the whole 
 A region is stored under the name of the tensor that shows all of it; tied and overlapping views of it are in the
 description only. A dtype that safetensors lacks is stored as U8 with the bytes of an element as last dimension; a
 region of which no tensor shows all is stored as U8 under `<name>#storage`. With `max_shard`, the same two keys are in
-the index's `metadata` instead, and `stored` names tensors of any shard.
+the index's `metadata` instead, `stored` names tensors of any shard, and each shard has `shmtensor.index`, the index's
+name.
+
+Shards of others are found by any index (`*.safetensors.index*.json`), or by their names (`-00001-of-00003`) alone.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,13 +34,24 @@ from ...errors import ArgumentError, CheckpointError
 from ..limits import LINE, PAGE
 from ..plan import Entry, Plan, stored_shape
 from ..regions import Region
-from ..texts import Described, read_described, read_object
+from ..texts import Described, read_described
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
-from .safetensors_header import DTYPES, MAX_HEADER, NEWER, Header, StoredTensor, read_header
+from .safetensors_header import (
+    DESCRIBED,
+    DTYPES,
+    MAX_HEADER,
+    Header,
+    Metadata,
+    StoredTensor,
+    read_description,
+    read_header,
+)  # fmt: skip
+from .shards import INDEX, MAX_SHARDS, all_of, check_shard_names, is_index, read_index, shard_names, shard_of
 
-INDEX: Final = "model.safetensors.index.json"
-MAX_SHARDS: Final = 99_999
-_KEY, _SUM = "shmtensor", "shmtensor.xxh3"
+_KEY, _SUM = DESCRIBED, "shmtensor.xxh3"
+_INDEXED: Final = "shmtensor.index"
+"""In each shard: the name of the index, without which a shard is not what was saved."""
+_STARTS: Final = (b"{", b" ", b"\t", b"\n", b"\r")
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 _OF_TABLE: Final = {name: key for key, (name, _) in DTYPES.items()}
@@ -61,63 +74,94 @@ class Safetensors(Format):
     def recognizes(self, path: Path, start: bytes) -> bool:
         if path.is_dir():
             return (path / INDEX).is_file()
-        if path.name.endswith(".safetensors.index.json"):
-            return True
-        return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] == b"{"
+        if is_index(path.name):
+            return ".safetensors.index" in path.name
+        return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] in _STARTS
 
     def open(self, path: Path) -> Opened:
+        """Of a shard, all of the checkpoint that it belongs to: by the index that names it, or else by their names."""
         if path.is_dir():
             path = path / INDEX
-        if path.name.endswith(".index.json"):
-            return self._open_shards(path)
+        if is_index(path.name):
+            return self._open_index(path)
+        if shard_of(path.name) is not None:
+            index = _index_of(path)
+            return self._open_group(path) if index is None else self._open_index(index)
         header = read_header(path)
         stored = {name: (0, tensor) for name, tensor in header.tensors.items()}
-        return _opened(self.name, [path], [header], stored, header.metadata)
+        described = partial(read_description, path, 8, header.header_bytes) if header.described else None
+        return _opened(self.name, path, [path], [header], stored, header, described)
 
-    def _open_shards(self, index: Path) -> Opened:
-        parts = read_object(index, MAX_HEADER)
-        weight_map = parts.get("weight_map")
-        # wherever it is: a description that is there and overlooked would make a flat dict of a state
-        metadata = next((part for part in parts.values() if isinstance(part, dict) and part.keys() & {_KEY, _SUM}), {})
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map of names")
-        names = sorted(set(weight_map.values()))
-        if len(names) > MAX_SHARDS:
-            raise CheckpointError(f"{index} names {len(names)} shards, at most {MAX_SHARDS} are allowed")
-        files = []
-        for name in names:
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise CheckpointError(f"{index} names the shard {name!r:.80}, which is not beside it")
-            files.append(index.parent / name)
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointError(f"{index} names {len(missing)} shards that are missing: {missing[0]}")
+    def _open_group(self, path: Path) -> Opened:
+        """Shards without an index: every one that their names speak of has to be there."""
+        files = all_of(path)
         headers = [read_header(file) for file in files]
+        stored: dict[str, tuple[int, StoredTensor]] = {}
+        for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+            if _INDEXED in header.metadata:
+                raise CheckpointError(
+                    f"{file} is a shard whose structure is in {header.metadata[_INDEXED]!r:.80}, which is not beside it"
+                )
+            for name, tensor in header.tensors.items():
+                if name in stored:
+                    raise CheckpointError(f"tensor {name!r:.80} is in {files[stored[name][0]].name} and in {file.name}")
+                stored[name] = (number, tensor)
+        return _opened(self.name, path, files, headers, stored, None, None)
+
+    def _open_index(self, index: Path) -> Opened:
+        names = shard_names(index)
+        files = check_shard_names(index, names)
+        headers = [read_header(file) for file in files]
+        numbers = {name: number for number, name in enumerate(names)}
+        metadata = Metadata(str(index))
         stored = {}
-        for name, file in weight_map.items():
-            number = names.index(file)
-            if name not in headers[number].tensors:
+        for name, file in read_index(index, partial(metadata.take, only_texts=False)):
+            number = numbers.get(file, -1)
+            if number < 0 or name not in headers[number].tensors:
                 raise CheckpointError(f"tensor {name!r:.80} is not in the shard {file}, where the index says it is")
+            if name in stored:
+                raise CheckpointError(f"{index}: invalid JSON: a key appears twice, {name!r:.80}")
             stored[name] = (number, headers[number].tensors[name])
-        return _opened(self.name, files, headers, stored, metadata)
+        size = index.stat().st_size
+        described = partial(read_description, index, 0, size) if metadata.described else None
+        says = Header({}, metadata.short, metadata.described, 0, size)
+        if not files:  # a state without tensors: what there is of it is in the index
+            if described is None:
+                raise CheckpointError(f"{index} names no shards")
+            return _opened(self.name, index, [index], [says], {}, says, described)
+        return _opened(self.name, index, files, headers, stored, says, described)
+
+
+def _index_of(shard: Path) -> Path | None:
+    """The index beside a shard that names it."""
+    for path in sorted(shard.parent.glob("*.safetensors.index*.json")):
+        if is_index(path.name) and any(name == shard.name for _, name in read_index(path)):
+            return path
+    return None
 
 
 def _opened(
     name: str,
+    path: Path,
     files: list[Path],
     headers: Sequence[Header],
     stored: dict[str, tuple[int, StoredTensor]],
-    metadata: dict[str, Any],
+    says: Header | None,
+    read: Callable[[], str] | None,
 ) -> Opened:
+    """`says` is where the description's digest stands, `read` what gives the description itself."""
     sizes = [header.file_bytes for header in headers]
-    if _KEY not in metadata and _SUM not in metadata:
+    checksum = says.metadata.get(_SUM) if says is not None else None
+    if read is None and checksum is None:
         plan, places = _plan_of(stored)
         return Opened(name, plan, files, sizes, places, None, native=False)
-    described = read_described(metadata.get(_KEY), metadata.get(_SUM), str(files[0]))
+    if read is None or says is None or says.described != checksum:
+        raise CheckpointError(f"{path}: its description is damaged: it does not have the digest {checksum!r:.20}")
+    described = read_described(read(), checksum, str(path))
     places = []
     for region, where in enumerate(described.stored):
         if where not in stored:
-            raise CheckpointError(f"{files[0]}: region {region} should lie under {where!r:.80}, which is not there")
+            raise CheckpointError(f"{path}: region {region} should lie under {where!r:.80}, which is not there")
         file, tensor = stored[where]
         nbytes = described.plan.regions[region].nbytes
         if tensor.nbytes != nbytes:
@@ -135,7 +179,7 @@ def _plan_of(stored: dict[str, tuple[int, StoredTensor]]) -> tuple[Plan, list[Pl
     regions: list[Region] = []
     places: list[Place] = []
     for name, (file, tensor) in stored.items():
-        dtype, bits = DTYPES.get(tensor.dtype) or NEWER[tensor.dtype]
+        dtype, bits = DTYPES[tensor.dtype]
         shape = tensor.shape
         if bits == 4:  # torch counts two of them as one
             if not shape or shape[-1] % 2:
@@ -214,7 +258,7 @@ class _Draft:
         weight_map: dict[str, str] = {}
         for index, part in enumerate(parts):
             tensors, offsets = self.header(part, first=not index)
-            start = _render(tensors, {})
+            start = _render(tensors, {_INDEXED: INDEX})
             fill.append((index, 0, start))
             name = f"model-{index + 1:05}-of-{len(parts):05}.safetensors"
             files.append(FileSpec(name, len(start) + sum(self.sizes[region] for region in part)))
@@ -259,6 +303,8 @@ def _stored(plan: Plan, region: int, taken: set[str]) -> tuple[str, str, list[in
 
 def _as_stored(entry: Entry, shape: Sequence[int]) -> tuple[str, list[int]]:
     dtype = _OF_TABLE.get(entry.dtype) if isinstance(entry.dtype, str) else None
+    if dtype is not None and DTYPES[dtype][1] == 4:  # torch counts two of them as one
+        return (dtype, [*shape[:-1], 2 * shape[-1]]) if shape else ("U8", [entry.itemsize])
     return ("U8", [*shape, entry.itemsize]) if dtype is None else (dtype, list(shape))
 
 

@@ -9,26 +9,37 @@
 | `archive/.data/shmtensor.json` | the description, with the digests |
 
 This library reads the description, never the pickle. An archive without one is left to `torch.load`, with
-`weights_only=True`. What torch alone sees differently: NumPy arrays are tensors (of bytes, where torch lacks the
-type), NumPy scalars are plain numbers or text, ints beyond 255 bytes are hexadecimal text, and a sparse, quantized or
-nested tensor is a tuple of its kind, parameters, scalars and parts.
+`weights_only=True`, after a look at what its pickle would take (`shmtensor.checkpoint.formats.pickle_check`).
+
+What torch alone sees differently: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are
+plain numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, a `bytearray` of more than 4
+KiB is a tensor, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars and parts.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
-from ...errors import ArgumentError, CheckpointError
+from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..objects import check_objects
 from ..plan import Plan, plan
 from ..texts import Described
 from .base import Format, Layout, Opened
+from .pickle_check import PickleCheck
+from .shards import all_of, check_shard_names, is_index, shard_names
 from .torch_pickle import Pickler
-from .zip_directory import locate, read_directory
+from .zip_directory import has_member, locate, read_directory, read_pieces
 from .zips import ALIGNMENT, Archive
 
-_DESCRIPTION = "archive/.data/shmtensor.json"
+_DESCRIPTION: Final = "archive/.data/shmtensor.json"
+_SMALL: Final = {"version", "byteorder", ".format_version", ".storage_alignment", "serialization_id"}
+_MAX_SMALL: Final = 4096  # bytes of these members, which torch reads whatever the pickle says
+_FREELY_UNPACKED: Final = 1 << 20  # bytes of a packed pickle
+_SHARED: Final = 1 << 16  # times that objects of a state may be met again, where it is written out
+_OLD_PICKLES: Final = 5  # magic number, version, system, the state, the storages' names
 
 
 class Torch(Format):
@@ -55,33 +66,135 @@ class Torch(Format):
         return archive.layout(Described(plan.describe(), names), _DESCRIPTION)
 
     def recognizes(self, path: Path, start: bytes) -> bool:
+        if is_index(path.name):
+            return ".safetensors.index" not in path.name
         if start[:4] != b"PK\x03\x04":
             return path.suffix in (".pt", ".pth", ".bin") and start[:1] == b"\x80"
-        return any(name.endswith("/data.pkl") for name in read_directory(path).members)
+        return has_member(path, lambda name: name.endswith("/data.pkl"))
 
     def open(self, path: Path) -> Opened:
-        with path.open("rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
-        if zipped:
-            directory = read_directory(path)
-            member = directory.members.get(_DESCRIPTION)
-            if member is not None:
-                described, places = locate(path, directory, member)
+        if is_index(path.name):
+            return self._open_foreign(check_shard_names(path, shard_names(path)))
+        if _is_zip(path):
+            member = read_directory(path, _DESCRIPTION.__eq__)
+            if _DESCRIPTION in member.members:
+                described, places = locate(path, member.members[_DESCRIPTION])
                 return Opened(
-                    self.name, described.plan, [path], [directory.file_bytes], places, described.digests, native=True
+                    self.name, described.plan, [path], [member.file_bytes], places, described.digests, native=True
                 )
-        state = _load(path, mmap=zipped)
-        return Opened(self.name, plan(state), [path], [path.stat().st_size], None, None, native=False)
+        return self._open_foreign(all_of(path))
+
+    def _open_foreign(self, files: list[Path]) -> Opened:
+        """Files that torch itself wrote: several are shards, each a dict of its own part of the names."""
+        for file in files:
+            _check(file)
+
+        def state(map: bool) -> Any:
+            return _load(files[0], mmap=map) if len(files) == 1 else _joined(files, mmap=map)
+
+        def made() -> Plan:
+            found = state(True)
+            try:
+                return plan(found, most=2 * check_objects(found, str(files[0])) + _SHARED)
+            except (ArgumentError, ArgumentTypeError) as error:
+                raise CheckpointError(f"{files[0]}: {error}") from None
+
+        sizes = [file.stat().st_size for file in files]
+        return Opened(self.name, made, files, sizes, None, None, native=False, state=state)
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _check(path: Path) -> None:
+    """`CheckpointError` unless the file can be given to torch: what it asks for is in it, and no more than it holds."""
+    with path.open("rb") as file:
+        if not _is_zip(path):
+            _check_old(path, file)
+            return
+        found = read_directory(path, lambda name: name.endswith("/data.pkl") or name.rpartition("/")[2] in _SMALL)
+        pickles = [member for name, member in found.members.items() if name.endswith("/data.pkl")]
+        small = [member for name, member in found.members.items() if not name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"{path}: it has {len(pickles)} members named data.pkl")
+        for member in small:
+            if member.nbytes > _MAX_SMALL:
+                raise CheckpointError(f"{path}: member {member.name!r:.80} has {member.nbytes} bytes")
+        member = pickles[0]
+        if member.offset is None and member.nbytes > _FREELY_UNPACKED + 20 * member.packed:
+            raise CheckpointError(
+                f"{path}: member {member.name!r:.80} unpacks from {member.packed} to {member.nbytes} bytes: store it"
+            )
+        asked: dict[str, int] = {}
+
+        def ask(key: str, nbytes: int) -> None:
+            asked[key] = max(nbytes, asked.get(key, 0))
+
+        source: BinaryIO = file
+        if member.offset is None:
+            source = io.BytesIO(b"".join(read_pieces(file, member, str(path))))
+        else:
+            file.seek(member.offset)
+        PickleCheck(source, member.nbytes, ask, str(path)).run()
+    prefix = member.name.removesuffix("data.pkl") + "data/"
+    members = read_directory(path, lambda name: name.startswith(prefix) and name[len(prefix) :] in asked).members
+    for key, nbytes in asked.items():
+        there = members.get(prefix + key)
+        if there is None or there.nbytes < nbytes:
+            has = "which is not there" if there is None else f"which has {there.nbytes}"
+            raise CheckpointError(f"{path}: storage {key!r:.40} should have {nbytes} bytes of {prefix}{key:.40}, {has}")
+
+
+def _check_old(path: Path, file: BinaryIO) -> None:
+    """The same for what torch wrote before 1.6: a row of pickles, then the storages."""
+    size = path.stat().st_size
+    asked = 0
+
+    def ask(key: str, nbytes: int) -> None:
+        nonlocal asked
+        asked += nbytes
+        if asked > size:
+            raise CheckpointError(f"{path}: its storages should have {asked} bytes at least, the file has {size}")
+
+    check = PickleCheck(file, size, ask, str(path))
+    for _ in range(_OLD_PICKLES):
+        check.run()
+
+
+def _joined(files: list[Path], *, mmap: bool) -> dict[str, Any]:
+    """The dict that several shards are parts of."""
+    state: dict[str, Any] = {}
+    for file in files:
+        part = _load(file, mmap=mmap)
+        if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
+            raise CheckpointError(f"{file} is one of {len(files)} shards, and no dict of names: load it by torch.load")
+        both = part.keys() & state.keys()
+        if both:
+            raise CheckpointError(
+                f"{file} is one of {len(files)} shards, and {min(both)!r:.80} is in another one as well: load each by "
+                "torch.load"
+            )
+        state |= part
+    return state
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
     import torch
 
+    zipped = _is_zip(path)
+    if mmap and zipped:  # torch would take packed bytes for a tensor's
+        members = read_directory(path, lambda name: "/data/" in name).members
+        mmap = all(member.offset is not None for member in members.values())
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipped)
     except (
         pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError,
-        AssertionError, EOFError, UnicodeDecodeError, OverflowError, MemoryError,
+        AssertionError, EOFError, UnicodeDecodeError, OverflowError, MemoryError, NotImplementedError,
     ) as error:  # fmt: skip
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())  # before it: advice, and escapes
         raise CheckpointError(f"{path}: torch.load(weights_only=True) does not open it: {text:.300}") from None
+    check_objects(state, str(path))
+    return state

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ...wire.tree import key_of
+from ..json_values import key_of
 from ..plan import Entry, Plan
 from ..structure import scalar_of
 
@@ -72,6 +72,14 @@ class Pickler:
             for child in body:
                 self._node(child)
             put(_TUPLE)
+        elif tag in ("e", "E"):  # torch reads no frozenset
+            self._call("__builtin__", "set", lambda: self._list(body))
+        elif tag == "j":
+            self._call("__builtin__", "complex", lambda: self._nodes(body))
+        elif tag == "a":
+            self._bytearray(body)
+        elif tag == "meta":
+            self._meta(*body)
         elif tag == "x" or tag == "B":
             self._tensor(body)
         elif tag == "z":
@@ -129,11 +137,34 @@ class Pickler:
 
         self._call("_codecs", "encode", arguments)
 
+    def _bytearray(self, node: dict[str, Any]) -> None:
+        if "B" in node:
+            self._tensor(node["B"])
+            return
+
+        def arguments() -> None:
+            self._text(base64.b64decode(node["b"]).decode("latin1"))
+            self._text("latin-1")
+
+        self._call("__builtin__", "bytearray", arguments)
+
+    def _meta(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+        def arguments() -> None:
+            self._global("torch", dtype)
+            self._ints(shape)
+            self._ints(strides)
+            self._out.append(b"\x89")
+
+        self._call("torch._utils", "_rebuild_meta_tensor_no_storage", arguments)
+
     def _list(self, nodes: Sequence[Any]) -> None:
         self._out.append(b"]" + _MARK)
+        self._nodes(nodes)
+        self._out.append(_APPENDS)
+
+    def _nodes(self, nodes: Sequence[Any]) -> None:
         for node in nodes:
             self._node(node)
-        self._out.append(_APPENDS)
 
     def _dict(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._out.append(b"}")

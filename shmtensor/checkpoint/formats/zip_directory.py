@@ -1,32 +1,56 @@
-"""The table of contents of a zip archive, read by somebody who trusts nobody."""
+"""The table of contents of a zip archive, read by somebody who trusts nobody.
+
+It is read piece by piece, and of its members only those are kept that somebody asks for: neither a table that claims
+much nor one that is long takes memory. What a packed member says that it unpacks to is believed up to a limit.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
-import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, Final, NamedTuple
+
+import numpy as np
 
 from ...errors import CheckpointError
-from ..limits import MAX_DESCRIPTION, MAX_TENSORS
+from ..digests import Summer, digest, text
+from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
 from ..texts import ReadDescription, read_described_file
 
 _LOCAL = struct.Struct("<I22xHH")
 _SIZES = struct.Struct("<I2xH10xIIHH")  # the same with flags and sizes
-_END = struct.Struct("<I6xH10x")  # of the last record
+_ENTRY = struct.Struct("<I4xHH4xIIIHHH8xI")
+_END = struct.Struct("<I4xHHIIH")
+_END64 = struct.Struct("<I28xQQQ")
+_LOCATOR_BYTES = 20
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UNKNOWN = 0x8  # sizes follow the member
 _UTF8 = 0x800
+_STORED, _DEFLATED = 0, 8
+_MAX_MEMBERS: Final = MAX_TENSORS + 16
+_MOST_DEFLATED: Final = 1032  # times its own size: deflate cannot do more
+FREELY_UNPACKED: Final = 32 << 20  # bytes that packed members may unpack to, whatever their own size
+MOST_UNPACKED: Final = 100  # times the file's size, that they may unpack to beyond that
 
 
 class ZipMember(NamedTuple):
-    """One member: its bytes lie at `offset` if it is stored as it is (else None), `nbytes` when unpacked."""
+    """One member.
+
+    offset: where its bytes lie if it is stored as it is, else None
+    nbytes: when unpacked
+    packed: bytes in the file, from `start`
+    """
 
     name: str
     offset: int | None
     nbytes: int
     packed: int
+    start: int
+    crc: int
 
 
 class Directory(NamedTuple):
@@ -36,36 +60,145 @@ class Directory(NamedTuple):
     file_bytes: int
 
 
-def read_directory(path: Path) -> Directory:
-    """The members of an archive, each inside the file. `CheckpointError` for what is no zip archive, or damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(_cut_off(path) or f"{path}: no zip archive, truncated or damaged: {error}") from None
-    if len(infos) > MAX_TENSORS:
-        raise CheckpointError(f"{path}: {len(infos)} members, at most {MAX_TENSORS} are allowed")
-    members: dict[str, ZipMember] = {}
+class _Table(NamedTuple):
+    """Where the table of contents is."""
+
+    start: int
+    nbytes: int
+    members: int
+
+
+def read_directory(path: Path, wanted: Callable[[str], bool]) -> Directory:
+    """Those members of an archive whose names are wanted, after a check of all: each inside the file, no two in one
+    place or of one name. `CheckpointError` for what is no zip archive, or damaged."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        _check_count(file.fileno(), len(infos), size, path)
-        for info in infos:
-            if info.filename in members:
-                raise CheckpointError(f"{path}: it has two members named {info.filename!r:.80}")
-            members[info.filename] = _member(file.fileno(), info, size, path)
+        members: dict[str, ZipMember] = {}
+        names, starts, ends, unpacked = array("Q"), array("Q"), array("Q"), 0
+        for member, header in _members(file.fileno(), path, size):
+            names.append(digest(member.name.encode("utf-8", "replace")))
+            starts.append(header)
+            ends.append(member.start + member.packed)
+            if member.offset is None:
+                unpacked += member.nbytes
+            if wanted(member.name):
+                if member.name in members:
+                    raise CheckpointError(f"{path}: it has two members named {member.name!r:.80}")
+                members[member.name] = member
+    if len(np.unique(np.asarray(names))) != len(names):
+        raise CheckpointError(f"{path}: it has two members of one name")
+    order = np.argsort(np.asarray(starts), kind="stable")
+    if (np.asarray(ends)[order][:-1] > np.asarray(starts)[order][1:]).any():
+        raise CheckpointError(f"{path}: two of its members are in one place: it is damaged")
+    if unpacked > FREELY_UNPACKED + MOST_UNPACKED * size:
+        raise CheckpointError(
+            f"{path}: its packed members unpack to {unpacked} bytes, the file has {size}: at most {FREELY_UNPACKED} "
+            f"and {MOST_UNPACKED} times the file are allowed: unpack it by other means if you trust it"
+        )
     return Directory(members, size)
 
 
-def _check_count(fd: int, found: int, size: int, path: Path) -> None:
-    """The end of an archive says how many members there are: one whose entry claims to be longer than it is would hide
-    those after it."""
-    tail = os.pread(fd, _MAX16 + _END.size, max(0, size - _MAX16 - _END.size))
-    at = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + 4)
-    said = _END.unpack_from(tail, at)[1] if at >= 0 else found
-    if said not in (found, _MAX16):  # which means that another record has the number
+def has_member(path: Path, wanted: Callable[[str], bool]) -> bool:
+    """Whether the table of contents names a member that is wanted."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return any(wanted(entry.name) for entry in _entries(file.fileno(), path, size))
+
+
+class _Entry(NamedTuple):
+    """One entry of the table of contents."""
+
+    name: str
+    raw_name: bytes
+    flags: int
+    method: int
+    crc: int
+    packed: int
+    nbytes: int
+    header: int
+
+
+def _find_table(fd: int, path: Path, size: int) -> _Table:
+    """The record at the end of an archive, which says where its table of contents is."""
+    for room in (PAGE, _MAX16 + _END.size):  # a comment behind it may be long, and hardly ever is
+        first = max(0, size - room)
+        tail = os.pread(fd, room, first)
+        at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
+        if at >= _LOCATOR_BYTES + _END64.size:
+            break
+    if at < 0:
+        raise CheckpointError(_cut_off(path) or f"{path}: no zip archive, truncated or damaged: it has no end record")
+    _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    end = first + at
+    at -= _LOCATOR_BYTES + _END64.size
+    if at >= 0 and tail[at : at + 4] == b"PK\x06\x06" and tail[at + _END64.size :][:4] == b"PK\x06\x07":
+        _, count, nbytes, start = _END64.unpack_from(tail, at)
+        end = first + at
+    if start + nbytes != end:
         raise CheckpointError(
-            f"{path}: its table of contents should name {said} members, and names {found}: it is damaged"
+            f"{path}: its table of contents should lie at bytes {start} to {start + nbytes}, its end record is at "
+            f"{end}: no zip archive, truncated or damaged"
         )
+    if count > _MAX_MEMBERS:
+        raise CheckpointError(f"{path}: {count} members, at most {MAX_TENSORS} are allowed")
+    return _Table(start, nbytes, count)
+
+
+def _entries(fd: int, path: Path, size: int) -> Iterator[_Entry]:
+    """The table of contents, entry by entry."""
+    table = _find_table(fd, path, size)
+    at, end, found = table.start, table.start + table.nbytes, 0
+    window, base = b"", at
+    while at < end:
+        if base + len(window) < min(end, at + _ENTRY.size + 3 * _MAX16):
+            base, window = at, os.pread(fd, min(PIECE, end - at), at)
+        here = at - base
+        if len(window) - here < _ENTRY.size or window[here : here + 4] != b"PK\x01\x02":
+            raise CheckpointError(f"{path}: no zip archive, truncated or damaged: there is no member at offset {at}")
+        _, flags, method, crc, packed, nbytes, name, extra, comment, header = _ENTRY.unpack_from(window, here)
+        here += _ENTRY.size
+        raw_name = window[here : here + name]
+        at += _ENTRY.size + name + extra + comment
+        found += 1
+        if at > end or found > table.members:
+            break
+        fields = _large(window[here + name : here + name + extra])
+        numbers = []
+        for number in (nbytes, packed, header):
+            if number == _MAX32:
+                if not fields:
+                    raise CheckpointError(
+                        f"{path}: member {raw_name!r:.80} does not say how large it is: it is damaged"
+                    )
+                number = fields.pop(0)
+            numbers.append(number)
+        text = _decode(raw_name, flags, path)
+        yield _Entry(text, raw_name, flags, method, crc, numbers[1], numbers[0], numbers[2])
+    if at != end or found != table.members:
+        raise CheckpointError(
+            f"{path}: its table of contents should name {table.members} members, and names {found}: it is damaged"
+        )
+
+
+def _decode(name: bytes, flags: int, path: Path) -> str:
+    try:
+        text = name.decode("utf-8" if flags & _UTF8 else "cp437")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise CheckpointError(f"{path}: it has a member with the name {name!r:.80}: it is damaged")
+    return text
+
+
+def _large(extra: bytes) -> list[int]:
+    """The 64-bit numbers that a member's extra fields have, in the order of those that they stand for."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<HH", extra)
+        if kind == 1:
+            length = min(length, len(extra) - 4) // 8
+            return list(struct.unpack_from(f"<{length}Q", extra, 4))
+        extra = extra[4 + length :]
+    return []
 
 
 def _cut_off(path: Path) -> str | None:
@@ -81,7 +214,7 @@ def _cut_off(path: Path) -> str | None:
             label = os.pread(fd, name, at + _SIZES.size).decode("utf-8", "replace")
             begin = at + _SIZES.size + name + extra
             if packed == _MAX32:
-                packed = _large(os.pread(fd, extra, at + _SIZES.size + name))
+                packed = [*_large(os.pread(fd, extra, at + _SIZES.size + name)), _MAX32, _MAX32][1]
             if flags & _UNKNOWN:
                 return None
             if begin + packed > size:
@@ -90,61 +223,108 @@ def _cut_off(path: Path) -> str | None:
     return None
 
 
-def _large(extra: bytes) -> int:
-    """The packed size of a member of 4 GiB or more, from the field after its name that has it."""
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<HH", extra)
-        if kind == 1 and length >= 16 and len(extra) >= 20:
-            return int(struct.unpack_from("<Q", extra, 12)[0])
-        extra = extra[4 + length :]
-    return _MAX32
+def _members(fd: int, path: Path, size: int) -> Iterator[tuple[ZipMember, int]]:
+    """Each member, checked against what stands before its bytes; and where that is."""
+    for entry in _entries(fd, path, size):
+        label = f"{path}: member {entry.name!r:.80} at offset {entry.header}"
+        if entry.flags & 1:
+            raise CheckpointError(f"{label} is encrypted")
+        start = os.pread(fd, _LOCAL.size + len(entry.raw_name), entry.header) if entry.header < size else b""
+        if len(start) < _LOCAL.size or start[:4] != b"PK\x03\x04":
+            raise CheckpointError(f"{label} is not there: the file is truncated or damaged")
+        _, name, extra = _LOCAL.unpack_from(start)
+        own_name = start[_LOCAL.size :]
+        if name != len(entry.raw_name) or own_name != entry.raw_name:
+            raise CheckpointError(f"{label} calls itself {own_name!r:.80}: the file is damaged")
+        begin = entry.header + _LOCAL.size + name + extra
+        if begin + entry.packed > size:
+            raise CheckpointError(f"{label} has {entry.packed} bytes, the file has {size}: it is truncated")
+        if entry.method not in (_STORED, _DEFLATED):
+            raise CheckpointError(f"{label} is packed by method {entry.method}: store or deflate it")
+        if entry.method == _STORED and entry.packed != entry.nbytes:
+            raise CheckpointError(f"{label} is stored in {entry.packed} bytes and should have {entry.nbytes}")
+        if entry.nbytes > max(entry.packed, 1) * _MOST_DEFLATED:
+            raise CheckpointError(f"{label} says {entry.nbytes} bytes, and has {entry.packed}")
+        offset = begin if entry.method == _STORED else None
+        yield ZipMember(entry.name, offset, entry.nbytes, entry.packed, begin, entry.crc), entry.header
 
 
-def _member(fd: int, info: zipfile.ZipInfo, size: int, path: Path) -> ZipMember:
-    label = f"{path}: member {info.filename!r:.80} at offset {info.header_offset}"
-    if info.flag_bits & 1:
-        raise CheckpointError(f"{label} is encrypted")
-    start = os.pread(fd, _LOCAL.size, info.header_offset) if 0 <= info.header_offset < size else b""
-    if len(start) < _LOCAL.size or start[:4] != b"PK\x03\x04":
-        raise CheckpointError(f"{label} is not there: the file is truncated or damaged")
-    _, name, extra = _LOCAL.unpack(start)
-    own_name = os.pread(fd, name, info.header_offset + _LOCAL.size)
-    if own_name.decode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace") != info.orig_filename:
-        raise CheckpointError(f"{label} calls itself {own_name!r:.80}: the file is damaged")
-    offset = info.header_offset + _LOCAL.size + name + extra
-    if offset + info.compress_size > size:
-        raise CheckpointError(f"{label} has {info.compress_size} bytes, the file has {size}: it is truncated")
-    if info.compress_type != zipfile.ZIP_STORED:
-        return ZipMember(info.filename, None, info.file_size, info.compress_size)
-    if info.compress_size != info.file_size:
-        raise CheckpointError(f"{label} is stored in {info.compress_size} bytes and should have {info.file_size}")
-    return ZipMember(info.filename, offset, info.file_size, info.compress_size)
+def read_pieces(file: BinaryIO, member: ZipMember, label: str, size: int = PIECE) -> Iterator[bytes]:
+    """The bytes of a member, unpacked, at most `size` at a time. `CheckpointError` unless it has as many as it says."""
+    inflate = None if member.offset is not None else zlib.decompressobj(-zlib.MAX_WBITS)
+    at, end, done = member.start, member.start + member.packed, 0
+    data = b""
+    while done < member.nbytes:
+        if not data and at < end:
+            data = os.pread(file.fileno(), min(size, end - at), at)
+            at += len(data)
+        if inflate is None:
+            piece, data = data, b""
+        else:
+            try:
+                piece = inflate.decompress(data, size)
+            except zlib.error as error:
+                raise CheckpointError(f"{label}: member {member.name!r:.80} cannot be unpacked: {error}") from None
+            data = inflate.unconsumed_tail
+        if not piece and not data and at >= end:
+            break
+        done += len(piece)
+        if piece:
+            yield piece
+    if done != member.nbytes:
+        raise CheckpointError(f"{label}: member {member.name!r:.80} has {done} bytes, and says {member.nbytes}")
 
 
-def read_member(path: Path, member: ZipMember) -> bytes:
-    """The bytes of a small member that is stored as it is."""
+def check_crcs(path: Path, progress: Callable[[int], object] | None = None) -> None:
+    """Compare every member with its CRC-32; `CheckpointError` names one that is damaged."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for member, _ in _members(file.fileno(), path, size):
+            crc = 0
+            for piece in read_pieces(file, member, str(path)):
+                crc = zlib.crc32(piece, crc)
+                if progress is not None:
+                    progress(len(piece))
+            if crc != member.crc:
+                raise damaged(path, member)
+
+
+def damaged(path: Path, member: ZipMember) -> CheckpointError:
+    return CheckpointError(f"{path}: member {member.name!r:.80} is damaged: it does not have the CRC-32 that is noted")
+
+
+def locate(path: Path, member: ZipMember) -> tuple[ReadDescription, list[tuple[int, int]]]:
+    """The description in an archive, and where its regions lie: at the end of the members that it names."""
+    described = read_described_file(_read_signed(path, member), str(path))
+    stored = frozenset(described.stored)
+    members = read_directory(path, stored.__contains__).members
+    places = []
+    for region, name in enumerate(described.stored):
+        member_of = members.get(name)
+        if member_of is None or member_of.offset is None:
+            raise CheckpointError(f"{path}: region {region} should be the member {name!r:.80}, which is not there")
+        nbytes = described.plan.regions[region].nbytes
+        if member_of.nbytes < nbytes:
+            raise CheckpointError(
+                f"{path}: member {name!r:.80} at offset {member_of.offset} has {member_of.nbytes} bytes, its "
+                f"description says {nbytes}"
+            )
+        places.append((0, member_of.offset + member_of.nbytes - nbytes))
+    return described, places
+
+
+def _read_signed(path: Path, member: ZipMember) -> bytes:
+    """The bytes of a description: only after a look whether it has the digest that stands at its beginning."""
     if member.offset is None or member.nbytes > 4 * MAX_DESCRIPTION:
         raise CheckpointError(f"{path}: member {member.name!r:.80} is packed, or has {member.nbytes} bytes")
     with path.open("rb") as file:
-        data = os.pread(file.fileno(), member.nbytes, member.offset)
-    if len(data) != member.nbytes:
-        raise CheckpointError(f"{path}: member {member.name!r:.80} is truncated at offset {member.offset + len(data)}")
-    return data
-
-
-def locate(path: Path, directory: Directory, description: ZipMember) -> tuple[ReadDescription, list[tuple[int, int]]]:
-    """The description in an archive, and where its regions lie: at the end of the members that it names."""
-    described = read_described_file(read_member(path, description), str(path))
-    places = []
-    for region, name in enumerate(described.stored):
-        member = directory.members.get(name)
-        if member is None or member.offset is None:
-            raise CheckpointError(f"{path}: region {region} should be the member {name!r:.80}, which is not there")
-        nbytes = described.plan.regions[region].nbytes
-        if member.nbytes < nbytes:
+        summer, checksum = Summer(), b""
+        for number, piece in enumerate(read_pieces(file, member, str(path))):
+            if not number:
+                checksum, _, piece = piece.partition(b"\n")
+            summer.update(piece)
+        if checksum != text(summer.digest).encode("ascii"):
             raise CheckpointError(
-                f"{path}: member {name!r:.80} at offset {member.offset} has {member.nbytes} bytes, its description "
-                f"says {nbytes}"
+                f"{path}: its description is damaged: it does not have the digest {checksum.decode('latin1')!r:.20}"
             )
-        places.append((0, member.offset + member.nbytes - nbytes))
-    return described, places
+        return b"".join(read_pieces(file, member, str(path)))

@@ -1,0 +1,223 @@
+"""`open_checkpoint`: a checkpoint as a mapping of names to handles, of which whole tensors or parts are read."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from ..endpoints.local import Local
+from ..errors import ClosedError
+from ..views.libraries import torch_views
+from ..views.numpy import Array
+from .build import array_dtype, build_state
+from .files import Files
+from .formats import Opened
+from .loader import Path, Verify, check_options, raise_damage
+from .plan import Entry, Plan
+from .reading import private, read_regions
+from .regions import Region
+from .resolving import open_path
+from .slicing import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
+
+
+def open_checkpoint(
+    path: Path, *, arrays: bool = False, readers: int | None = None, verify: Verify = True
+) -> CheckpointReader:
+    """Open a checkpoint without reading its tensors: a mapping of their names to handles.
+
+    path:    as for `load_checkpoint`; files of other programs as well
+    arrays:  handles give NumPy arrays, as `load_arrays` does, and torch is not imported
+    readers: threads that read large parts; None: one per core, 4 to 8
+    verify:  a tensor that is read whole is compared with its digest, if the file has one. False: it is not
+
+    What describes the tensors is read and checked now, as by `load_checkpoint`. Raises what that does.
+
+    >>> import os, tempfile, numpy as np, shmtensor
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = os.path.join(folder, "a.npz")
+    ...     np.savez(file, weight=np.arange(12).reshape(4, 3))
+    ...     with shmtensor.open_checkpoint(file) as checkpoint:
+    ...         weight = checkpoint["weight"]
+    ...         weight.shape, weight.read(np.s_[1:3, 0])
+    ((4, 3), array([3, 6]))
+    """
+    return CheckpointReader(open_path(path), arrays=arrays, readers=check_options(readers, verify), verify=bool(verify))
+
+
+class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
+    """An open checkpoint: made by `open_checkpoint`. Thread-safe.
+
+    Its names are those that `shmtensor checkpoint info` shows: dotted paths; the parts of sparse, quantized and nested
+    tensors, and long `bytes`, are tensors of their own. Its files stay open until it is closed, so that they may be
+    renamed or deleted meanwhile. What was read has memory of its own, and stays.
+
+    >>> import numpy as np, shmtensor, tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with shmtensor.CheckpointWriter(path) as writer:
+    ...         handle = writer.save({"model": {"w": np.ones(1000)}, "step": 7}, meta={"run": "a"})
+    ...     with shmtensor.open_checkpoint(path) as checkpoint:
+    ...         list(checkpoint), checkpoint.meta, checkpoint["model.w"].read(np.s_[:3])
+    (['model.w'], {'run': 'a'}, array([1., 1., 1.]))
+    """
+
+    def __init__(self, opened: Opened, *, arrays: bool, readers: int, verify: bool) -> None:
+        self._opened: Opened | None = opened
+        self._arrays, self._readers, self._verify = arrays, readers, verify
+        self.format = opened.format
+        """`"safetensors"`, `"torch"` or `"npz"`."""
+        self.path = str(opened.files[0] if len(opened.files) == 1 else opened.files[0].parent)
+        """Of its file, or of the directory of its files."""
+        plan = opened.plan
+        self.meta: dict[str, Any] | None = plan.meta
+        """The dict that `save` was given."""
+        self._stored = opened.stored
+        self._entries = plan.tensors
+        self._numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
+        self._files = Files(opened.files, opened.sizes)
+        self._lock = threading.Lock()
+        self._reading = 0
+        self._finalizer = weakref.finalize(self, self._files.close)
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        return TensorHandle(self, self._numbers[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def close(self) -> None:
+        """Close the files, once reads of other threads have ended. Idempotent."""
+        with self._lock:
+            self._opened = None
+            if not self._reading:
+                self._finalizer()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _instead(self) -> str:
+        return "pass its path"
+
+    def __repr__(self) -> str:
+        state = "closed" if self._opened is None else f"{len(self)} tensors"
+        return f"<CheckpointReader {self.path!r} {self.format}, {state}>"
+
+    # --- what handles ask for
+
+    def _read(self, number: int, index: Index) -> Any:
+        with self._lock:
+            opened = self._opened
+            if opened is None:
+                raise ClosedError(f"checkpoint {self.path} is closed: read before close(), or open it again")
+            self._reading += 1
+        try:
+            return self._read_now(opened, number, index)
+        finally:
+            with self._lock:
+                self._reading -= 1
+                if self._opened is None and not self._reading:
+                    self._finalizer()
+
+    def _read_now(self, opened: Opened, number: int, index: Index) -> Any:
+        plan = opened.plan
+        part = narrow(plan.tensors[number], index)
+        if part.region < 0:
+            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=self._arrays)
+        region = plan.regions[part.region]
+        span = span_of(plan, number, index, self._stored)
+        if span is not None:
+            memory, part = read_part(self._files, span, self._readers), packed(span.entry)
+        elif opened.places is not None:
+            memory = self._read_region(opened, part.region)
+        else:
+            memory = region.bytes()
+            if opened.state is not None or stored_nbytes(part) != region.nbytes:
+                memory, part = read_part(InMemory(memory), Span(0, 0, part), 1), packed(part)
+        made = Plan({"x": 0}, [part._replace(region=0)], [Region(memory.nbytes, region.align)], None)
+        return build_state(made, lambda _: memory, arrays=self._arrays)
+
+    def _read_region(self, opened: Opened, region: int) -> Array:
+        nbytes, places = opened.plan.regions[region].nbytes, opened.places or []
+        memory = private(nbytes, places[region][1])
+        damage = read_regions(
+            opened, self._files, [region], lambda _: memory, readers=self._readers, verify=self._verify
+        )
+        raise_damage(damage)
+        return memory
+
+
+def _no_bytes(region: int) -> NoReturn:
+    raise AssertionError("a tensor without elements has no region")
+
+
+class TensorHandle(Local):
+    """One tensor of an open checkpoint.
+
+    `read` gives a tensor, or an array where an array was saved or `open_checkpoint` was asked for arrays.
+    """
+
+    __slots__ = ("_number", "_reader")
+
+    def __init__(self, reader: CheckpointReader, number: int) -> None:
+        self._reader, self._number = reader, number
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint."""
+        return self._entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements of each dimension."""
+        return self._entry.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements; repeated ones count each time."""
+        return self._entry.nbytes
+
+    @property
+    def dtype(self) -> Any:
+        """The torch or NumPy dtype of what `read` gives."""
+        entry = self._entry
+        if self._reader._arrays or not entry.torch:
+            return array_dtype(entry)
+        row: Any = entry.row
+        return torch_views().DTYPE[row.code]
+
+    def read(self, index: Index = ...) -> Any:
+        """Read all of it, or the part that an index names, into memory of its own.
+
+        index: integers, slices with positive steps and one `...`, as `numpy.s_[0:1024, ::2]` gives them
+
+        Of a part, only its bytes are read, and those between them where these are fewer: at most twice the part. A
+        digest is of a whole tensor, so that a part is not compared with any; neither is a tensor that shares a larger
+        stretch of memory with others. What is read whole, whatever the index: packed members of an `.npz`, and tensors
+        of a `.pt` of torch's own that are not contiguous there.
+
+        Raises `CheckpointError` for what is damaged or truncated, `ArgumentError` or `ArgumentTypeError` for an index
+        that the tensor does not have, `ClosedError`.
+        """
+        return self._reader._read(self._number, index)
+
+    @property
+    def _entry(self) -> Entry:
+        return self._reader._entries[self._number]
+
+    def _instead(self) -> str:
+        return "pass the path of its checkpoint, and its name"
+
+    def __repr__(self) -> str:
+        entry = self._entry
+        kind = entry.dtype if isinstance(entry.dtype, str) else str(entry.numpy)
+        return f"<TensorHandle {entry.name!r} {kind} {list(entry.shape)}>"

@@ -1,0 +1,177 @@
+"""What a directory of checkpoints has: a list of them, and the newest state to resume from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import ArgumentError, CheckpointError
+from . import index
+from .formats import Opened
+from .index import Saved
+from .loader import Verify, check_options, load_checkpoint
+from .names import check_source
+from .resolving import LATEST, newest_first, open_found, whole
+
+_PATIENCE: Final = 3  # times that a directory is listed whose checkpoints are deleted meanwhile
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a directory, as `list_checkpoints` gives it."""
+
+    name: str
+    """Of its file or directory of shards."""
+    path: str
+    """Where it lies."""
+    step: int | None
+    """The step that was saved with it, or which save of its writer it was; None of a file that is not in the list of
+    saves and says no step."""
+    time: float
+    """When it was written, seconds since 1970."""
+    nbytes: int
+    """Bytes of its files, 0 of one that cannot be opened."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What `save` was given; empty of a file that is not in the list of saves."""
+    aliases: tuple[str, ...] = ()
+    """The links that lead to it, `"latest"` among them."""
+    format: str | None = None
+    """`"safetensors"`, `"torch"` or `"npz"`; None of one that cannot be opened."""
+    error: str | None = None
+    """Why it is not complete; None if it is, as far as its description tells: tensors are not read."""
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The checkpoints of a directory, the newest first, those that are not complete included.
+
+    What describes each of them is read and checked, no tensors. Raises `NotADirectoryError`, `FileNotFoundError`.
+
+    >>> import numpy as np, shmtensor, tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with shmtensor.CheckpointWriter(path) as writer:
+    ...         for step in (1, 2):
+    ...             handle = writer.save({"w": np.ones(3), "step": step}, metrics={"loss": 1 / step})
+    ...     [(found.step, found.metrics, found.aliases) for found in shmtensor.list_checkpoints(path)]
+    [(2, {'loss': 0.5}, ('latest',)), (1, {'loss': 1.0}, ())]
+    """
+    return [info for info, _ in opened_checkpoints(directory)]
+
+
+def opened_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[CheckpointInfo, Opened | None]]:
+    """The same, and what was opened to tell."""
+    check_source(directory)
+    root = Path(directory)
+    saved = {entry.name: entry for entry in index.entries(str(root))}
+    links = _links(root, saved.values())
+    found: list[tuple[CheckpointInfo, Opened | None]] = []
+    for changed, path in newest_first(root):
+        entry = saved.get(path.name)
+        aliases = tuple(sorted(links.get(path.name, ()), key=lambda name: (name != LATEST, name)))
+        try:
+            opened = open_found(path)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                continue  # deleted meanwhile
+            found.append((_info(path, entry, changed, aliases, error="one of its files is gone"), None))
+        except (CheckpointError, OSError) as error:
+            found.append((_info(path, entry, changed, aliases, error=str(error)), None))
+        else:
+            found.append((_info(path, entry, changed, aliases, opened), opened))
+    return found
+
+
+def _info(
+    path: Path, entry: Saved | None, changed: int, aliases: tuple[str, ...], opened: Opened | None = None, *,
+    error: str | None = None,
+) -> CheckpointInfo:  # fmt: skip
+    nbytes = 0 if opened is None else sum(opened.sizes)
+    if entry is not None and opened is not None and nbytes != sum(size for _, size, _ in entry.files):
+        entry = None  # a file of the same name, and another
+    step = None if entry is None else entry.step
+    if entry is None and opened is not None and opened.state is None:
+        step = _step(opened)
+    return CheckpointInfo(
+        path.name, str(path), step, (changed if entry is None else entry.files[-1][2]) / 1e9, nbytes,
+        {} if entry is None else entry.metrics, aliases, None if opened is None else opened.format, error,
+    )  # fmt: skip
+
+
+def _step(opened: Opened) -> int | None:
+    """The step that a file says by itself: its meta, or a number at the top of its state."""
+    tree = opened.plan.tree
+    top = tree.get("d") if isinstance(tree, dict) else None
+    for place in (opened.plan.meta, top):
+        step = place.get("step") if isinstance(place, dict) else None
+        if type(step) is int and step >= 0:
+            return step
+    return None
+
+
+def _links(directory: Path, saved: Iterable[Saved]) -> dict[str, set[str]]:
+    """The names that lead to each checkpoint: links, and second names by the list whose links could not be made."""
+    found: dict[str, set[str]] = {}
+    for alias, entry in index.aliases(saved, str(directory)).items():
+        if not os.path.lexists(directory / alias):
+            found.setdefault(entry.name, set()).add(alias)
+    for path in directory.iterdir():
+        if path.is_symlink() and path.exists() and path.resolve().parent == directory.resolve():
+            found.setdefault(path.resolve().name, set()).add(path.name)
+    return found
+
+
+def load_newest(
+    directory: str | os.PathLike[str],
+    *,
+    map: bool = True,
+    keys: Iterable[str] | str | None = None,
+    verify: Verify = True,
+) -> Any:
+    """The newest complete state of a directory, to resume from; None if there is none, or no such directory.
+
+    map, keys, verify: as for `load_checkpoint`
+
+    A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
+    from there. Otherwise it is the newest file that is complete, whatever `latest` leads to: with `map=False` one whose
+    tensors have their digests, with `verify="all"` also if mapped. Each newer one that is damaged or truncated is
+    passed over with a `RuntimeWarning`. Call it before the `CheckpointWriter` of this run saves.
+
+    >>> import numpy as np, shmtensor, tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     shmtensor.load_newest(path) is None
+    ...     with shmtensor.CheckpointWriter(path) as writer:
+    ...         handle = writer.save({"w": np.ones(3), "step": 7})
+    ...     shmtensor.load_newest(path)["step"]
+    True
+    7
+    """
+    check_source(directory)
+    check_options(None, verify)
+    root = Path(directory)
+    if not root.exists():
+        return None
+    if not root.is_dir():
+        raise ArgumentError(f"{root} is a file: pass the directory of a CheckpointWriter, or use load_checkpoint")
+    if whole(root) is not None:
+        return load_checkpoint(root, map=map, keys=keys, verify=verify)
+    try:
+        return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
+    except FileNotFoundError:
+        pass
+    except CheckpointError as error:
+        warnings.warn(f"passed over in shared memory: {error}", RuntimeWarning, stacklevel=2)
+    for _ in range(_PATIENCE):
+        gone = False
+        for _, path in newest_first(root):
+            try:
+                return load_checkpoint(path, map=map, keys=keys, verify=verify)
+            except FileNotFoundError:
+                gone = True
+            except (CheckpointError, OSError) as error:
+                warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=2)
+        if not gone:
+            break
+    return None

@@ -1,0 +1,179 @@
+"""The manifest of a multi-rank checkpoint, `shmtensor.ranks.json`: which file has the part of which rank.
+
+| key | value |
+|---|---|
+| `version` | 1 |
+| `world_size` | number of parts |
+| `step` | of the checkpoint |
+| `metrics`, `alias` | what `save` was given |
+| `parts` | per rank `[file, bytes, digest]`, in the order of the ranks |
+
+Each part is a checkpoint file of its own. To readers the whole is one checkpoint: a dict of the ranks' states by rank,
+whose tensors have the names of the part's behind the rank: `3.model.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from . import index
+from .formats import Opened, detect
+from .formats.base import Place
+from .limits import MAX_TENSORS
+from .plan import Entry, Plan
+from .regions import Region
+
+MANIFEST: Final = "shmtensor.ranks.json"
+MAX_RANKS: Final = 1 << 16
+_MAX_BYTES: Final = 16 << 20
+_VERSION: Final = 1
+_PART: Final = re.compile(r"rank-(\d{5})(?:\.[a-z]{1,20})")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's file: its name, bytes, and the digest over those of its tensors."""
+
+    file: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `shmtensor.ranks.json` says."""
+
+    step: int
+    metrics: dict[str, float]
+    alias: str
+    parts: tuple[Part, ...]
+
+    def render(self) -> bytes:
+        """As the file has it."""
+        return json.dumps(
+            {
+                "version": _VERSION, "world_size": len(self.parts), "step": self.step,
+                "metrics": index.said(self.metrics), "alias": self.alias,
+                "parts": [[part.file, part.nbytes, part.digest] for part in self.parts],
+            }
+        ).encode()  # fmt: skip
+
+
+def part_name(rank: int, suffix: str) -> str:
+    """The name of a rank's file in the directory of a checkpoint."""
+    return f"rank-{rank:05d}{suffix}"
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of a directory. `CheckpointError` for what is none, `FileNotFoundError`."""
+    path = directory / MANIFEST
+    try:
+        return _parse(json.loads(index.read_regular(str(path), _MAX_BYTES)))
+    except FileNotFoundError:
+        raise
+    except index.UNREADABLE as error:
+        raise CheckpointError(f"{path} is no manifest of the ranks' parts: {error}") from None
+
+
+def _parse(found: Any) -> Manifest:
+    if found["version"] != _VERSION:
+        raise ValueError(f"it has version {found['version']!r:.20}, this library reads {_VERSION}")
+    parts = found["parts"]
+    if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_RANKS or found["world_size"] != len(parts):
+        raise ValueError(f"it says {found['world_size']!r:.40} ranks, and has other parts")
+    made = []
+    for rank, each in enumerate(parts):
+        match each:
+            case [str() as file, int() as nbytes, str() as digest] if named := _PART.fullmatch(file):
+                if int(named[1]) == rank and 0 <= nbytes < 1 << 62 and len(digest) <= 64:
+                    made.append(Part(file, nbytes, digest))
+                    continue
+        raise ValueError(f"its part {rank} is {each!r:.80}")
+    step, alias = found["step"], found["alias"]
+    if type(step) is not int or not 0 <= step < 1 << 62 or (alias != "" and not index.is_file_name(alias)):
+        raise ValueError(f"its step is {step!r:.40} and its alias {alias!r:.40}")
+    return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made))
+
+
+def open_part(directory: Path, rank: int) -> Opened:
+    """The checkpoint file of one rank. Raises `ArgumentError` for a rank that is not there."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
+    manifest = read(directory)
+    if not 0 <= rank < len(manifest.parts):
+        raise ArgumentError(f"rank={rank}: {directory} has the parts of {len(manifest.parts)} ranks, from 0 on")
+    return _open(directory, manifest.parts[rank])
+
+
+def _open(directory: Path, part: Part) -> Opened:
+    path = directory / part.file
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: {part.file} is missing, which its manifest names")
+    opened = detect(path).open(path)
+    if opened.state is not None or opened.places is None:
+        raise CheckpointError(f"{path} was written by another program")
+    if sum(opened.sizes) != part.nbytes:
+        raise CheckpointError(f"{path} has {sum(opened.sizes)} bytes, {part.nbytes} were written")
+    return opened
+
+
+def open_ranks(directory: Path) -> Opened:
+    """All parts as one checkpoint."""
+    manifest = read(directory)
+    tree: list[Any] = []
+    tensors: list[Entry] = []
+    regions: list[Region] = []
+    files: list[Path] = []
+    sizes: list[int] = []
+    places: list[Place] = []
+    digests: list[int] | None = []
+    for rank, part in enumerate(manifest.parts):
+        opened = _open(directory, part)
+        plan = opened.plan
+        if len(tensors) + len(plan.tensors) > MAX_TENSORS:
+            raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors: read its parts, with rank=")
+        try:
+            tree.append([["i", hex(rank)], _shifted(plan.tree, len(tensors), len(plan.tensors))])
+        except RecursionError:
+            raise CheckpointError(f"{opened.files[0]}: invalid structure: it is too deep") from None
+        tensors += [
+            entry._replace(name=f"{rank}.{entry.name}", region=entry.region + len(regions) if entry.region >= 0 else -1)
+            for entry in plan.tensors
+        ]
+        regions += plan.regions
+        places += [(file + len(files), offset) for file, offset in opened.places or ()]
+        digests = None if digests is None or opened.digests is None else digests + opened.digests
+        files += opened.files
+        sizes += opened.sizes
+    path = directory / MANIFEST
+    meta = plan.meta if len(manifest.parts) == 1 else None
+    made = Plan({"k": tree}, tensors, regions, meta)
+    return Opened(opened.format, made, [*files, path], [*sizes, path.stat().st_size], places, digests, native=True)
+
+
+def _shifted(node: Any, by: int, count: int) -> Any:
+    """A tree of `count` tensors in which they have other numbers; one that is none of its own stays none."""
+    if isinstance(node, list):
+        return [_shifted(each, by, count) for each in node]
+    if not isinstance(node, dict):
+        return node
+
+    def number(found: Any) -> Any:
+        return found if type(found) is not int else found + by if 0 <= found < count else -1
+
+    made: dict[str, Any] = {}
+    for tag, body in node.items():
+        if tag in ("x", "B"):
+            made[tag] = number(body)
+        elif tag == "z" and isinstance(body, list) and len(body) == 4 and isinstance(body[3], list):
+            made[tag] = [*body[:3], [number(each) for each in body[3]]]
+        elif tag == "d" and isinstance(body, dict):
+            made[tag] = {key: _shifted(each, by, count) for key, each in body.items()}
+        else:
+            made[tag] = _shifted(body, by, count) if tag in ("k", "o", "c", "t", "m", "a", "e", "E") else body
+    return made

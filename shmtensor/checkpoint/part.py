@@ -1,0 +1,104 @@
+"""One rank's part of a save in its writing process: from messages to a file that counts, and then to an outcome.
+
+    gathering -> writing -> voted -> committed | given up
+
+The file is written as that of any save. Instead of a name of its own it gets one in the directory of the checkpoint
+that all ranks make (`votes.py`), and its slots are released. The head is released with the outcome: whoever comes after
+a death finds the vote.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..endpoints.message import Message
+from .directory import Directory
+from .formats import get_format
+from .index import Saved
+from .manifest import part_name
+from .run import Outcome
+from .snapshot import Snapshot
+from .votes import Vote, Votes, Waiting
+
+POLLS = (0.02, 0.5)
+"""Seconds between two looks at the votes: at first, and after the twentieth part of the time that it has waited."""
+
+
+class PartSnapshot(Snapshot):
+    """The messages of one rank's save. `name` is the key by which the ranks' parts find each other."""
+
+    def __init__(self, head: Message, votes: Votes) -> None:
+        super().__init__(head)
+        self._votes = votes
+        self.since = self._next_look = 0.0
+        self.entry: Saved | None = None
+
+    def was_recorded(self, directory: Directory, writer: str) -> bool:
+        """Whether the vote was given, or the outcome is known, when an earlier process died."""
+        return self._votes.find(self.name) is not None or self._votes.outcome(self.name) is not None
+
+    def _recorded(self) -> Saved | None:
+        outcome = self._votes.outcome(self.name)
+        if outcome is not None and not outcome.name:
+            raise OSError(125, outcome.reason)  # ECANCELED
+        vote = self._votes.find(self.name)
+        if vote is not None:
+            entry = self._entry(vote)
+            if outcome is not None or entry.is_at(self._path) or entry.is_at(self._place(vote)):
+                return entry
+        if outcome is not None:  # it is committed, and this rank's vote is gone with the directory
+            return self._entry(None)
+        if len(self._chunks) < len(self.chunks):
+            raise FileNotFoundError(2, f"{self._path} is gone: somebody removed it")
+        return None
+
+    def _place(self, vote: Vote) -> str:
+        return f"{self._votes.pending(self.name)}/{vote.file}"
+
+    def _entry(self, vote: Vote | None) -> Saved:
+        files = (("", vote.nbytes, vote.changed),) if vote else (("", self.layout.nbytes, 0),)
+        digest = vote.digest if vote else ""
+        return Saved(self.name, self._writer, self.number, self.options["step"], self.layout.nbytes, digest, files)
+
+    def _record(self, entry: Saved) -> None:
+        self._votes.prepare(self.name, self._vote(entry))
+
+    def _vote(self, entry: Saved) -> Vote:
+        _, nbytes, changed = entry.files[0]
+        rank, world_size = self.options["rank"], self.options["world_size"]
+        file = part_name(rank, get_format(self.options["format"]).suffix)
+        metrics = {name: float(value) for name, value in self.options["metrics"].items()}
+        return Vote(
+            rank, world_size, self.number, file, nbytes, changed, entry.digest, self.options["step"], metrics,
+            self.options["alias"], self.options["fixed"],
+        )  # fmt: skip
+
+    def commit(self, entry: Saved) -> None:
+        """Add the part to those of the other ranks. Raises OSError; the reason if the checkpoint was given up."""
+        self.entry = entry
+        self.since = time.monotonic()
+        if self._votes.outcome(self.name) is None:
+            try:
+                self._votes.add(self.name, self._vote(entry), self._path)
+            except OSError:
+                outcome = self._votes.outcome(self.name)
+                if outcome is None:
+                    raise
+                if not outcome.name:
+                    raise OSError(125, outcome.reason) from None
+
+    def look(self, *, alone: bool) -> Outcome | Waiting | None:
+        """What became of the checkpoint; None: it is not time to look. Raises OSError."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        found = self._votes.look(self.name, alone=alone)
+        first, last = POLLS
+        self._next_look = now + min(last, first + (now - self.since) / 20)
+        if isinstance(found, Outcome):
+            self.seconds = now - float(self.options["began"])
+        return found
+
+    def refuse(self, reason: str) -> None:
+        """Let the other ranks know that this part does not come."""
+        self._votes.refuse(self.name, reason)

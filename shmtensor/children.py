@@ -1,0 +1,102 @@
+"""Child processes of this interpreter: on which path they look for modules.
+
+Python puts the current directory, or the directory of a script, before the standard library. What a child process of
+the library is to import comes from where this process has it; a directory in which somebody may leave a `json.py` comes
+last, or not at all.
+
+    standard library | directories of the library and of what it needs | site-packages | directories of the user
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from typing import Final
+
+_NEEDED: Final = ("shmtensor", "numpy", "zmq", "posix_ipc", "xxhash", "ml_dtypes")
+_ENTER: Final = (
+    "import sys\n"  # built in: found without a path
+    "sys.path[:] = filter(None, sys.path)\n"  # the current directory, which -c has put first
+    "at = next((n for n, entry in enumerate(sys.path) if entry.endswith('-packages')), len(sys.path))\n"
+    "sys.path[at:at] = {directories}\n"
+)
+
+
+def python_command(statements: str, *arguments: str) -> list[str]:
+    """The command of a child process: this interpreter runs `statements`, with `arguments` in `sys.argv[1:]`.
+
+    It imports the standard library first, then the library and what it needs from where this process has them, then
+    site-packages. Neither the current directory nor the directory of this process's script is on its path, nor what
+    `PYTHONPATH` names if the process is started with `python_environment()`.
+    """
+    flags = [
+        flag
+        for flag, is_set in (
+            ("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site),
+            ("-S", sys.flags.no_site),
+        )
+        if is_set
+    ]  # fmt: skip
+    enter = _ENTER.format(directories=json.dumps(needed_directories()))
+    return [sys.executable, *flags, "-c", enter + statements, *arguments]
+
+
+def python_environment(**changes: str) -> dict[str, str]:
+    """The environment of such a process: this one's without `PYTHONPATH`, whose directories would come first and of
+    which an empty entry means the current directory; with `changes`."""
+    environment = {**os.environ, **changes}
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def needed_directories() -> list[str]:
+    """The directories from which this process has the library and what it needs, in the order of its own path."""
+    found = set()
+    for name in _NEEDED:
+        module = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if module is None else module.__spec__
+        if spec is None:
+            continue
+        if spec.submodule_search_locations:
+            found.add(os.path.dirname(os.path.abspath(next(iter(spec.submodule_search_locations)))))
+        elif spec.origin is not None:
+            found.add(os.path.dirname(os.path.abspath(spec.origin)))
+    order = [os.path.abspath(entry) for entry in sys.path]
+    return sorted(found, key=lambda directory: order.index(directory) if directory in order else -1)
+
+
+def safe_path(path: list[str]) -> list[str]:
+    """The entries of a `sys.path` with the standard library before all others, and the directories of this process's
+    program, the current one and its script's, after them."""
+    zipped = f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    directories = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    standard = {os.path.abspath(entry) for entry in (zipped, *directories)}
+    standard |= {os.path.join(directory, "lib-dynload") for directory in standard}
+    last = {os.path.abspath(entry) for entry in _program_directories()}
+
+    def rank(entry: str) -> int:
+        place = os.path.abspath(entry)
+        return 0 if place in standard else 2 if place in last else 1
+
+    return sorted(path, key=rank)
+
+
+def _program_directories() -> list[str]:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    directories = [] if script is None else [os.path.dirname(script)]
+    try:
+        return [*directories, os.getcwd()]
+    except FileNotFoundError:
+        return directories
+
+
+def look_last(directory: str) -> None:
+    """From now on this process looks for modules in a directory after all others, wherever it was on the path.
+
+    An entry that is empty means the current directory. For programs whose modules lie in the current directory.
+    """
+    directory = os.path.abspath(directory)
+    sys.path[:] = [*(entry for entry in sys.path if os.path.abspath(entry) != directory), directory]

@@ -1,0 +1,132 @@
+"""When a wait stays awake for a while before it sleeps: the one policy of receivers, senders, clients and queues."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from ..memory import processors
+
+BURST_NS: Final = 20_000
+"""Nanoseconds that the compiled module may look for a message or a slot without letting others run."""
+
+DEFAULT_S: Final = 100e-6
+"""Seconds that a wait spins if nobody says otherwise."""
+
+LONG_YIELD_S: Final = 500e-6
+"""The processor came back so much later: another process has work for it, and sleeping costs less than to spin."""
+
+MOST_SKIPPED: Final = 64
+"""Waits in a row that sleep at once, at most, after spins that found nothing."""
+
+LOOK_S: Final = 1.0
+"""Seconds after which the number of usable processors is asked for again."""
+
+_T = TypeVar("_T")
+
+
+class Spin:
+    """Whether and how long one waiter spins.
+
+    - On a single processor, by affinity or quota, nobody spins: a waiter gives it away once and looks again.
+    - Between two bursts of looks the spinner yields the processor. If that takes long another process wants it: the
+      spin ends, and counts as one that found nothing, since a sleeper that is woken gets the processor sooner.
+    - If what is waited for is there right after a yield, the next spin begins with one: the other side needs this
+      processor.
+    - After two spins in a row that found nothing the next wait sleeps at once; after each further one twice as many do,
+      up to `MOST_SKIPPED`. A spin that finds something ends that.
+
+    Args:
+        seconds: how long a wait spins at most; 0: never.
+        clock, processors, give_way: time, the number of usable processors, and how one is yielded; for tests.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_clock",
+        "_due",
+        "_give_way",
+        "_gives_way_first",
+        "_limit_ns",
+        "_processors",
+        "_seconds",
+        "_skips",
+        "_vain",
+        "burst_ns",
+    )
+
+    burst_ns: int
+    """Nanoseconds that a caller may look for at once before it asks `wait`; 0 unless the last spin was productive."""
+
+    def __init__(
+        self,
+        seconds: float = DEFAULT_S,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        processors: Callable[[], int] = processors.usable,
+        give_way: Callable[[], Any] = os.sched_yield,
+    ) -> None:
+        self._seconds, self._clock, self._processors, self._give_way = seconds, clock, processors, give_way
+        self._vain = self._skips = 0
+        self._gives_way_first = False  # the last spin found something as soon as it had yielded
+        self._limit_ns = min(int(seconds * 1e9), BURST_NS)
+        self._ask()
+
+    def _ask(self) -> None:
+        """How many processors there are now."""
+        self._alone = not self._seconds or self._processors() == 1
+        self._due = self._clock() + LOOK_S
+        self._set_burst()
+
+    def wait(self, look: Callable[[int], _T | None], most: float | None = None) -> _T | None:
+        """Spin as the policy says, for at most `most` seconds.
+
+        Args:
+            look: returns what is waited for, or None; its argument is how many nanoseconds it may look for.
+
+        Returns:
+            What `look` found, or None: then the caller sleeps.
+        """
+        clock = self._clock
+        start = clock()
+        if start >= self._due:
+            self._ask()
+        if (most is not None and most <= 0) or not self._seconds:
+            return None
+        if self._skips:
+            self._skips -= 1
+            return None
+        if self._alone:
+            self._give_way()
+            found = look(0)
+            self._note(found is not None)
+            return found
+        return self._spin(look, start + (self._seconds if most is None else min(most, self._seconds)))
+
+    def _spin(self, look: Callable[[int], _T | None], until: float) -> _T | None:
+        clock, give_way = self._clock, self._give_way
+        found = None if self._gives_way_first else look(self._limit_ns)
+        while found is None and (before := clock()) < until:
+            give_way()
+            if clock() - before > LONG_YIELD_S:
+                self._note(False)
+                return look(0)
+            found = look(0)
+            self._gives_way_first = found is not None
+            if found is None:
+                found = look(self._limit_ns)
+        self._note(found is not None)
+        return found
+
+    def _note(self, productive: bool) -> None:
+        if productive:
+            self._vain = 0
+        else:
+            self._vain += 1
+            self._skips = min(1 << self._vain - 2, MOST_SKIPPED) if self._vain > 1 else 0
+        self._set_burst()
+
+    def _set_burst(self) -> None:
+        self.burst_ns = 0 if self._alone or self._vain or self._gives_way_first else self._limit_ns

@@ -1,0 +1,76 @@
+"""Semaphores that several processes count with: those of a queue.
+
+They are POSIX semaphores of `multiprocessing`'s own C type, whose `acquire` and `release` are one C call each and look
+for signals while they wait. Only the name differs: it is one of the queue's channel, so that what clean-up removes of
+the channel includes it, whoever was killed. Those for forked children lose their name as they are made.
+"""
+
+from __future__ import annotations
+
+import _multiprocessing
+import contextlib
+from multiprocessing import context
+from typing import Any, Final
+
+from . import shortage
+from .segment import name_taken
+from .semaphores import semaphore_path
+
+MOST: Final[int] = _multiprocessing.SemLock.SEM_VALUE_MAX
+_SEMAPHORE: Final = 1  # `multiprocessing.synchronize.SEMAPHORE`
+
+
+class Counter:
+    """A semaphore with a limit.
+
+    Args:
+        name: its name, one of a channel's.
+        value: what it counts from.
+        most: `release` beyond this is a `ValueError`.
+        named: whether the name stays, so that processes that are spawned can open it; forked ones inherit it.
+    """
+
+    __slots__ = ("__weakref__", "_name", "_semaphore", "acquire", "release", "value")
+
+    def __init__(self, name: str, value: int, most: int = MOST, *, named: bool) -> None:
+        try:
+            made = _multiprocessing.SemLock(_SEMAPHORE, value, most, name, not named)
+        except FileExistsError:
+            raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
+        except OSError as error:
+            raise shortage.explain(error, f"cannot make semaphore {name}") from None
+        self._use(name if named else None, made)
+
+    def _use(self, name: str | None, semaphore: Any) -> None:
+        self._name, self._semaphore = name, semaphore
+        self.acquire = semaphore.acquire
+        """`acquire(block=True, timeout=None)`: one less; False if that would be below 0."""
+        self.release = semaphore.release
+        """One more."""
+        self.value = semaphore._get_value
+        """What it counts now."""
+
+    def give(self) -> None:
+        """`release`, unless it is at its limit already: a process that was killed had one more or one less."""
+        with contextlib.suppress(ValueError):
+            self.release()
+
+    # --- into children
+
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        if self._name is None:
+            raise RuntimeError(
+                "A SemLock created in a fork context is being shared with a process in a spawn context: "
+                "a queue of a fork context cannot be passed to a process that is spawned: make it with "
+                'ctx="spawn", or with the context of that process'
+            )
+        return self._name, self._semaphore.maxvalue
+
+    def __setstate__(self, state: Any) -> None:
+        name, most = state
+        try:
+            semaphore = _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
+        except OSError as error:
+            raise shortage.explain(error, f"cannot open semaphore {name}: its queue is gone") from None
+        self._use(name, semaphore)

@@ -1,0 +1,97 @@
+"""Open files that are closed exactly once, whatever interrupts their owner, and never left to a forked child.
+
+Between two calls an exception of a signal handler may come. So what a call has opened is recorded by that same call:
+`FileIO` opens, closes and remembers which it did last within single C calls, and `extend` calls `open` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from io import FileIO
+from typing import Any, Final
+
+from . import forks
+
+_OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # whatever lies there, nobody waits for it
+
+
+class OpenFile:
+    """One descriptor that a C function opens, or none yet. Owns it."""
+
+    __slots__ = ("_file", "fd")
+
+    fd: int
+    """-1 while there is none."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        # any: `FileIO(...)` would open a file before it could be recorded
+        self._file: Any = FileIO.__new__(FileIO)
+
+    def open(self, call: Callable[..., int], *arguments: Any) -> None:
+        """Own the descriptor that `call(*arguments)` returns; `call` is a C function."""
+        opened: list[int] = []
+        try:
+            opened.extend(map(call, *zip(arguments)))
+            FileIO.__init__(self._file, opened[0], "r+b")
+            self.fd = opened[0]
+        except BaseException:
+            if self._file.closed:
+                for fd in opened:
+                    os.close(fd)
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close it; the kernel drops every lock of this description. Idempotent."""
+        self.fd = -1
+        self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.close()
+
+
+class Descriptor(OpenFile):
+    """One open file. Owns its descriptor; a forked child closes its copy.
+
+    A fork by another thread may come while this one is in `open`: the child then has a descriptor that is recorded
+    nowhere yet. `leads_to` is stored before, so that the child finds it.
+
+    Args:
+        path: what is opened, for reading and writing.
+        flags: besides those for all, such as `os.O_CREAT`.
+        leads_to: where the descriptor leads if not to `path` itself, which may be a link then, as those in `/proc` are.
+        mode: of a file that is made.
+    """
+
+    __slots__ = ("__weakref__", "_opening")
+
+    def __init__(self, path: str, flags: int = 0, *, leads_to: str = "", mode: int = 0o600) -> None:
+        super().__init__()
+        self._opening = ""
+        forks.track(self)
+        self._opening = leads_to or os.path.realpath(path)
+        flags |= _OPEN if leads_to else _OPEN | os.O_NOFOLLOW
+        try:
+            self.open(os.open, path, flags, mode)
+        finally:
+            self._opening = ""
+
+    def drop_in_child(self) -> None:
+        """A forked child closes its copy: what the parent's description locks must end with the parent."""
+        opening, self._opening = self._opening, ""
+        if opening:
+            close_all_of(opening)
+        self.close()
+
+
+def close_all_of(path: str) -> None:
+    """In a forked child: close every descriptor that leads to `path`, but for those that are meant for children."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            leads_to = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
+            if leads_to == path and int(number) not in forks.inherited:
+                os.close(int(number))

@@ -1,0 +1,954 @@
+/* The receiving end in C: a feed for each sender, and what it gives out: messages, and the leases that their views hold.
+ *
+ * `ring/feed.py` says what each call means; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and
+ * puts it where the receiver keeps what `recv` has not returned, so that an asynchronous exception arrives before or after.
+ * The interpreter lock keeps threads apart: no Python code runs, and nobody else does, from the first look to the last store
+ * of a take. Decoding comes after it, and may run Python code; by then the message is taken, whoever asks for the next one.
+ */
+
+#include "native.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#include "protocol/reader.h"
+
+#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `TICK`: how often a consumer looks for what nobody finished */
+
+/* How often this process was forked: a child has no part in its parent's feeds, whose memory it must not touch. */
+static unsigned forks;
+
+static void after_fork_in_child(void) { forks++; }
+
+/* --- what a receiver counts ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    uint64_t received, received_bytes, missed, redelivered;
+} Counts;
+
+static void Counts_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef Counts_members[] = {
+    {"received", MEMBER_U64, offsetof(Counts, received), 0, "messages taken"},
+    {"received_bytes", MEMBER_U64, offsetof(Counts, received_bytes), 0, "their payload bytes"},
+    {"missed", MEMBER_U64, offsetof(Counts, missed), 0, "newest-only: messages passed over"},
+    {"redelivered", MEMBER_U64, offsetof(Counts, redelivered), 0, "messages that somebody had before and did not finish"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Counts_slots[] = {
+    {Py_tp_doc, "What a receiver has received."},
+    {Py_tp_dealloc, Counts_dealloc},
+    {Py_tp_members, Counts_members},
+    {0, NULL},
+};
+
+static PyType_Spec Counts_spec = {
+    .name = "shmtensor.native._codec.Counts", .basicsize = sizeof(Counts), .flags = Py_TPFLAGS_DEFAULT, .slots = Counts_slots,
+};
+
+/* --- the base of messages -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *value, *meta, *hold, *lease, *receiver;
+    uint64_t seq, nbytes, attempt, missed;
+} Received;
+
+static int Received_init(Received *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"value", "meta", "seq", "nbytes", "attempt", "missed", "hold", "lease", "receiver", NULL};
+    PyObject *value, *meta, *hold, *lease, *receiver;
+    unsigned long long seq, nbytes, attempt, missed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKKKOOO", names, &value, &meta, &seq, &nbytes, &attempt, &missed, &hold,
+                                     &lease, &receiver))
+        return -1;
+    Py_XSETREF(self->value, Py_NewRef(value));
+    Py_XSETREF(self->meta, Py_NewRef(meta));
+    Py_XSETREF(self->hold, Py_NewRef(hold));
+    Py_XSETREF(self->lease, Py_NewRef(lease));
+    Py_XSETREF(self->receiver, Py_NewRef(receiver));
+    self->seq = seq;
+    self->nbytes = nbytes;
+    self->attempt = attempt;
+    self->missed = missed;
+    return 0;
+}
+
+static int Received_traverse(Received *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->value);
+    Py_VISIT(self->meta);
+    Py_VISIT(self->hold);
+    Py_VISIT(self->lease);
+    Py_VISIT(self->receiver);
+    return 0;
+}
+
+static int Received_clear(Received *self) {
+    Py_CLEAR(self->value);
+    Py_CLEAR(self->meta);
+    Py_CLEAR(self->hold);
+    Py_CLEAR(self->lease);
+    Py_CLEAR(self->receiver);
+    return 0;
+}
+
+static void Received_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Received_clear((Received *)self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef Received_members[] = {
+    {"value", MEMBER_OBJECT, offsetof(Received, value), 0, "what was sent"},
+    {"meta", MEMBER_OBJECT, offsetof(Received, meta), 0, "what the sender passed as `meta=`"},
+    {"seq", MEMBER_U64, offsetof(Received, seq), 0, "the sender's sequence number"},
+    {"nbytes", MEMBER_U64, offsetof(Received, nbytes), 0, "payload bytes"},
+    {"attempt", MEMBER_U64, offsetof(Received, attempt), 0, "how often it was delivered"},
+    {"missed", MEMBER_U64, offsetof(Received, missed), 0, "how many were passed over before it"},
+    {"_hold", MEMBER_OBJECT, offsetof(Received, hold), 0, "what keeps the lease, where `_lease` does not"},
+    {"_lease", MEMBER_OBJECT, offsetof(Received, lease), 0, "the lease on its slot"},
+    {"_receiver", MEMBER_OBJECT, offsetof(Received, receiver), 0, "who received it"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Received_slots[] = {
+    {Py_tp_doc, "What a message consists of."},
+    {Py_tp_init, Received_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, Received_traverse},
+    {Py_tp_clear, Received_clear},
+    {Py_tp_dealloc, Received_dealloc},
+    {Py_tp_members, Received_members},
+    {0, NULL},
+};
+
+static PyType_Spec Received_spec = {
+    .name = "shmtensor.native._codec.Received",
+    .basicsize = sizeof(Received),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = Received_slots,
+};
+
+/* --- feeds and leases: what they are --------------------------------------------------------------------------------- */
+
+/* What keeps a ring's memory mapped. */
+typedef struct {
+    Py_buffer head, data;
+    PyObject *words; /* as Python has them */
+} Attached;
+
+typedef struct {
+    PyObject_HEAD
+    feed f;
+    Attached *attached; /* as many as `f.rings` */
+    Py_buffer control, table;
+    Codec *codec;
+    Counts *counts;
+    PyTypeObject *message_type, *lease_type;
+    PyObject *wire_error;
+    PyObject *is_locked; /* of the receiver's mutex */
+    PyObject *events;    /* a list: what `recv` has met and `take` is to answer */
+    const word **siblings; /* where a work queue's other consumers sleep */
+    Py_ssize_t nsiblings;
+    const word *epoch_at;
+    uint64_t epoch, posted, leases, unacknowledged, look_due;
+    unsigned generation;
+    char ready, closing, readonly, more;
+} Feed;
+
+/* A message that is held here: it ends when nothing refers to it, and gives the slot back. The garbage collector does not
+ * know it, so that a feed with leases is never garbage, whoever else forgets it. */
+typedef struct {
+    PyObject_HEAD
+    Feed *feed;
+    uint64_t seq, nbytes;
+    uint32_t ring, slot;
+    char is_held, locked, done;
+} Lease;
+
+static int is_mine(const Feed *self) { return self->ready && self->generation == forks; }
+
+/* Call a method that may be repeated. There is nobody to raise to: an exception that arrives in it (Ctrl-C, say) is reported,
+ * and does not keep it from being done. */
+static void call_safely(PyObject *object, const char *name) {
+    for (int attempt = 0; attempt < 2; attempt++) {
+        PyObject *done = PyObject_CallMethod(object, name, NULL);
+        if (done) {
+            Py_DECREF(done);
+            return;
+        }
+        PyErr_WriteUnraisable(object);
+    }
+}
+
+/* Whether the end of message `seq` wakes a sender whose `asleep` word this is: memory/semaphores.py. */
+static int is_woken_by(uint64_t asleep, uint64_t seq) {
+    const uint64_t batched = (uint64_t)1 << 62, count = ((uint64_t)1 << 31) - 1;
+    return (asleep & 1) && (!(asleep & batched) || ((seq - (asleep >> 31)) & count) <= count >> 1);
+}
+
+/* --- Lease ----------------------------------------------------------------------------------------------------------- */
+
+static void begin_lease(Lease *lease, const taken *t) {
+    Feed *self = lease->feed;
+    lease->seq = t->seq;
+    lease->nbytes = t->head.nbytes;
+    lease->ring = t->ring;
+    lease->slot = t->slot;
+    lease->locked = (char)t->locked;
+    lease->is_held = 1;
+    self->leases++;
+    self->unacknowledged += self->f.mode == FEED_COMPETING;
+}
+
+/* It holds nothing any more. */
+static void forget_lease(Lease *lease) {
+    lease->is_held = 0;
+    lease->feed->leases--;
+    lease->feed->unacknowledged -= lease->feed->f.mode == FEED_COMPETING && !lease->done;
+}
+
+static void acknowledge(Lease *lease) {
+    Feed *self = lease->feed;
+    if (!lease->is_held || lease->done || self->f.mode != FEED_COMPETING || !is_mine(self)) return;
+    lease->done = 1;
+    self->unacknowledged--;
+    feed_acknowledge(&self->f, lease->ring, lease->slot, lease->seq);
+}
+
+/* Message `seq` is held no more: wake its sender, and be closed, if anybody waits for that. An error that is set stays. */
+static void tell_end(Feed *self, uint64_t seq) {
+    uint64_t asleep = load(self->f.asleep);
+    int wakes = is_woken_by(asleep, seq) && asleep != self->posted, is_last = !self->leases && self->closing;
+    if (!wakes && !is_last) return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (wakes) call_safely((PyObject *)self, "wake_sender");
+    if (is_last) {
+        call_safely((PyObject *)self, "close");
+        call_safely((PyObject *)self, "emptied");
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static void end_lease(Lease *lease) {
+    forget_lease(lease);
+    feed_give_back(&lease->feed->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
+    tell_end(lease->feed, lease->seq);
+}
+
+static void Lease_dealloc(Lease *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->is_held && is_mine(self->feed)) end_lease(self);
+    Py_XDECREF(self->feed);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static int Lease_getbuffer(Lease *self, Py_buffer *view, int flags) {
+    if (!self->is_held || !is_mine(self->feed)) {
+        PyErr_SetString(PyExc_BufferError, "the lease has ended, or is another process's");
+        return -1;
+    }
+    const ring *r = &self->feed->f.rings[self->ring].shared;
+    return PyBuffer_FillInfo(view, (PyObject *)self, r->data + (uint64_t)self->slot * r->slot_bytes, (Py_ssize_t)self->nbytes,
+                             self->feed->readonly, flags);
+}
+
+PyDoc_STRVAR(Lease_acknowledge_doc, "acknowledge()\n--\n\nWork queue: the message is done, nobody gets it again.");
+
+static PyObject *Lease_acknowledge(Lease *self, PyObject *unused) {
+    (void)unused;
+    acknowledge(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Lease_words(Lease *self, void *unused) {
+    (void)unused;
+    if (!self->is_held) Py_RETURN_NONE;
+    return Py_NewRef(self->feed->attached[self->ring].words);
+}
+
+static PyObject *Lease_word(Lease *self, void *unused) {
+    (void)unused;
+    if (!self->is_held) Py_RETURN_NONE;
+    const feed *f = &self->feed->f;
+    const ring *r = &f->rings[self->ring].shared;
+    const word *at = f->mode == FEED_COMPETING ? state_of(r, self->slot) : lease_word(r, f->member, self->slot);
+    return PyLong_FromSsize_t(at - r->words);
+}
+
+static PyObject *Lease_ring_index(Lease *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLong(self->ring);
+}
+
+static PyMethodDef Lease_methods[] = {
+    {"acknowledge", (PyCFunction)Lease_acknowledge, METH_NOARGS, Lease_acknowledge_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Lease_members[] = {
+    {"seq", MEMBER_U64, offsetof(Lease, seq), MEMBER_READONLY, "the message"},
+    {"acknowledged", MEMBER_BOOL, offsetof(Lease, done), MEMBER_READONLY, "work queue: whether it is done"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef Lease_getset[] = {
+    {"words", (getter)Lease_words, NULL, "the words of its ring", NULL},
+    {"word", (getter)Lease_word, NULL, "where among them those of its slot begin, or this receiver's is", NULL},
+    {"ring_index", (getter)Lease_ring_index, NULL, "its ring's number", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot Lease_slots[] = {
+    {Py_tp_doc, "One message in one slot, held until nothing refers to this any more. A buffer over the payload."},
+    {Py_tp_dealloc, Lease_dealloc},
+    {Py_tp_methods, Lease_methods},
+    {Py_tp_members, Lease_members},
+    {Py_tp_getset, Lease_getset},
+    {Py_bf_getbuffer, Lease_getbuffer},
+    {0, NULL},
+};
+
+static PyType_Spec Lease_spec = {
+    .name = "shmtensor.native._codec.Lease",
+    .basicsize = sizeof(Lease),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = Lease_slots,
+};
+
+/* --- Feed: what it is made of ---------------------------------------------------------------------------------------- */
+
+/* Whether a class is, or comes from, the one with this destructor. */
+static int comes_from(PyObject *type, destructor dealloc) {
+    if (!PyType_Check(type)) return 0;
+    for (PyTypeObject *each = (PyTypeObject *)type; each; each = each->tp_base)
+        if (each->tp_dealloc == dealloc) return 1;
+    return 0;
+}
+
+/* The words of a segment: 0, or -1 with an error set. */
+static int get_words(PyObject *object, Py_buffer *view) {
+    if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE)) return -1;
+    if ((uintptr_t)view->buf % sizeof(word)) {
+        PyErr_SetString(PyExc_ValueError, "words that are not aligned");
+        return -1;
+    }
+    return 0;
+}
+
+static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)view->len / sizeof(word); }
+
+static int Feed_init(Feed *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "is_locked", "control", "table", "order", "mask",
+                            "lock_fd", "mode", "history", "member", "member_uid", "asleep_at", "epoch_at", "max_attempts",
+                            "description_version", "readonly", NULL};
+    PyObject *codec, *lease, *message, *counts, *wire_error, *is_locked, *control, *table;
+    unsigned long long order, mask, history, member_uid, asleep_at, epoch_at;
+    unsigned int member, max_attempts;
+    int lock_fd, mode, version, readonly;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOKKiiKIKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
+                                     &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &history, &member,
+                                     &member_uid, &asleep_at, &epoch_at, &max_attempts, &version, &readonly))
+        return -1;
+    if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
+        !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || Py_TYPE(codec)->tp_basicsize != sizeof(Codec) ||
+        mode < FEED_ALL || mode > FEED_COMPETING || member >= MOST_MEMBERS) {
+        PyErr_SetString(PyExc_TypeError, "no parts of a feed, or it was made already");
+        return -1;
+    }
+    if (!(self->events = PyList_New(0))) return -1;
+    self->codec = (Codec *)Py_NewRef(codec);
+    self->lease_type = (PyTypeObject *)Py_NewRef(lease);
+    self->message_type = (PyTypeObject *)Py_NewRef(message);
+    self->counts = (Counts *)Py_NewRef(counts);
+    self->wire_error = Py_NewRef(wire_error);
+    self->is_locked = Py_NewRef(is_locked);
+    if (get_words(control, &self->control) || get_words(table, &self->table)) return -1;
+    if (!has_word(&self->control, asleep_at) || !has_word(&self->control, epoch_at) || mask & (mask + 1) || mask > UINT32_MAX ||
+        order > UINT32_MAX || !has_word(&self->table, order + mask) || !has_word(&self->table, T_MEMBERS + 2 * (uint64_t)member + 1)) {
+        PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
+        return -1;
+    }
+    self->f = (feed){
+        .mode = (feed_mode)mode,
+        .table = {self->table.buf, mask, order},
+        .lock_fd = lock_fd,
+        .history = history,
+        .member = member,
+        .member_uid = member_uid,
+        .asleep = (const word *)self->control.buf + asleep_at,
+        .most_attempts = max_attempts,
+        .description_version = (uint8_t)version,
+    };
+    self->epoch_at = (const word *)self->control.buf + epoch_at;
+    self->readonly = (char)readonly;
+    self->generation = forks;
+    self->ready = 1;
+    return 0;
+}
+
+static int Feed_traverse(Feed *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->codec);
+    Py_VISIT(self->lease_type);
+    Py_VISIT(self->message_type);
+    Py_VISIT(self->events);
+    return 0;
+}
+
+static void Feed_dealloc(Feed *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    self->ready = 0;
+    for (uint32_t i = 0; i < self->f.nrings; i++) {
+        reader_ring_free(&self->f.rings[i]);
+        PyBuffer_Release(&self->attached[i].head);
+        PyBuffer_Release(&self->attached[i].data);
+        Py_DECREF(self->attached[i].words);
+    }
+    PyMem_Free(self->f.rings);
+    PyMem_Free(self->attached);
+    PyMem_Free(self->siblings);
+    if (self->control.obj) PyBuffer_Release(&self->control);
+    if (self->table.obj) PyBuffer_Release(&self->table);
+    Py_XDECREF(self->codec);
+    Py_XDECREF(self->lease_type);
+    Py_XDECREF(self->message_type);
+    Py_XDECREF(self->counts);
+    Py_XDECREF(self->wire_error);
+    Py_XDECREF(self->is_locked);
+    Py_XDECREF(self->events);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static int check_ready(const Feed *self) {
+    if (is_mine(self)) return 0;
+    PyErr_SetString(PyExc_RuntimeError, "this feed was not made, or is another process's");
+    return -1;
+}
+
+PyDoc_STRVAR(Feed_add_ring_doc, "add_ring(words, data, slots, slot_bytes, state, row, ring, rings)\n--\n\n"
+    "The sender's next ring is mapped; it is appended to the list `rings`.");
+
+static PyObject *Feed_add_ring(Feed *self, PyObject *args) {
+    PyObject *words, *data, *object, *list;
+    unsigned long long slots, slot_bytes, state, row;
+    if (!PyArg_ParseTuple(args, "OOKKKKOO!", &words, &data, &slots, &slot_bytes, &state, &row, &object, &PyList_Type, &list) ||
+        check_ready(self))
+        return NULL;
+    uint32_t index = self->f.nrings;
+    reader_ring *rings = PyMem_Realloc(self->f.rings, (index + 1) * sizeof *rings);
+    if (rings) self->f.rings = rings;
+    Attached *attached = rings ? PyMem_Realloc(self->attached, (index + 1) * sizeof *attached) : NULL;
+    if (!attached) return PyErr_NoMemory();
+    self->attached = attached;
+    Attached made = {.words = words};
+    if (get_words(words, &made.head)) {
+        if (made.head.obj) PyBuffer_Release(&made.head);
+        return NULL;
+    }
+    if (PyObject_GetBuffer(data, &made.data, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&made.head);
+        return NULL;
+    }
+    uint64_t end, bytes, most = self->f.mode == FEED_COMPETING ? 0 : (uint64_t)self->f.member;
+    int inside = index < MOST_RINGS && slots && slots <= UINT32_MAX && row <= UINT32_MAX && state <= UINT32_MAX &&
+                 !__builtin_mul_overflow(slots, slot_bytes, &bytes) && bytes <= (uint64_t)made.data.len &&
+                 state >= HEADER_WORDS + slots * RECORD_WORDS;
+    if (self->f.mode == FEED_COMPETING) end = state + slots * STATE_WORDS;
+    else end = state + most * row + slots;
+    ring shared = {
+        .words = made.head.buf, .data = made.data.buf, .slots = slots, .slot_bytes = slot_bytes, .state = state,
+        .row = self->f.mode == FEED_COMPETING ? 0 : row, .index = index,
+    };
+    if (!inside || !has_word(&made.head, end - 1)) PyErr_SetString(PyExc_ValueError, "a ring that does not fit its segment");
+    else if (reader_ring_init(&rings[index], &shared)) PyErr_NoMemory();
+    else if (PyList_Append(list, object)) reader_ring_free(&rings[index]);
+    else {
+        Py_INCREF(words);
+        attached[index] = made;
+        self->f.nrings++;
+        Py_RETURN_NONE;
+    }
+    PyBuffer_Release(&made.head);
+    PyBuffer_Release(&made.data);
+    return NULL;
+}
+
+PyDoc_STRVAR(Feed_set_siblings_doc, "set_siblings(words)\n--\n\nWork queue: where in the control segment the other consumers sleep.");
+
+static PyObject *Feed_set_siblings(Feed *self, PyObject *words) {
+    if (check_ready(self)) return NULL;
+    PyObject *list = PySequence_Tuple(words);
+    if (!list) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(list);
+    const word **found = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *found);
+    if (!found) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; found && i < count; i++) {
+        uint64_t at = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(list, i));
+        if (!PyErr_Occurred() && has_word(&self->control, at)) found[i] = (const word *)self->control.buf + at;
+        else {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
+            PyMem_Free(found);
+            found = NULL;
+        }
+    }
+    Py_DECREF(list);
+    if (!found) return NULL;
+    PyMem_Free(self->siblings);
+    self->siblings = found;
+    self->nsiblings = count;
+    Py_RETURN_NONE;
+}
+
+/* --- Feed: receiving ------------------------------------------------------------------------------------------------- */
+
+/* Events: (code, seq, what else there is to say). ring/feed.py has the same numbers. */
+enum { ATTACH = 1, OTHER, PASSED_OVER, GIVEN_UP };
+
+static PyObject *event_of(take_result result, const taken *t) {
+    if (result == TAKE_ATTACH) return Py_BuildValue("(iKk)", ATTACH, (unsigned long long)t->seq, (unsigned long)t->ring);
+    int code = result == TAKE_OTHER ? OTHER : PASSED_OVER;
+    return Py_BuildValue("(iK(kky#i))", code, (unsigned long long)t->seq, (unsigned long)t->ring, (unsigned long)t->slot,
+                         (const char *)&t->head, (Py_ssize_t)sizeof t->head, (int)t->other);
+}
+
+/* Value and meta of a message that was taken, by `decode_at`: 0, or -1 with an error set. */
+static int decode_taken(Feed *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta) {
+    unsigned char *base = (unsigned char *)payload_of(&self->f, t);
+    size_t size = t->head.length;
+    const unsigned char *text = (const unsigned char *)t->description;
+    unsigned char *copy = NULL;
+    if (t->head.flags & SPILLED) { /* a copy: a peer that is out of its mind may write there */
+        if (!(copy = PyMem_Malloc(size ? size : 1))) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        text = memcpy(copy, description_of(&self->f, t), size);
+    }
+    int failed = decode_at(self->codec, text, size, (PyObject *)lease, base, t->head.nbytes, self->readonly, value, meta);
+    PyMem_Free(copy);
+    return failed;
+}
+
+/* A taken message is not, after all: an exception keeps it from the receiver, whose it is again. */
+static void undo(Feed *self, const taken *t, Lease *lease) {
+    if (!is_mine(self) || !lease->is_held) return;
+    if (self->f.mode != FEED_COMPETING && self->f.position != t->seq) return; /* others went on: it is given back unread */
+    if (lease->done) return;
+    forget_lease(lease);
+    feed_untake(&self->f, t);
+    tell_end(self, t->seq);
+}
+
+/* An exception that has arrived from outside, to be raised once everything is in its place. */
+typedef struct {
+    PyObject *type, *value, *traceback;
+} Raised;
+
+static void put_off(Raised *raised) { PyErr_Fetch(&raised->type, &raised->value, &raised->traceback); }
+
+/* Raise it, unless there is another error already. */
+static void raise_late(Raised *raised) {
+    if (raised->type && !PyErr_Occurred()) {
+        PyErr_Restore(raised->type, raised->value, raised->traceback);
+        return;
+    }
+    Py_XDECREF(raised->type);
+    Py_XDECREF(raised->value);
+    Py_XDECREF(raised->traceback);
+}
+
+/* The event that says why a message, which is finished, cannot be read: its error is set. */
+static PyObject *refuse(const taken *t, Lease *lease) {
+    PyObject *type, *error, *traceback, *event = NULL;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *text = error ? PyObject_Str(error) : NULL;
+    if (text) event = Py_BuildValue("(iKN)", PASSED_OVER, (unsigned long long)t->seq, text);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    acknowledge(lease);
+    return event;
+}
+
+/* Value and meta of a message whose lease has begun: 0; -1 with an event if it is damaged, or with an error. What arrives from
+ * outside comes once: a second try succeeds, and `raised` has it. Where both fail, the message is not taken. */
+static int decode_twice(Feed *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta, Raised *raised,
+                        PyObject **event) {
+    if (!decode_taken(self, t, lease, value, meta)) return 0;
+    if (!PyErr_ExceptionMatches(self->wire_error)) {
+        put_off(raised);
+        if (!decode_taken(self, t, lease, value, meta)) return 0;
+    }
+    if (PyErr_ExceptionMatches(self->wire_error)) *event = refuse(t, lease);
+    if (!*event) {
+        Raised error;
+        put_off(&error);
+        undo(self, t, lease);
+        raise_late(&error);
+    }
+    return -1;
+}
+
+static void count(Feed *self, const taken *t) {
+    self->counts->received++;
+    self->counts->received_bytes += t->head.nbytes;
+    self->counts->missed += t->missed;
+    self->counts->redelivered += t->attempt > 1;
+}
+
+/* Where a message goes that was taken. */
+typedef struct {
+    PyObject *receiver, *undelivered; /* a message, into this dict */
+    PyObject *make, *made, *then;     /* or what `make` makes of its value, into this list; it is done, and `then` is called */
+} Sink;
+
+/* The message of a lease that has begun, in `undelivered`: a new reference; NULL with an event, or with an error. */
+static PyObject *deliver(Feed *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
+    PyObject *value, *meta;
+    Raised raised = {0};
+    if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
+        message->value = value;
+        message->meta = meta;
+        message->hold = Py_NewRef(Py_None);
+        message->lease = Py_NewRef((PyObject *)lease);
+        message->receiver = Py_NewRef(sink->receiver);
+        message->seq = t->seq;
+        message->nbytes = t->head.nbytes;
+        message->attempt = t->attempt;
+        message->missed = t->missed;
+        if (!PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None)) {
+            count(self, t);
+            CRASH_POINT("take.delivered");
+        } else {
+            Raised error;
+            put_off(&error);
+            undo(self, t, lease);
+            raise_late(&error);
+        }
+    }
+    raise_late(&raised);
+    return *event || PyErr_Occurred() ? NULL : Py_NewRef((PyObject *)message);
+}
+
+/* What `make` makes of the value of a message, which is done then, whatever comes of it: True; NULL as above. What `make` raises
+ * may be its own error, or have arrived there from outside: which of the two, a second try tells. */
+static PyObject *convert(Feed *self, const taken *t, Lease *lease, const Sink *sink, PyObject **event) {
+    PyObject *value, *meta, *made;
+    Raised raised = {0};
+    if (decode_twice(self, t, lease, &value, &meta, &raised, event)) {
+        raise_late(&raised);
+        return NULL;
+    }
+    Py_DECREF(meta);
+    if (!(made = PyObject_CallOneArg(sink->make, value))) {
+        raise_late(&raised); /* there is another error */
+        put_off(&raised);
+        if (!(made = PyObject_CallOneArg(sink->make, value))) PyErr_Clear();
+    }
+    Py_DECREF(value);
+    if (made && PyList_Append(sink->made, made)) PyErr_WriteUnraisable(sink->made);
+    Py_XDECREF(made);
+    count(self, t);
+    CRASH_POINT("take.delivered");
+    acknowledge(lease);
+    if (sink->then != Py_None) {
+        PyObject *answer = PyObject_CallNoArgs(sink->then);
+        if (!answer && PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_Clear(); /* a counter at its limit already */
+        else if (!answer) PyErr_WriteUnraisable(sink->then);
+        Py_XDECREF(answer);
+    }
+    raise_late(&raised);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_True);
+}
+
+typedef enum { NEXT, UNFINISHED, NAMED } Wanted;
+
+static int has_news(Feed *self) {
+    return self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
+}
+
+/* Look for something new for at most so long, without letting other threads run. */
+static void spin(Feed *self, int64_t patience) {
+    for (uint64_t until = 0; !has_news(self) && load(self->epoch_at) == self->epoch;) {
+        uint64_t now = monotonic_ns();
+        if (!until) until = now + (uint64_t)patience;
+        if (now >= until) break;
+        for (int i = 0; i < 16 && !has_news(self); i++) cpu_relax();
+    }
+}
+
+/* Whether a caller without the mutex may take a message: nothing waits to be done by one that has it. 0, 1, or -1. */
+static int may_go_ahead(Feed *self) {
+    if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
+    if (self->f.mode == FEED_COMPETING && monotonic_ns() >= self->look_due) {
+        self->look_due = monotonic_ns() + LOOK_EVERY_NS;
+        return 0;
+    }
+    PyObject *answer = PyObject_CallNoArgs(self->is_locked);
+    int locked = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return locked < 0 ? -1 : !locked;
+}
+
+/* The next message, an event, or None. */
+static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *sink, int64_t patience, int alone) {
+    if (sink->make ? !PyList_CheckExact(sink->made) : !PyDict_CheckExact(sink->undelivered)) {
+        PyErr_SetString(PyExc_TypeError, sink->make ? "make, a list, then" : "receiver, a dict");
+        return NULL;
+    }
+    if (!is_mine(self) || self->closing) Py_RETURN_NONE;
+    if (PyList_GET_SIZE(self->events) && !alone) {
+        PyObject *event = Py_NewRef(PyList_GET_ITEM(self->events, 0));
+        if (PyList_SetSlice(self->events, 0, 1, NULL)) Py_CLEAR(event);
+        return event;
+    }
+    if (patience > 0) spin(self, patience);
+    if (wanted == NEXT && !has_news(self)) {
+        feed_unlock_finished(&self->f);
+        Py_RETURN_NONE;
+    }
+
+    /* what may run the garbage collector comes before the first look */
+    Received *message = sink->make ? NULL : (Received *)self->message_type->tp_alloc(self->message_type, 0);
+    Lease *lease = message || sink->make ? (Lease *)self->lease_type->tp_alloc(self->lease_type, 0) : NULL;
+    PyObject *made = NULL, *event = NULL;
+    taken t = {0};
+    take_result result = TAKE_NOTHING;
+    int may = !lease ? -1 : alone ? may_go_ahead(self) : 1;
+    if (may < 0) goto end;
+    lease->feed = (Feed *)Py_NewRef((PyObject *)self);
+    self->f.scanned = 0;
+    self->f.contended = 0;
+    while (may && is_mine(self) && !self->closing) {
+        result = wanted == NEXT ? feed_take(&self->f, &t) : wanted == NAMED ? feed_take_one(&self->f, seq, &t)
+                                                                            : feed_scan(&self->f, &t);
+        if (result != TAKE_RETRY) break;
+        self->counts->missed += t.missed;
+    }
+    if (result == TAKE_TAKEN) {
+        begin_lease(lease, &t);
+        if (alone && self->nsiblings && published(&self->f.table) > t.seq)
+            for (Py_ssize_t i = 0; i < self->nsiblings; i++)
+                if (load(self->siblings[i]) & 1) self->more = 1;
+        made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
+    } else if (result == TAKE_DAMAGED && self->f.mode == FEED_COMPETING && !t.attempt) {
+        event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
+    } else if (result != TAKE_NOTHING && result != TAKE_RETRY) event = event_of(result, &t);
+    if (result == TAKE_NOTHING) feed_unlock_finished(&self->f);
+    if (self->f.contended && (load(self->f.asleep) & 1)) {
+        Raised raised;
+        put_off(&raised);
+        call_safely((PyObject *)self, "wake_sender");
+        PyErr_Restore(raised.type, raised.value, raised.traceback);
+    }
+    if (event && alone) {
+        if (PyList_Append(self->events, event)) PyErr_WriteUnraisable((PyObject *)self);
+        Py_CLEAR(event); /* for who has the mutex */
+    }
+    if (!made && !PyErr_Occurred()) made = event ? event : Py_NewRef(Py_None);
+    else Py_XDECREF(event);
+end:
+    Py_XDECREF((PyObject *)lease);
+    Py_XDECREF((PyObject *)message);
+    return made;
+}
+
+static int64_t nanoseconds_of(PyObject *number) {
+    long long found = PyLong_AsLongLong(number);
+    return found == -1 && PyErr_Occurred() ? -1 : found < 0 ? 0 : found;
+}
+
+static PyObject *Feed_get(Feed *self, PyObject *const *args, Py_ssize_t count, int alone) {
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "receiver, undelivered, patience");
+        return NULL;
+    }
+    int64_t patience = nanoseconds_of(args[2]);
+    Sink sink = {.receiver = args[0], .undelivered = args[1]};
+    return patience < 0 ? NULL : receive(self, NEXT, 0, &sink, patience, alone);
+}
+
+PyDoc_STRVAR(Feed_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`take`, for a caller without the mutex: None if anything is to "
+                            "be done that needs it.");
+
+static PyObject *Feed_recv(Feed *self, PyObject *const *args, Py_ssize_t count) { return Feed_get(self, args, count, 1); }
+
+PyDoc_STRVAR(Feed_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe next message, there now or within so many nanoseconds, which "
+                            "is in `undelivered` then; None; or an event.");
+
+static PyObject *Feed_take(Feed *self, PyObject *const *args, Py_ssize_t count) { return Feed_get(self, args, count, 0); }
+
+PyDoc_STRVAR(Feed_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nWork queue: the same of the oldest message that somebody "
+                                       "had and did not finish, in the rings that are mapped.");
+
+static PyObject *Feed_take_unfinished(Feed *self, PyObject *args) {
+    PyObject *receiver, *undelivered;
+    if (!PyArg_ParseTuple(args, "OO", &receiver, &undelivered) || check_ready(self)) return NULL;
+    if (self->f.mode != FEED_COMPETING) Py_RETURN_NONE;
+    Sink sink = {.receiver = receiver, .undelivered = undelivered};
+    return receive(self, UNFINISHED, 0, &sink, 0, 0);
+}
+
+PyDoc_STRVAR(Feed_take_named_doc, "take_named(seq, receiver, undelivered)\n--\n\nWork queue: the same of this message.");
+
+static PyObject *Feed_take_named(Feed *self, PyObject *args) {
+    unsigned long long seq;
+    PyObject *receiver, *undelivered;
+    if (!PyArg_ParseTuple(args, "KOO", &seq, &receiver, &undelivered) || check_ready(self)) return NULL;
+    if (self->f.mode != FEED_COMPETING || !seq) Py_RETURN_NONE;
+    Sink sink = {.receiver = receiver, .undelivered = undelivered};
+    return receive(self, NAMED, seq, &sink, 0, 0);
+}
+
+PyDoc_STRVAR(Feed_consume_doc, "consume(make, made, then)\n--\n\nWork queue, without the mutex: append what `make` makes of the next message's "
+    "value to the list `made`; the message is done then, and `then` is called unless it is None: one call, so that nothing comes "
+    "between. True; None if there is no message, or anything is to be done first. If `make` raises twice, the message is done, "
+    "`then` is called, and the error raised; if only once, what it makes is appended and the error raised: it was somebody else's.");
+
+static PyObject *Feed_consume(Feed *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 || self->f.mode != FEED_COMPETING) {
+        PyErr_SetString(PyExc_TypeError, "make, a list, then; of a work queue");
+        return NULL;
+    }
+    Sink sink = {.make = args[0], .made = args[1], .then = args[2]};
+    return receive(self, NEXT, 0, &sink, 0, 1);
+}
+
+/* --- Feed: what else it tells ---------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(Feed_begin_doc, "begin()\n--\n\nFan-out: find the position to begin at. After a barrier.");
+
+static PyObject *Feed_begin(Feed *self, PyObject *unused) {
+    (void)unused;
+    if (check_ready(self)) return NULL;
+    feed_begin(&self->f);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(Feed_next_doc, "next()\n--\n\nThe sequence number to look at next; 0: there is none.");
+
+static PyObject *Feed_next(Feed *self, PyObject *unused) {
+    (void)unused;
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(feed_next(&self->f));
+}
+
+PyDoc_STRVAR(Feed_age_doc, "age()\n--\n\nWork queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has "
+                           "to tell, 2**64 - 1 if there is none.");
+
+static PyObject *Feed_age(Feed *self, PyObject *unused) {
+    (void)unused;
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(feed_age(&self->f));
+}
+
+PyDoc_STRVAR(Feed_has_lease_doc, "has_lease(ring, slot, seq)\n--\n\nWhether this receiver holds that message.");
+
+static PyObject *Feed_has_lease(Feed *self, PyObject *args) {
+    unsigned long long seq;
+    unsigned int index, slot;
+    if (!PyArg_ParseTuple(args, "IIK", &index, &slot, &seq) || check_ready(self)) return NULL;
+    int found = index < self->f.nrings && slot < self->f.rings[index].shared.slots && self->f.rings[index].held[slot] == seq;
+    return PyBool_FromLong(found);
+}
+
+PyDoc_STRVAR(Feed_detach_doc, "detach()\n--\n\nThe lock file is about to be closed: its descriptor is not used again.");
+
+static PyObject *Feed_detach(Feed *self, PyObject *unused) {
+    (void)unused;
+    self->f.lock_fd = -1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Feed_position(Feed *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->f.position);
+}
+
+static int Feed_set_position(Feed *self, PyObject *value, void *unused) {
+    (void)unused;
+    uint64_t position = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    if (!value) PyErr_SetString(PyExc_TypeError, "position cannot be deleted");
+    if (PyErr_Occurred()) return -1;
+    self->f.position = position;
+    return 0;
+}
+
+static PyMethodDef Feed_methods[] = {
+    {"recv", (PyCFunction)(void (*)(void))Feed_recv, METH_FASTCALL, Feed_recv_doc},
+    {"take", (PyCFunction)(void (*)(void))Feed_take, METH_FASTCALL, Feed_take_doc},
+    {"consume", (PyCFunction)(void (*)(void))Feed_consume, METH_FASTCALL, Feed_consume_doc},
+    {"take_unfinished", (PyCFunction)Feed_take_unfinished, METH_VARARGS, Feed_take_unfinished_doc},
+    {"take_named", (PyCFunction)Feed_take_named, METH_VARARGS, Feed_take_named_doc},
+    {"add_ring", (PyCFunction)Feed_add_ring, METH_VARARGS, Feed_add_ring_doc},
+    {"set_siblings", (PyCFunction)Feed_set_siblings, METH_O, Feed_set_siblings_doc},
+    {"begin", (PyCFunction)Feed_begin, METH_NOARGS, Feed_begin_doc},
+    {"next", (PyCFunction)Feed_next, METH_NOARGS, Feed_next_doc},
+    {"age", (PyCFunction)Feed_age, METH_NOARGS, Feed_age_doc},
+    {"has_lease", (PyCFunction)Feed_has_lease, METH_VARARGS, Feed_has_lease_doc},
+    {"detach", (PyCFunction)Feed_detach, METH_NOARGS, Feed_detach_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef Feed_members[] = {
+    {"closing", MEMBER_BOOL, offsetof(Feed, closing), 0, "whether this receiver reads no more"},
+    {"more", MEMBER_BOOL, offsetof(Feed, more), 0, "work queue: whether `recv` left something while another consumer slept"},
+    {"epoch", MEMBER_U64, offsetof(Feed, epoch), 0, "the members that the receiver knows of"},
+    {"_posted", MEMBER_U64, offsetof(Feed, posted), 0, "the sleep that the sender was woken in last"},
+    {"lease_count", MEMBER_U64, offsetof(Feed, leases), MEMBER_READONLY, "messages that views hold"},
+    {"unacknowledged", MEMBER_U64, offsetof(Feed, unacknowledged), MEMBER_READONLY, "work queue: of those, which are not done"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef Feed_getset[] = {
+    {"position", (getter)Feed_position, (setter)Feed_set_position, "the newest message that was looked at", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot Feed_slots[] = {
+    {Py_tp_doc, "A receiver's end of one sender: see ring/feed.py."},
+    {Py_tp_init, Feed_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, Feed_traverse},
+    {Py_tp_dealloc, Feed_dealloc},
+    {Py_tp_methods, Feed_methods},
+    {Py_tp_members, Feed_members},
+    {Py_tp_getset, Feed_getset},
+    {0, NULL},
+};
+
+static PyType_Spec Feed_spec = {
+    .name = "shmtensor.native._codec.Feed",
+    .basicsize = sizeof(Feed),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = Feed_slots,
+};
+
+int add_reader(PyObject *module) {
+    static int watches_forks;
+    PyType_Spec *specs[] = {&Counts_spec, &Received_spec, &Lease_spec, &Feed_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
+        Py_XDECREF(type);
+        if (failed) return -1;
+    }
+    if (!watches_forks && pthread_atfork(NULL, NULL, after_fork_in_child)) {
+        PyErr_SetString(PyExc_OSError, "forks cannot be noticed");
+        return -1;
+    }
+    watches_forks = 1;
+    return 0;
+}

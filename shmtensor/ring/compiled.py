@@ -1,0 +1,53 @@
+"""Feeds of the compiled module: `native/reader.c` takes messages, holds them and gives them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import native
+from ..errors import WireError
+from ..memory.words import barrier
+from ..wire import spec
+from .feed import COMPETING, Feed
+
+if TYPE_CHECKING:
+    from .ring import Ring
+
+_Base: Any = native.module.Feed
+
+
+class CompiledFeed(_Base, Feed):  # type: ignore[misc]
+    """Of every mode. Its leases refer to it, so that it lives as long as they do."""
+
+    __slots__ = Feed.SLOTS
+
+    direct = True
+
+    def __init__(self, *args: Any) -> None:
+        self._set_up(*args)
+        reception, ledger = self.reception, self.ledger
+        super().__init__(
+            codec=reception.codec, lease=native.module.Lease, message=reception.message, counts=reception.counts,
+            wire_error=WireError, is_locked=reception.is_locked, control=reception.control, table=ledger.words,
+            order=self.order, mask=self.mask, lock_fd=ledger.locks.fd, mode=reception.mode, history=ledger.history,
+            member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
+            epoch_at=reception.epoch_at, max_attempts=reception.max_attempts, description_version=spec.VERSION,
+            readonly=reception.readonly,
+        )  # fmt: skip
+        if reception.mode == COMPETING:
+            self._begin_queue()
+        else:
+            barrier()  # what is published from here on, its publisher has looked at the table for
+            self.begin()
+
+    def _mapped(self, ring: Ring) -> None:
+        self.add_ring(ring.words, ring.buffer, ring.slots, ring.slot_bytes, ring.state, ring.row, ring, self.rings)
+
+    def drop_in_child(self) -> None:
+        self.detach()
+
+    def close(self) -> None:
+        self.closing = True
+        if not self.lease_count:
+            self.detach()
+        Feed.close(self)

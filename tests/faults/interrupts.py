@@ -1,0 +1,189 @@
+"""Asynchronous exceptions, at every boundary at which CPython can deliver one.
+
+The interpreter looks for signals, and for exceptions that another thread has set, at a function's entry, at the end of
+a call and at a jump back. Here it does the looking itself: a signal is pending at each of them, its handler is a C
+function that counts, and at the n-th it raises. So the enumeration is what this interpreter really does, in the
+library's code and in the standard library's, and in C functions that look for signals themselves.
+
+    for attempt in each_boundary(call):     # call() is run again and again, interrupted at boundary 1, 2, 3, ...
+        ...                                 # after each: whatever must hold
+
+An exception that is raised in a finalizer or a weak reference's callback is swallowed by the interpreter, as always;
+`attempt.swallowed` tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmtensor import native
+
+SIGNAL = signal.SIGUSR1
+_SOURCE = """
+extern int PyErr_SetInterruptEx(int);
+extern void PyErr_SetNone(void *);
+long counted, target, stopped;
+void *exception;
+void on_signal(int number, void *frame) {
+    (void)frame;
+    if (stopped) return;
+    if (++counted == target) PyErr_SetNone(exception);
+    else PyErr_SetInterruptEx(number); /* at the next boundary again */
+}
+"""
+
+
+class Interrupt(BaseException):
+    """What is raised: nobody's `except Exception` catches it."""
+
+
+@dataclass
+class Attempt:
+    """One run of a call that was interrupted at boundary `at`."""
+
+    at: int
+    reached: bool
+    """Whether there is such a boundary; the last attempt's call ran to its end."""
+    raised: bool
+    """Whether the exception came out of the call."""
+    swallowed: bool
+    """Whether it was raised where the interpreter swallows it: in a finalizer, in the callback of a weak reference."""
+    result: Any
+
+
+@functools.cache
+def _helper() -> Any:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler: boundaries cannot be enumerated")
+    with tempfile.TemporaryDirectory() as directory:
+        source, library = Path(directory, "interrupts.c"), Path(directory, "interrupts.so")
+        source.write_text(_SOURCE)
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        helper = ctypes.PyDLL(str(library))
+    helper.on_signal.argtypes, helper.on_signal.restype = (ctypes.c_int, ctypes.py_object), None
+    ctypes.c_void_p.in_dll(helper, "exception").value = id(Interrupt)
+    return helper
+
+
+def interrupted(call: Callable[[], Any], at: int) -> Attempt:
+    """Run `call`, in the main thread, with an `Interrupt` at its `at`-th boundary."""
+    helper = _helper()
+    counted, target, stopped = (ctypes.c_long.in_dll(helper, name) for name in ("counted", "target", "stopped"))
+    attempt = Attempt(at, False, False, False, None)
+
+    def unraisable(what: Any) -> None:
+        if isinstance(what.exc_value, Interrupt):
+            attempt.swallowed = True
+        else:
+            strange.append(f"{what.err_msg or 'ignored in'} {what.object!r}: {what.exc_value!r}")
+
+    strange: list[str] = []
+    before, hook = signal.signal(SIGNAL, helper.on_signal), sys.unraisablehook
+    sys.unraisablehook = unraisable
+    target.value, stopped.value = -1, 0
+    try:
+        try:
+            ctypes.pythonapi.PyErr_SetInterruptEx(int(SIGNAL))
+            counted.value, target.value = 0, at
+            attempt.result = call()
+        finally:  # no call, no boundary
+            stopped.value = 1
+            attempt.reached = counted.value >= at
+    except Interrupt as error:
+        attempt.raised = True
+        error.__traceback__ = None  # its frames keep what they refer to alive
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(SIGNAL, before)
+    assert not strange, strange
+    return attempt
+
+
+def each_boundary(call: Callable[[], Any], *, first: int = 1, step: int = 1) -> Iterator[Attempt]:
+    """`call` again and again, each time interrupted one boundary later, until one runs to its end."""
+    at = first
+    while True:
+        attempt = interrupted(call, at)
+        yield attempt
+        if not attempt.reached:
+            return
+        at += step
+
+
+counts: dict[str, dict[str, int]] = {}
+"""Of each call how many boundaries it has: by implementation."""
+
+
+def note(call: str, attempt: Attempt) -> None:
+    """How many boundaries a call has had: see `write_counts` in `tests/conftest.py`."""
+    of_call = counts.setdefault(call, {})
+    implementation = "compiled" if native.module is not None else "Python"
+    of_call[implementation] = max(of_call.get(implementation, 0), attempt.at - 1)
+
+
+def interrupted_at_random(arm: Callable[..., bool], call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Run `call` with an alarm of `random_signals` on its way: whether that came out of it, and what it returned."""
+    result = None
+    try:
+        try:
+            arm()
+            result = call()
+        finally:
+            arm(False)
+    except Interrupt:
+        return True, result
+    return False, result
+
+
+@contextlib.contextmanager
+def random_signals(seed: int, longest: float = 200e-6) -> Iterator[Callable[[], bool]]:
+    """In the block, what `arm()` arms is one alarm within `longest` seconds, whose handler raises `Interrupt`.
+
+    `arm(False)` disarms; whatever arrives late is dropped. One that a finalizer swallows is followed by another: what
+    is to be interrupted may go on for ever else.
+    """
+    dice, armed, wanted = random.Random(seed), False, False
+
+    def on_alarm(number: int, frame: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupt
+
+    def arm(on: bool = True) -> bool:
+        nonlocal armed, wanted
+        wanted = on
+        was, armed = armed, on
+        signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-6, longest) if on else 0)
+        return was
+
+    def unraisable(what: Any) -> None:
+        if not isinstance(what.exc_value, Interrupt):  # in a finalizer it is swallowed, as always
+            sys.__unraisablehook__(what)
+        elif wanted:
+            arm()
+
+    before, hook = signal.signal(signal.SIGALRM, on_alarm), sys.unraisablehook
+    sys.unraisablehook = unraisable
+    try:
+        yield arm
+    finally:
+        armed = False
+        sys.unraisablehook = hook
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
