@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import glob
 import os
+import signal
+import tempfile
 from multiprocessing.connection import wait
 from typing import Any
 
 PATIENCE = 100.0
 
 
-def play(pipe: Any, options: dict[str, Any]) -> None:
-    """Run in a child of the fork server, where the package is loaded with its crash points."""
+def play(pipe: Any, stacks: str, options: dict[str, Any]) -> None:
+    """Run in a child of the fork server, where the package is loaded with its crash points.
+
+    SIGUSR1 writes the stacks of its threads into the file `stacks`.
+    """
+    faulthandler.register(signal.SIGUSR1, os.open(stacks, os.O_WRONLY))
     import torch
 
     import shmtensor
@@ -61,14 +68,16 @@ class Peer:
 
     def __init__(self, context: Any, **options: Any) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=play, args=(theirs, options))
+        fd, self._stacks = tempfile.mkstemp(prefix="cuda-peer-")
+        os.close(fd)
+        self.process = context.Process(target=play, args=(theirs, self._stacks, options))
         self.process.start()
         theirs.close()
         assert self._answer() == "here"
 
     def _answer(self) -> Any:
         if not wait([self.pipe, self.process.sentinel], PATIENCE):
-            raise AssertionError("the peer is silent")
+            raise AssertionError(f"the peer is silent:\n{self._kill_and_tell()}")
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -112,6 +121,14 @@ class Peer:
         self.process.kill()
         self.process.join(PATIENCE)
 
+    def _kill_and_tell(self) -> str:
+        """Kill a process that hangs; what its threads were at."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        self.process.join(2)
+        self.kill()
+        with open(self._stacks) as text:
+            return text.read()
+
     def end(self) -> None:
         """Let the process end in good order, without waiting for it."""
         with contextlib.suppress(OSError):
@@ -120,8 +137,9 @@ class Peer:
     def finish(self) -> None:
         self.end()
         self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, "hangs"
+        assert self.process.exitcode is not None, f"hangs:\n{self._kill_and_tell()}"
         for path in glob.glob(f"/tmp/cuda-standin-{self.process.pid}-*"):  # what the stand-in of a killed one has left
             os.unlink(path)
         self.process.close()
         self.pipe.close()
+        os.unlink(self._stacks)
