@@ -1,4 +1,4 @@
-"""The command that makes `docs/benchmarks.md` of a run: `python -m benchmarks.document RUN.json`.
+"""The command that makes `docs/benchmarks/results.md` of a run: `python -m benchmarks.document RUN.json`.
 
 Of several runs on one machine, which measured different workloads: `python -m benchmarks.document ONE.json OTHER.json`.
 
@@ -23,7 +23,7 @@ from .sizes import MIB
 from .targets import judge
 
 TEMPLATE = Path(__file__).with_name("document.md")
-TARGET = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+TARGET = Path(__file__).parents[1] / "docs" / "benchmarks" / "results.md"
 _MARK = re.compile(r"^<!-- ([a-z-]+(?: [a-z-]+)?) -->$", re.MULTILINE)
 
 app = typer.Typer(add_completion=False)

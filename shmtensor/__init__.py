@@ -1,9 +1,20 @@
-"""Move tensors between processes on one host at memory speed.
+"""Move tensors between processes on one Linux host at memory speed.
 
-A producer writes tensor bytes once into a ring of shared-memory slots; consumers get tensors that *are* these slots.
-Importing this package imports no torch; torch is imported when the first tensor arrives. The drop-ins for the standard
-library's queues, contexts and executors, request and reply, and the checkpoints, are imported when they are first
-asked for.
+A sender writes the bytes of a tensor once, into a slot of shared memory. A receiver gets a tensor or an array that *is*
+this slot, without a copy.
+
+| you want | use |
+|---|---|
+| every reader gets every message | `Publisher`, `Subscriber` |
+| every message goes to one of several workers | `Producer`, `Consumer` |
+| an answer to each message | `Client`, `Server`; a pool of servers: `serve`, `WorkerPool` |
+| `multiprocessing` queues and `DataLoader` batches without pickling tensors | `Queue`, `get_context` |
+| `concurrent.futures.ProcessPoolExecutor` without pickling tensors | `ProcessPoolExecutor` |
+| to save a model while training goes on | `CheckpointWriter` |
+| to load it | `load_checkpoint`, `load_newest`, `load_into`, `open_checkpoint` |
+
+Every error is a `ShmTensorError`. `import shmtensor` imports no torch: that happens when the first tensor is sent or
+arrives.
 """
 
 from __future__ import annotations
@@ -36,10 +47,11 @@ from .errors import (
     TimedOut,
     WireError,
 )
-from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics
+from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics, WriterStatistics
 
 if TYPE_CHECKING:
     from .checkpoint.filling import load_into
+    from .checkpoint.handle import Durable, Progress, SaveHandle
     from .checkpoint.lazy import CheckpointReader, TensorHandle, open_checkpoint
     from .checkpoint.listing import CheckpointInfo, list_checkpoints, load_newest
     from .checkpoint.loader import load_arrays, load_checkpoint
@@ -70,6 +82,7 @@ __all__ = [
     "ClosedError",
     "Consumer",
     "CudaError",
+    "Durable",
     "EndOfStream",
     "ForkedError",
     "JoinableQueue",
@@ -80,6 +93,7 @@ __all__ = [
     "PlatformError",
     "ProcessPoolExecutor",
     "Producer",
+    "Progress",
     "Publisher",
     "Queue",
     "ReceiverStatistics",
@@ -90,6 +104,7 @@ __all__ = [
     "RequestFuture",
     "ResourceError",
     "RingFull",
+    "SaveHandle",
     "SenderStatistics",
     "Server",
     "ServerStatistics",
@@ -100,6 +115,7 @@ __all__ = [
     "TimedOut",
     "WireError",
     "WorkerPool",
+    "WriterStatistics",
     "__version__",
     "get_context",
     "list_checkpoints",
@@ -117,11 +133,14 @@ _LAZY = {
     "CheckpointReader": "checkpoint.lazy",
     "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
+    "Durable": "checkpoint.handle",
     "JoinableQueue": "dropins.joinable",
     "ProcessPoolExecutor": "dropins.executor",
+    "Progress": "checkpoint.handle",
     "Queue": "dropins.queues",
     "Request": "rpc.request",
     "RequestFuture": "rpc.call",
+    "SaveHandle": "checkpoint.handle",
     "Server": "rpc.server",
     "SimpleQueue": "dropins.queues",
     "TensorHandle": "checkpoint.lazy",
@@ -146,4 +165,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return __all__.copy()

@@ -2,15 +2,14 @@
 
 | class | who must act |
 |---|---|
-| `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, forked away or released |
-| `LoopError` | you: tasks of another event loop wait at this endpoint |
-| `ReentrantError` | you: a signal handler or finalizer called, or made, what it had interrupted |
+| `ClosedError`, `ForkedError`, `ReleasedError` | you: this object was closed, released, or belongs to another process |
+| `LoopError`, `ReentrantError` | you: the call came from the wrong event loop, or from inside another call |
 | `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
-| `TimedOut`, `RingFull` | nobody yet: it would have blocked, or took longer than `timeout=` |
-| `EndOfStream` | nobody: every sender has closed and everything is received |
+| `TimedOut`, `RingFull` | no one yet: the call would have to wait longer than `timeout=` allows |
+| `EndOfStream` | no one: every sender has left and everything is received |
 | `PeerDied` | whoever runs the peer |
-| `RemoteError` | whoever wrote the server's handler: it raised, or gave no answer |
-| `WireError` | whoever wrote the bytes: they are not a valid message or segment |
+| `RemoteError` | whoever wrote the server's handler |
+| `WireError` | whoever runs the peer: it sends what this version cannot read |
 | `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
 | `ResourceError`, `PlatformError`, `CudaError` | whoever runs the machine: memory, permissions, limits, kernel, GPU |
 """
@@ -19,58 +18,109 @@ from __future__ import annotations
 
 
 class ShmTensorError(Exception):
-    """Base of every error of this library."""
+    """Base of every error of this library.
+
+    Where a built-in exception fits, such as `TimeoutError` or `OSError`, an error inherits from it as well, so that
+    existing `except` clauses keep working.
+    """
 
 
 class ClosedError(ShmTensorError, ValueError):
-    """The endpoint was closed by its own process."""
+    """The endpoint, client, server, queue or checkpoint writer was closed in this process.
+
+    Cause: `close()` was called or its `with` block was left, perhaps by another thread while this call was waiting.
+    Remedy: create a new one.
+    """
 
 
 class ForkedError(ClosedError):
-    """The endpoint belongs to the parent process of a fork; create a new one in the child."""
+    """The object belongs to the parent process of a `fork`.
+
+    Cause: the process forked after the object was created. Locks and leases stay with the parent.
+    Remedy: create a new one in the child, or start the child with `spawn` or `forkserver`.
+    """
 
 
 class ReleasedError(ClosedError):
-    """The message's own reference was released; keep the value, or copy it, before releasing."""
+    """The message was released.
+
+    Cause: `msg.value` was used after `msg.release()` or after its `with` block.
+    Remedy: keep the value itself, or `msg.copy()`, before releasing.
+    """
 
 
 class LoopError(ShmTensorError, RuntimeError):
-    """Tasks of another event loop wait at this endpoint; use it from one loop at a time, or make one for each."""
+    """Tasks of another event loop are waiting at this endpoint.
+
+    Cause: two event loops use one endpoint at the same time.
+    Remedy: use it from one loop at a time, or create an endpoint for each loop.
+    """
 
 
 class ReentrantError(ShmTensorError, RuntimeError):
-    """A signal handler or finalizer called an endpoint that its own thread is inside a call of (`close()` may be), or
-    made one of a channel that its own thread holds the lock of."""
+    """A signal handler or finalizer used an endpoint from inside another call of the same thread.
+
+    Cause: the handler interrupted a call of this endpoint and called it again, or created an endpoint of a channel that
+    the interrupted call is joining or leaving. Waiting would be a deadlock.
+    Remedy: in a handler, call only `close()` or `stop()`, or set a flag that the main code reads.
+    """
 
 
 class ArgumentError(ShmTensorError, ValueError):
-    """An argument has a wrong value."""
+    """An argument has a wrong value.
+
+    Cause: a number out of range, an unknown choice, a channel name that is in use for another pattern, and so on.
+    Remedy: the message names the argument and what is allowed.
+    """
 
 
 class ArgumentTypeError(ShmTensorError, TypeError):
-    """An argument, or a leaf of a value to send, has a wrong type."""
+    """An argument, or a leaf of a value to send, has a wrong type.
+
+    Cause: most often an object in the value that is no tensor, array or plain scalar.
+    Remedy: the message names the place, such as `value["a"][3]`, and where there is one what to send instead.
+    """
 
 
 class TimedOut(ShmTensorError, TimeoutError):
-    """The call took longer than its `timeout=`."""
+    """The call took longer than its `timeout=`.
+
+    Cause: no message, reply, member or slot came in time. With `timeout=0`: there is none now.
+    Remedy: call again, or pass a longer `timeout=`. The object works as before, and nothing is lost.
+    """
 
 
 class RingFull(TimedOut):
-    """No slot was free: at once with `full="error"`, or after `timeout=` with `full="block"`."""
+    """No slot was free: at once with `full="error"`, or after `timeout=` with `full="block"`.
+
+    Cause: receivers are slower than the sender, stopped, or keep views of earlier messages. The message names them.
+    Remedy: drop or copy what receivers keep, use `delivery="latest"` or `full="drop"`, or pass more `slots=`.
+    """
 
 
 class EndOfStream(ShmTensorError, EOFError):
-    """Every sender has closed or died, and everything they sent is received."""
+    """Every sender has closed or died, and everything they sent is received.
+
+    Cause: the regular end of a stream. Iteration ends instead of raising it.
+    Remedy: leave the loop, or call `recv` again when new senders have come.
+    """
 
 
 class PeerDied(ShmTensorError, ConnectionError):
-    """A peer died and what was asked of it cannot be had from another."""
+    """A peer died, and no other one can do what was asked of it.
+
+    Cause: a server died with a request that may not be repeated, a publisher in device memory died, or the writing
+    process of a checkpoint died repeatedly.
+    Remedy: find out why that process died; send the request again if running it twice does no harm.
+    """
 
 
 class RemoteError(ShmTensorError):
-    """A server could not answer a request: its handler raised, or let go of the request without an answer.
+    """A server could not answer a request.
 
-    Nothing of it was unpickled: all that is known of the server's exception is text.
+    Cause: its handler raised, or dropped the request without an answer. `type_name` is the type's name, or
+    `"Failed"` for `req.fail("text")`, `"Unanswered"` for a dropped request, `"NoRoom"` for a reply without room.
+    Remedy: read `remote_traceback`. The exception itself is not sent: nothing is unpickled.
     """
 
     def __init__(self, type_name: str, text: str, remote_traceback: str = "") -> None:
@@ -88,23 +138,47 @@ class RemoteError(ShmTensorError):
 
 
 class WireError(ShmTensorError, ValueError):
-    """Bytes written by a peer are not a valid descriptor, record or segment."""
+    """What a peer wrote cannot be read.
+
+    Cause: the peer runs another version of the library, or its shared memory is damaged. The message names the process
+    and the versions.
+    Remedy: run one version in every process of a channel.
+    """
 
 
 class CheckpointError(WireError):
-    """A checkpoint is damaged, truncated, of another kind, or says what cannot be."""
+    """A checkpoint cannot be read.
+
+    Cause: the file is damaged, truncated, of an unknown kind, or contradicts itself. The message names the file, the
+    tensor and the offset.
+    Remedy: load another checkpoint (`load_newest` skips damaged ones), and look at this one with
+    `shmtensor checkpoint verify`.
+    """
 
 
 class ResourceError(ShmTensorError, OSError):
-    """A resource of the machine is missing: memory, space, permission, a limit."""
+    """A resource of the machine is missing: shared memory, disk space, open files, permission.
+
+    Cause: the message says which resource, how much is needed and how much is free.
+    Remedy: it is in the message, too, such as a larger `--shm-size` of a container; `shmtensor doctor` checks the rest.
+    The call has changed nothing, and may be repeated.
+    """
 
 
 class CudaError(ResourceError):
-    """CUDA is needed and missing, or a call of it failed."""
+    """CUDA is needed and missing, or a CUDA call failed.
+
+    Cause: no CUDA build of torch, no device, an old driver, no device memory, a copy that failed, a graph capture.
+    Remedy: the message says what is missing; `shmtensor doctor` shows what was found.
+    """
 
     number = 0
     """CUDA's number of the error, 0 if it has none."""
 
 
 class PlatformError(ResourceError):
-    """This operating system, kernel or interpreter lacks something the library needs."""
+    """This operating system, kernel or interpreter lacks something that the library needs.
+
+    Cause: not Linux, Python before 3.10, or a kernel without `membarrier` on a processor that needs it.
+    Remedy: run `shmtensor doctor` and see Compatibility in the documentation.
+    """

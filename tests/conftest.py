@@ -118,7 +118,7 @@ def implementation(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def write_counts():
-    """With SHMTENSOR_BOUNDARIES=path: calls and their boundaries, for the tables in docs/guarantees.md."""
+    """With SHMTENSOR_BOUNDARIES=path: calls and their boundaries, for the tables in docs/internals/fault-tests.md."""
     interrupts.counts.clear()
     yield
     path = os.environ.get("SHMTENSOR_BOUNDARIES")

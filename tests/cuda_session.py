@@ -1,4 +1,4 @@
-"""Every test that needs a CUDA device, in one command, on a machine that has one: docs/cuda-verified.md.
+"""Every test that needs a CUDA device, in one command, on a machine that has one: docs/internals/cuda-verified.md.
 
 python -m tests.cuda_session run.json [--seconds 240]
 

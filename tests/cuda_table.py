@@ -1,4 +1,4 @@
-"""`docs/cuda-verified.md`: every test and every benchmark row that needs a CUDA device, and where it was verified.
+"""Fill `docs/internals/cuda-verified.md`: every test and benchmark row that needs a CUDA device, and where it was run.
 
 python -m tests.cuda_session run.json                                        # on a machine that has one
 python -m benchmarks.run --only cuda --rounds 1 --json gpu.json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "cuda-verified.md"
+PAGE = ROOT / "docs" / "internals" / "cuda-verified.md"
 NOT_YET = "not yet"
 FILES = {
     "tests/test_cuda_hardware.py": "`test_cuda_copies.py`, `test_cuda_deaths.py`, `test_cuda_runtime.py`",

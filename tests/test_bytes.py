@@ -266,7 +266,7 @@ def test_a_checkpoint_has_its_own(tmp_path):
 
 
 def test_the_documented_bytes():
-    """What docs/wire-format.md shows of a list of three."""
+    """What docs/internals/wire-format.md shows of a list of three."""
     encoded = encode([b"hello", b"", b"abc"])
     parts = [
         bytes([11, 4, 0, 1, 10, 6, 0, 1, 0, 0, 0, 0]) + struct.pack("<QQ", offset, length)
@@ -276,5 +276,5 @@ def test_the_documented_bytes():
     payload = payload_of(encoded.nbytes)
     encoded.copy_into(payload)
     assert (payload[:5].tobytes(), payload[64:].tobytes()) == (b"hello", b"abc")
-    with open(Path(__file__).parents[1] / "docs" / "wire-format.md") as page:
+    with open(Path(__file__).parents[1] / "docs" / "internals" / "wire-format.md") as page:
         assert "0b 04 00 01 0a 06 00 01 00 00 00 00" in page.read()

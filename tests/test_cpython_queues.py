@@ -1,7 +1,7 @@
 """CPython's own tests of `multiprocessing`'s queues, with this library's queues in their place.
 
 They come with the interpreter (`test._test_multiprocessing`) unless a distribution leaves them out. What differs, and
-why, stands in docs/queues.md; `DIFFERENT` names the tests that say otherwise.
+why, stands in docs/guide/queues.md; `DIFFERENT` names the tests that say otherwise.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_the_table_lists_every_test_and_row_that_needs_a_device():
 
 
 def test_no_other_page_says_what_was_verified():
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in sorted((ROOT / "docs").rglob("*.md")):
         if path != cuda_table.PAGE:
             assert cuda_table.NOT_YET not in path.read_text(), path.name
 

@@ -1,4 +1,4 @@
-"""On a CUDA device that is there: what arrives, what is saved, what the benchmarks do. docs/cuda-verified.md
+"""On a CUDA device that is there: what arrives, what is saved, what the benchmarks do. docs/internals/cuda-verified.md
 
 `python -m tests.cuda_session` runs all tests that need one.
 """

@@ -1,6 +1,6 @@
 """The sentences of test_cuda_copies.py, test_cuda_deaths.py and test_cuda_runtime.py on a real device.
 
-`python -m tests.cuda_session` runs them: docs/cuda-verified.md.
+`python -m tests.cuda_session` runs them: docs/internals/cuda-verified.md.
 """
 
 from __future__ import annotations

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import doctest
 import inspect
+import itertools
 import os
 import re
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +25,16 @@ from shmtensor.ring import states
 from shmtensor.views.implementation import decode, encode
 from shmtensor.wire import record, spec
 
+from . import command_line
 from .faults import points
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _ENDPOINT = re.compile(r'\b((?:Publisher|Subscriber|Producer|Consumer|Client|Server)\(|WorkerPool\(.*name=)"([^"]+)"')
+
+
+def page_name(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def text_of(name: str) -> str:
@@ -51,7 +60,7 @@ def own_channels(source: str, channel: str) -> str:
 # --- code in documents
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if blocks(page.read_text(), "python")], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [page for page in PAGES if blocks(page.read_text(), "python")], ids=page_name)
 def test_python_blocks_run(path, channel, tmp_path, monkeypatch, capsys):
     """The blocks of a page run one after another in one namespace, and print what their comments say."""
     monkeypatch.chdir(tmp_path)
@@ -152,7 +161,7 @@ def test_readme_names_every_command_and_option():
         assert options - {"--help"} == set(re.findall(r"--[a-z][a-z-]*", said[name])), name
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_named_commands_exist(path):
     named = {
         (name, tuple(options.split()))
@@ -164,10 +173,87 @@ def test_named_commands_exist(path):
         assert set(options) <= known
 
 
+def test_the_reference_of_the_command_line_is_what_the_commands_say():
+    assert command_line.PAGE.read_text() == command_line.page(), "run: python -m tests.command_line"
+
+
+# --- the public names
+
+
+def test_dir_and_star_show_what_is_public():
+    assert dir(shmtensor) == sorted(shmtensor.__all__)
+    assert shmtensor.__all__ == sorted(shmtensor.__all__)
+    assert all(hasattr(shmtensor, name) for name in shmtensor.__all__)
+
+
+def classes_returned(function) -> set[str]:
+    """The classes of this package that the annotation of a function's result names."""
+    scope = vars(sys.modules[function.__module__])
+    named = {name: scope.get(name) for name in re.findall(r"\w+", str(function.__annotations__.get("return", "")))}
+    return {name for name, kind in named.items() if inspect.isclass(kind) and kind.__module__.startswith("shmtensor")}
+
+
+def test_what_public_calls_return_is_exported():
+    functions = [getattr(shmtensor, name) for name in shmtensor.__all__ if inspect.isfunction(getattr(shmtensor, name))]
+    bases = {base for kind in PUBLIC for base in kind.__mro__ if base.__module__.startswith("shmtensor")}
+    for base in bases:
+        for name, member in vars(base).items():
+            target = member.fget if isinstance(member, property) else member
+            if inspect.isfunction(target) and not name.startswith("_"):
+                functions.append(target)
+    returned = set().union(*map(classes_returned, functions))
+    assert returned >= {"SaveHandle", "Progress", "Message", "CheckpointInfo", "WriterStatistics", "SenderStatistics"}
+    assert returned - {kind.__name__ for kind in PUBLIC} == set()
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = re.findall(r"^::: shmtensor\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == [name for name in shmtensor.__all__ if name != "__version__"]
+
+
+def test_every_error_says_its_cause_and_its_remedy():
+    for name in shmtensor.__all__:
+        kind = getattr(shmtensor, name)
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, shmtensor.ShmTensorError)
+            and kind is not shmtensor.ShmTensorError
+        ):
+            assert re.search(r"^    Cause: ", kind.__doc__, re.MULTILINE), name
+            assert re.search(r"^    Remedy: ", kind.__doc__, re.MULTILINE), name
+
+
+def test_every_field_of_statistics_is_described():
+    for name in shmtensor.__all__:
+        if name.endswith("Statistics"):
+            kind = getattr(shmtensor, name)
+            body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0].body[1:]
+            fields = [each.target.id for each in body if isinstance(each, ast.AnnAssign)]
+            told = [one.target.id for one, other in itertools.pairwise(body) if isinstance(other, ast.Expr)]
+            assert fields == told == [field.name for field in dataclasses.fields(kind)]
+
+
+# --- the site
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"([\w/-]+\.md)$", text_of("mkdocs.yml"), re.MULTILINE))
+    assert listed == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_overview_for_language_models_leads_to_pages():
+    targets = re.findall(r"\]\(([^)]+)\)", text_of("docs/llms.txt"))
+    assert targets
+    assert [target for target in targets if not (ROOT / "docs" / target).is_file()] == []
+    guides = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "guide").glob("*.md")}
+    assert guides <= set(targets)
+
+
 # --- links
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         if not re.match(r"[a-z]+://", target):
@@ -179,7 +265,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize(("heading", "table"), [("Fan-out", states.FAN_OUT), ("Work queue", states.WORK_QUEUE)])
 def test_slot_tables_are_the_code(heading, table):
-    section = text_of("docs/slots.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = text_of("docs/internals/slots.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     assert rows(section)[1:] == [(t.source.value, t.target.value, t.who, t.by, t.when) for t in table]
     drawing = section.split("```")[1]
     assert set(re.findall(r"\b[A-Z]{4,}\b", drawing)) == {state.name for t in table for state in (t.source, t.target)}
@@ -199,7 +285,7 @@ def test_every_slot_state_is_reached_and_left(table):
 
 def hex_blocks() -> list[bytes]:
     dumps = []
-    for block in blocks(text_of("docs/wire-format.md"), "hex"):
+    for block in blocks(text_of("docs/internals/wire-format.md"), "hex"):
         data = bytearray()
         for line in block.splitlines():
             at, digits = re.match(r"([0-9a-f]{4})  ((?:[0-9a-f]{2} ?)+?)(?:  .*)?$", line).groups()
@@ -256,7 +342,7 @@ def test_worked_example_is_what_a_sender_writes(channel):
 def test_byte_tables_are_the_code(module):
     tables = [part for part in module.__doc__.split("\n\n") if part.startswith("|")]
     assert tables
-    assert [table for table in tables if table not in text_of("docs/wire-format.md")] == []
+    assert [table for table in tables if table not in text_of("docs/internals/wire-format.md")] == []
 
 
 def test_record_table_adds_up():
@@ -270,7 +356,7 @@ def test_record_table_adds_up():
 
 
 def test_limits_are_the_code():
-    text = text_of("docs/wire-format.md")
+    text = text_of("docs/internals/wire-format.md")
     assert f"{spec.MAX_NDIM} dimensions, {spec.MAX_DEPTH} levels of containers, {spec.MAX_LEAVES:,} leaves" in text
     assert spec.MAX_DESCRIPTION == 16 << 20
     assert spec.MAX_META == 64 << 10
@@ -282,5 +368,5 @@ def test_limits_are_the_code():
 def test_crash_points_are_as_documented():
     assert points.names()
     assert all(re.fullmatch(r"[a-z]+\.[a-z]+", name) for name in points.names())
-    for name in re.findall(r"# crash: ([a-z.]+)$", text_of("docs/contributing.md"), re.MULTILINE):
+    for name in re.findall(r"# crash: ([a-z.]+)$", text_of("docs/internals/contributing.md"), re.MULTILINE):
         assert name in points.names()

@@ -20,11 +20,10 @@ from .waiting import complaints, wait_until
 ROOT = Path(__file__).parents[1]
 CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model", "gpu", "device")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DROP_INS = {
-    "dataloader": "dataloader", "executor": "executor", "queue_workers": "queues", "training": "checkpoints",
-    "lightning_checkpoints": "checkpoints", "transformers_checkpoints": "checkpoints",
+WITHOUT_CHANNELS = {
+    "dataloader", "executor", "queue_workers", "training", "lightning_checkpoints", "transformers_checkpoints",
 }  # fmt: skip
-"""Examples without channels of their own -> the page in docs/ that they belong to."""
+"""Examples that name no channel of their own."""
 NEEDS = {"lightning_checkpoints": ("lightning",), "transformers_checkpoints": ("transformers", "accelerate")}
 """Examples for frameworks that the tests do not install -> what they import. What these warn of is their own affair."""
 LINES = {
@@ -47,7 +46,7 @@ def test_example(path, socket_directory, tmp_path):
     source = path.read_text()
     for name in names:  # channels of this run's own: another run may be at the same example
         source = source.replace(f"example-{name}", f"test-{os.getpid()}-x-{name}")
-    assert bool(names) == (path.stem not in DROP_INS), "an example names its channels example-..., a drop-in has none"
+    assert bool(names) == (path.stem not in WITHOUT_CHANNELS), "an example names its channels example-..."
     script = tmp_path / path.name
     script.write_text(source)
     done = subprocess.run(
@@ -95,15 +94,16 @@ def test_the_device_ring_over_a_stand_in(standin, channel, monkeypatch, capsys):
 
 
 def test_every_example_is_in_the_documentation():
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "guide" / "examples.md").read_text()
+    guides = "".join(path.read_text() for path in (ROOT / "docs" / "guide").glob("*.md"))
     for path in EXAMPLES:
-        page = (ROOT / "docs" / f"{DROP_INS[path.stem]}.md").read_text() if path.stem in DROP_INS else readme
-        assert f"examples/{path.name}" in page
+        assert f'--8<-- "examples/{path.name}"' in page
+        assert f"examples.md#{path.stem})" in guides or f": examples.md#{path.stem}\n" in guides
     assert {path.stem for path in EXAMPLES} >= {
         "camera_fanout",
         "inference_workers",
         "loan",
         "numpy_only",
         "request_reply",
-        *DROP_INS,
+        *WITHOUT_CHANNELS,
     }

@@ -911,7 +911,7 @@ def test_the_example_differs_from_the_standard_library_in_one_line(tmp_path, soc
     assert "24 samples" in outputs.pop()
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "executor.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "executor.md"
 
 CONFORMANCE = """
 import concurrent.futures, importlib, json, pkgutil, sys, unittest
@@ -947,7 +947,7 @@ def standard_tests():
 
 
 def listed_differences() -> set[str]:
-    """The tests of the standard library that docs/executor.md says are different here."""
+    """The tests of the standard library that docs/guide/executor.md says are different here."""
     rows = (line for line in PAGE.read_text().splitlines() if line.startswith("| `test_"))
     return {name for row in rows for name in re.findall(r"`(test_\w+)`", row.split("|")[1])}
 
@@ -956,7 +956,7 @@ def listed_differences() -> set[str]:
 @pytest.mark.parametrize("module", ["as_completed", "deadlock", "init", "process_pool", "shutdown", "wait"])
 @pytest.mark.parametrize("method", ["Fork", "Forkserver", "Spawn"])
 def test_the_standard_librarys_own_tests(standard_tests, method, module, tmp_path):
-    """They pass, but for those that docs/executor.md lists, and those fail."""
+    """They pass, but for those that docs/guide/executor.md lists, and those fail."""
     if method != "Fork" and not SOAK:
         pytest.skip("only the first start method without SHMTENSOR_SOAK=1")
     script = tmp_path / "conformance.py"

@@ -97,7 +97,7 @@ def test_imports_go_down(path):
     top = path.relative_to(PACKAGE).with_suffix("").parts[0]
     if top in ("__init__", "__main__"):
         return
-    assert top in FLOOR, "a new floor: give it a place in FLOORS and in docs/design.md"
+    assert top in FLOOR, "a new floor: give it a place in FLOORS and in docs/internals/design.md"
     wrong = []
     for line, target in imports(path):
         parts = target.split(".")

@@ -1,4 +1,4 @@
-"""The protocols of docs/protocols.md hold in every interleaving, and each of their steps is needed."""
+"""The protocols of docs/internals/protocols.md hold in every interleaving, and each of their steps is needed."""
 
 from __future__ import annotations
 

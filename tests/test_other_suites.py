@@ -2,10 +2,11 @@
 
 They are not part of this repository. `SHMTENSOR_SUITES` names a directory that has them, unpacked: `loky-3.7.0/` (its
 source distribution) and `data/test/stateful_dataloader/test_dataloader.py` (torchdata's repository, whose copy of
-PyTorch's `test/test_dataloader.py` takes its DataLoader from one import): docs/contributing.md, "Suites of others".
+PyTorch's `test/test_dataloader.py` takes its DataLoader from one import). docs/internals/contributing.md,
+"Suites of others", says how to get them.
 
 Only the factory is replaced, by a module that each of their processes imports first, subprocesses and workers too. The
-tests that ask for something else are listed, one by one, in docs/executor.md and docs/dataloader.md.
+tests that ask for something else are listed, one by one, in docs/guide/executor.md and docs/guide/data-loaders.md.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def listed(page: str, heading: str) -> set[str]:
 @pytest.mark.skipif(not LOKY.exists(), reason="SHMTENSOR_SUITES names no directory with loky-3.7.0")
 @pytest.mark.timeout(LIMIT)
 def test_lokys_executor_tests(tmp_path):
-    """They pass but for those that docs/executor.md lists."""
+    """They pass but for those that docs/guide/executor.md lists."""
     place = tmp_path / "place"
     place.mkdir()
     (place / "sitecustomize.py").write_text(IN_LOKYS_PLACE)
@@ -149,13 +150,13 @@ def test_lokys_executor_tests(tmp_path):
         log=tmp_path / "loky.log",
     )  # fmt: skip
     assert len(ran) > 40
-    assert failed <= listed("executor.md", "### loky's tests"), tmp_path
+    assert failed <= listed("guide/executor.md", "### loky's tests"), tmp_path
 
 
 @pytest.mark.skipif(not DATALOADER.exists(), reason="SHMTENSOR_SUITES names no directory with torchdata's tests")
 @pytest.mark.timeout(LIMIT)
 def test_pytorchs_dataloader_tests(tmp_path):
-    """They pass but for those that docs/dataloader.md lists."""
+    """They pass but for those that docs/guide/data-loaders.md lists."""
     pytest.importorskip("expecttest", reason="torch's testing modules need expecttest")
     place = tmp_path / "place" / "torchdata" / "stateful_dataloader"
     place.mkdir(parents=True)
@@ -163,4 +164,4 @@ def test_pytorchs_dataloader_tests(tmp_path):
     (place / "__init__.py").write_text(IN_TORCHS_PLACE)
     ran, failed = failures(DATALOADER, [tmp_path / "place"], "test_dataloader.py", log=tmp_path / "dataloader.log")
     assert len(ran) > 100
-    assert failed <= listed("dataloader.md", "### PyTorch's tests"), tmp_path
+    assert failed <= listed("guide/data-loaders.md", "### PyTorch's tests"), tmp_path

@@ -32,9 +32,11 @@ def load_into(
 ) -> Any:
     """Fill a module's parameters and buffers from a checkpoint; returns what `module.load_state_dict` returns.
 
-    path: as for `load_checkpoint`. key: dotted name of the module's state in it, such as `"model"`; None: the
-    checkpoint is the state dict itself. strict: as for `load_state_dict`. A name that the file lacks is not missing if
-    the module has its weight tied to one that the file has, as with `safetensors.torch.load_model`.
+    Args:
+        path: as for `load_checkpoint`.
+        key: dotted name of the module's state in it, such as `"model"`; None: the checkpoint is the state dict itself.
+        strict: as for `load_state_dict`. A name that the file lacks is not missing if the module has its weight tied to
+            one that the file has, as with `safetensors.torch.load_model`.
 
     Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory;
     the others (on a device, of another dtype) are copied once, from the mapped file. `load_state_dict` runs with its

@@ -214,8 +214,11 @@ class SaveHandle(Local):
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait until the state was copied from the device; the host does not wait.
 
-        stream: a `torch.cuda.Stream`; None: the current one of each device that the state lies on. Call it before the
-        state is changed on that stream, after `save(..., ordered=False)`. Nothing to wait for in host memory.
+        Call it after `save(..., ordered=False)`, before the state is changed on that stream. For a state in host memory
+        it does nothing.
+
+        Args:
+            stream: a `torch.cuda.Stream`; None: the current one of each device that the state lies on.
         """
         if self._offload is not None:
             self._offload.follow(stream)

@@ -27,12 +27,13 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open a checkpoint without reading its tensors: a mapping of their names to handles.
 
-    path:    as for `load_checkpoint`; files of other programs as well
-    arrays:  handles give NumPy arrays, as `load_arrays` does, and torch is not imported
-    readers: threads that read large parts; None: one per core, 4 to 8
-    verify:  a tensor that is read whole is compared with its digest, if the file has one. False: it is not
+    What describes the tensors is read and checked now, as by `load_checkpoint`, with the same errors.
 
-    What describes the tensors is read and checked now, as by `load_checkpoint`. Raises what that does.
+    Args:
+        path: as for `load_checkpoint`; files of other programs as well.
+        arrays: handles give NumPy arrays, as `load_arrays` does, and torch is not imported.
+        readers: threads that read large parts; None: one per core, 4 to 8.
+        verify: compare a tensor that is read whole with its digest, if the file has one. False: compare nothing.
 
     >>> import os, tempfile, numpy as np, shmtensor
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +199,8 @@ class TensorHandle(Local):
     def read(self, index: Index = ...) -> Any:
         """Read all of it, or the part that an index names, into memory of its own.
 
-        index: integers, slices with positive steps and one `...`, as `numpy.s_[0:1024, ::2]` gives them
+        Args:
+            index: integers, slices with positive steps and one `...`, as `numpy.s_[0:1024, ::2]` gives them.
 
         Of a part, only its bytes are read, and those between them where these are fewer: at most twice the part. A
         digest is of a whole tensor, so that a part is not compared with any; neither is a tensor that shares a larger

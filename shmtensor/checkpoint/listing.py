@@ -132,7 +132,8 @@ def load_newest(
 ) -> Any:
     """The newest complete state of a directory, to resume from; None if there is none, or no such directory.
 
-    map, keys, verify: as for `load_checkpoint`
+    Args:
+        map, keys, verify: as for `load_checkpoint`.
 
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
     from there. Otherwise it is the newest file that is complete, whatever `latest` leads to: with `map=False` one whose

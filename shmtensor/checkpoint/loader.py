@@ -34,30 +34,35 @@ def load_checkpoint(
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
-    path:    a file (`.safetensors`, `.pt`, `.npz`), a directory of shards, `latest`, or a directory of checkpoints,
-             which means its `latest`, else the newest complete one
-    map:     True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
-             allowed and never changes the file. False: everything is read into memory now
-    keys:    dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole
-    readers: threads that read, with `map=False`; None: one per core, 4 to 8
-    verify:  what is read is compared with the digests in the file. The description, the places and the sizes are
-             checked in any case. With `map=True` nothing is read now (except parts of sparse, quantized, nested tensors
-             and long `bytes`), so nothing is compared: pass `"all"` to have all that is mapped read and compared.
-             False: no digests
-    from_memory: instead of a file, after the crash of a trainer: the newest snapshot that `CheckpointWriter.save` had
-             copied to its end and whose writing process has not finished with it, copied out of shared memory. `path`
-             is the writer's directory. If there is none, `FileNotFoundError` says why and names what is on disk; a file
-             is never loaded in its place. There are no digests yet: `readers=` and `verify="all"` are refused
-    slices:  of tensors by their names (as `shmtensor checkpoint info` shows them) the part that is wanted, such as
-             `{"model.weight": numpy.s_[0:1024, ::2]}`: integers, slices with positive steps, `...`. Mapped, a part is a
-             view; with `map=False` only the bytes of the part are read, and those between them where they are few.
-             There is a digest of a whole tensor only, so that a part is not compared, except with `verify="all"`, which
-             reads all of the tensor. What comes whole all the same: packed members of an `.npz`, and with `map=False`
-             all of a `.pt` of torch's own
+    Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of another
+    program is a flat dict (`.safetensors`, `.npz`), or what `torch.load(weights_only=True)` gives. Nothing else is
+    unpickled.
 
-    Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of others is a
-    flat dict (`.safetensors`, `.npz`) or what `torch.load(weights_only=True)` gives, as it gives it. Nothing is ever
-    unpickled otherwise. Raises `FileNotFoundError`, `CheckpointError` (which names tensor and offset), `ArgumentError`.
+    Args:
+        path: a file (`.safetensors`, `.pt`, `.npz`), a directory of shards, `latest`, or a directory of checkpoints,
+            which means its `latest`, else the newest complete one.
+        map: True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
+            allowed and never changes the file. False: everything is read into memory now.
+        keys: dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole.
+        readers: threads that read, with `map=False`; None: one per core, 4 to 8.
+        verify: compare what is read with the digests in the file. The description, places and sizes are checked in any
+            case. With `map=True` almost nothing is read now, so nothing is compared: pass `"all"` to read and compare
+            all that is mapped. False: no digests.
+        from_memory: instead of a file, after the crash of a trainer: the newest state that `CheckpointWriter.save` had
+            copied completely and that is not on disk yet, copied out of shared memory. `path` is the writer's
+            directory. If there is none, `FileNotFoundError` says why and names what is on disk; a file is never loaded
+            instead. There are no digests yet: `readers=` and `verify="all"` are refused.
+        slices: the part that is wanted of some tensors, by the names that `shmtensor checkpoint info` shows, such as
+            `{"model.weight": numpy.s_[0:1024, ::2]}`: integers, slices with positive steps, `...`. Mapped, a part is a
+            view. With `map=False` only the bytes of the part are read, and small gaps between them; packed members of
+            an `.npz`, and a `.pt` of torch's own, are read whole. A digest is of a whole tensor: parts are compared
+            only with `verify="all"`, which reads all of the tensor.
+        rank: of a checkpoint that several ranks saved together, this rank's part. None: a dict of all parts by rank.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at `path`.
+        CheckpointError: it is damaged or truncated; the message names the tensor and the offset.
+        ArgumentError: an argument, a name or an index is wrong.
 
     >>> import os, tempfile
     >>> import numpy as np

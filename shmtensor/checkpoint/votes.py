@@ -8,7 +8,7 @@ parts there decides, alone, since it holds the mutex of the run:
     no part of a rank that is dead, or that has failed  -> outcome "given up" in `.shmtensor.run` -> removed
 
 The outcome is the decision, and one atomic replacement of a file: before it the checkpoint can be given up, after it
-everything may be done again, by anybody. docs/multirank.md has the states and the deaths.
+everything may be done again, by anybody. docs/internals/checkpoint-protocol.md has the states and the deaths.
 """
 
 from __future__ import annotations

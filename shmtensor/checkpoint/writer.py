@@ -69,7 +69,8 @@ class CheckpointWriter(Local):
         rank, world_size: this writer saves the part of one rank, 0 to `world_size - 1`, of checkpoints that all ranks
             save together: each opens a writer on the same directory, and saves the same names in the same order. A
             checkpoint is durable, and `latest` leads to it, when the parts of all ranks are: `SaveHandle.missing` tells
-            whose are awaited. `format` is one file per rank, `busy` is `"block"`. See docs/multirank.md.
+            whose are awaited. `format` is one file per rank, `busy` is `"block"`.
+            See docs/guide/checkpoints-of-several-ranks.md.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -199,8 +200,9 @@ class CheckpointWriter(Local):
                 it may change the state. False: it does not wait; change nothing of the state before `staged` is done,
                 or the stream was told to wait by `SaveHandle.wait_stream`.
 
+        With `on_error="raise"` it raises the error of an earlier save that nobody has asked for, and saves nothing.
+
         Raises:
-            the error of an earlier save, with `on_error="raise"`, if nobody has asked for it: nothing is saved then.
             ArgumentTypeError: the state holds something that cannot be saved; the message names where.
             TimedOut: there was no room within `timeout`.
             ResourceError: `/dev/shm` has no room for the slots.
@@ -368,8 +370,9 @@ class CheckpointWriter(Local):
         """Wait until everything that was staged is durable or has failed and callbacks have ended, and end the writing
         process. Idempotent.
 
+        With `on_error="raise"` it raises the first error of a save that nobody has asked for; all is closed then.
+
         Raises:
-            the first error that nobody has asked for, with `on_error="raise"`; everything is closed all the same.
             TimedOut: after `timeout` seconds; the writer is still open then, or only waits for callbacks.
         """
         check_timeout(timeout)

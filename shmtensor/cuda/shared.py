@@ -2,7 +2,7 @@
 
 CUDA lets a process map another one's allocation (`cudaIpcOpenMemHandle`), but not its own, and calls it undefined
 behaviour to free an allocation that others still have mapped. So a process finds here what it has already, and who
-frees asks first who has it mapped (docs/protocols.md, section 11).
+frees asks first who has it mapped (docs/internals/protocols.md, section 11).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Queue`, `JoinableQueue` and `SimpleQueue`: the interface of `multiprocessing`'s queues on top of a work queue.
 
-How they differ from the standard library's, and why, is listed in docs/queues.md.
+How they differ from the standard library's, and why, is listed in docs/guide/queues.md.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Endpoint(Local, ABC):
 
     Asynchronous exceptions (Ctrl-C, a signal handler that raises) arrive at the entry of a Python function, after a
     call, and at a jump back, nowhere else. What must not be torn apart lies between two of these, or in a `try` that
-    begins before it: docs/protocols.md, section 12.
+    begins before it: docs/internals/protocols.md, section 12.
     """
 
     _member: Member

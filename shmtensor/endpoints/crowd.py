@@ -3,7 +3,7 @@
 They stand in the order in which they came, and only the first one has a say:
 
     busy    the first in line has been called, or is looking: `asleep` is even
-    asleep  `asleep` is odd, the loop watches the descriptor, a tick is due: docs/protocols.md, section 8
+    asleep  `asleep` is odd, the loop watches the descriptor, a tick is due: docs/internals/protocols.md, section 8
 
 What a task waits for is taken by that task itself, in the same step in which it leaves the line and returns; nothing is
 ever handed to it through a future. So a cancelled task has taken nothing. Whoever leaves the line, however it leaves,

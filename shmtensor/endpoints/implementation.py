@@ -22,7 +22,7 @@ def make_writer(
     member: Member, ledger: Ledger, *, kind: int, encode: Callable[[Any, Any], Any], locked: Callable[[], bool],
     heeds_verdicts: bool, widest: int, share: int,
 ) -> Any:  # fmt: skip
-    """The writer of a new sender, docs/core.md.
+    """The writer of a new sender, docs/internals/core.md.
 
     locked: whether a call of the endpoint is under way: `send` keeps out of its way
     widest: `send` chooses a ring whose slots are at most so many times larger than the message wants; 0: any; -1: none

@@ -71,7 +71,7 @@ class Message(Local, Received):
 
         To a CUDA device the copies go on the calling thread's current stream. With `non_blocking` they need not be
         done on return: work on that stream comes after them, and the slot stays leased until they are done, whatever
-        is released meanwhile. Tensors that share memory share it on the device. docs/cuda.md
+        is released meanwhile. Tensors that share memory share it on the device. docs/guide/cuda.md
 
         With a device that the tensors are on already (`"cpu"`) this is the value itself, not a copy.
 

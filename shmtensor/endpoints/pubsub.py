@@ -38,9 +38,9 @@ class Publisher(DeviceSender):
         history: how many of the newest messages a subscriber that joins later gets first.
         max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
         device: a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its subscribers get CUDA
-            tensors that *are* the slots. See docs/cuda-ipc.md. None: host memory.
+            tensors that *are* the slots. See docs/guide/device-memory.md. None: host memory.
         pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
-            `False`, never. Nothing is pinned before the first such copy. docs/cuda.md
+            `False`, never. Nothing is pinned before the first such copy. docs/guide/cuda.md
 
     >>> import shmtensor, torch
     >>> pub, sub = shmtensor.Publisher("doc"), shmtensor.Subscriber("doc")

@@ -100,7 +100,7 @@ class Receiver(Sources):
             EndOfStream: every sender has closed or died, and everything they sent is received.
             WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
             PeerDied, CudaError: a publisher of device memory died with messages that were not received; its memory
-                cannot be reached from here (docs/cuda-ipc.md).
+                cannot be reached from here (docs/guide/device-memory.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
         hand = None if self._hands is None else self._begin(self._hands.hand)
@@ -237,7 +237,7 @@ class Receiver(Sources):
     # --- sleeping
 
     def _wait(self, timeout: float | None) -> Message:
-        """Stay awake as long as that pays, then sleep: docs/protocols.md, section 3."""
+        """Stay awake as long as that pays, then sleep: docs/internals/protocols.md, section 3."""
         check_timeout(timeout)
         now = time.monotonic
         deadline = None if timeout is None else now() + timeout

@@ -1,4 +1,4 @@
-"""Fan-out in device memory: what a publisher and its subscribers do differently. docs/protocols.md, section 11."""
+"""Fan-out in device memory: what differs at both ends (docs/internals/protocols.md, section 11)."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Sender(Audience):
             value: a tensor, an ndarray, bytes, or a dict, list or tuple of these with JSON scalars at the other
                 leaves. It is copied before `send` returns: changing it afterwards changes nothing that was sent. CUDA
                 tensors are copied on a stream of the sender's own, after what the calling thread's current stream
-                holds, and the message is published when that is done: docs/cuda.md.
+                holds, and the message is published when that is done: docs/guide/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
 
@@ -275,7 +275,7 @@ class Sender(Audience):
         return place
 
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> Place:
-        """Sleep on the semaphore until a slot is given back: docs/protocols.md, section 4."""
+        """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
         wait = Wait(self)

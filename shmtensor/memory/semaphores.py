@@ -2,7 +2,7 @@
 
 A sender's `asleep` word: bits 0 to 30 count its sleeps (odd: asleep); with `BATCHED`, bits 31 to 61 are those of the
 sequence number from which on a message's end wakes it; bit 63 is `BY_FIFO`. One word, so that a receiver sees either
-all of it or nothing. docs/protocols.md, section 4.
+all of it or nothing. docs/internals/protocols.md, section 4.
 """
 
 from __future__ import annotations

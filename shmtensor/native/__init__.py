@@ -1,4 +1,4 @@
-"""The core in C, optional, and not used with `SHMTENSOR_PURE=1`: docs/core.md.
+"""The core in C, optional, and not used with `SHMTENSOR_PURE=1`: docs/internals/core.md.
 
 `views/implementation.py` and `ring/implementation.py` use it where it was built.
 

@@ -7,7 +7,7 @@
 #include <signal.h>
 #include <sys/socket.h>
 
-/* --- The ringer: a thread of the process that rings several sleepers at once, see docs/protocols.md, section 3 ---------- */
+/* --- The ringer: a thread of the process that rings several sleepers at once, see docs/internals/protocols.md, section 3 ---------- */
 
 #define BELL_BYTES 1024 /* more than a frame's head, a doorbell's, and a record */
 #define MOST_LINES 256  /* a channel has no more members */

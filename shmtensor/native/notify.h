@@ -1,4 +1,4 @@
-/* Wake receivers that sleep: a frame into each one's socket, see channel/zmtp.py and docs/protocols.md, section 3. */
+/* Wake receivers that sleep: a frame into each one's socket, see channel/zmtp.py and docs/internals/protocols.md, section 3. */
 
 #ifndef SHMTENSOR_NOTIFY_H
 #define SHMTENSOR_NOTIFY_H

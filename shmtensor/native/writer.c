@@ -1,7 +1,7 @@
 /* The sending end of one producer, as Python has it: protocol/writer.h with the codec before it and the wake-up behind it.
  *
  * `send` does everything in one call where nothing stands in its way; what does is the endpoint's to see to, which calls
- * `acquire` and `publish`. docs/core.md. Mutual exclusion is the interpreter lock: nothing in `send` runs Python code, or
+ * `acquire` and `publish`. docs/internals/core.md. Mutual exclusion is the interpreter lock: nothing in `send` runs Python code, or
  * lets other threads run, between the first check and the last store. That another thread holds the endpoint's mutex is one
  * of the checks.
  */

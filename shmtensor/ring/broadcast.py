@@ -1,4 +1,4 @@
-"""A subscriber's end of one publisher, the reference: docs/protocols.md, sections 1, 2 and 6."""
+"""A subscriber's end of one publisher, the reference: docs/internals/protocols.md, sections 1, 2 and 6."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BroadcastFeed(ReferenceFeed):
         return self.position + 1 if published > self.position else 0
 
     def _has_started(self) -> bool:
-        """Whether the publisher counts this receiver; asked after reading `published`: docs/protocols.md, section 2."""
+        """Whether the publisher counts this receiver; asked after reading `published`: protocols.md, section 2."""
         settle()
         start = self.ledger.start(self.member, self.reception.member_uid)
         if start is not None:

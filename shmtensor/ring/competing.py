@@ -1,4 +1,4 @@
-"""A consumer's end of one producer, the reference: docs/protocols.md, section 5."""
+"""A consumer's end of one producer, the reference: docs/internals/protocols.md, section 5."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A receiver's end of one producer: its ledger, its rings, how far it has read, and the leases it holds.
 
-`Feed` is the interface; docs/core.md has it as a table. It is implemented twice: by the reference (`ReferenceFeed`
-with `broadcast.py` and `competing.py`), and by the compiled module (`compiled.py`, `native/reader.c`).
+`Feed` is the interface; docs/internals/core.md has it as a table. It is implemented twice: by the reference
+(`ReferenceFeed` with `broadcast.py` and `competing.py`), and by the compiled module (`compiled.py`, `native/reader.c`).
 `implementation.py` says which one is used.
 """
 

@@ -1,4 +1,4 @@
-"""The life cycle of a slot, as data: `docs/slots.md` draws it from this table, and a test walks it.
+"""The life cycle of a slot, as data: `docs/internals/slots.md` draws it from this table, and a test walks it.
 
 Each transition names who makes it and the store (or lock) that makes it visible.
 """

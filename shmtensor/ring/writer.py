@@ -3,7 +3,7 @@
     slot:   FREE -> acquire -> WRITING -> publish -> PUBLISHED -> every receiver has given it back -> FREE
                             -> lend -> its array dies -> FREE
 
-docs/core.md says what each call does, and who writes which word.
+docs/internals/core.md says what each call does, and who writes which word.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The replies to a client come on a fan-out channel of its own, `<service>.<client
 In a publisher's ring the row of its own member index belongs to no receiver: it stores there, at the reply's slot and
 before it publishes the reply, which request the reply is for.
 
-docs/protocols.md, section 8, says why nothing else is needed.
+docs/internals/protocols.md, section 8, says why nothing else is needed.
 """
 
 from __future__ import annotations

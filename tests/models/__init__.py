@@ -1,4 +1,4 @@
-"""Executable models of docs/protocols.md and docs/multirank.md, explored completely by tests/test_models.py."""
+"""Executable models of protocols.md and checkpoint-protocol.md (docs/internals), explored by tests/test_models.py."""
 
 from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
 from .claims import (
@@ -37,5 +37,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
     *(DeviceRing, Unmapping),  # 11
-    Ranks,  # docs/multirank.md
+    Ranks,  # docs/internals/checkpoint-protocol.md
 )

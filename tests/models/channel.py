@@ -1,4 +1,4 @@
-"""docs/protocols.md section 7: joining, leaving, reaping, sweeping; the control segment's name and its inodes."""
+"""protocols.md section 7: joining, leaving, reaping, sweeping; the control segment's name and its inodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/protocols.md section 11: a ring in device memory, whose bytes are written and read later than the host says.
+"""protocols.md section 11: a ring in device memory, whose bytes are written and read later than the host says.
 
 A stream is a process of its own: it does what its host queued, in order, whenever it likes. What one of its operations
 touches (the queue, the slot's bytes, the events) is device state, all of it reached by one access.

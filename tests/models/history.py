@@ -1,4 +1,4 @@
-"""docs/protocols.md section 6, last paragraph: a subscriber joins a publisher that keeps a history.
+"""protocols.md section 6, last paragraph: a subscriber joins a publisher that keeps a history.
 
 Modelled is the variant without a gap: when the publisher notices the new receiver it makes it a recipient of the last
 `HISTORY` messages too (start := published+1-HISTORY). Until then the receiver takes history under shared locks, and

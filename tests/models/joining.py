@@ -1,4 +1,4 @@
-"""docs/protocols.md section 2: which messages are mine? A receiver joins, dies, and another one takes its index.
+"""protocols.md section 2: which messages are mine? A receiver joins, dies, and another one takes its index.
 
 In C: protocol/reader.c (has_started, feed_next).
 """

@@ -1,4 +1,4 @@
-"""docs/protocols.md section 6: take-back from latest-only readers.
+"""protocols.md section 6: take-back from latest-only readers.
 
 In C: protocol/writer.c (is_free), protocol/reader.c (lock_shared, take_broadcast, feed_give_back).
 """

@@ -1,4 +1,4 @@
-"""docs/protocols.md section 9: two tasks of an event loop wait in line at one endpoint; one of them may be cancelled.
+"""protocols.md section 9: two tasks of an event loop wait in line at one endpoint; one of them may be cancelled.
 
 The loop is one process, whose steps are the parts of its turns. Between the turn in which the first in line is called
 and the one in which it looks, anything may happen, its cancellation included.

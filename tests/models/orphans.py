@@ -1,4 +1,4 @@
-"""docs/protocols.md section 7, last paragraph: a sender is gone, and the receiver that finishes it last reaps it.
+"""protocols.md section 7, last paragraph: a sender is gone, and the receiver that finishes it last reaps it.
 
 Nobody ticks here: a receiver looks again when it finishes and when another receiver dies or leaves.
 """

@@ -1,4 +1,4 @@
-"""docs/protocols.md section 5, the last paragraph: who wakes whom in the work queue.
+"""protocols.md section 5, the last paragraph: who wakes whom in the work queue.
 
 Two producers with one message each, two consumers. A consumer may process its message for as long as it likes, so no
 message may wait for a sleeper that nobody rings. A claim is one step here (it is the lock of section 5), and

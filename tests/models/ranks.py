@@ -1,4 +1,4 @@
-"""docs/multirank.md, "Protocol": two ranks' writing processes make one checkpoint of their parts, or give it up.
+"""checkpoint-protocol.md, "Several ranks": two writing processes make one checkpoint of their parts, or give it up.
 
 The parts and the checkpoint's name are files, the outcome is a file that is replaced as a whole: `sys`, since each
 change of one is a system call. `N` is a writing process of the next run, which begins when both are gone.

@@ -1,4 +1,4 @@
-"""docs/protocols.md section 8: one request, a client that looks around and may give it up, two servers, one may die.
+"""protocols.md section 8: one request, a client that looks around and may give it up, two servers, one may die.
 
 What a work queue does by itself (section 5) is kept to the lock, `done` and the count of attempts.
 """

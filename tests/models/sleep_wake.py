@@ -1,4 +1,4 @@
-"""docs/protocols.md section 3: a receiver sleeps, a publisher (which may have only just joined) wakes it.
+"""protocols.md section 3: a receiver sleeps, a publisher (which may have only just joined) wakes it.
 
 In C: writer.c (Writer_send).
 """

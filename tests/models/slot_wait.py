@@ -1,4 +1,4 @@
-"""docs/protocols.md section 4: a sender waits for a slot that receivers give back.
+"""protocols.md section 4: a sender waits for a slot that receivers give back.
 
 In C: protocol/reader.c (feed_give_back).
 """

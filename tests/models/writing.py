@@ -1,4 +1,4 @@
-"""docs/protocols.md section 1: a message is written into a slot that is free.
+"""protocols.md section 1: a message is written into a slot that is free.
 
 In C: protocol/writer.c (writer_acquire, writer_publish).
 """

@@ -24,7 +24,7 @@ static uint64_t newest_of(feed *f) {
     return f->seen;
 }
 
-/* Whether the producer counts this receiver; asked after `published` was read: docs/protocols.md, section 2. */
+/* Whether the producer counts this receiver; asked after `published` was read: docs/internals/protocols.md, section 2. */
 static int has_started(feed *f) {
     if (f->start) return 1;
     const word *said = f->table.words + T_MEMBERS + 2 * (uint64_t)f->member;

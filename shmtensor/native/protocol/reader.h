@@ -1,4 +1,4 @@
-/* The receiving end of one producer: find the next message, take it, give it back. docs/core.md. No Python.
+/* The receiving end of one producer: find the next message, take it, give it back. docs/internals/core.md. No Python.
  *
  * One thread at a time calls what looks for a message (all that move `position`); that is the caller's to see to. `feed_give_back` and
  * `feed_acknowledge` may come from any thread, once each for a message, and one thread at a time.

@@ -1,4 +1,4 @@
-/* The sending end of one producer: free slots, records, publication. docs/core.md says the same in words. No Python.
+/* The sending end of one producer: free slots, records, publication. docs/internals/core.md says the same in words. No Python.
  *
  * One thread at a time calls a writer; that is its caller's to see to.
  *
