@@ -1,1 +1,1 @@
-"""`shmtensor demo`: inference workers and a checked fan-out over real images, next to the usual queues."""
+"""`shmtensor demo`: real frames to several readers, every byte checked, beside the queues that everybody has."""
