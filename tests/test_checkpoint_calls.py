@@ -22,11 +22,10 @@ from shmtensor.checkpoint import names, slots, transfer
 from shmtensor.checkpoint.handle import Durable, Outcome, SaveHandle
 
 from .conftest import descriptors, shared_files
-from .faults.interrupts import each_boundary, interrupted, interrupted_at_random, random_signals
+from .faults.interrupts import each_boundary, interrupted, interrupted_at_random, random_count, random_signals, stride
 from .waiting import wait_until
 
 PATIENCE = 120.0
-SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 
 pytestmark = pytest.mark.usefixtures("own_channels")
 
@@ -484,7 +483,7 @@ def test_every_boundary_of_a_first_save_and_of_close(tmp_path):
     def close():
         writer.close()
 
-    for number, (call, step) in enumerate([(first_save, 1 if SOAK else 43), (close, 1 if SOAK else 7)]):
+    for number, (call, step) in enumerate([(first_save, stride(43)), (close, stride(7))]):
         at, reached = 1 + number, True
         while reached:
             path = tmp_path / f"{call.__name__}-{at}"
@@ -522,7 +521,7 @@ def test_every_boundary_of_start(tmp_path):
 @pytest.mark.timeout(1800)
 def test_random_signals_in_saves(tmp_path):
     """What was reported is durable; what was not is whole or not there."""
-    count = 10_000 if SOAK else 300
+    count = random_count(300)
     reported, raised = [], 0
     with CheckpointWriter(tmp_path, memory="8MiB", keep_last=4) as writer, random_signals(7, 2e-3) as arm:
         writer.start(timeout=PATIENCE)
@@ -574,5 +573,5 @@ def test_an_error_that_nobody_was_told_is_not_lost_with_the_call_that_would_have
                 if not failing.durable.looked:
                     with pytest.raises(OSError, match="No such file"):
                         writer.save(state_of(at))
-            at += 1 if SOAK else 11
+            at += stride(11)
         assert writer.save(state_of(at)).durable.result(PATIENCE)

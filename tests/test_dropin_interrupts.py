@@ -15,12 +15,9 @@ import pytest
 
 from shmtensor import JoinableQueue, Queue, SimpleQueue
 
-from .faults.interrupts import each_boundary, interrupted_at_random, note, random_signals
+from .faults.interrupts import each_boundary, interrupted_at_random, note, random_count, random_signals, stride
 
 KINDS = [SimpleQueue, Queue, JoinableQueue]
-SOAK = os.environ.get("SHMTENSOR_SOAK") == "1"
-SIGNALS = 10_000 if SOAK else 150
-STEP = 1 if SOAK else 97
 """To make a queue has some 900 boundaries, to close one 6,000 to 10,000: every one of them, or every 97th."""
 WAIT = 120
 
@@ -200,7 +197,7 @@ def test_task_done_and_join(q):
 @pytest.mark.parametrize("kind", KINDS)
 def test_making_one(kind, method):
     kind(ctx=method).close()
-    for attempt in each_boundary(lambda: kind(ctx=method), step=STEP):
+    for attempt in each_boundary(lambda: kind(ctx=method), step=stride(97)):
         note(f"{kind.__name__}(ctx={method!r})", attempt)
         if attempt.result is not None:
             attempt.result.close()
@@ -223,7 +220,7 @@ def test_close(kind):
         queues.append(q)
 
     make()
-    for attempt in each_boundary(lambda: queues[-1].close(), step=STEP):
+    for attempt in each_boundary(lambda: queues[-1].close(), step=stride(97)):
         note(f"{kind.__name__}.close", attempt)
         queues[-1].close()
         with pytest.raises(ValueError, match="closed"):
@@ -245,7 +242,7 @@ def test_signals_at_random(kind):
         assert q.get() == "first"
         if kind is JoinableQueue:
             q.task_done()
-        while interrupted < SIGNALS:
+        while interrupted < random_count(150):
             item = [sent, ITEMS["array"]] if sent % 2 else sent
             interrupted += interrupted_at_random(arm, lambda item=item: q.put(item))[0]
             q.put("end")  # what was interrupted is there before it, or not at all

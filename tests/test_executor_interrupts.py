@@ -22,12 +22,9 @@ from shmtensor import ProcessPoolExecutor
 from shmtensor.dropins.shipping import Depot
 from shmtensor.errors import ReentrantError
 
-from .faults.interrupts import Interrupt, each_boundary, interrupted_at_random, random_signals
+from .faults.interrupts import Interrupt, each_boundary, interrupted_at_random, random_count, random_signals, stride
 from .waiting import PATIENCE, wait_until
 
-SOAK = os.environ.get("SHMTENSOR_SOAK") == "1"
-SIGNALS = 10_000 if SOAK else 300
-STEP = 1 if SOAK else 37
 """Of calls for each of which processes are started."""
 
 pytestmark = pytest.mark.slow
@@ -211,7 +208,7 @@ def test_making_one(method, retry_on_death):
 def test_the_first_call(method):
     """It starts the worker and the thread that serves it."""
     last = [made(method)]
-    for attempt in each_boundary(lambda: last[0].submit(twice, 3), step=STEP if method == "fork" else 5 * STEP):
+    for attempt in each_boundary(lambda: last[0].submit(twice, 3), step=stride(37 if method == "fork" else 185)):
         attempt.result = None
         check(last[0])
         assert len(last[0]._processes) == 1
@@ -232,7 +229,7 @@ def test_shutdown(options, retry_on_death):
         executors.append((executor, [executor.submit(twice, 1) for _ in range(4)], executor._executor_manager_thread))
 
     make()
-    for attempt in each_boundary(lambda: executors[-1][0].shutdown(**options), step=1 if SOAK else 11):
+    for attempt in each_boundary(lambda: executors[-1][0].shutdown(**options), step=stride(11)):
         executor, futures, manager = executors.pop()
         ended(executor)
         manager.join(PATIENCE)
@@ -364,7 +361,7 @@ def test_signals_at_random(retry_on_death):
         check(executor)
         interrupted = number = 0
         kept = []
-        while interrupted < SIGNALS:
+        while interrupted < random_count(300):
             number += 1
             argument = np.full(20_000, number) if number % 3 == 0 else number
 

@@ -12,7 +12,7 @@ from shmtensor.channel import exclusive
 from shmtensor.channel.inspect import look
 
 from .conftest import descriptors, shared_files
-from .faults.interrupts import each_boundary, interrupted
+from .faults.interrupts import each_boundary, interrupted, stride
 from .implementations import once
 from .waiting import wait_until
 
@@ -40,10 +40,6 @@ def nothing_is_held() -> None:
     assert not exclusive._deferred
 
 
-STEP = 1 if os.environ.get("SHMTENSOR_SOAK") else 31
-"""Of so many boundaries one is tried in a usual run; the soak run tries each."""
-
-
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-a-peer"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_directory):
@@ -51,9 +47,7 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
     make(channel).close()
     gc.collect()
     before = shared_files(), set(os.listdir(socket_directory)), descriptors()
-    attempts = 0
-    for attempt in each_boundary(lambda: make(channel), step=STEP):
-        attempts += 1
+    for attempt in each_boundary(lambda: make(channel), step=stride(53)):
         made, attempt.result = attempt.result, None
         if made is not None:
             made.close()
@@ -67,7 +61,7 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
             seen = look(channel)
             alive = [member.alive for member in seen.members]
             assert alive == [True], attempt
-    assert attempts > 300 / STEP
+    assert attempt.at > 300
     if peer is not None:
         peer.close()
 
@@ -85,7 +79,7 @@ def test_an_interrupted_departure_is_complete(channel, kind, alone, what, socket
         endpoint = make(channel)
         member = endpoint._member
         attempt = interrupted(getattr(member, what), at)
-        at, reached = at + (1 if STEP == 1 or at < 8 else 3), attempt.reached
+        at, reached = at + (1 if at < 8 else stride(7)), attempt.reached
         assert not exclusive._holders
         assert not exclusive._deferred
         wait_until(lambda: not look(channel).locked)

@@ -18,11 +18,17 @@ import torch
 import shmtensor
 
 from .conftest import descriptors
-from .faults.interrupts import each_boundary, interrupted, interrupted_at_random, note, random_signals
+from .faults.interrupts import (
+    each_boundary,
+    interrupted,
+    interrupted_at_random,
+    note,
+    random_count,
+    random_signals,
+    stride,
+)
 
 PATIENCE = 120.0
-SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
-SIGNALS = 10_000 if SOAK else 300
 
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -211,7 +217,7 @@ def test_recv_times_out(channel, pattern):
             with contextlib.suppress(shmtensor.TimedOut):
                 it.rx.recv(timeout=0.0005)
 
-        for attempt in each_boundary(recv, step=1 if SOAK else 3):
+        for attempt in each_boundary(recv, step=stride(3)):
             it.round()
             note("recv that sleeps", attempt)
 
@@ -362,7 +368,7 @@ def test_full_ring(channel, pattern, slots):
 
         for _ in range(slots):
             it.send()
-        for attempt in each_boundary(send, step=1 if SOAK else 2):
+        for attempt in each_boundary(send, step=stride(3)):
             it.drain()
             it.round()
             for _ in range(slots):
@@ -373,7 +379,7 @@ def test_full_ring(channel, pattern, slots):
 
 def test_growth(channel, pattern):
     """A message that needs a ring of its own."""
-    for at in range(1, 10_000, 1 if SOAK else 11):
+    for at in range(1, 10_000, stride(11)):
         it = pattern(channel)
         try:
             it.send()
@@ -394,7 +400,7 @@ def test_growth(channel, pattern):
 def test_members_come(channel, pattern):
     """The send that finds a new receiver: from that message on it gets everything."""
     with scene(pattern, channel) as it:
-        for at in range(1, 10_000):
+        for at in range(1, 10_000, stride(3)):
             with pattern.receiver(channel) as other:
                 before = it.tx.statistics().sent
                 attempt = interrupted(lambda: it.tx.send(it.value(it.next)), at)
@@ -416,7 +422,7 @@ def test_members_come(channel, pattern):
 
 def test_members_leave(channel, pattern):
     with scene(pattern, channel, slots=4) as it:
-        for at in range(1, 10_000):
+        for at in range(1, 10_000, stride(3)):
             with pattern.receiver(channel):
                 it.round()
             before = it.tx.statistics().sent
@@ -433,7 +439,7 @@ def test_members_leave(channel, pattern):
 def test_senders_come_and_go(channel, pattern):
     """The recv that finds a new sender, and one that has left."""
     with scene(pattern, channel) as it:
-        for at in range(1, 10_000, 1 if SOAK else 2):
+        for at in range(1, 10_000, stride(5)):
             with pattern.sender(channel) as other:
                 other.send(it.value(it.next))
                 it.next += 1
@@ -500,7 +506,7 @@ def test_arecv(channel, pattern, waits):
     with scene(pattern, channel, mixed) as it:
         if not waits:
             it.send()
-        for at in range(1, 10_000, 1 if SOAK else 3):
+        for at in range(1, 10_000, stride(7)):
             state = {}
             runner = Loop()
 
@@ -530,7 +536,7 @@ def test_arecv(channel, pattern, waits):
 @never_started
 def test_asend(channel, pattern):
     with scene(pattern, channel, mixed) as it:
-        for at in range(1, 10_000, 1 if SOAK else 2):
+        for at in range(1, 10_000, stride(3)):
             runner = Loop()
             before = it.tx.statistics().sent
             runner.start(it.tx.asend(it.value(it.next), timeout=PATIENCE))
@@ -547,7 +553,7 @@ def test_asend(channel, pattern):
 @pytest.mark.filterwarnings("ignore:.*no consumer has finished:ResourceWarning")
 @pytest.mark.parametrize("side", ["tx", "rx"])
 def test_close(channel, pattern, side):
-    for at in range(1, 10_000, 1 if SOAK else 7):
+    for at in range(1, 10_000, stride(17)):
         it = pattern(channel)
         it.round()
         it.send()
@@ -574,7 +580,7 @@ def test_close(channel, pattern, side):
 
 
 def test_close_with_views_alive(channel, pattern):
-    for at in range(1, 10_000, 1 if SOAK else 7):
+    for at in range(1, 10_000, stride(17)):
         it = pattern(channel, mixed)
         it.send()
         message = it.rx.recv(timeout=PATIENCE)
@@ -603,7 +609,7 @@ def test_random_signals(channel, pattern, value, side):
     with scene(pattern, channel, value, slots=4) as it:
         hits = 0
         with random_signals(seed=1) as arm:
-            while hits < SIGNALS:
+            while hits < random_count(300):
                 before = it.tx.statistics().sent
                 if side == "recv":
                     it.send()

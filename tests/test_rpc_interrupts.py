@@ -19,13 +19,19 @@ import shmtensor
 from shmtensor import TimedOut
 
 from .conftest import descriptors
-from .faults.interrupts import each_boundary, interrupted, interrupted_at_random, note, random_signals
+from .faults.interrupts import (
+    each_boundary,
+    interrupted,
+    interrupted_at_random,
+    note,
+    random_count,
+    random_signals,
+    stride,
+)
 from .services import PATIENCE
 from .test_rpc import pair, serving  # noqa: F401
 from .waiting import wait_until
 
-SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
-RANDOM = 10_000 if SOAK else 300
 """Signals at random times, for each call."""
 
 
@@ -122,7 +128,7 @@ def test_a_client_at_every_boundary(pair, call, kind):  # noqa: F811
         for _ in range(3):
             client.request(value(0), timeout=PATIENCE)
         other = client.submit(value(-1), timeout=PATIENCE)
-        for attempt in each_boundary(lambda: asked(client, value(7))):
+        for attempt in each_boundary(lambda: asked(client, value(7)), step=stride(3)):
             assert attempt.raised or not attempt.reached or attempt.swallowed
             attempt.result = None
             works(client, other, value, attempt.at)
@@ -193,7 +199,7 @@ def test_a_server_at_every_boundary(channel, call, kind, batch):
             def taken(server):
                 mine[0].reply(mine[0].value) if call == "reply" else mine[0].fail("on purpose")
 
-        for attempt in each_boundary(lambda: taken(server)):
+        for attempt in each_boundary(lambda: taken(server), step=stride(5)):
             assert attempt.raised or not attempt.reached or attempt.swallowed
             note(f"Server {call}, {kind}, {'batch' if batch else 'one'}", attempt)
             if call == "recv" and attempt.result is not None:
@@ -233,7 +239,7 @@ def test_a_server_at_every_boundary(channel, call, kind, batch):
 def test_close(channel, end):
     """What was cut short is finished by the next `close`; the request that is open fails, or is another server's, and
     nothing is left."""
-    for at in range(1, 20_000, 1 if SOAK else 97):
+    for at in range(1, 20_000, stride(211)):
         server, client = shmtensor.Server(channel), shmtensor.Client(channel)
         answered = client.submit(plain(0), timeout=PATIENCE)
         taken_by_hand(server)
@@ -294,7 +300,7 @@ def test_a_client_at_random_times(pair, call):  # noqa: F811
         begun.wait(PATIENCE)
         interrupted = number = 0
         with random_signals(1, 2e-3) as arm:
-            while interrupted < RANDOM and not any(other.done() for other in others):
+            while interrupted < random_count(300) and not any(other.done() for other in others):
                 number += 1
                 value = plain(number % 1000)
                 hit, got = interrupted_at_random(arm, lambda value=value: ASKED[call](client, value))
@@ -335,7 +341,7 @@ def test_a_server_at_random_times(channel):
             asked = threads.submit(ask)
             interrupted = 0
             with random_signals(2, 4e-3) as arm:
-                while interrupted < RANDOM // 5 and not asked.done():
+                while interrupted < random_count(300) // 5 and not asked.done():
                     interrupted += interrupted_at_random(arm, lambda: server.run(echo))[0]
             ended.set()
             server.run(echo)

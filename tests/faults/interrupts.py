@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import random
 import shutil
 import signal
@@ -32,6 +33,7 @@ import pytest
 
 from shmtensor import native
 
+SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))
 SIGNAL = signal.SIGUSR1
 _SOURCE = """
 extern int PyErr_SetInterruptEx(int);
@@ -112,6 +114,16 @@ def interrupted(call: Callable[[], Any], at: int) -> Attempt:
         signal.signal(SIGNAL, before)
     assert not strange, strange
     return attempt
+
+
+def stride(usual: int) -> int:
+    """From one boundary that is tried to the next: a usual run tries each `usual`-th, the soak run every one."""
+    return 1 if SOAK else usual
+
+
+def random_count(usual: int) -> int:
+    """How many signals at random moments interrupt a call: 10,000 in the soak run."""
+    return 10_000 if SOAK else usual
 
 
 def each_boundary(call: Callable[[], Any], *, first: int = 1, step: int = 1) -> Iterator[Attempt]:
