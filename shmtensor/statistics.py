@@ -18,19 +18,19 @@ class SenderStatistics:
     waits: int
     """How often a send had to sleep until a slot was given back."""
     doorbells: int
-    """How many sleeping receivers were rung."""
+    """Wake-ups sent to sleeping receivers."""
     rings: int
     """Rings the sender has made."""
     slots: int
     """Slots of all rings together."""
     slots_busy: int
-    """Slots that hold a message not yet known to be given back."""
+    """Slots whose message some receiver still needs, as far as this sender knows."""
     ring_bytes: int
     """Shared memory of all rings, bytes."""
     receivers: int
     """Members that get what is sent now."""
     dead_receivers: int
-    """Receivers that were found dead while they held this sender up."""
+    """Receivers that were found dead while this sender waited for them."""
     pinned_bytes: int = 0
     """Bytes of the rings that are pinned for CUDA copies in this process."""
     pin_failure: str = ""
@@ -48,25 +48,25 @@ class ReceiverStatistics:
     received_bytes: int
     """Payload bytes of these."""
     missed: int
-    """With `delivery="latest"`: messages passed over because a newer one was there."""
+    """With `delivery="latest"`: messages that were skipped because a newer one was there."""
     redelivered: int
     """Work queue: messages received with `attempt` above 1."""
     abandoned: int
     """Work queue: messages dropped here because they had used up `max_attempts`."""
     bad_records: int
-    """Slot records or order entries that failed validation and were passed over."""
+    """Messages that were skipped because their description in shared memory is damaged."""
     bad_doorbells: int
-    """Inbox messages that were no valid doorbell."""
+    """Wake-ups that were not valid."""
     sleeps: int
     """How often `recv` went to sleep."""
     ticks: int
-    """How often such a sleep ended by the clock instead of a doorbell."""
+    """How often such a sleep was ended by the regular liveness check (every 0.25 s) instead of a wake-up."""
     late: int
-    """Ticks that found work: a lost wake-up, or a peer that died before ringing."""
+    """Liveness checks that found a message: a wake-up was lost, or a sender died before it sent one."""
     senders: int
     """Senders attached now."""
     behind: int
-    """Messages published and not yet looked at."""
+    """Messages published and not received so far, of the senders that this receiver is attached to."""
     leases: int
     """Messages whose slots are still held by living views."""
     pinned_bytes: int = 0
@@ -88,15 +88,15 @@ class ClientStatistics:
     errors: int
     """Ended by an error that a server sent, or by a server's death."""
     cancelled: int
-    """Given up by a cancelled future, Ctrl-C or a `map` that ended early."""
+    """Cancelled by a future, by Ctrl-C or by a `map` that ended early."""
     expired: int
     """Ended by their time-out."""
     duplicates: int
-    """Replies that nobody waited for: to requests given up, or sent by a second server since the first one died."""
+    """Replies that were dropped: to cancelled requests, or from a second server after the first one had died."""
     outstanding: int
     """Requests without a reply so far."""
     servers: int
-    """Servers that live now, for health checks: the kernel is asked, a killed one is not counted."""
+    """Servers that are alive now, for health checks: a killed one is not counted."""
     request_bytes: int
     """Payload bytes of all requests."""
     reply_bytes: int
@@ -114,11 +114,11 @@ class ServerStatistics:
     failed: int
     """Answered with an error."""
     expired: int
-    """Not started since their time was up."""
+    """Not started, because their time-out had passed."""
     cancelled: int
-    """Not started, or not answered, since nobody waits for them."""
+    """Not started, or not answered, because the client had cancelled them."""
     dropped: int
-    """Let go of without an answer, or answered in vain for lack of room; their clients get an error."""
+    """Dropped without an answer, or with an answer that had no room; their clients get an error."""
     retried: int
     """Taken after another server died with them."""
     unfinished: int
@@ -142,7 +142,7 @@ class WriterStatistics:
     replaced: int
     """Of these, taken back by `busy="replace"` before they were written."""
     skipped: int
-    """Calls of `save` that `busy="skip"` did not follow."""
+    """Calls of `save` that saved nothing, by `busy="skip"`."""
     deleted: int
     """Old checkpoints that were removed because `keep_last` and the like did not keep them."""
     restarts: int

@@ -57,7 +57,7 @@ class CheckpointWriter(Local):
         max_shard: bytes of a file; larger states become a directory of several, where the format has such.
         busy: what `save` does when there is no room for the state beside those that are still being written:
             `"block"`, wait for room; `"skip"`, do not save; `"replace"`, take back those that are not being
-            written yet. `SaveHandle.status`, `waited` and `replaced` tell.
+            written yet. See `SaveHandle.status`, `waited` and `replaced`.
         keep_last: how many of the newest checkpoints stay; older ones that this library wrote are deleted. None: all.
         keep_every: older ones whose step is a multiple of it stay as well.
         keep_best: `(metric, "min" or "max", count)`: so many older ones with the best `metrics=` stay as well.
@@ -183,7 +183,7 @@ class CheckpointWriter(Local):
         ordered: bool = True,
     ) -> SaveHandle:  # fmt: skip
         """Copy a state into shared memory, to be written in the background. Returns when the copy is made, or, of what
-        lies on a device, is under way: `SaveHandle.staged` tells when that is complete.
+        lies on a device, is under way: `SaveHandle.staged` is done when that is complete.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays and plain values, or an `nn.Module`; whatever is
@@ -192,7 +192,7 @@ class CheckpointWriter(Local):
                 is ever overwritten. None: `step-00000007` if `meta` or the state has an int `step`, else
                 `save-00000001` and so on; with `-2` behind it if that exists.
             meta: a small JSON-able dict that is kept with it.
-            metrics: numbers by name, which `keep_best` goes by and `list_checkpoints` tells.
+            metrics: numbers by name, which `keep_best` compares and `list_checkpoints` shows.
             alias: a second name, such as "best", which it takes over from the checkpoint that had it: a link that moves
                 when this one is durable. What it leads to is not deleted.
             timeout: seconds to wait for room; None waits as long as the writing process lives.

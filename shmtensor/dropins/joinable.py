@@ -20,8 +20,8 @@ from .queues import Hand, Queue, T
 class JoinableQueue(Queue[T]):
     """`multiprocessing.JoinableQueue` through shared memory: a `Queue` with `task_done` and `join`.
 
-    An item is done when `task_done` was called for it. A getter that ends before that, however it ends, gives back what
-    it had got and not done, and others get it again: `join` does not wait in vain for a worker that was killed.
+    An item is done when `task_done` was called for it. If a process ends before that, however it ends, its
+    unfinished items are delivered to others: `join` does not wait for a worker that was killed.
 
     >>> import shmtensor
     >>> queue = shmtensor.JoinableQueue()

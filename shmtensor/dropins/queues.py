@@ -359,14 +359,13 @@ class Queue(SimpleQueue[T]):
         maxsize: how many items it holds at most; 0 or less for no limit but that of memory.
         ctx, max_bytes, device: as for `SimpleQueue`.
 
-    An item is its getter's once `get` has returned. A getter that is killed before gives it back, and another one
-    gets it.
+    An item belongs to the process in which `get` has returned. If a process is killed inside `get`, another gets it.
 
     >>> import shmtensor, torch
     >>> queue = shmtensor.Queue(maxsize=2)
     >>> queue.put([torch.arange(3), "three"], timeout=1)
     >>> tensor, name = queue.get(timeout=5)
-    >>> tensor += 1  # writable, and nobody else's
+    >>> tensor += 1  # writable, and seen by no other process
     >>> tensor.tolist(), name, queue.empty()
     ([1, 2, 3], 'three', True)
     >>> queue.close()

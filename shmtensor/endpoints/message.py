@@ -63,7 +63,7 @@ class Message(Local, Received):
     _hold: Any
 
     def copy(self) -> Any:
-        """A private, writable copy of the value that no lease hangs on."""
+        """A private, writable copy of the value, which does not keep the slot."""
         return copy_value(self.value)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:

@@ -17,8 +17,8 @@ class Producer(AsyncSender):
     """Sends each message to exactly one consumer of the channel, now or later.
 
     Without consumers, messages wait in the ring, as long as the channel has a member. If this producer is its last one,
-    the messages that nobody has finished end with it, and `close()` says how many: a `ResourceWarning` and a warning of
-    the logger `shmtensor`.
+    unfinished messages end with it, and `close()` says how many: a `ResourceWarning`, and a warning of the logger
+    `shmtensor`.
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.

@@ -74,7 +74,7 @@ class Request(Local):
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the reply any more: the client gave the request up, closed or died."""
+        """Whether the reply is no longer needed: the client cancelled the request, closed or died."""
         if self._source.feed.gone:
             return True
         note = self._words[self._at + NOTE]
