@@ -1,5 +1,9 @@
-"""The part of the build that pyproject.toml cannot say: compiled modules, each of which may be left out."""
+"""The part of the build that pyproject.toml cannot say: the compiled module, which may be left out.
 
+With `SHMTENSOR_REQUIRE_NATIVE=1` it may not: wheels are built so.
+"""
+
+import os
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,7 +27,7 @@ setup(
             include_dirs=includes,
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
-            optional=True,
+            optional=os.environ.get("SHMTENSOR_REQUIRE_NATIVE", "") in ("", "0"),
         ),
     ]
 )

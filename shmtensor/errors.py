@@ -11,6 +11,7 @@
 | `RemoteError` | whoever wrote the server's handler |
 | `WireError` | whoever runs the peer: it sends what this version cannot read |
 | `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
+| `DependencyError` | whoever installs the program: an optional package is missing |
 | `ResourceError`, `PlatformError`, `CudaError` | whoever runs the machine: memory, permissions, limits, kernel, GPU |
 """
 
@@ -153,6 +154,14 @@ class CheckpointError(WireError):
     tensor and the offset.
     Remedy: load another checkpoint (`load_newest` skips damaged ones), and look at this one with
     `shmtensor checkpoint verify`.
+    """
+
+
+class DependencyError(ShmTensorError, ImportError):
+    """An optional package is needed and not installed; its `name` says which.
+
+    Cause: shmtensor was installed without the extra that has the package, such as `torch`.
+    Remedy: the message has the command, such as `pip install 'shmtensor[torch]'`.
     """
 
 

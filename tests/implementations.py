@@ -55,7 +55,7 @@ OTHERS = {
     "codec_sanitized": "the compiled module's alone",
     "faults deaths slot_reuse_faults kill_soak dropin_faults": "they choose for the processes that they kill",
     "executor executor_interrupts dropin_interrupts cpython_queues other_suites streams": "drop-ins over the queues",
-    "children cli demo examples http benchmarks": "programs, as users start them",
+    "children cli demo examples http benchmarks packaging": "programs, as users start them",
 }
 
 

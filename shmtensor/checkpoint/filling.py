@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..views.libraries import import_torch
 from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
 from .checking import check_archive
@@ -53,8 +54,7 @@ def load_into(
     >>> model.weight.sum().item()
     4.0
     """
-    import torch
-
+    torch = import_torch()
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
     count = check_options(readers, verify)

@@ -44,7 +44,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..views.leaf import Leaf, Refused
-from ..views.libraries import is_tensor, torch_views
+from ..views.libraries import import_torch, is_tensor, torch_views
 from ..views.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..wire.dtypes import BY_NAME
 from ..wire.spec import COMPOSITES
@@ -237,9 +237,9 @@ class ForeignEncoder(Encoder):
 @functools.cache
 def _tensor_tools() -> tuple[Any, Any, frozenset[type]]:
     """What is needed for each tensor, once torch is there."""
+    views = torch_views()
     from ..views.composites import take_apart
 
-    views = torch_views()
     return views, take_apart, views.tensor_types()
 
 
@@ -357,7 +357,7 @@ class Decoder:
             case "s", str():
                 return np.str_(body)
             case "size", list() if all(type(n) is int and 0 <= n < 1 << 62 for n in body):
-                return _torch().Size(body) if self._torch else tuple(body)
+                return import_torch().Size(body) if self._torch else tuple(body)
             case "dtype", str() if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", body):
                 return self._dtype(body)
             case "device", str() if _DEVICE.match(body):
@@ -395,14 +395,14 @@ class Decoder:
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *strides]):
             raise CheckpointError(f"invalid structure: a tensor of shape {shape!r:.80} and strides {strides!r:.80}")
         try:
-            return _torch().empty_strided(shape, strides, dtype=self._dtype(dtype), device="meta")
+            return import_torch().empty_strided(shape, strides, dtype=self._dtype(dtype), device="meta")
         except (RuntimeError, TypeError) as error:
             raise CheckpointError(f"invalid structure: {error}") from None
 
     def _dtype(self, name: str) -> Any:
         if not self._torch:
             return f"torch.{name}"
-        torch = _torch()
+        torch = import_torch()
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"torch.{name} is no dtype of torch {torch.__version__}")
@@ -412,15 +412,9 @@ class Decoder:
         if not self._torch:
             return name
         try:
-            return _torch().device(name)
+            return import_torch().device(name)
         except RuntimeError:
             raise CheckpointError(f"torch knows no device {name!r}") from None
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _part(value: Any) -> float:

@@ -23,6 +23,7 @@ from rich.table import Table
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..errors import ArgumentError
 from ..units import format_bytes, parse_bytes
+from ..views.libraries import import_torch
 from .output import console, fail, guarded, print_json
 
 OURS: Final = "shmtensor"
@@ -143,6 +144,7 @@ def _show(nbytes: int, ours: dict[str, Any], rivals: list[dict[str, Any]]) -> No
 
 def _run(nbytes: int, seconds: float) -> list[Figures]:
     """Both processes' part: start the other one, measure in turns, end it."""
+    import_torch()
     import torch
     import torch.multiprocessing
 

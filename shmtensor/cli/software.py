@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import platform
 import secrets
 import sys
@@ -17,6 +16,7 @@ from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError
 from ..memory import segment as shm
+from ..views.libraries import EXTRA
 from .finding import FAIL, OK, WARN, Finding
 
 _NEEDED = (("NumPy", "numpy", "numpy"), ("pyzmq", "pyzmq", "zmq"), ("posix_ipc", "posix_ipc", "posix_ipc"))
@@ -45,14 +45,13 @@ def codec() -> Iterator[Finding]:
     if native.module is not None:
         yield Finding("compiled core", OK, "in use", "messages are sent and received without Python code")
         return
-    if os.environ.get("SHMTENSOR_PURE"):
+    if native.switched_off():
         yield Finding("compiled core", OK, "switched off", "by SHMTENSOR_PURE")
         return
-    remedy = (
-        "the Python code does the same, forty times slower for small messages: the module needs a C compiler at pip "
-        "install, and a Python with its lock"
-    )
-    yield Finding("compiled core", WARN, "not in use", f"{native.why_not}; {remedy}")
+    yield Finding(
+        "compiled core", WARN, "not in use",
+        f"{native.why_not}; the Python code does the same, forty times slower for small messages: {native.remedy}",
+    )  # fmt: skip
 
 
 def torch() -> Iterator[Finding]:
@@ -60,10 +59,9 @@ def torch() -> Iterator[Finding]:
     try:
         module = importlib.import_module("torch")
     except Exception as error:
-        yield Finding(
-            "torch", WARN, f"{type(error).__name__}: {error}",
-            "NumPy arrays work without it, tensors do not: pip install torch",
-        )  # fmt: skip
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        value = "not installed" if missing else f"{type(error).__name__}: {error}"
+        yield Finding("torch", WARN, value, f"NumPy arrays work without it, tensors do not: {EXTRA}")
         return
     yield Finding(
         "torch", OK, str(module.__version__), "imports; imported by the library when the first tensor arrives"

@@ -313,7 +313,7 @@ def _usable_torch() -> Any:
         import torch
     except ImportError as error:
         raise CudaError(
-            errno.ENOENT, f"CUDA needs torch, which cannot be imported ({error}): pip install torch"
+            errno.ENOENT, f"CUDA needs torch, which cannot be imported ({error}): pip install 'shmtensor[torch]'"
         ) from None
     if torch.version.cuda is None:
         raise CudaError(

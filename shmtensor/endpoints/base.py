@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from .. import native
 from ..channel import doorbells
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
 from ..memory import forks, words
@@ -59,6 +60,7 @@ class Endpoint(Local, ABC):
     _gpu: Devices | None = None  # what deals with CUDA, once it is needed: endpoints/devices.py
 
     def __init__(self) -> None:
+        native.report_missing()
         self._state = OPEN
         self._mutex = threading.Lock()
         self._inside = 0  # the thread that has the mutex

@@ -24,22 +24,53 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, Final
+
+_NAME: Final = f"{__name__}._codec"
+_AGAIN: Final = (
+    "install a wheel of shmtensor, or a C compiler and Python's headers (on Debian and Ubuntu: apt install gcc "
+    "python3-dev), then run pip install --force-reinstall --no-deps --no-cache-dir shmtensor"
+)
 
 
-def _load() -> tuple[Any, str]:
-    """The compiled module, or None and why it is not used."""
-    if os.environ.get("SHMTENSOR_PURE", "") not in ("", "0"):
-        return None, "switched off by SHMTENSOR_PURE"
+def switched_off() -> bool:
+    """Whether the compiled module is not wanted: `SHMTENSOR_PURE` is set, and not to 0."""
+    return os.environ.get("SHMTENSOR_PURE", "") not in ("", "0")
+
+
+def _load() -> tuple[Any, str, str]:
+    """The compiled module, or None, why it is not used, and what to do about that."""
+    if switched_off():
+        return None, "switched off by SHMTENSOR_PURE", "unset SHMTENSOR_PURE"
     if "t" in sys.abiflags:  # it would not compile, and importing one would switch the lock on for the whole process
         reason = "this Python has no global interpreter lock (free-threaded), which keeps its threads apart"
-        logging.getLogger("shmtensor").warning("the compiled codec is not used, Python code does the work: %s", reason)
-        return None, reason
+        return None, reason, "use a Python that has the lock"
     try:
-        return importlib.import_module("._codec", __name__), ""
+        return importlib.import_module(_NAME), "", ""
+    except ModuleNotFoundError as error:
+        if error.name != _NAME:
+            raise
+        return None, "no compiled module was installed", _AGAIN
     except ImportError as error:
-        return None, f"not built: {error}"
+        return None, f"it cannot be loaded: {error}", _AGAIN
 
 
-module, why_not = _load()
-"""The compiled module; None where it was not built or is not wanted, and then why."""
+module, why_not, remedy = _load()
+"""The compiled module; None where it is not installed, does not load or is not wanted, then why, and what to do."""
+
+_reported = False
+
+
+def report_missing() -> None:
+    """Log, once per process and its forked children, that the compiled module is not used, unless that was asked for.
+
+    Endpoints call it when they are created. It is a warning: programs that configure no logging print nothing below
+    that level, and the user who does not know that messages take many times longer is the one who needs the line.
+    """
+    global _reported
+    if _reported or not why_not or switched_off():
+        return
+    _reported = True
+    logging.getLogger("shmtensor").warning(
+        "the compiled core is not used, so that small messages take about forty times longer: %s: %s", why_not, remedy
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import WireError
 from ..wire import spec
 from ..wire.spec import LeafSpec
-from .libraries import is_tensor, torch_views
+from .libraries import EXTRA, is_tensor, torch_views
 from .numpy import CARRIER, MAX_NDIM, AnyDType, Array, build
 
 MakeLeaf = Callable[[LeafSpec, Any, tuple[int, int]], Any]
@@ -48,7 +48,7 @@ class Views:
         try:
             views = torch_views()
         except ImportError:
-            raise WireError("the message has torch tensors, but torch is not installed: pip install torch") from None
+            raise WireError(f"the message has torch tensors, but torch is not installed: {EXTRA}") from None
         row: Any = leaf.dtype
         view_as = views.view_dtype(row)
         if not extent:

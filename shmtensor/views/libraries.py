@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
+
+from ..errors import DependencyError
+
+EXTRA: Final = "pip install 'shmtensor[torch]'"
+"""The command that installs torch as this package wants it."""
 
 
 def is_tensor(value: object) -> bool:
@@ -12,18 +17,38 @@ def is_tensor(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def torch_views() -> Any:
-    """The module `shmtensor.views.torch`; imports torch."""
-    from . import torch
+def import_torch() -> Any:
+    """The module `torch`; `DependencyError` where it is not installed."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
+    return torch
 
+
+def torch_views() -> Any:
+    """The module `shmtensor.views.torch`; imports torch, `DependencyError` where it is not installed."""
+    try:
+        from . import torch
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
     return torch
 
 
 def device_views() -> Any:
-    """The module `shmtensor.views.device`; imports torch."""
-    from . import device
-
+    """The module `shmtensor.views.device`; imports torch, `DependencyError` where it is not installed."""
+    try:
+        from . import device
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
     return device
+
+
+def _explained(error: ModuleNotFoundError) -> ImportError:
+    """What to raise for it: what to install, if it is torch itself that is missing."""
+    if error.name != "torch":
+        return error
+    return DependencyError(f"this needs torch, which is not installed: {EXTRA}", name="torch")
 
 
 def is_cuda_name(device: str) -> bool:

@@ -18,7 +18,7 @@ from .decode import Tree
 from .encode import Encoded, Walk, encode_empty
 from .layout import Layout
 from .leaf import Leaf
-from .libraries import torch_views
+from .libraries import EXTRA, torch_views
 
 
 class ResidentEncoded(Encoded):
@@ -134,7 +134,7 @@ def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[
         try:
             views = torch_views()
         except ImportError:
-            raise WireError("the message has torch tensors, but torch is not installed: pip install torch") from None
+            raise WireError(f"the message has torch tensors, but torch is not installed: {EXTRA}") from None
         dtype = views.view_dtype(row)
         extent = spec.check_extent(leaf, row.itemsize)
         if extent and leaf.offset + extent > nbytes:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ...views.libraries import import_torch
 from ..objects import check_objects
 from ..plan import Plan, plan
 from ..texts import Described
@@ -181,14 +182,13 @@ def _joined(files: list[Path], *, mmap: bool) -> dict[str, Any]:
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    import torch
-
+    torch = import_torch()
     zipped = _is_zip(path)
     if mmap and zipped:  # torch would take packed bytes for a tensor's
         members = read_directory(path, lambda name: "/data/" in name).members
         mmap = all(member.offset is not None for member in members.values())
     try:
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        with torch.sparse.check_sparse_tensor_invariants():
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipped)
     except (
         pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError,

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ...memory.segment import free_bytes
 from ...units import format_bytes
+from ...views.libraries import import_torch
 from ..output import console, fail, guarded, print_json
 from .frames import InputError, paths
 from .processes import Plan, ProcessError, Processes, Report, Round
@@ -144,6 +145,7 @@ def demo(
     out = console(stderr=as_json)
     try:
         paths(source)
+        import_torch()
         about, results, errors, load = _run(plan, seconds, out)
     except InputError as error:
         raise fail(str(error), _BAD_INPUT) from None
