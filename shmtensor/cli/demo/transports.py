@@ -123,9 +123,9 @@ def stamped(meta: Meta) -> Meta:
     return {**meta, "t": time.monotonic_ns()}
 
 
-OURS: Final = "shmtensor"
 TRANSPORTS: Final[dict[str, Callable[[str, int, Queues], Transport]]] = {
-    OURS: ShmTransport,
+    "shmtensor": ShmTransport,
     "multiprocessing.Queue": QueueTransport,
     "torch.multiprocessing.Queue": TorchTransport,
 }
+"""By name; the first is what the others are compared with."""
