@@ -187,7 +187,10 @@ def test_the_session_reports_what_has_passed_also_when_its_time_is_over(tmp_path
     the plugins of the suite."""
     trial, file = tmp_path / "test_trial.py", tmp_path / "run.json"
     trial.write_text(TRIAL.replace("{end}", end))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "",  # options of plugins among them
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", SESSION, str(file), str(trial)], cwd=ROOT, env=environment, capture_output=True,
         text=True, timeout=400,
