@@ -23,7 +23,13 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 CONSTRAINTS = ["-c", str(TREE / "constraints.txt")]
 WITHOUT_TORCH = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
 """What the tests need that run without torch."""
-SHORT = ["test_packaging.py", "test_implementations.py", "test_fanout.py", "test_workqueue.py", "test_codec.py"]
+SHORT = [
+    "package/test_packaging.py",
+    "package/test_implementations.py",
+    "endpoints/test_fan_out.py",
+    "endpoints/test_work_queue.py",
+    "codec/test_codec.py",
+]
 """The part of the transport's tests that is run by default, with the compiled module and without it."""
 
 
@@ -45,7 +51,7 @@ def package(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--outdir", str(work / "dist"), env={"SHMTENSOR_REQUIRE_NATIVE": "1"})
     (source,) = (work / "dist").glob("*.tar.gz")
     (wheel,) = (work / "dist").glob("*.whl")  # built from the source distribution, not from this tree
-    session.run("python", "-m", "tests.packages", str(source), str(wheel))
+    session.run("python", "-m", "tests.package.contents", str(source), str(wheel))
     session.run("python", "-m", "twine", "check", "--strict", str(source), str(wheel))
     session.run("auditwheel", "show", str(wheel))
 
@@ -70,12 +76,12 @@ def package(session: nox.Session) -> None:
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(TREE / name, work / "run")
     install(str(wheel), *WITHOUT_TORCH)
-    test("tests/test_packaging.py")
+    test("tests/package/test_packaging.py")
     install(f"{wheel}[test]")
     if session.posargs == ["--all"]:
         listed = "from tests.implementations import TRANSPORT; print(*sorted(TRANSPORT))"
         with session.chdir(work / "run"):
             names = session.run(python, "-c", listed, external=True, env=alone, silent=True) or ""
-        test("tests/test_packaging.py", *(f"tests/test_{name}.py" for name in names.split()))
+        test("tests/package/test_packaging.py", *(f"tests/{name.replace('/', '/test_')}.py" for name in names.split()))
     else:
         test(*(session.posargs or [f"tests/{name}" for name in SHORT]))

@@ -21,7 +21,7 @@ else:
 setup(
     ext_modules=[
         Extension(
-            "shmtensor.native._codec",
+            "shmtensor.native._core",
             sorted(str(source) for source in Path(NATIVE).rglob("*.c")),
             depends=sorted(str(header) for header in Path(NATIVE).rglob("*.h")),
             include_dirs=includes,

@@ -90,9 +90,9 @@ def _whole(pub: Any, sub: Any, tensor: Any) -> tuple[float, float, float]:
 def awake() -> None:
     """send, recv and release in one process; with SHMTENSOR_PURE=1 the steps of the Python code too."""
     from shmtensor import native
+    from shmtensor.codec.encode import Encoded, encode
     from shmtensor.endpoints import pubsub
-    from shmtensor.ring.broadcast import BroadcastFeed
-    from shmtensor.views.encode import Encoded, encode
+    from shmtensor.ring.broadcast import BroadcastReader
 
     pub, sub, tensor = _pair()
     with pub, sub:
@@ -111,13 +111,13 @@ def awake() -> None:
             (pubsub.Publisher, "_find", "send: acquire a slot"),
             (pubsub.Publisher, "_publish", "send: record, publish"),
             (pubsub.Publisher, "_wake", "send: look for sleepers"),
-            (BroadcastFeed, "next", "recv: look for a message"),
-            (BroadcastFeed, "locate", "recv: read and check the record"),
+            (BroadcastReader, "next", "recv: look for a message"),
+            (BroadcastReader, "locate", "recv: read and check the record"),
             (pubsub.Subscriber, "_array", "recv: array over the slot"),
-            (BroadcastFeed, "take", "recv: take the lease"),
+            (BroadcastReader, "take", "recv: take the lease"),
             (pubsub.Subscriber, "_value", "recv: tensor over the array"),
             (pubsub.Subscriber, "_take", "recv: message object, and between the steps"),
-            (BroadcastFeed, "_ended", "release: give the slot back"),
+            (BroadcastReader, "_ended", "release: give the slot back"),
         ):
             setattr(owner, name, clock.wrap(step, getattr(owner, name)))
         send = clock.wrap("send: mutex, and between the steps", pub.send)
@@ -156,7 +156,7 @@ def codec() -> None:
     a torch that lacks the DLPack exchange interface; medians."""
     import numpy as np
 
-    from shmtensor.views import decode, encode, implementation
+    from shmtensor.codec import decode, encode, implementation
 
     other = implementation.Compiled(exchange=False).codec
     ways = {
@@ -190,7 +190,7 @@ def asleep() -> None:
     import torch
 
     import shmtensor
-    from shmtensor.channel import doorbells, inbox
+    from shmtensor.channel import inbox, wakeup
 
     torch.set_num_threads(1)
     events: list[tuple[str, int]] = []
@@ -211,7 +211,7 @@ def asleep() -> None:
         setattr(owner, name, marked)
 
     around(inbox.Inbox, "wait", None, "woken")
-    around(doorbells.Doorbells, "ring", "about to ring", "rung")
+    around(wakeup.Doorbells, "ring", "about to ring", "rung")
     there, back, tensor = fresh_name(), fresh_name(), torch.randn(16, 16)
     reader, writer = os.pipe()
     child = os.fork()

@@ -55,18 +55,18 @@ if TYPE_CHECKING:
     from .checkpoint.handle import Durable, Progress, SaveHandle
     from .checkpoint.lazy import CheckpointReader, TensorHandle, open_checkpoint
     from .checkpoint.listing import CheckpointInfo, list_checkpoints, load_newest
-    from .checkpoint.loader import load_arrays, load_checkpoint
+    from .checkpoint.load import load_arrays, load_checkpoint
     from .checkpoint.writer import CheckpointWriter
-    from .dropins.context import get_context
-    from .dropins.executor import ProcessPoolExecutor
-    from .dropins.joinable import JoinableQueue
-    from .dropins.queues import Queue, SimpleQueue
+    from .executor.executor import ProcessPoolExecutor
+    from .mp.context import get_context
+    from .mp.joinable_queue import JoinableQueue
+    from .mp.queue import Queue, SimpleQueue
     from .rpc.batching import Batch
     from .rpc.call import RequestFuture
     from .rpc.client import Client
+    from .rpc.pool import WorkerPool, serve
     from .rpc.request import Request
     from .rpc.server import Server
-    from .rpc.workers import WorkerPool, serve
 
 __version__ = "0.1.0"
 
@@ -136,25 +136,25 @@ _LAZY = {
     "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
     "Durable": "checkpoint.handle",
-    "JoinableQueue": "dropins.joinable",
-    "ProcessPoolExecutor": "dropins.executor",
+    "JoinableQueue": "mp.joinable_queue",
+    "ProcessPoolExecutor": "executor.executor",
     "Progress": "checkpoint.handle",
-    "Queue": "dropins.queues",
+    "Queue": "mp.queue",
     "Request": "rpc.request",
     "RequestFuture": "rpc.call",
     "SaveHandle": "checkpoint.handle",
     "Server": "rpc.server",
-    "SimpleQueue": "dropins.queues",
+    "SimpleQueue": "mp.queue",
     "TensorHandle": "checkpoint.lazy",
-    "WorkerPool": "rpc.workers",
-    "get_context": "dropins.context",
+    "WorkerPool": "rpc.pool",
+    "get_context": "mp.context",
     "list_checkpoints": "checkpoint.listing",
-    "load_arrays": "checkpoint.loader",
-    "load_checkpoint": "checkpoint.loader",
+    "load_arrays": "checkpoint.load",
+    "load_checkpoint": "checkpoint.load",
     "load_into": "checkpoint.filling",
     "load_newest": "checkpoint.listing",
     "open_checkpoint": "checkpoint.lazy",
-    "serve": "rpc.workers",
+    "serve": "rpc.pool",
 }
 
 

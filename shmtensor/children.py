@@ -1,8 +1,8 @@
-"""Child processes of this interpreter: on which path they look for modules.
+"""Child processes of this interpreter: their module search path.
 
-Python puts the current directory, or the directory of a script, before the standard library. What a child process of
-the library is to import comes from where this process has it; a directory in which somebody may leave a `json.py` comes
-last, or not at all.
+Python puts the current directory, or the directory of a script, before the standard library. A child process of the
+library imports modules from where this process has them; a directory that may contain a stray `json.py` comes last, or
+not at all.
 
     standard library | directories of the library and of what it needs | site-packages | directories of the user
 """
@@ -45,15 +45,15 @@ def python_command(statements: str, *arguments: str) -> list[str]:
 
 
 def python_environment(**changes: str) -> dict[str, str]:
-    """The environment of such a process: this one's without `PYTHONPATH`, whose directories would come first and of
-    which an empty entry means the current directory; with `changes`."""
+    """The environment of such a process: this one's with `changes`, without `PYTHONPATH`, whose directories would come
+    first."""
     environment = {**os.environ, **changes}
     environment.pop("PYTHONPATH", None)
     return environment
 
 
 def needed_directories() -> list[str]:
-    """The directories from which this process has the library and what it needs, in the order of its own path."""
+    """The directories of the library and of what it needs, in the order of this process's path."""
     found = set()
     for name in _NEEDED:
         module = sys.modules.get(name)
@@ -78,8 +78,8 @@ def safe_path(path: list[str]) -> list[str]:
     last = {os.path.abspath(entry) for entry in _program_directories()}
 
     def rank(entry: str) -> int:
-        place = os.path.abspath(entry)
-        return 0 if place in standard else 2 if place in last else 1
+        path = os.path.abspath(entry)
+        return 0 if path in standard else 2 if path in last else 1
 
     return sorted(path, key=rank)
 
@@ -94,9 +94,9 @@ def _program_directories() -> list[str]:
 
 
 def look_last(directory: str) -> None:
-    """From now on this process looks for modules in a directory after all others, wherever it was on the path.
+    """Move a directory to the end of this process's module search path, or add it there.
 
-    An entry that is empty means the current directory. For programs whose modules lie in the current directory.
+    For programs whose modules are in the current directory.
     """
     directory = os.path.abspath(directory)
     sys.path[:] = [*(entry for entry in sys.path if os.path.abspath(entry) != directory), directory]

@@ -7,12 +7,12 @@
 | `ArgumentError`, `ArgumentTypeError` | you: the call's arguments are wrong |
 | `TimedOut`, `RingFull` | no one yet: the call would have to wait longer than `timeout=` allows |
 | `EndOfStream` | no one: every sender has left and everything is received |
-| `PeerDied` | whoever runs the peer |
-| `RemoteError` | whoever wrote the server's handler |
-| `WireError` | whoever runs the peer: it sends what this version cannot read |
-| `CheckpointError` | whoever keeps the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
-| `DependencyError` | whoever installs the program: an optional package is missing |
-| `ResourceError`, `PlatformError`, `CudaError` | whoever runs the machine: memory, permissions, limits, kernel, GPU |
+| `PeerDied` | the operator of the peer |
+| `RemoteError` | the author of the server's handler |
+| `WireError` | the operator of the peer: it sends what this version cannot read |
+| `CheckpointError` | the owner of the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
+| `DependencyError` | the installer of the program: an optional package is missing |
+| `ResourceError`, `PlatformError`, `CudaError` | the administrator: memory, permissions, limits, kernel, GPU |
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class EndOfStream(ShmTensorError, EOFError):
 
 
 class PeerDied(ShmTensorError, ConnectionError):
-    """A peer died, and no other one can do what was asked of it.
+    """A peer died, and no other one can do its work.
 
     Cause: a server died with a request that may not be repeated, a publisher in device memory died, or the writing
     process of a checkpoint died repeatedly.
@@ -129,7 +129,7 @@ class RemoteError(ShmTensorError):
         self.type_name = type_name
         """Name of the exception's type, such as `"ValueError"` or `"mypackage.errors.BadImage"`."""
         self.text = text
-        """What `str()` of the exception was."""
+        """`str()` of the exception."""
         self.remote_traceback = remote_traceback
         """The traceback in the server's process, as text; empty if there was none."""
 
@@ -139,7 +139,7 @@ class RemoteError(ShmTensorError):
 
 
 class WireError(ShmTensorError, ValueError):
-    """What a peer wrote cannot be read.
+    """Data that a peer wrote cannot be read.
 
     Cause: the peer runs another version of the library, or its shared memory is damaged. The message names the process
     and the versions.

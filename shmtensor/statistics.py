@@ -1,4 +1,4 @@
-"""What `statistics()` returns: frozen snapshots, one field per line of documentation."""
+"""The results of `statistics()`: frozen snapshots, each field documented."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SenderStatistics:
-    """A sender's counters since it was made."""
+    """A sender's counters since it was created."""
 
     sent: int
     """Messages that `send` or a loan published."""
@@ -16,19 +16,19 @@ class SenderStatistics:
     dropped: int
     """Messages that `full="drop"` threw away because no slot was free."""
     waits: int
-    """How often a send had to sleep until a slot was given back."""
+    """How often a send had to sleep until a slot was free."""
     doorbells: int
     """Wake-ups sent to sleeping receivers."""
     rings: int
-    """Rings the sender has made."""
+    """Rings that the sender has created."""
     slots: int
     """Slots of all rings together."""
     slots_busy: int
-    """Slots whose message some receiver still needs, as far as this sender knows."""
+    """Slots whose message a receiver still needs, as far as this sender knows."""
     ring_bytes: int
     """Shared memory of all rings, bytes."""
     receivers: int
-    """Members that get what is sent now."""
+    """Members that receive what is sent now."""
     dead_receivers: int
     """Receivers that were found dead while this sender waited for them."""
     pinned_bytes: int = 0
@@ -36,12 +36,12 @@ class SenderStatistics:
     pin_failure: str = ""
     """Why CUDA copies are pageable although pinning was wanted; empty if they are not."""
     copying: int = 0
-    """Copies from or to a CUDA device that are on their way."""
+    """Copies from or to a CUDA device in flight."""
 
 
 @dataclass(frozen=True)
 class ReceiverStatistics:
-    """A receiver's counters since it was made."""
+    """A receiver's counters since it was created."""
 
     received: int
     """Messages that `recv` returned."""
@@ -54,7 +54,7 @@ class ReceiverStatistics:
     abandoned: int
     """Work queue: messages dropped here because they had used up `max_attempts`."""
     bad_records: int
-    """Messages that were skipped because their description in shared memory is damaged."""
+    """Messages that were skipped because their slot descriptor is damaged."""
     bad_doorbells: int
     """Wake-ups that were not valid."""
     sleeps: int
@@ -68,18 +68,18 @@ class ReceiverStatistics:
     behind: int
     """Messages published and not received so far, of the senders that this receiver is attached to."""
     leases: int
-    """Messages whose slots are still held by living views."""
+    """Messages whose slots are held by living views."""
     pinned_bytes: int = 0
     """Bytes of the rings that are pinned for CUDA copies in this process."""
     pin_failure: str = ""
     """Why CUDA copies are pageable although pinning was wanted; empty if they are not."""
     copying: int = 0
-    """Copies from or to a CUDA device that are on their way."""
+    """Copies from or to a CUDA device in flight."""
 
 
 @dataclass(frozen=True)
 class ClientStatistics:
-    """A client's counters since it was made."""
+    """A client's counters since it was created."""
 
     requests: int
     """Requests that were sent."""
@@ -105,7 +105,7 @@ class ClientStatistics:
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """A server's counters since it was made."""
+    """A server's counters since it was created."""
 
     taken: int
     """Requests taken, those that were not started included."""
@@ -129,7 +129,7 @@ class ServerStatistics:
 
 @dataclass(frozen=True)
 class WriterStatistics:
-    """A checkpoint writer's counters since it was made."""
+    """A checkpoint writer's counters since it was created."""
 
     saves: int
     """Saves that were staged, or are being staged."""

@@ -51,7 +51,7 @@ def loaded_modules_stay():
 def pytest_pycollect_makemodule(module_path, parent):
     """The tests of the transport run with each implementation."""
     module = pytest.Module.from_parent(parent, path=module_path)
-    if module_path.stem.removeprefix("test_") in implementations.TRANSPORT:
+    if implementations.subject_of(module_path) in implementations.TRANSPORT:
         module.add_marker(pytest.mark.usefixtures("implementation"))
     return module
 
@@ -129,18 +129,18 @@ def write_counts():
 
 @pytest.fixture
 def standin():
-    """A stand-in for CUDA, see tests/cuda_standin.py; what a device would suffer in silence fails the test.
+    """A stand-in for CUDA, see tests/cuda/standin.py; what a device would suffer in silence fails the test.
 
     Endpoints of device memory leave on a thread of the library, shortly after their last view: that is waited for. A
     subscriber that left in this way is part of a reference cycle, so the collector has to look for it.
     """
-    from . import cuda_standin
+    from .cuda import standin
 
-    with cuda_standin.installed() as stand_in:
+    with standin.installed() as stand_in:
         yield stand_in
         gc.collect()
         stand_in.run_all()
-        wait_until(cuda_standin.keeper_is_idle)  # views that have died: asked about while there is somebody to ask
+        wait_until(standin.keeper_is_idle)  # views that have died: asked about while there is somebody to ask
 
         def over():
             gc.collect()
@@ -156,9 +156,9 @@ def standin():
 @pytest.fixture
 def lazy():
     """A device that does nothing before somebody waits, or the test says so."""
-    from . import cuda_standin
+    from .cuda import standin
 
-    with cuda_standin.installed(polls=None) as stand_in:
+    with standin.installed(polls=None) as stand_in:
         yield stand_in
         stand_in.run_all()
         gc.collect()

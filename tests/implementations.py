@@ -19,18 +19,19 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shmtensor
 from shmtensor import native
+from shmtensor.codec import copies
+from shmtensor.codec import decode as reference_decode
+from shmtensor.codec import encode as reference_encode
+from shmtensor.codec import implementation as coding
 from shmtensor.ring import implementation as receiving
-from shmtensor.ring import received
-from shmtensor.views import decode as reference_decode
-from shmtensor.views import encode as reference_encode
-from shmtensor.views import implementation as coding
-from shmtensor.views import moves
+from shmtensor.ring import reader
 
 from .forkservers import stop_forkserver
 
@@ -38,25 +39,42 @@ NAMES = ("compiled", "pure")
 
 TRANSPORT = set(
     """
-arequest aserver asyncio batching bytes channel claims codec context copies dropped dtypes fanout forks handlers hostile
-interrupted_members interrupts limits local mapping memory notices pipeline queues reading ringer rpc rpc_closing
-rpc_ends rpc_interrupts serve sizing sleep slot_wait spinning stale values
-wakeup_interrupts workqueue writer zmtp
+channel/membership channel/notifier channel/zmtp codec/bytes codec/codec codec/copies codec/values docs/pipeline
+endpoints/asyncio endpoints/claims endpoints/dropped endpoints/fan_out endpoints/handlers endpoints/hostile
+endpoints/local endpoints/reports endpoints/sleep endpoints/slot_wait endpoints/spinning endpoints/stale
+endpoints/work_queue faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits
+memory/memory mp/context mp/queues ring/reading ring/sizing ring/writer rpc/async_requests rpc/async_server
+rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool rpc/requests wire/dtypes
 """.split()  # noqa: SIM905
 )
 
 OTHERS = {
-    "checkpoint_*": "no transport; what they share with it is tested there",
-    "cuda_*": "over a stand-in for CUDA, or a device: rings of device memory have the reference's reading end",
-    "guard": "the compiled module's alone",
-    "foreign shortage users": "segments, sockets and members, of which none is compiled; and their errors",
-    "protocol models layers docs typing implementations": "the package is not run, or not its transport",
-    "spec_fuzz": "each test reads by every implementation",
-    "codec_sanitized": "the compiled module's alone",
-    "faults deaths slot_reuse_faults kill_soak dropin_faults": "they choose for the processes that they kill",
-    "executor executor_interrupts dropin_interrupts cpython_queues other_suites streams": "drop-ins over the queues",
-    "children cli demo examples http benchmarks packaging": "programs, as users start them",
+    "checkpoint/*": "no transport; what they share with it is tested there",
+    "cuda/*": "over a stand-in for CUDA, or a device: rings of device memory have the reference's reading end",
+    "memory/guard": "the compiled module's alone",
+    "channel/foreign memory/shortage channel/users": (
+        "segments, sockets and members, of which none is compiled; and their errors"
+    ),
+    "ring/protocol models/models package/layers package/privates docs/pages package/typing package/implementations": (
+        "the package is not run, or not its transport"
+    ),
+    "wire/spec_fuzz": "each test reads by every implementation",
+    "codec/sanitized": "the compiled module's alone",
+    "faults/matrix faults/deaths faults/slot_reuse faults/kill_soak mp/faults": (
+        "they choose for the processes that they kill"
+    ),
+    "executor/executor executor/interrupts mp/interrupts mp/cpython_queues executor/other_suites mp/pickle_streams": (
+        "drop-ins over the queues"
+    ),
+    "package/children cli/commands cli/demo docs/examples docs/http docs/benchmarks package/packaging": (
+        "programs, as users start them"
+    ),
 }
+
+
+def subject_of(path: Path) -> str:
+    """What these lists call a file: its folder and its name, such as `rpc/closing`."""
+    return f"{path.parent.name}/{path.stem.removeprefix('test_')}"
 
 
 def only(name: str, reason: str) -> Any:
@@ -87,9 +105,9 @@ def chosen(name: str) -> Iterator[None]:
             put(patch, coding.encode, reference_encode.encode)
             put(patch, coding.decode, reference_decode.decode)
             put(patch, coding.codec, None)
-            put(patch, receiving.Counts, received.Counts)
-            put(patch, moves.move_far, moves.memmove)
-            patch.setattr(moves, "FAR", sys.maxsize)
+            put(patch, receiving.Counts, reader.Counts)
+            put(patch, copies.move_far, copies.memmove)
+            patch.setattr(copies, "FAR", sys.maxsize)
             patch.setattr(native, "module", None)
         yield
     stop_forkserver()

@@ -1,1 +1,1 @@
-"""Who is there, how to wake them, and what to clean up."""
+"""The members of a channel, how to wake them, and how to clean up after them."""

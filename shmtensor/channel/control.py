@@ -1,17 +1,17 @@
-"""The control segment of a channel: who is there.
+"""The control segment of a channel: the table of its members.
 
     0      magic  version  kind  capacity  epoch  senders  dir_device  dir_inode       magic last
     128    path of the socket directory, zero padded to 128 bytes
     4096   members: capacity x 256 bytes
-           +0    uid      stored last on joining, zeroed first on leaving            lock byte 0's holder
+           +0    uid      stored last on joining, zeroed first on leaving            holder of lock byte 0
            +8    owner    the uid whose names exist; set before they are made          "
            +16   role     +24 flags    +32 pid    +40 joined (unix ns)                 "
-           +48   leaving  closed with views alive: no recipient any more             the member
+           +48   leaving  closed with views alive: no longer a recipient             the member
            +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
                           its top bit: a sender waits on its FIFO, not on its semaphore
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
-as long as it lives. `epoch` moves, under byte 0, with everything that changes who must get or may hold what.
+as long as it lives (its life lock). `epoch` is advanced, under byte 0, whenever the members or their recipients change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def asleep_word(index: int) -> int:
 
 
 class Control:
-    """A channel's control segment, mapped, with a description of its own for locks."""
+    """A channel's control segment, mapped, with an open file description of its own for locks."""
 
     __slots__ = ("_view", "capacity", "channel", "locks", "name", "words")
 
@@ -87,7 +87,7 @@ class Control:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the segment was initialised to the end."""
+        """Whether the segment was initialised completely."""
         return self.words[W_MAGIC] == MAGIC
 
     @property
@@ -96,7 +96,7 @@ class Control:
 
     @property
     def ring_kind(self) -> int:
-        """What the rings of this channel are."""
+        """The kind of this channel's rings."""
         return WORK_QUEUE if self.kind == SERVICE else self.kind
 
     @property
@@ -120,12 +120,12 @@ class Control:
             )
 
     def initialise(self, kind: int, directory: str) -> None:
-        """Under the lock: make every word that of an empty channel."""
+        """Under the lock: set every word to that of an empty channel."""
         words, info = self.words, os.stat(directory)
         path = os.fsencode(directory)
         self._view[_PATH : _PATH + _PATH_MAX] = path.ljust(_PATH_MAX, b"\0")
         store(words, W_MAGIC, 0)
-        self._view[_HEADER:] = bytes(CAPACITY * _ENTRY)  # nobody reads it meanwhile
+        self._view[_HEADER:] = bytes(CAPACITY * _ENTRY)  # no process reads it meanwhile
         for word, value in (
             (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1),
             (W_SENDERS, 0), (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
@@ -133,22 +133,22 @@ class Control:
             store(words, word, value)
 
     def shares_directory(self, directory: str) -> bool:
-        """Whether the channel's sockets lie in this directory (whatever path leads to it)."""
+        """Whether the channel's sockets lie in this directory (by any path)."""
         info = os.stat(directory)
         return (self.words[W_DEVICE], self.words[W_INODE]) == (info.st_dev, info.st_ino)
 
     def directory(self, mine: str) -> str:
-        """Where this channel's sockets lie: `mine`, if that is it by any path, else what its first member wrote."""
+        """The directory of this channel's sockets: `mine`, if it is that one, else the path its first member wrote."""
         if self.shares_directory(mine):
             return mine
         return os.fsdecode(bytes(self._view[_PATH : _PATH + _PATH_MAX]).partition(b"\0")[0])
 
     def advance(self) -> None:
-        """Under the lock: tell everybody that the members changed."""
+        """Under the lock: advance the epoch, so that every member sees that the members changed."""
         store(self.words, W_EPOCH, self.words[W_EPOCH] + 1)
 
     def members(self) -> Iterator[Entry]:
-        """Every member, alive or dead. Needs no lock: an entry counts if its uid is the same before and after."""
+        """Every member, alive or dead. Needs no lock: an entry is valid if its uid is the same before and after."""
         words = self.words
         for index in range(self.capacity):
             at = base(index)
@@ -164,11 +164,11 @@ class Control:
                     yield entry
 
     def owner(self, index: int) -> int:
-        """The uid whose names may exist, whether or not the member became visible."""
+        """The uid whose files may exist, whether or not the member became visible; 0 if the entry is free."""
         return self.words[base(index) + M_OWNER]
 
     def is_alive(self, index: int) -> bool:
-        """Ask the kernel whether somebody holds the member's life lock. Never ask about oneself."""
+        """Ask the kernel whether the member's life lock is held. Not valid for one's own index."""
         return self.locks.held_by_other(LIFE + index)
 
     def anybody_alive(self) -> bool:
@@ -176,7 +176,7 @@ class Control:
         return self.locks.held_by_other(LIFE, self.capacity)
 
     def clear(self, index: int) -> None:
-        """Under the lock: free an entry whose names are gone."""
+        """Under the lock: free an entry whose files are removed."""
         at = base(index)
         store(self.words, at + M_UID, 0)
         for word in (M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_ASLEEP):

@@ -1,7 +1,7 @@
-"""A look at channels from outside: who is there, what lies in their rings, who holds it. Never joins, never writes.
+"""Inspect channels from outside: their members, the messages in their rings, and who holds them. Never joins or writes.
 
-Segments are read with `pread`, not mapped: one that vanishes or is cut while it is read costs a note, not a SIGBUS.
-Nothing is locked either, so that the picture may be a few microseconds crooked; every number was true at some moment.
+Segments are read with `pread`, not mapped: one that is removed or truncated meanwhile gives a note, not a SIGBUS.
+Nothing is locked either: the numbers may be from slightly different moments, but each was true at one of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..ring import layout as lay
 from ..wire.record import SIZE, unpack_head
 from . import control as ctl
 from .control import Control
-from .exclusive import LOCK
-from .names import control_name, ledger_name, parse_file, ring_name
+from .control_lock import LOCK
+from .names import control_name, parse_file, ring_name, sequence_table_name
 
 _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
@@ -37,9 +37,9 @@ class RingView:
     nbytes: int
     """Shared memory of the whole ring, bytes."""
     slots_used: int
-    """Slots whose message somebody still needs."""
+    """Slots whose message is still needed."""
     bytes_used: int
-    """Payload bytes of these."""
+    """Payload bytes in them."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class MemberView:
     delivery: str
     """`"all"` or `"latest"` of a subscriber, `"one"` of a consumer, `""` of a sender."""
     pid: int
-    """As its own pid namespace numbers it."""
+    """In its own pid namespace."""
     alive: bool
-    """Whether somebody holds its life lock."""
+    """Whether its life lock is held."""
     leaving: bool
     """A receiver that is closed and has living views; a sender that is closed and not yet drained."""
     asleep: bool
@@ -68,12 +68,12 @@ class MemberView:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who still needs a message. `uid` is 0 and `pid` perhaps too where only a lock says that somebody does."""
+    """A member that still needs a message. `uid`, and perhaps `pid`, are 0 if only a lock shows that there is one."""
 
     uid: int
     pid: int
     how: str
-    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it did."""
+    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it is finished."""
     alive: bool
 
 
@@ -97,7 +97,7 @@ class HeldMessage:
 
 @dataclass(frozen=True)
 class ChannelView:
-    """What one channel looked like."""
+    """The state of one channel."""
 
     name: str
     kind: str
@@ -107,7 +107,7 @@ class ChannelView:
     """All its files together."""
     files: tuple[str, ...]
     locked: bool
-    """Whether somebody held the channel's lock just then: normal for microseconds."""
+    """Whether the channel's lock was held at that moment: normal for microseconds."""
     members: tuple[MemberView, ...]
     held: tuple[HeldMessage, ...]
     notes: tuple[str, ...]
@@ -117,13 +117,13 @@ class ChannelView:
 
     @property
     def living(self) -> int:
-        """How many members live, of those that could be read."""
+        """How many of the members that could be read live."""
         return sum(member.alive for member in self.members)
 
 
 @dataclass
 class _Look:
-    """What one look has gathered so far."""
+    """The results of one inspection so far."""
 
     channel: str
     kind: int = 0
@@ -139,7 +139,7 @@ class _Look:
 
 
 def look(channel: str) -> ChannelView:
-    """One channel as it is now. Whatever cannot be read becomes a note."""
+    """Inspect one channel. What cannot be read becomes a note."""
     seen = _Look(channel)
     main = shm.status(control_name(channel))
     try:
@@ -206,7 +206,7 @@ def _member(seen: _Look, index: int, words: memoryview, at: int, locks: LockFile
 
 @dataclass(frozen=True)
 class _Sender:
-    """A sender's ledger as it was read."""
+    """The contents of a sender's sequence table."""
 
     member: MemberView
     published: int
@@ -218,15 +218,15 @@ class _Sender:
 
 
 def _read_sender(seen: _Look, member: MemberView) -> MemberView:
-    """The sender's view with its rings; what they hold goes to `seen.held`."""
+    """The sender's view with its rings; their messages are appended to `seen.held`."""
     who = f"sender {member.uid:016x} (pid {member.pid})"
     try:
-        with shm.look_at(ledger_name(seen.channel, member.uid)) as segment:
+        with shm.look_at(sequence_table_name(seen.channel, member.uid)) as segment:
             source = segment
             head = source.read(0, lay.L_MEMBERS)
-            if head[lay.L_MAGIC] != lay.LEDGER_MAGIC or head[lay.L_UID] != member.uid:
-                raise WireError(f"segment {segment.name} is not its ledger")
-            lay.check_version(f"ledger {segment.name}", head[lay.L_VERSION])
+            if head[lay.L_MAGIC] != lay.SEQUENCE_TABLE_MAGIC or head[lay.L_UID] != member.uid:
+                raise WireError(f"segment {segment.name} is not its sequence table")
+            lay.check_version(f"sequences {segment.name}", head[lay.L_VERSION])
             rows = source.read(lay.L_MEMBERS, 2 * ctl.CAPACITY)
             starts = {
                 peer.index: rows[2 * peer.index]
@@ -276,7 +276,7 @@ def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
 
 
 def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source: shm.Segment) -> Iterator[HeldMessage]:
-    """Every message in a ring that somebody needs, newest first."""
+    """Every message in a ring that is still needed, newest first."""
     now = time.monotonic_ns()
     found = []
     for start in range(0, shape.slots, _CHUNK):
@@ -289,7 +289,7 @@ def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source
     judge = (
         _FanOut(seen, sender, shape, source) if seen.kind == lay.FAN_OUT else _WorkQueue(seen, sender, shape, source)
     )
-    covered = bytearray(shape.slots)  # by a newer message: a record inside its span is history
+    covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
     for seq, slot, span, sent_ns, nbytes in sorted(found, reverse=True):
         if covered[slot] or seq > sender.published:
             continue
@@ -303,7 +303,7 @@ def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source
 
 
 class _FanOut:
-    """Who needs message `seq` in `slot` of a fan-out ring."""
+    """State, attempt and holders of message `seq` in `slot` of a fan-out ring; None if it is no longer needed."""
 
     def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
         self.sender = sender
@@ -335,7 +335,7 @@ class _FanOut:
 
 
 class _WorkQueue:
-    """Who has message `seq` in `slot` of a work queue's ring."""
+    """State, attempt and holders of message `seq` in `slot` of a work queue's ring; None if it is no longer needed."""
 
     def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
         self.sender = sender
@@ -353,26 +353,26 @@ class _WorkQueue:
             how = "done" if done else "claimed"
             return how, attempt, tuple(_lock_holders(self.sender.info, self.consumers, seq, how))
         if done:
-            return None  # its consumer died after finishing it: the producer takes the slot back when it needs it
+            return None  # its consumer died after finishing it: the producer reuses the slot when it needs it
         return ("abandoned" if words[lay.CLAIMED] == seq else "waiting"), attempt, ()
 
 
-def _lock_holders(ledger: os.stat_result, peers: list[MemberView], byte: int, how: str) -> list[Holder]:
-    """Which peers' processes hold a lock on a byte of a ledger, where the kernel lets us read `/proc/<pid>/fdinfo`."""
+def _lock_holders(sequences: os.stat_result, peers: list[MemberView], byte: int, how: str) -> list[Holder]:
+    """The peers whose processes hold a lock on a byte of a file, as far as `/proc/<pid>/fdinfo` may be read."""
     found = []
     for pid in sorted({peer.pid for peer in peers if peer.alive}):
-        if byte in _locked_bytes(ledger, pid):
+        if byte in _locked_bytes(sequences, pid):
             uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
             found.append(Holder(uids[0] if len(uids) == 1 else 0, pid, how, True))
     return found or [Holder(0, 0, how, True)]
 
 
-def _locked_bytes(ledger: os.stat_result, pid: int) -> set[int]:
+def _locked_bytes(sequences: os.stat_result, pid: int) -> set[int]:
     locked: set[int] = set()
     with contextlib.suppress(OSError, ValueError, IndexError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), ledger):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), sequences):
                     with open(f"/proc/{pid}/fdinfo/{fd}") as lines:
                         for parts in (line.split() for line in lines if line.startswith("lock:")):
                             if parts[2] == "OFDLCK":

@@ -16,21 +16,21 @@ from ..memory import segment as shm
 from ..memory import shortage, words
 from ..memory.locks import LockFile
 from ..ring.layout import KINDS
+from . import cleanup
 from . import control as ctl
-from . import sweep
 from .control import Control, Entry
-from .exclusive import defer, exclusively, is_held
+from .control_lock import defer, exclusively, is_held
 from .names import check_channel, control_name, socket_dir
 
 _T = TypeVar("_T")
 
 LOCK_TIMEOUT: Final = 10.0
 _FILES: Final = 16
-"""More than any endpoint opens while it joins; asked for before, so that a failure leaves nothing half-made."""
+"""More than any endpoint opens while it joins; checked before, so that a failure leaves nothing half-made."""
 
 
 class Member:
-    """One endpoint's entry in the table, and the lock that proves it alive: closing the lock file is death."""
+    """One endpoint's entry in the table, and its life lock. Once the lock file is closed, the member counts as dead."""
 
     __slots__ = ("control", "directory", "index", "uid")
 
@@ -43,7 +43,7 @@ class Member:
 
     @property
     def has_left(self) -> bool:
-        """Whether it gave up its place, be it by a departure that was interrupted."""
+        """Whether it has left, even if an exception interrupted the departure."""
         return self.control.locks.fd < 0
 
     def peers(self) -> Iterator[Entry]:
@@ -51,12 +51,12 @@ class Member:
         return (entry for entry in self.control.members() if entry.uid != self.uid)
 
     def reap(self) -> None:
-        """Remove the dead, if the control lock is free right now; the next tick tries again."""
+        """Remove the dead members if the control lock is free now; else the next liveness check tries again."""
         with contextlib.suppress(TimedOut, ReentrantError):
-            self._exclusively(0, lambda: sweep.reap(self.control, self.directory, self.index))
+            self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self.index))
 
     def set_leaving(self) -> None:
-        """Closed with views alive: a recipient of nothing more, but still alive and holding leases."""
+        """Mark the member as closed with views alive: it gets no more messages, but lives and holds leases."""
 
         def say() -> None:
             words.store(self.control.words, ctl.base(self.index) + ctl.M_LEAVING, 1)
@@ -66,18 +66,18 @@ class Member:
             self._exclusively(LOCK_TIMEOUT, say)
 
     def leave(self, *, keep: bool = False, lost: Callable[[int], None] | None = None) -> None:
-        """Leave for good; the last one out removes the channel. Safe to call from a signal handler or a finalizer: in
-        a thread that holds a control lock, it is carried out when that is free.
+        """Leave the channel; the last member to leave removes it.
 
-        `keep`: leave the entry and the segments to the receivers that still need them. `lost` is called with how many
-        messages of a work queue end with the channel although nobody has finished them, if that can be told.
+        Safe to call from a signal handler or a finalizer: in a thread that holds a control lock, it is carried out when
+        that is free. `keep`: leave the entry and the segments to the receivers that still need them. `lost` is called
+        with the number of unfinished messages of a work queue that are lost with the channel, if there are any.
 
-        Whatever comes in between, the member is dead afterwards, and what it had is removed as a dead one's is.
+        If it fails or is interrupted, the member counts as dead, and its files are removed as a dead member's are.
         """
 
         def go() -> int:
             # crash: leave.locked
-            return sweep.leave(self.control, self.directory, self.index, self.uid, keep=keep, count=lost is not None)
+            return cleanup.leave(self.control, self.directory, self.index, self.uid, keep=keep, count=lost is not None)
 
         try:
             if self.has_left or defer(lambda: self.leave(keep=keep, lost=lost)):
@@ -95,12 +95,12 @@ class Member:
 
 
 def _die(locks: LockFile | None, channel: str, directory: str, error: BaseException) -> None:
-    """Joining or leaving was interrupted: what was done is undone as if the process had been killed there."""
+    """Undo a join or a departure that was interrupted, as if the process had been killed at that point."""
     if locks is not None:
         locks.close()
     patience = 0.0 if isinstance(error, TimedOut) or is_held() else LOCK_TIMEOUT
     with contextlib.suppress(ShmTensorError, OSError):  # the next sweep does it
-        sweep.sweep_channel(channel, directory, patience=patience)
+        cleanup.sweep_channel(channel, directory, patience=patience)
 
 
 def check_platform() -> None:
@@ -118,17 +118,17 @@ def check_platform() -> None:
 
 
 def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
-    """Become a member. `prepare(member)` makes its ledger, semaphore or inbox before anybody can see it.
+    """Become a member. `prepare(member)` makes its sequence table, semaphore or inbox before others can see it.
 
-    It fails or is interrupted as a whole. An exception of a signal handler that comes after it has returned meets a
-    member that `prepare` was given: who keeps it there can leave.
+    If it fails or is interrupted, nothing is left. An exception that arrives after it has returned may keep the member
+    from the caller; so `prepare` should keep it, to be able to leave.
     """
     check_platform()
     check_channel(channel)
     directory = socket_dir()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
-    sweep.sweep_all(directory, skip=channel)
+    cleanup.sweep_all(directory, skip=channel)
     held: list[LockFile] = []
     try:
         while (member := _join(channel, kind, role, flags, directory, prepare, held)) is None:
@@ -186,7 +186,7 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
         if control.is_ready:
             for index in range(control.capacity):
                 if owner := control.owner(index):
-                    sweep.unlink_member(control.channel, owner, directory)
+                    cleanup.unlink_member(control.channel, owner, directory)
         control.initialise(kind, directory)
         # crash: join.initialised
         return
@@ -201,7 +201,7 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
             f'the members of channel "{control.channel}" keep their sockets in another directory than {directory}: '
             "set SHMTENSOR_DIR to the same directory in every process",
         )
-    sweep.reap(control, directory, None)
+    cleanup.reap(control, directory, None)
 
 
 def _enter(control: Control, directory: str, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:

@@ -1,4 +1,4 @@
-"""Names: of channels, of the segments and semaphores they own, and of the socket directory."""
+"""Names of channels, of their segments and semaphores, and of the socket directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE = re.compile(r"(?:sem\.)?shmtensor\.(?P<channel>[A-Za-z0-9._-]{1,64})(?:,(
 
 
 def check_channel(name: object) -> str:
-    """The channel name, or a clear error."""
+    """Return the channel name. Raises `ArgumentError` or `ArgumentTypeError` if it is not valid."""
     if not isinstance(name, str):
         raise ArgumentTypeError(f"a channel name is a string, not {type(name).__name__}")
     if not _CHANNEL.fullmatch(name):
@@ -33,8 +33,8 @@ def control_name(channel: str) -> str:
     return PREFIX + channel
 
 
-def ledger_name(channel: str, uid: int) -> str:
-    """A producer's ledger; its semaphore has the same name."""
+def sequence_table_name(channel: str, uid: int) -> str:
+    """A producer's sequence table; its semaphore has the same name."""
     return f"{PREFIX}{channel},{uid:016x}"
 
 
@@ -44,7 +44,7 @@ def ring_name(channel: str, uid: int, index: int) -> str:
 
 
 def semaphore_name(channel: str, uid: int, number: int) -> str:
-    """One of the semaphores with which the processes that have a queue count; `uid` is its keeper's."""
+    """A counting semaphore that the processes with a queue share; `uid` is that of the member that owns it."""
     return f"{PREFIX}{channel},{uid:016x},{number}"
 
 
@@ -64,11 +64,11 @@ def is_socket_name(name: str) -> bool:
 def socket_dir() -> str:
     """The directory of this user's sockets: `$SHMTENSOR_DIR`, else `/tmp/shmtensor-<user id>`. Made if it is missing.
 
-    It must belong to this user with mode 0700; anything else is a `ResourceError`.
+    Raises `ResourceError` unless it belongs to this user and has mode 0700.
     """
     path = os.environ.get("SHMTENSOR_DIR") or f"/tmp/shmtensor-{os.geteuid()}"
     try:
-        with contextlib.suppress(FileExistsError):  # what it is then, is looked at
+        with contextlib.suppress(FileExistsError):  # its kind is checked below
             os.makedirs(path, mode=0o700, exist_ok=True)
         info = os.lstat(path)
     except OSError as error:
@@ -100,5 +100,5 @@ def socket_dir() -> str:
 
 
 def socket_path(directory: str, uid: int) -> str:
-    """The inbox of a receiver."""
+    """The path of a receiver's inbox."""
     return f"{directory}/{uid:016x}"

@@ -1,10 +1,10 @@
-"""A ZeroMQ connection, both ends of it, spoken by the threads that send and receive.
+"""Both ends of a ZeroMQ connection, without I/O threads.
 
 A ZeroMQ socket hands each message to an I/O thread, which has to be woken before the receiver's can be, and that one
-before the receiver. A doorbell is worth neither the time nor the threads: it may be lost, and nobody waits for it to be
+before the receiver. A doorbell needs neither: it may be lost, and no thread waits for it to be
 written. So the sender writes ZeroMQ's wire protocol to the receiver's socket itself, one system call per message, and
-the receiver sleeps at that socket. `Pull` hears `zmq.PUSH` sockets as well; `Push` calls on a `Pull` only, since it
-does not wait for the other side's greeting before it sends.
+the receiver sleeps at that socket. `Pull` accepts `zmq.PUSH` sockets as well; `Push` connects to a `Pull` only, since
+it does not wait for the other side's greeting before it sends.
 
 Source: ZMTP 3.0 with the NULL mechanism, https://rfc.zeromq.org/spec/23/ .
 """
@@ -21,7 +21,7 @@ from .. import native
 from ..errors import WireError
 
 MOST: Final = 4096
-"""Bytes of a message that is taken; a longer one ends the connection."""
+"""Bytes of the longest message that is accepted; a longer one ends the connection."""
 
 _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 _NULL: Final = b"NULL".ljust(20, b"\0")
@@ -46,26 +46,27 @@ _PULL_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PULL", Identity=
 
 
 def frame_head(nbytes: int) -> bytes:
-    """What a message of so many bytes follows."""
+    """The head of a frame with a message of `nbytes`."""
     return _LONG.pack(_LONG_FLAG, nbytes)
 
 
 def unopened() -> socket.SocketType:
-    """A socket that has no descriptor yet. Of the type in C, whose `__init__` opens or takes one in one C call: whoever
-    holds the socket before that can close it, wherever an exception comes."""
+    """A socket without a descriptor, of the C type, whose `__init__` opens or takes one in a single C call.
+
+    The caller holds the socket before that call, so it can close it wherever an exception arrives."""
     return socket.SocketType.__new__(socket.SocketType)
 
 
 class Push:
     """The sending end of a connection to an inbox that listens at a path.
 
-    Raises `OSError` where it cannot connect at once: nobody listens, or too many wait to be accepted.
+    Raises `OSError` if it cannot connect at once: no process listens, or too many connections wait to be accepted.
     """
 
     __slots__ = ("_socket", "fd")
 
     fd: int
-    """The descriptor that frames may be written to; -1 once it is closed."""
+    """The descriptor to which frames may be written; -1 once it is closed."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -80,46 +81,46 @@ class Push:
         self.fd = self._socket.fileno()
 
     def send(self, body: bytes) -> bool:
-        """Send a message. False if the receiver takes nothing more for now; `OSError` if the connection is broken."""
+        """Send a message. False if the socket is full; raises `OSError` if the connection is broken."""
         data = frame_head(len(body)) + body
         try:
-            if self._socket.send(data, socket.MSG_NOSIGNAL) < len(data):  # a small one goes whole or not at all
+            if self._socket.send(data, socket.MSG_NOSIGNAL) < len(data):  # a small one is sent whole or not at all
                 raise ConnectionError("half a message was sent")
         except BlockingIOError:
             return False
         return True
 
     def close(self) -> None:
-        """Close the connection. What was sent still arrives. Idempotent."""
+        """Close the connection. Messages that were sent still arrive. Idempotent."""
         self.fd = -1
-        fd = self._socket.fileno()  # not -1 while another thread closes it, which has to wait as well
+        fd = self._socket.fileno()  # not -1 while another thread closes it: then this one has to wait as well
         try:
             if fd >= 0 and native.module is not None:
-                native.module.settle(fd)  # until what another thread is to write there is written
+                native.module.wait_written(fd)  # the notifier's thread may have frames to write there
         finally:
             self._socket.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_socket"):  # there was a descriptor for it
+        if hasattr(self, "_socket"):  # else the constructor was interrupted before it made one
             self.close()  # a forked child drops its parent's endpoints without closing them
 
 
 class Pull:
     """The receiving end of a connection that was accepted. Owns the socket."""
 
-    __slots__ = ("_greeted", "_heard", "_socket", "fd")
+    __slots__ = ("_greeted", "_received", "_socket", "fd")
 
     def __init__(self, accepted: socket.SocketType) -> None:
         self.fd = accepted.fileno()
         self._socket = accepted
-        self._heard = b""
+        self._received = b""
         self._greeted = False
         accepted.setblocking(False)
-        with contextlib.suppress(OSError):  # it has hung up; what it said before can be taken
+        with contextlib.suppress(OSError):  # it has disconnected; what it sent before can be read
             accepted.send(_PULL_HELLO, socket.MSG_NOSIGNAL)
 
     def take(self, bodies: MutableSequence[bytes]) -> bool:
-        """Add the messages that are complete now, up to some 4 KiB at a time. False if the connection has ended.
+        """Read up to 4 KiB, and append the messages that are complete to `bodies`. False if the connection has ended.
 
         Raises:
             OSError: the connection is broken.
@@ -132,20 +133,20 @@ class Pull:
         if not data:
             return False
         rest = len(data) - _LONG.size
-        if self._greeted and not self._heard and rest > 0 and data.startswith(_LONG.pack(_LONG_FLAG, rest)):
-            bodies.append(data[_LONG.size :])  # one message and no more, as nearly always
+        if self._greeted and not self._received and rest > 0 and data.startswith(_LONG.pack(_LONG_FLAG, rest)):
+            bodies.append(data[_LONG.size :])  # exactly one message, as nearly always
             return True
-        heard = self._heard + data
+        received = self._received + data
         if not self._greeted:
-            self._greeted = _is_greeted(heard)
-            heard = heard[len(_GREETING) :] if self._greeted else heard
+            self._greeted = _is_greeted(received)
+            received = received[len(_GREETING) :] if self._greeted else received
         at = 0
-        while self._greeted and (frame := _frame(heard, at)) is not None:
+        while self._greeted and (frame := _frame(received, at)) is not None:
             flags, start, end = frame
             if not flags & _COMMAND:
-                bodies.append(heard[start:end])
+                bodies.append(received[start:end])
             at = end
-        self._heard = heard[at:]
+        self._received = received[at:]
         return True
 
     def close(self) -> None:
@@ -153,27 +154,27 @@ class Pull:
         self._socket.close()
 
 
-def _frame(heard: bytes, at: int) -> tuple[int, int, int] | None:
-    """The flags of the frame there, where its body starts, and where it ends; None if it is not all there."""
-    if len(heard) < at + 2:
+def _frame(received: bytes, at: int) -> tuple[int, int, int] | None:
+    """The flags of the frame at `at`, the start and the end of its body; None if it is not complete."""
+    if len(received) < at + 2:
         return None
-    flags, length, start = heard[at], heard[at + 1], at + 2
+    flags, length, start = received[at], received[at + 1], at + 2
     if flags & _LONG_FLAG:
-        if len(heard) < at + _LONG.size:
+        if len(received) < at + _LONG.size:
             return None
-        length, start = _LONG.unpack_from(heard, at)[1], at + _LONG.size
+        length, start = _LONG.unpack_from(received, at)[1], at + _LONG.size
     if length > MOST:
         raise WireError(f"a message of {length} bytes: at most {MOST} are taken")
-    return (flags, start, start + length) if len(heard) >= start + length else None
+    return (flags, start, start + length) if len(received) >= start + length else None
 
 
-def _is_greeted(heard: bytes) -> bool:
-    """Whether the other side's greeting is all there. Raises `WireError` if it never will be."""
-    signature, version = heard[:_VERSION_AT], heard[_VERSION_AT : _VERSION_AT + 1]
+def _is_greeted(received: bytes) -> bool:
+    """Whether the other side's greeting is complete. Raises `WireError` if it is not a greeting."""
+    signature, version = received[:_VERSION_AT], received[_VERSION_AT : _VERSION_AT + 1]
     if signature[:1] not in (b"", b"\xff") or signature[9:] not in (b"", b"\x7f") or (version and version[0] < 3):
-        raise WireError(f"no ZMTP 3 greeting: {heard[:12]!r}")
-    if len(heard) < len(_GREETING):
+        raise WireError(f"no ZMTP 3 greeting: {received[:12]!r}")
+    if len(received) < len(_GREETING):
         return False
-    if heard[_MECHANISM_AT : _MECHANISM_AT + len(_NULL)] != _NULL:
-        raise WireError(f"no ZMTP greeting without security: {heard[: len(_GREETING)]!r}")
+    if received[_MECHANISM_AT : _MECHANISM_AT + len(_NULL)] != _NULL:
+        raise WireError(f"no ZMTP greeting without security: {received[: len(_GREETING)]!r}")
     return True

@@ -1,4 +1,4 @@
-"""From a plan and bytes back to a state."""
+"""Build a state from a plan and the bytes of its regions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..codec.libraries import torch_views
+from ..codec.numpy import CARRIER, AnyDType, Array, address_of
 from ..errors import CheckpointError
-from ..views.libraries import torch_views
-from ..views.numpy import CARRIER, AnyDType, Array, address_of
 from ..wire.spec import OF_ARRAYS
 from .plan import Entry, Plan
 from .structure import Decoder
@@ -17,14 +17,14 @@ from .structure import Decoder
 # (region) -> its bytes, a uint8 array of exactly its size
 BytesOf = Callable[[int], Array]
 
-_FREE = 1 << 20  # bytes of a composite's parts, however few of them are stored
+_FREE = 1 << 20  # bytes that the parts of a composite may have, however few are stored
 
 
 def build_state(plan: Plan, bytes_of: BytesOf, *, tree: Any = None, arrays: bool = False) -> Any:
     """The state of a plan (or of a part of its tree), over the bytes of its regions: nothing is copied.
 
-    Every region is asked for once, and only if it is needed; tensors keep its array alive. With `arrays`, everything
-    is NumPy, and torch is not imported. Raises `CheckpointError` on what cannot be.
+    `bytes_of` is called once for each region that is needed; tensors keep its array alive. With `arrays`, everything is
+    NumPy, and torch is not imported. Raises `CheckpointError` for an invalid plan.
     """
     builder = _Builder(plan, bytes_of, arrays=arrays)
     decoder = Decoder(builder.leaf, builder.composite, torch=not arrays)
@@ -39,7 +39,7 @@ class _Builder:
         self._memo: dict[object, Any] = {}
 
     def leaf(self, number: int, *, part: bool = False) -> Any:
-        """The tensor or array of a number; `part` of a composite, where quantized types have their place."""
+        """The tensor or array of a number. `part`: it is a part of a composite, where quantized types are allowed."""
         if number >= len(self._plan.tensors):
             raise CheckpointError(f"invalid structure: tensor {number} of {len(self._plan.tensors)}")
         entry = self._plan.tensors[number]
@@ -60,7 +60,7 @@ class _Builder:
         if region not in self._arrays:
             data = self._bytes_of(region)
             if address_of(data) % self._plan.regions[region].align:
-                aligned = np.empty(data.nbytes, np.uint8)  # of a file that somebody else wrote
+                aligned = np.empty(data.nbytes, np.uint8)  # in a file of another program
                 aligned[:] = data
                 data = aligned
             self._arrays[region] = data
@@ -85,7 +85,7 @@ class _Builder:
         return tensor if dtype is None else tensor.view(dtype)
 
     def composite(self, kind: str, parameters: tuple[int, ...], scalars: list[Any], numbers: list[int]) -> Any:
-        """A sparse, quantized or nested tensor of its parts."""
+        """A sparse, quantized or nested tensor, made of its parts."""
         if kind in OF_ARRAYS:
             raise CheckpointError(f"invalid structure: composite {kind!r}")
         if kind == "meta":
@@ -98,7 +98,7 @@ class _Builder:
                 f"tensor {name.partition('#')[0]!r:.80} is {kind}, which NumPy lacks: use load_checkpoint, or keys= to "
                 "leave it out"
             )
-        from ..views.composites import rebuild
+        from ..codec.composites import rebuild
 
         parts = [self.leaf(number, part=True) for number in numbers]
         entries = [self._plan.tensors[number] for number in numbers]
@@ -136,7 +136,7 @@ def array_dtype(entry: Entry) -> AnyDType:
 
 
 def check_structure(plan: Plan) -> None:
-    """`CheckpointError` unless the tree is a structure whose tensors exist; for those who walk it by themselves."""
+    """`CheckpointError` unless the tree is a valid structure whose tensors exist. Call it before walking the tree."""
 
     def leaf(number: int) -> Array:
         if number >= len(plan.tensors):
@@ -154,7 +154,8 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
-    """The numbers of all tensors of a tree; or of those that are read when it is built: bytes, parts of composites."""
+    """The numbers of all tensors of a tree; with `only_read`, of those whose bytes are read when it is built: long
+    `bytes`, parts of composites."""
     found: list[Any] = []
     stack = [tree]
     while stack:
@@ -175,6 +176,6 @@ def tensor_numbers(tree: Any, *, only_read: bool = False) -> set[int]:
 
 
 def regions_of(plan: Plan, numbers: Iterable[int]) -> list[int]:
-    """The regions that some tensors show, in their order."""
+    """The regions of some tensors, in order."""
     found = {plan.tensors[number].region for number in numbers if 0 <= number < len(plan.tensors)}
     return sorted(found - {-1})

@@ -1,4 +1,4 @@
-"""Digests: xxh3 of 64 bits, of each region of a checkpoint and of what describes them.
+"""Digests: xxh3 of 64 bits, of each region of a checkpoint and of its description.
 
 They find damage (a flipped bit, a lost page, a mixed-up shard); they do not prove who wrote a file.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import xxhash
 
 Buffer = Any
-_ONE_PIECE = 1 << 20  # bytes that stay in the cache between the two sums
+_ONE_PIECE = 1 << 20  # bytes that stay in the cache between digest and CRC
 
 
 class Summer:
-    """Digest, and CRC-32 where a format needs it, of one region that comes piece by piece, in order.
+    """Digest, and CRC-32 if a format needs it, of one region whose pieces come in order.
 
     >>> summer = Summer(crc=True)
     >>> summer.update(b"abc"); summer.update(b"def")
@@ -33,7 +33,7 @@ class Summer:
         self.crc = 0
 
     def update(self, piece: Buffer) -> None:
-        """Take the next bytes; the interpreter lock is not held for large ones."""
+        """Add the next bytes; the GIL is released for large ones."""
         if not self._crc:
             self._hash.update(piece)
             return
@@ -55,10 +55,10 @@ def digest(data: Buffer) -> int:
 
 
 def text(value: int) -> str:
-    """A digest as files hold it: 16 hex digits, whatever the value, so that a header's size is known beforehand."""
+    """A digest as text: always 16 hex digits, so that a header's size is known beforehand."""
     return f"{value:016x}"
 
 
 def combine(digests: Sequence[int]) -> str:
-    """One digest of a whole checkpoint, from those of its regions, in their order."""
+    """The digest of a whole checkpoint, from those of its regions in order."""
     return text(digest(struct.pack(f"<{len(digests)}Q", *digests)))

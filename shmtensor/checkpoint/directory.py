@@ -1,12 +1,12 @@
-"""A directory of checkpoints: whose it is, names, `latest`, what is kept, what dead writers left.
+"""A directory of checkpoints: its locks, names, `latest`, which checkpoints stay, and leftovers of dead writers.
 
-Two bytes of `.shmtensor.lock` say who is at work, by locks that the kernel drops at any death:
+Locks on two bytes of `.shmtensor.lock` say which processes are at work; the kernel drops them at any death:
 
     0   the trainer: one `CheckpointWriter` per directory
-    1   the process that writes; it may outlive its trainer, and the next trainer's waits for it
+    1   the writing process; it may outlive its trainer, and that of the next trainer waits for it
 
-Whoever holds byte 1 is the only one to write here, so that temporary files of others were left by the dead. Several
-ranks that save together share both bytes, and have more: `run.py`.
+Only the holder of byte 1 writes here, so temporary files of other writers are leftovers of dead ones. Ranks that save
+together share both bytes, and have more: `ranks.py`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Directory:
         self.path = path
         self._locks: LockFile | None = None
 
-    # --- who is at work
+    # --- locks
 
-    def own(self, is_given_up: Callable[[], bool] = lambda: False) -> None:
-        """The trainer's part: make the directory if it is missing, and be the only `CheckpointWriter` there.
+    def own(self, is_abandoned: Callable[[], bool] = lambda: False) -> None:
+        """For the trainer: create the directory if it is missing, and become its only `CheckpointWriter`.
 
-        is_given_up: whether nobody waits for it any more
+        is_abandoned: whether the caller has given up
 
-        Raises `ResourceError` if another one is, or if the directory cannot be made or written.
+        Raises `ResourceError` if there is another one, or if the directory cannot be created or written.
         """
         try:
             _make(self.path)
@@ -60,13 +60,13 @@ class Directory:
                 error.errno, f"checkpoint directory {self.path}: {error.strerror}: pass one that can be written"
             ) from None
         try:
-            self._own(locks, is_given_up)
+            self._own(locks, is_abandoned)
         except BaseException:
             locks.close()
             raise
         self._locks = locks
 
-    def _own(self, locks: LockFile, is_given_up: Callable[[], bool]) -> None:
+    def _own(self, locks: LockFile, is_abandoned: Callable[[], bool]) -> None:
         if not locks.try_exclusive(_TRAINER):
             raise ResourceError(
                 errno.EBUSY,
@@ -75,7 +75,7 @@ class Directory:
             )
 
     def try_write(self) -> bool:
-        """The writing process's part: become the one that writes here; False while another one does. Raises OSError."""
+        """For the writing process: become the only one that writes here; False if another one does. Raises OSError."""
         if self._locks is None or not self._is_still():
             self.close()
             self._locks = self._open_locks()
@@ -85,7 +85,7 @@ class Directory:
         return locks.try_exclusive(_WRITER)
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
+        """Release the lock. Idempotent."""
         locks, self._locks = self._locks, None
         if locks is not None:
             locks.close()
@@ -94,7 +94,7 @@ class Directory:
         return LockFile(os.path.join(self.path, LOCK), os.O_CREAT, mode=0o644)
 
     def _is_still(self) -> bool:
-        """Whether our lock file is still the directory's: somebody may have removed the directory and made another."""
+        """Whether our lock file is still the directory's: the directory may have been removed and created again."""
         try:
             there = os.stat(os.path.join(self.path, LOCK))
         except OSError:
@@ -110,7 +110,7 @@ class Directory:
         return os.path.lexists(self.at(name))
 
     def names(self) -> list[str]:
-        """What lies in the directory; nothing if it is gone: the writing process will say so."""
+        """The names in the directory; none if it is gone, which the writing process reports."""
         try:
             return os.listdir(self.path)
         except OSError:
@@ -128,10 +128,10 @@ class Directory:
                 yield self.at(found), match["writer"], int(match["number"])
 
     def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
-        """Remove the temporary files of other writers, and of those saves of this one that are over. Needs byte 1."""
+        """Remove temporary files of other writers, and of this writer's saves that have ended. Needs byte 1."""
         for path, owner, number in list(self.leftovers()):
             if owner != writer or is_over(number):
-                with contextlib.suppress(OSError):  # it stays for the next writer: no save fails for it
+                with contextlib.suppress(OSError):  # left for the next writer: no save fails for it
                     remove(path)
                 # crash: ckptsweep.removed
 
@@ -142,26 +142,26 @@ class Directory:
         sync(self.path)
 
     def record(self, saved: Saved) -> None:
-        """Note what is about to get its final name, as the newest."""
+        """Add a save to the list, as the newest, before its files get their final name."""
         entries = [entry for entry in index.read(self.path) if entry.name != saved.name]
         index.write(self.path, [*entries, saved])
 
     def recorded(self, writer: str, number: int) -> Saved | None:
-        """The entry of a save that went so far, if there is one."""
+        """The entry of a save, if it was recorded."""
         return next(
             (entry for entry in index.read(self.path) if (entry.writer, entry.number) == (writer, number)), None
         )
 
     def point_latest(self, name: str) -> str:
-        """Let `latest` lead to a checkpoint, durably; what could not be done, or "": raises nothing.
+        """Make `latest` lead to a checkpoint, durably. Raises nothing; returns what failed, or "".
 
-        A link that would go on leading to an older one is removed: without it, the newest in the list is meant.
+        A link that would still lead to an older one is removed: without it, the newest in the list is meant.
         """
         return self._point(LATEST, name)
 
     def point_aliases(self) -> str:
-        """Let each second name lead to the checkpoint that it belongs to by the list: also those that somebody who died
-        has left where they were. What could not be done, or "": raises nothing."""
+        """Make each alias lead to its checkpoint by the list, also if a process died before it moved the link. Raises
+        nothing; returns what failed, or ""."""
         failed = []
         for alias, entry in index.aliases(index.read(self.path), self.path).items():
             if target(self.at(alias)) != entry.name:
@@ -195,10 +195,10 @@ class Directory:
     def retain(
         self, keep_last: int | None, keep_every: int | None, keep_best: Best | None = None
     ) -> tuple[list[str], list[str]]:
-        """Delete old checkpoints of ours; the names of the deleted, and what could not be done: raises nothing.
+        """Delete old checkpoints. Raises nothing; returns the names of the deleted, and what failed.
 
-        What was changed, or is not in the list, stays, and so does what a link leads to. What cannot be deleted stays
-        in the list, for the next time.
+        Checkpoints that were changed, that are not in the list, or that a link leads to stay. Those that cannot be
+        deleted stay in the list, for the next time.
         """
         deleted: list[str] = []
         failed: list[str] = []
@@ -228,12 +228,12 @@ class Directory:
             if deleted or len(present) != len(entries):
                 index.write(self.path, [entry for entry in present if entry.name not in deleted])
                 self.sync()
-        except OSError as error:  # the list names what is gone: the next time it is left out
+        except OSError as error:  # the list still names deleted ones; the next save leaves them out
             failed.append(f"{self.at(index.INDEX)}: {error}")
         return deleted, failed
 
     def _delete(self, entry: Saved) -> None:
-        """Remove what an entry names. A directory loses its name first, so that nobody finds half of it."""
+        """Remove the files of an entry. A directory is renamed first, so that no reader finds half of it."""
         path = self.at(entry.name)
         if entry.files[0][0]:
             doomed = self.temporary(entry.name, entry.writer, entry.number, "old")
@@ -244,7 +244,7 @@ class Directory:
 
 
 def target(link: str) -> str | None:
-    """What a link says; None if there is none."""
+    """The target of a link; None if there is no link."""
     try:
         return os.readlink(link)
     except OSError:
@@ -252,7 +252,7 @@ def target(link: str) -> str | None:
 
 
 def _best(entries: Sequence[Saved], keep: Best | None) -> list[Saved]:
-    """Those with the best value of a metric, of equal ones the older."""
+    """The entries with the best values of a metric; of equal ones the older."""
     if keep is None:
         return []
     name, mode, count = keep
@@ -261,9 +261,9 @@ def _best(entries: Sequence[Saved], keep: Best | None) -> list[Saved]:
 
 
 def sync(path: str) -> None:
-    """Make what was renamed, made and removed in a directory durable. Raises OSError.
+    """Make renames, new names and removals in a directory durable. Raises OSError.
 
-    Some file systems cannot be asked to: they write such changes by themselves, or know no durability.
+    Some file systems do not support this: they write such changes by themselves, or have no durability.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -276,7 +276,7 @@ def sync(path: str) -> None:
 
 
 def _make(path: str) -> None:
-    """Make a directory and those above it that are missing, durably. Raises OSError."""
+    """Create a directory and its missing parents, durably. Raises OSError."""
     made = []
     at = path
     while not os.path.isdir(at):
@@ -284,7 +284,7 @@ def _make(path: str) -> None:
         at = os.path.dirname(at)
     os.makedirs(path, exist_ok=True)
     for each in [*made, at] if made else []:
-        with contextlib.suppress(PermissionError):  # one that we may write and not read
+        with contextlib.suppress(PermissionError):  # a directory that we may write but not read
             sync(each)
 
 

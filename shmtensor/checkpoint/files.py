@@ -1,14 +1,13 @@
-"""The open files of a checkpoint, read by position: what the page cache holds from there, the rest past it.
+"""The open files of a checkpoint, read by position: from the page cache what it has, the rest with direct I/O.
 
-Reading past the page cache (O_DIRECT) brings bytes from the disk straight into the tensors' memory: there is no second
-copy, half of the CPU's time is saved, and nobody's pages are driven out for a file that is read once. What several
-processes read, or one reads again and again, belongs into the page cache all the same. So of each stretch of a file
-that is read past it, one page is left there, as a mark: whoever comes next finds the mark, and reads the stretch
-through the page cache, where those after find it whole. However many processes load a file, it comes from the disk
-about twice.
+Direct I/O (O_DIRECT) brings bytes from the disk straight into the tensors' memory: there is no second copy, it takes
+half the CPU time, and no other pages are evicted for a file that is read once. A file that is read several times should
+be in the page cache all the same. So each stretch that is read with direct I/O leaves one page in the cache, as a mark:
+the next reader finds the mark and reads the stretch through the page cache, where later ones find it whole. However
+many processes load a file, it is read from the disk about twice.
 
-It is done where memory and file lie alike within a page, and given up for a file whose file system refuses it. Nothing
-depends on it but time: any byte may be read either way, and the two do not disagree (the kernel writes dirty pages back
+It needs memory and file offset to be equal modulo the page size, and is given up for a file whose file system refuses
+it. Only speed depends on it: any byte may be read either way, with the same result (the kernel writes dirty pages back
 first).
 """
 
@@ -21,15 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ..codec.numpy import Array
 from ..errors import CheckpointError
 from ..memory.mapped_file import is_cached
-from ..views.numpy import Array
 from .limits import PAGE
 
-PAST_CACHE: Final = 1 << 20
-"""Bytes from which on a read goes past the page cache: shorter ones would not keep a disk busy."""
+DIRECT_MIN: Final = 1 << 20
+"""Reads of at least so many bytes use direct I/O: shorter ones would not keep a disk busy."""
 STRETCH: Final = 64 << 20
-"""Bytes with one mark: looking for it and leaving it takes a tenth of the time if each read does so, here none."""
+"""Bytes per mark. A mark for each read would take a tenth of the time; one per stretch costs nothing."""
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
@@ -42,11 +41,11 @@ class Files:
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         self.paths = list(paths)
         self.fds: list[int] = []
-        self._past: dict[int, int] = {}  # opened when there is something to be read past the cache
+        self._direct: dict[int, int] = {}  # for direct I/O, opened at first use
         self._sizes = list(sizes)
         self._lock = threading.Lock()
-        self._cached: dict[tuple[int, int], bool] = {}  # file and number of a stretch; looked at once
-        self._refuses = [False] * len(paths)  # set by any reader, never taken back
+        self._cached: dict[tuple[int, int], bool] = {}  # by file and number of a stretch; checked once
+        self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
         try:
             for path, size in zip(paths, sizes, strict=True):
                 self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -61,8 +60,8 @@ class Files:
         """Close the descriptors. Idempotent."""
         while self.fds:
             os.close(self.fds.pop())
-        while self._past:
-            os.close(self._past.popitem()[1])
+        while self._direct:
+            os.close(self._direct.popitem()[1])
 
     def __enter__(self) -> Files:
         return self
@@ -71,9 +70,9 @@ class Files:
         self.close()
 
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
-        """Read what lies at `offset` into uint8 memory, all of it. Any number of threads may, each into its own.
+        """Fill uint8 memory with the bytes at `offset`. Callable from several threads at once.
 
-        names: what is read, for the `CheckpointError` that a file which ends before raises.
+        names: of the tensors, for the `CheckpointError` that is raised if the file ends before.
         """
         while len(memory):
             count = self._read(memory, file, offset)
@@ -84,31 +83,31 @@ class Files:
             memory, offset = memory[count:], offset + count
 
     def _read(self, memory: Any, file: int, offset: int) -> int:
-        """Some bytes of it, as `preadv`."""
-        if self.reads_past(memory, file, offset):
+        """Read some of it; returns how many bytes, as `preadv`."""
+        if self.reads_directly(memory, file, offset):
             lead = -offset % PAGE
             if lead:
-                memory = memory[:lead]  # through the cache to the next page, with which the rest begins
+                memory = memory[:lead]  # through the cache up to the next page, where direct I/O begins
             else:
                 try:
-                    return os.preadv(self._past[file], [memory[: len(memory) // PAGE * PAGE]], offset)
-                except OSError:  # whatever it is: if the plain way has it too, it says so
-                    self._refuses[file] = True  # the descriptor stays: another reader may be using it
+                    return os.preadv(self._direct[file], [memory[: len(memory) // PAGE * PAGE]], offset)
+                except OSError:  # if it is a real error, the plain read raises it too
+                    self._refuses[file] = True  # the descriptor stays open: another reader may be using it
         return os.preadv(self.fds[file], [memory], offset)
 
-    def reads_past(self, memory: Any, file: int, offset: int) -> bool:
-        """Whether `fill` would read this past the page cache, as far as anybody can tell."""
+    def reads_directly(self, memory: Any, file: int, offset: int) -> bool:
+        """Whether `fill` would read this with direct I/O."""
         return (
-            len(memory) >= PAST_CACHE
+            len(memory) >= DIRECT_MIN
             and not self._refuses[file]
             and not (memory.__array_interface__["data"][0] - offset) % PAGE
             and not self._is_cached(file, offset // STRETCH)
         )
 
     def _is_cached(self, file: int, stretch: int) -> bool:
-        """Whether the page cache has a stretch, as far as one page of it says; if it does not, it has that page now.
+        """Whether the page cache has a stretch, judged by one page of it. If not, that page is read in, as a mark.
 
-        The page is in the middle of what is there: whoever opens a file reads its beginning or its end.
+        It is the page in the middle: opening a file reads its beginning or its end.
         """
         with self._lock:
             found = self._cached.get((file, stretch))
@@ -116,12 +115,12 @@ class Files:
                 fd, start = self.fds[file], stretch * STRETCH
                 at = (start + min(start + STRETCH, self._sizes[file])) // 2
                 found = is_cached(fd, at)
-                if not found and file not in self._past:
-                    past = _open_past(fd)
-                    if past < 0:
+                if not found and file not in self._direct:
+                    direct = _open_direct(fd)
+                    if direct < 0:
                         self._refuses[file] = found = True
                     else:
-                        self._past[file] = past
+                        self._direct[file] = direct
                 if not found:
                     with contextlib.suppress(OSError):
                         os.posix_fadvise(fd, at, 1, os.POSIX_FADV_WILLNEED)  # the page around it
@@ -129,8 +128,8 @@ class Files:
             return found
 
 
-def _open_past(fd: int) -> int:
-    """The same file once more, whatever has its path now, for reading past the page cache; -1 if it cannot be."""
+def _open_direct(fd: int) -> int:
+    """Open the same file again for direct I/O, whatever has its path now; -1 if that is impossible."""
     if not _DIRECT:
         return -1
     try:

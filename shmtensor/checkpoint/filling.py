@@ -1,4 +1,4 @@
-"""`load_into`: a module filled in place, its memory read straight from the file."""
+"""`load_into`: fill a module in place, reading the file straight into its memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from ..codec.libraries import import_torch
+from ..codec.numpy import Array
 from ..errors import ArgumentError, ArgumentTypeError
-from ..views.libraries import import_torch
-from ..views.numpy import Array
 from .build import build_state, check_structure, regions_of, tensor_numbers
-from .checking import check_archive
 from .files import Files
-from .loader import Path, Verify, check_options, map_files, raise_damage, verify_mapped
+from .load import Path, Verify, check_options, map_files, raise_damage, verify_mapped
 from .plan import Plan
 from .reading import read_regions
 from .regions import storage_bytes
 from .resolving import open_path
 from .selection import children, descend
+from .verify import check_archive
 
 _NO_STATE_DICT: Final = "there is no state dict in the checkpoint: pass key=, the name of the one that is meant"
 
@@ -36,8 +36,8 @@ def load_into(
     Args:
         path: as for `load_checkpoint`.
         key: dotted name of the module's state in it, such as `"model"`; None: the checkpoint is the state dict itself.
-        strict: as for `load_state_dict`. A name that the file lacks is not missing if the module has its weight tied to
-            one that the file has, as with `safetensors.torch.load_model`.
+        strict: as for `load_state_dict`. A name that the file lacks is not missing if the module ties its weight to one
+            that the file has, as with `safetensors.torch.load_model`.
 
     Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory;
     the others (on a device, of another dtype) are copied once, from the mapped file. `load_state_dict` runs with its
@@ -101,8 +101,8 @@ def load_into(
 
 
 def _with_tied(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The state, and in it those of the module's tensors that it lacked and that lie in the memory of one that it has:
-    other programs write one name of tied weights only, and what comes under that name is the value of all of them."""
+    """The state with those of the module's tensors added that it lacks and that share the memory of one that it has:
+    other programs write only one name of tied weights."""
     missing = {name: memory for name in own if name not in state and (memory := _Memory.of(own[name])) is not None}
     if not missing:
         return state
@@ -112,12 +112,12 @@ def _with_tied(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     for name, memory in missing.items():
         before = bisect_right(present, (memory.device, memory.start, inf, 0))
         if before and ends[before - 1] >= (memory.device, memory.end):
-            state[name] = own[name].detach()  # copied onto itself, before or after the other name's
+            state[name] = own[name].detach()  # copied onto itself, which changes nothing
     return state
 
 
 class _Memory(NamedTuple):
-    """Where a tensor's bytes lie."""
+    """The address range of a tensor."""
 
     device: str
     start: int
@@ -126,7 +126,7 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> _Memory | None:
-        """None of one without bytes, or that is no strided tensor in memory."""
+        """The range of a tensor; None if it has no bytes, or is no strided tensor in memory."""
         import torch
 
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
@@ -175,7 +175,7 @@ def _targets(plan: Plan, tree: Any, own: dict[str, Any]) -> list[_Target]:
         ):
             memory = storage_bytes(tensor, tensor.data_ptr(), entry.nbytes)
             found[entry.region] = _Target(name, entry.region, tensor, memory)
-    # Where tensors of the module share memory that the file does not, the last one wins: load_state_dict knows which.
+    # If tensors of the module share memory and those of the file do not, load_state_dict decides which value wins.
     ordered = sorted(found.values(), key=lambda target: target.tensor.data_ptr())
     shared = set()
     for before, after in pairwise(ordered):

@@ -1,4 +1,4 @@
-"""What `CheckpointWriter.save` returns: what became of one save."""
+"""One save: its record, which the writer's threads change, and the handle that `CheckpointWriter.save` returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from concurrent.futures import CancelledError, Future, TimeoutError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from ..calls import CallQueue, Flag
-from ..endpoints.local import Local
+from ..endpoints.base import Local
+from ..shielded import CallQueue, Flag
 
 if TYPE_CHECKING:
     from .offload import Offload
@@ -31,10 +31,10 @@ log = logging.getLogger("shmtensor")
 
 
 class Durable(NamedTuple):
-    """A checkpoint that is on disk for good: the result of `SaveHandle.durable`."""
+    """A checkpoint that is safe on disk: the result of `SaveHandle.durable`."""
 
     path: str
-    """Of the file, or of the directory of shards."""
+    """Path of the file, or of the directory of shards."""
     nbytes: int
     """Bytes of its files."""
     seconds: float
@@ -53,16 +53,16 @@ class Progress(NamedTuple):
 
 
 class _Mutex(_thread.RLock):  # type: ignore[misc]  # final only in typeshed
-    """A future's condition. Its lock is taken, and given back, in one C call: `threading.Condition` does so in Python,
-    and an exception in between would keep it for ever. There is nobody to be notified: see `_Result.result`."""
+    """A future's condition whose lock is acquired and released in one C call each. `threading.Condition` does so in
+    Python code, where an asynchronous exception could leave it locked for ever."""
 
     def notify_all(self) -> None:
-        pass
+        """Do nothing: no thread waits on it, see `_Result._wait`."""
 
 
 class _Result(Local, Future[_T]):
-    """A future that ends in a thread of the writer's: its callbacks are called in a thread that may block, without any
-    lock. A wait that is ended by an exception leaves nothing locked."""
+    """A future that a thread of the writer ends. Its callbacks are called in another thread, which may block, and
+    without any lock. An exception that ends a wait leaves nothing locked."""
 
     def __init__(self, callbacks: CallQueue | None) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class _Result(Local, Future[_T]):
             raise TimeoutError
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Call `function(future)` when it is done: in a thread of the writer's for callbacks, one after the other; in
-        this thread if it is done."""
+        """Call `function(future)` when it is done: in the writer's thread for callbacks, one after the other; at once,
+        in this thread, if it is done already."""
         if self._callbacks is None or self._ended.is_set():
             super().add_done_callback(function)
         else:
@@ -102,7 +102,7 @@ class _Result(Local, Future[_T]):
         self._ended.set()
 
     def give_up(self) -> None:
-        """Nobody writes this save: `CancelledError` for whoever asks."""
+        """Cancel it: this save is not written. Asking for the result raises `CancelledError`."""
         super().cancel()
         self.set_running_or_notify_cancel()
         self._ended.set()
@@ -115,43 +115,107 @@ def _call_later(callbacks: CallQueue, function: Callable[[Any], object], future:
 def _call_back(function: Callable[[Any], object], future: _Result[Any]) -> None:
     try:
         function(future)
-    except BaseException:  # also an exit: it would end the thread, and nobody else's callback would be called
+    except BaseException:  # SystemExit, too: it would end the thread, and later callbacks would not be called
         log.exception("a callback of %r failed", future)
 
 
 class Outcome(_Result[Durable]):
-    """A future that knows whether anybody has been told its error."""
+    """A future that knows whether the caller has seen its error."""
 
     def __init__(self, callbacks: CallQueue | None = None) -> None:
         super().__init__(callbacks)
-        self.looked = False
-        """Whether somebody got the error, by `result`, `exception` or a callback."""
+        self.error_seen = False
+        """Whether the caller got the error, by `result`, `exception` or a callback."""
 
     def result(self, timeout: float | None = None) -> Durable:
         try:
             return super().result(timeout)
         except BaseException as error:
-            if error is self._exception:  # not one that came in between
-                self.looked = True
+            if error is self._exception:  # else it is asynchronous, or a time-out
+                self.error_seen = True
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.looked = True
+        self.error_seen = True
         return error
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         super().add_done_callback(function)
-        self.looked = True
+        self.error_seen = True
 
     def cancel(self) -> bool:
-        """A save that was staged is not called back: False, unless it was skipped or replaced."""
+        """Always fail: a save that was staged cannot be cancelled. True only if it was skipped or replaced."""
         return self.cancelled()
 
     @property
     def error(self) -> BaseException | None:
-        """The exception of one that has failed; does not count as asked for."""
+        """The exception, if it has failed. Reading it does not set `error_seen`."""
         return self._exception if self._ended.is_set() else None
+
+
+class Save:
+    """One save as its writer's threads know it. `SaveHandle` shows it to the caller.
+
+    callbacks: the thread that calls `add_done_callback` functions; None: the thread in which the future ends.
+    """
+
+    def __init__(self, name: str, path: str, total: int, alias: str = "", callbacks: CallQueue | None = None) -> None:
+        self.name, self.path, self.total, self.alias = name, path, total, alias
+        self.number = 0
+        """Which save of its writer it is, from 1; 0 until it has begun."""
+        self.staged: _Result[int] = _Result(callbacks)
+        self.durable = Outcome(callbacks)
+        self.asked_to_yield: list[Save] = []
+        """With `busy="replace"`: earlier saves that the writing process was asked to drop for this one."""
+        self.offload: Offload | None = None
+        """The copies from devices, if there are any."""
+        self.waited = 0.0
+        """Seconds that it waited for room."""
+        self.written = 0
+        """Bytes of the files that were handed to the kernel."""
+        self.last_missing: dict[int, str] = {}
+        """Ranks whose parts were missing in the last report, with the reason for each."""
+        self.status = WAITING
+        self._lock = threading.Lock()
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """Ranks whose parts are missing, as last reported; empty unless this rank's part is durable."""
+        return dict(self.last_missing) if self.status == VOTED else {}
+
+    def advance(self, written: int) -> None:
+        """It is being written, and so many bytes are."""
+        with self._lock:
+            if self.status in (WAITING, WRITING):
+                self.status, self.written = WRITING, written
+
+    def vote(self) -> None:
+        """This rank's part is durable."""
+        with self._lock:
+            if self.status in (WAITING, WRITING):
+                self.status, self.written = VOTED, self.total
+
+    def finish(self, status: str, result: Durable | BaseException | None = None) -> bool:
+        """End it: set the status and the futures. False if it had ended before. Call it without holding any lock.
+
+        result: of `durable`, a value or an exception; None cancels the futures that are not done.
+        """
+        with self._lock:
+            if self.status not in (WAITING, WRITING, VOTED):
+                return False
+            self.status = status
+        if isinstance(result, Durable):
+            self.written = self.total
+            self.path, self.name = result.path, os.path.basename(result.path)
+            self.durable.set_result(result)
+        elif result is not None:
+            self.durable.set_exception(result)
+        else:
+            for future in (self.staged, self.durable):
+                if not future.done():
+                    future.give_up()
+        return True
 
 
 class SaveHandle(Local):
@@ -169,47 +233,58 @@ class SaveHandle(Local):
     (True, True, 'durable')
     """
 
-    name: str
-    """The checkpoint's name in its directory. With `rank=` it may get `-2` behind it until it is durable."""
-    path: str
-    """Where it lies once it is durable."""
-    number: int
-    """Which save of its writer it is, from 1; 0 if it was skipped."""
-    waited: float
-    """With `busy="block"` or `"replace"`: seconds that `save` waited for room."""
+    def __init__(self, save: Save) -> None:
+        self._save = save
 
-    def __init__(self, name: str, path: str, number: int, total: int, callbacks: CallQueue | None = None) -> None:
-        self.name, self.path, self.number, self._total = name, path, number, total
-        self.staged: Future[int] = _Result(callbacks)
-        self.durable = Outcome(callbacks)
-        self._asked: list[SaveHandle] = []
-        self._offload: Offload | None = None
-        self.waited = 0.0
-        self._written = 0
-        self._missing: dict[int, str] = {}
-        self._alias = ""
-        self._status = WAITING
-        self._lock = threading.Lock()
+    @property
+    def name(self) -> str:
+        """The checkpoint's name in its directory. With `rank=`, `-2` may be added until it is durable."""
+        return self._save.name
+
+    @property
+    def path(self) -> str:
+        """Where it is once it is durable."""
+        return self._save.path
+
+    @property
+    def number(self) -> int:
+        """Which save of its writer it is, from 1; 0 if it was skipped."""
+        return self._save.number
+
+    @property
+    def waited(self) -> float:
+        """With `busy="block"` or `"replace"`: seconds that `save` waited for room."""
+        return self._save.waited
+
+    @property
+    def staged(self) -> Future[int]:
+        """Done when the state may be changed; its result is the number of bytes that were copied."""
+        return self._save.staged
+
+    @property
+    def durable(self) -> Future[Durable]:
+        """Done when the checkpoint is safe on disk, or has failed."""
+        return self._save.durable
 
     @property
     def status(self) -> str:
         """`"waiting"`, `"writing"`, `"durable"`, `"complete"`, `"failed"`, `"skipped"` or `"replaced"`.
 
-        `"voted"`, with `rank=`: this rank's part is durable, and other ranks' are not yet: `missing` tells whose.
+        `"voted"`, with `rank=`: this rank's part is durable, and other ranks' are not yet: `missing` has those.
         `"complete"`: it has its name and can be loaded, but the disk did not confirm it: `durable` has the error.
         """
-        return self._status
+        return self._save.status
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """With `busy="replace"`: names of the saves that made room for this one."""
-        return tuple(handle.name for handle in self._asked if handle.status == REPLACED)
+        """With `busy="replace"`: names of the saves that were dropped for this one."""
+        return tuple(save.name for save in self._save.asked_to_yield if save.status == REPLACED)
 
     @property
     def missing(self) -> dict[int, str]:
-        """With `rank=`, once this rank's part is durable: the ranks whose parts are awaited, as was last seen. Each is
+        """With `rank=`, once this rank's part is durable: the ranks whose parts are missing, as last seen. Each is
         `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`) or `"dead"`."""
-        return dict(self._missing) if self._status == VOTED else {}
+        return self._save.missing
 
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait until the state was copied from the device; the host does not wait.
@@ -220,50 +295,21 @@ class SaveHandle(Local):
         Args:
             stream: a `torch.cuda.Stream`; None: the current one of each device that the state lies on.
         """
-        if self._offload is not None:
-            self._offload.follow(stream)
+        if self._save.offload is not None:
+            self._save.offload.follow(stream)
 
     @property
     def progress(self) -> Progress:
-        """Bytes written and bytes in all. A writer that was restarted begins anew."""
-        return Progress(self._total if self._status in (DURABLE, COMPLETE) else self._written, self._total)
+        """Bytes written and bytes in all. If the writing process is restarted, it may start again from 0."""
+        save = self._save
+        return Progress(save.total if save.status in (DURABLE, COMPLETE) else save.written, save.total)
 
     def _instead(self) -> str:
         return "pass its path"
 
     def __repr__(self) -> str:
-        return f"<SaveHandle {self.name!r} {self._status} {self._written} of {self._total} bytes>"
-
-    # --- what the writer's threads tell
-
-    def _advance(self, written: int) -> None:
-        with self._lock:
-            if self._status in (WAITING, WRITING):
-                self._status, self._written = WRITING, written
-
-    def _vote(self) -> None:
-        """This rank's part is durable."""
-        with self._lock:
-            if self._status in (WAITING, WRITING):
-                self._status, self._written = VOTED, self._total
-
-    def _settle(self, status: str, result: Durable | BaseException | None = None) -> bool:
-        """The end of it; False if it was over before. To be called without any lock."""
-        with self._lock:
-            if self._status not in (WAITING, WRITING, VOTED):
-                return False
-            self._status = status
-        if isinstance(result, Durable):
-            self._written = self._total
-            self.path, self.name = result.path, os.path.basename(result.path)
-            self.durable.set_result(result)
-        elif result is not None:
-            self.durable.set_exception(result)
-        else:
-            for future in (self.staged, self.durable):
-                if not future.done() and isinstance(future, _Result):
-                    future.give_up()
-        return True
+        save = self._save
+        return f"<SaveHandle {save.name!r} {save.status} {save.written} of {save.total} bytes>"
 
 
-__all__ = ["CancelledError", "Durable", "Outcome", "Progress", "SaveHandle"]
+__all__ = ["CancelledError", "Durable", "Outcome", "Progress", "Save", "SaveHandle"]

@@ -1,7 +1,7 @@
-"""The list of what was saved in a directory: which files are this library's own, and in which order they came.
+"""The list of saves of a directory: which files are this library's own, and in which order they were saved.
 
-`.shmtensor.index`, a JSON document that is replaced as a whole. An entry is written before its files get their final
-name, so that whoever comes after a death can tell a finished save from somebody else's file.
+`.shmtensor.index` is a JSON document that is replaced as a whole. An entry is written before its files get their final
+name, so that after a death the next process can tell a finished save from a foreign file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("shmtensor")
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint that a writer has made.
+    """One checkpoint that a writer has saved.
 
     files:   (name below `name`, or "", bytes, mtime in ns)
     metrics: numbers by name
@@ -50,11 +50,11 @@ class Saved:
     alias: str = ""
 
     def is_there(self, directory: str) -> bool:
-        """Whether what lies under the name is what was saved: same files, no others, same sizes and times of change."""
+        """Whether the files under the name are those that were saved, and no others: same names, sizes and times."""
         return self.is_at(os.path.join(directory, self.name))
 
     def is_at(self, path: str) -> bool:
-        """Whether these files lie at `path`, perhaps not yet their final name."""
+        """The same at `path`, which may be a temporary name."""
         try:
             if os.path.islink(path):
                 return False
@@ -70,7 +70,7 @@ class Saved:
 
 
 def read(directory: str) -> list[Saved]:
-    """Every entry, oldest first. A list that cannot be read is an empty one: then nothing counts as ours."""
+    """Every entry, oldest first. A list that cannot be read counts as empty: then no file counts as ours."""
     try:
         return _read(directory)
     except FileNotFoundError:
@@ -82,12 +82,12 @@ def read(directory: str) -> list[Saved]:
 
 
 def order(directory: str) -> dict[str, int]:
-    """The names in the list, each with its place: the larger, the later it was saved. For readers, as `entries`."""
+    """The position of each name in the list; later saves have larger ones. For readers, as `entries`."""
     return {entry.name: place for place, entry in enumerate(entries(directory))}
 
 
 def entries(directory: str) -> list[Saved]:
-    """Every entry, oldest first, for readers: nothing if there is no list, or none that can be read."""
+    """Every entry, oldest first, for readers; none if there is no list, or it cannot be read."""
     try:
         return _read(directory)
     except UNREADABLE:
@@ -95,7 +95,7 @@ def entries(directory: str) -> list[Saved]:
 
 
 def aliases(entries: Iterable[Saved], directory: str) -> dict[str, Saved]:
-    """Which checkpoint each second name belongs to: the newest one that was given it and is there."""
+    """The checkpoint of each alias: the newest one that was given it and is there."""
     return {entry.alias: entry for entry in entries if entry.alias and entry.is_there(directory)}
 
 
@@ -107,8 +107,8 @@ def _read(directory: str) -> list[Saved]:
 
 
 def read_regular(path: str, most: int = MAX_LIST) -> bytes:
-    """All bytes of a small file. Another user may write where it lies: neither wait for a FIFO's other end nor fill the
-    memory. Raises OSError, and `ValueError` for a file that is too large or no file."""
+    """All bytes of a small file. Others may write into its directory, so it neither waits for a FIFO nor reads more
+    than `most` bytes. Raises OSError, and `ValueError` for a file that is too large or not regular."""
     with open(path, "rb", opener=_open_regular) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -117,7 +117,7 @@ def read_regular(path: str, most: int = MAX_LIST) -> bytes:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether it is a name that a file of a checkpoint, or a checkpoint, may have."""
+    """Whether a checkpoint, or a file of one, may have this name."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
@@ -130,7 +130,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def _entry(found: dict[str, Any]) -> Saved:
-    """An entry as `write` makes it: what it names is deleted one day."""
+    """Parse an entry, strictly: the files that it names will be deleted one day."""
     files = tuple((name, nbytes, changed) for name, nbytes, changed in found["files"])
     entry = Saved(
         found["name"], found["writer"], found["number"], found["step"], found["nbytes"], found["digest"], files,
@@ -149,13 +149,13 @@ def _entry(found: dict[str, Any]) -> Saved:
     return entry
 
 
-def said(metrics: dict[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON has them, which knows no `nan`."""
+def json_metrics(metrics: dict[str, float]) -> dict[str, float | str]:
+    """Metrics for JSON, which has no `nan`."""
     return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
 
 
 def metrics_of(found: Any) -> dict[str, float]:
-    """Metrics as `said` writes them; `ValueError` for anything else."""
+    """Metrics from what `json_metrics` made; `ValueError` for anything else."""
     if not isinstance(found, dict) or len(found) > MAX_METRICS:
         raise ValueError(f"metrics {found!r:.80}")
     if not all(type(value) in (int, float) or value in _NOT_FINITE for value in found.values()):
@@ -164,7 +164,7 @@ def metrics_of(found: Any) -> dict[str, float]:
 
 
 def write(directory: str, entries: Sequence[Saved]) -> None:
-    """Replace the list, durably but for the directory's own entry: the caller syncs the directory."""
+    """Replace the list and sync the file; the caller syncs the directory."""
     path = os.path.join(directory, INDEX)
     data = _render(entries)
     while len(data) > MAX_LIST and len(entries) > 1:
@@ -176,7 +176,7 @@ def write(directory: str, entries: Sequence[Saved]) -> None:
 
 
 def replace(path: str, data: bytes) -> None:
-    """Replace a small file as a whole, durably but for the directory's own entry. Raises OSError."""
+    """Replace a small file as a whole and sync it, but not its directory. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path + ".tmp")
     fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -193,5 +193,5 @@ def replace(path: str, data: bytes) -> None:
 def _render(entries: Sequence[Saved]) -> bytes:
     saves = []
     for entry in entries:
-        saves.append({**asdict(entry), "metrics": said(entry.metrics)})
+        saves.append({**asdict(entry), "metrics": json_metrics(entry.metrics)})
     return json.dumps({"version": _VERSION, "saves": saves}).encode()

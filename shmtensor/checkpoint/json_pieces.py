@@ -1,4 +1,4 @@
-"""JSON read piece by piece: memory is spent on what is wanted of it, not on what somebody made it hold."""
+"""Read JSON piece by piece, so that memory is used only for the values that are wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from .limits import MAX_DEPTH
 
 MOST: Final = 1 << 17
-"""Characters of a name, and of a value that is made an object of."""
+"""Most characters of a name, and of a value that is parsed into an object."""
 _PIECE: Final = 1 << 18  # bytes
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _END_QUOTE: Final = re.compile(r'(?<!\\)(?:\\\\)*"')  # after an even number of backslashes
@@ -23,10 +23,10 @@ _decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs)).raw_d
 
 
 class JsonPieces:
-    """A stretch of an open file that is one JSON text.
+    """A range of an open file that is one JSON text.
 
-    A caller goes through it once, in its order: `entries` gives the keys of an object, and after each one of `value`,
-    `text`, `skip` or `entries` takes what stands under it. Anything that is no JSON is a `CheckpointError`.
+    It is read once, in order: `entries` yields the keys of an object, and after each key the caller reads its value by
+    `value`, `text`, `skip` or `entries`. Invalid JSON raises `CheckpointError`.
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int, label: str) -> None:
@@ -40,7 +40,7 @@ class JsonPieces:
         return CheckpointError(f"{self._label}: invalid JSON of {self._nbytes} bytes: {why}, before offset {self._at}")
 
     def _more(self) -> bool:
-        """Read on; False at the end."""
+        """Read more text; False at the end."""
         if self._at >= self._end:
             return False
         data = os.pread(self._fd, min(_PIECE, self._end - self._at), self._at)
@@ -71,12 +71,12 @@ class JsonPieces:
         self._pos += 1
 
     def finish(self) -> None:
-        """White space is all that may come now."""
+        """Check that only white space follows."""
         if self.peek():
             raise self.bad("something comes after its end")
 
     def entries(self) -> Iterator[str]:
-        """The keys of the object that comes now."""
+        """The keys of the next object."""
         self._take("{")
         if self.peek() == "}":
             self._pos += 1
@@ -92,7 +92,7 @@ class JsonPieces:
             self._pos += 1
 
     def value(self) -> Any:
-        """The value that comes now, of at most `MOST` characters."""
+        """The next value, of at most `MOST` characters."""
         self.peek()
         while len(self._text) - self._pos <= MOST and self._more():
             pass
@@ -106,7 +106,7 @@ class JsonPieces:
         return value
 
     def text(self, sink: Callable[[str], object]) -> None:
-        """The string that comes now, of any length, in pieces."""
+        """Pass the next string, of any length, to `sink` in pieces."""
         self._take('"')
         while True:
             # nothing before `_pos` is a part of the string: a piece ends with what is cut off below
@@ -128,7 +128,7 @@ class JsonPieces:
                 raise self.bad("a string without an end")
 
     def _whole(self, end: int) -> int:
-        """Where a piece of a string may end, so that no escape is in two pieces."""
+        """Where a piece of a string may end without splitting an escape."""
         for cut in range(end, max(self._pos, end - 64), -1):
             half = _HALF_ESCAPE.search(self._text, max(self._pos, cut - 4), cut)
             before = cut if half is None else half.start()
@@ -139,12 +139,12 @@ class JsonPieces:
         return self._pos
 
     def _is_escaped(self, at: int) -> bool:
-        """Whether a backslash belongs to what comes at a place of this string."""
+        """Whether the character at this position of the string is escaped by a backslash."""
         before = self._text[self._pos : at]
         return (len(before) - len(before.rstrip("\\"))) % 2 == 1
 
     def skip(self, depth: int = 0) -> None:
-        """Pass by the value that comes now, of any length."""
+        """Skip the next value, of any length."""
         if depth > MAX_DEPTH:
             raise self.bad(f"it is nested more than {MAX_DEPTH} deep")
         start = self.peek()

@@ -1,4 +1,4 @@
-"""What a checkpoint's description has as JSON: dict keys, and the meta.
+"""JSON forms in a checkpoint's description: dict keys, and the meta.
 
 A key is a string, or `["i", hex]`, `["f", hex]`, `["b", 0 or 1]`, `["n"]` for int, float, bool and None.
 """
@@ -16,7 +16,7 @@ _decode_json = json.JSONDecoder().decode
 
 
 def read_json(data: bytes) -> object:
-    """The value of a JSON text in UTF-8; `WireError` for anything else."""
+    """The value of a JSON text in UTF-8; `WireError` if it is invalid."""
     try:
         return _decode_json(data.decode("utf-8"))
     except (ValueError, RecursionError, MemoryError) as error:
@@ -24,7 +24,7 @@ def read_json(data: bytes) -> object:
 
 
 def key_token(key: object) -> object:
-    """The token of a dict key; `ArgumentTypeError` for a type of key that is not sent."""
+    """The token of a dict key; `ArgumentTypeError` for an unsupported type of key."""
     if isinstance(key, str):
         return str.__str__(key)
     if key is None:
@@ -39,7 +39,7 @@ def key_token(key: object) -> object:
 
 
 def key_of(token: object) -> object:
-    """The dict key of a token; `WireError` if it is none."""
+    """The dict key of a token; `WireError` if it is invalid."""
     if isinstance(token, str):
         return token
     match token:
@@ -73,7 +73,7 @@ def check_meta(meta: object) -> None:
 
 
 def _check_keys(value: object) -> None:
-    # json would turn such keys into strings without a word
+    # json would silently turn such keys into strings
     if isinstance(value, dict):
         for key, child in value.items():
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a checkpoint as a mapping of names to handles, of which whole tensors or parts are read."""
+"""`open_checkpoint`: a checkpoint as a mapping of names to handles, which read tensors or parts of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ..endpoints.local import Local
+from ..codec.libraries import torch_views
+from ..codec.numpy import Array
+from ..endpoints.base import Local
 from ..errors import ClosedError
-from ..views.libraries import torch_views
-from ..views.numpy import Array
 from .build import array_dtype, build_state
 from .files import Files
 from .formats import Opened
-from .loader import Path, Verify, check_options, raise_damage
+from .load import Path, Verify, check_options, raise_damage
 from .plan import Entry, Plan
 from .reading import private, read_regions
 from .regions import Region
@@ -27,7 +27,7 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open a checkpoint without reading its tensors: a mapping of their names to handles.
 
-    What describes the tensors is read and checked now, as by `load_checkpoint`, with the same errors.
+    The description of the tensors is read and checked now, as by `load_checkpoint`, with the same errors.
 
     Args:
         path: as for `load_checkpoint`; files of other programs as well.
@@ -52,7 +52,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
 
     Its names are those that `shmtensor checkpoint info` shows: dotted paths; the parts of sparse, quantized and nested
     tensors, and long `bytes`, are tensors of their own. Its files stay open until it is closed, so that they may be
-    renamed or deleted meanwhile. What was read has memory of its own, and stays.
+    renamed or deleted meanwhile. Tensors that were read have memory of their own, and stay valid.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -69,7 +69,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self.format = opened.format
         """`"safetensors"`, `"torch"` or `"npz"`."""
         self.path = str(opened.files[0] if len(opened.files) == 1 else opened.files[0].parent)
-        """Of its file, or of the directory of its files."""
+        """Path of its file, or of the directory of its files."""
         plan = opened.plan
         self.meta: dict[str, Any] | None = plan.meta
         """The dict that `save` was given."""
@@ -113,7 +113,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         state = "closed" if self._opened is None else f"{len(self)} tensors"
         return f"<CheckpointReader {self.path!r} {self.format}, {state}>"
 
-    # --- what handles ask for
+    # --- for handles
 
     def _read(self, number: int, index: Index) -> Any:
         with self._lock:
@@ -202,10 +202,9 @@ class TensorHandle(Local):
         Args:
             index: integers, slices with positive steps and one `...`, as `numpy.s_[0:1024, ::2]` gives them.
 
-        Of a part, only its bytes are read, and those between them where these are fewer: at most twice the part. A
-        digest is of a whole tensor, so that a part is not compared with any; neither is a tensor that shares a larger
-        stretch of memory with others. What is read whole, whatever the index: packed members of an `.npz`, and tensors
-        of a `.pt` of torch's own that are not contiguous there.
+        Of a part, only its bytes are read, and small gaps between them: at most twice the part. A digest covers a whole
+        tensor, so that a part is not compared; neither is a tensor that shares a larger range of memory with others.
+        Packed members of an `.npz`, and tensors of torch's own `.pt` that are not contiguous there, are read whole.
 
         Raises `CheckpointError` for what is damaged or truncated, `ArgumentError` or `ArgumentTypeError` for an index
         that the tensor does not have, `ClosedError`.

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints has: a list of them, and the newest state to resume from."""
+"""List the checkpoints of a directory, and load the newest one to resume from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..errors import ArgumentError, CheckpointError
 from . import index
 from .formats import Opened
 from .index import Saved
-from .loader import Verify, check_options, load_checkpoint
+from .load import Verify, check_options, load_checkpoint
 from .names import check_source
 from .resolving import LATEST, newest_first, open_found, whole
 
-_PATIENCE: Final = 3  # times that a directory is listed whose checkpoints are deleted meanwhile
+_PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,30 @@ class CheckpointInfo:
     """One checkpoint of a directory, as `list_checkpoints` gives it."""
 
     name: str
-    """Of its file or directory of shards."""
+    """Name of its file or directory of shards."""
     path: str
-    """Where it lies."""
+    """Path of its file or directory of shards."""
     step: int | None
-    """The step that was saved with it, or which save of its writer it was; None of a file that is not in the list of
-    saves and says no step."""
+    """The step that was saved with it, or which save of its writer it was; None for a file that is not in the list of
+    saves and has no step."""
     time: float
     """When it was written, seconds since 1970."""
     nbytes: int
-    """Bytes of its files, 0 of one that cannot be opened."""
+    """Bytes of its files; 0 if it cannot be opened."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What `save` was given; empty of a file that is not in the list of saves."""
+    """The metrics that `save` was given; empty for a file that is not in the list of saves."""
     aliases: tuple[str, ...] = ()
-    """The links that lead to it, `"latest"` among them."""
+    """The links that lead to it, including `"latest"`."""
     format: str | None = None
-    """`"safetensors"`, `"torch"` or `"npz"`; None of one that cannot be opened."""
+    """`"safetensors"`, `"torch"` or `"npz"`; None if it cannot be opened."""
     error: str | None = None
-    """Why it is not complete; None if it is, as far as its description tells: tensors are not read."""
+    """Why it is not complete; None if it is, judged by its description: tensors are not read."""
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints of a directory, the newest first, those that are not complete included.
+    """The checkpoints of a directory, the newest first, including those that are not complete.
 
-    What describes each of them is read and checked, no tensors. Raises `NotADirectoryError`, `FileNotFoundError`.
+    The description of each is read and checked, but no tensors. Raises `NotADirectoryError`, `FileNotFoundError`.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -62,7 +62,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def opened_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[CheckpointInfo, Opened | None]]:
-    """The same, and what was opened to tell."""
+    """As `list_checkpoints`, with each opened checkpoint, None if it cannot be opened."""
     check_source(directory)
     root = Path(directory)
     saved = {entry.name: entry for entry in index.entries(str(root))}
@@ -90,7 +90,7 @@ def _info(
 ) -> CheckpointInfo:  # fmt: skip
     nbytes = 0 if opened is None else sum(opened.sizes)
     if entry is not None and opened is not None and nbytes != sum(size for _, size, _ in entry.files):
-        entry = None  # a file of the same name, and another
+        entry = None  # another file under the same name
     step = None if entry is None else entry.step
     if entry is None and opened is not None and opened.state is None:
         step = _step(opened)
@@ -101,7 +101,7 @@ def _info(
 
 
 def _step(opened: Opened) -> int | None:
-    """The step that a file says by itself: its meta, or a number at the top of its state."""
+    """The step in a file itself: in its meta, or at the top of its state."""
     tree = opened.plan.tree
     top = tree.get("d") if isinstance(tree, dict) else None
     for place in (opened.plan.meta, top):
@@ -112,7 +112,7 @@ def _step(opened: Opened) -> int | None:
 
 
 def _links(directory: Path, saved: Iterable[Saved]) -> dict[str, set[str]]:
-    """The names that lead to each checkpoint: links, and second names by the list whose links could not be made."""
+    """The names that lead to each checkpoint: links, and aliases in the list of saves whose links could not be made."""
     found: dict[str, set[str]] = {}
     for alias, entry in index.aliases(saved, str(directory)).items():
         if not os.path.lexists(directory / alias):
@@ -136,9 +136,9 @@ def load_newest(
         map, keys, verify: as for `load_checkpoint`.
 
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
-    from there. Otherwise it is the newest file that is complete, whatever `latest` leads to: with `map=False` one whose
-    tensors have their digests, with `verify="all"` also if mapped. Each newer one that is damaged or truncated is
-    passed over with a `RuntimeWarning`. Call it before the `CheckpointWriter` of this run saves.
+    from there. Otherwise it is the newest complete file, whatever `latest` leads to; its tensors are compared with
+    their digests with `map=False`, and with `verify="all"` also if it is mapped. Newer files that are damaged or
+    truncated are skipped with a `RuntimeWarning`. Call it before the `CheckpointWriter` of this run saves.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:

@@ -8,8 +8,8 @@
 | `metrics`, `alias` | what `save` was given |
 | `parts` | per rank `[file, bytes, digest]`, in the order of the ranks |
 
-Each part is a checkpoint file of its own. To readers the whole is one checkpoint: a dict of the ranks' states by rank,
-whose tensors have the names of the part's behind the rank: `3.model.weight`.
+Each part is a checkpoint file of its own. Readers see one checkpoint: a dict of the ranks' states by rank, in which a
+tensor's name begins with the rank: `3.model.weight`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `shmtensor.ranks.json` says."""
+    """The contents of `shmtensor.ranks.json`."""
 
     step: int
     metrics: dict[str, float]
@@ -54,11 +54,11 @@ class Manifest:
     parts: tuple[Part, ...]
 
     def render(self) -> bytes:
-        """As the file has it."""
+        """The bytes of the file."""
         return json.dumps(
             {
                 "version": _VERSION, "world_size": len(self.parts), "step": self.step,
-                "metrics": index.said(self.metrics), "alias": self.alias,
+                "metrics": index.json_metrics(self.metrics), "alias": self.alias,
                 "parts": [[part.file, part.nbytes, part.digest] for part in self.parts],
             }
         ).encode()  # fmt: skip
@@ -70,7 +70,7 @@ def part_name(rank: int, suffix: str) -> str:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a directory. `CheckpointError` for what is none, `FileNotFoundError`."""
+    """The manifest of a directory. Raises `FileNotFoundError`, `CheckpointError` if it is invalid."""
     path = directory / MANIFEST
     try:
         return _parse(json.loads(index.read_regular(str(path), _MAX_BYTES)))
@@ -101,7 +101,7 @@ def _parse(found: Any) -> Manifest:
 
 
 def open_part(directory: Path, rank: int) -> Opened:
-    """The checkpoint file of one rank. Raises `ArgumentError` for a rank that is not there."""
+    """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
     manifest = read(directory)
@@ -123,7 +123,7 @@ def _open(directory: Path, part: Part) -> Opened:
 
 
 def open_ranks(directory: Path) -> Opened:
-    """All parts as one checkpoint."""
+    """Open all parts as one checkpoint."""
     manifest = read(directory)
     tree: list[Any] = []
     tensors: list[Entry] = []
@@ -157,7 +157,7 @@ def open_ranks(directory: Path) -> Opened:
 
 
 def _shifted(node: Any, by: int, count: int) -> Any:
-    """A tree of `count` tensors in which they have other numbers; one that is none of its own stays none."""
+    """A tree of `count` tensors with `by` added to their numbers; an invalid number becomes -1."""
     if isinstance(node, list):
         return [_shifted(each, by, count) for each in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Names: of a writer's channel, so that others find what it holds, and of checkpoints."""
+"""Names of checkpoints, and of a writer's channel, by which other processes find its shared memory."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 
 
 def channels_of(directory: str) -> str:
-    """What the channels of all writers of a directory begin with."""
+    """The common start of the channel names of all writers of a directory."""
     info = os.stat(directory)
     key = hashlib.sha256(f"{info.st_dev}:{info.st_ino}".encode()).hexdigest()[:16]
     return f"{PREFIX}-{key}-"
 
 
 def channel_of(directory: str, writer: str, *, ranks: bool = False) -> str:
-    """The channel of one writer: its work queue of chunks. A rank's is another, since it never holds a whole state."""
+    """The channel of one writer. A rank's name differs, because its channel never has a whole state."""
     return f"{channels_of(directory)[:-1]}r-{writer}" if ranks else channels_of(directory) + writer
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the address of something that is not mounted. `pathlib` makes one slash of two."""
+    """Whether a path is a URL. (`pathlib` turns two slashes into one.)"""
     found = _URL.match(os.fsdecode(path))
     return found is not None and (len(found[2]) > 1 or not os.path.exists(found[1]))
 
 
 def check_source(path: str | os.PathLike[str]) -> None:
-    """A clear error for the address of a checkpoint that is not on a mounted file system."""
+    """Raise `ArgumentError` if the path of a checkpoint is a URL."""
     if is_url(path):
         raise ArgumentError(
             f"checkpoint {os.fsdecode(path)!r} is a URL, and checkpoints are read from mounted file systems only: "
@@ -48,7 +48,7 @@ def check_source(path: str | os.PathLike[str]) -> None:
 
 
 def check_directory(directory: str | os.PathLike[str]) -> str:
-    """The absolute path of a directory for checkpoints, or a clear error."""
+    """The absolute path of a directory for checkpoints; `ArgumentError` if it is a URL or no path."""
     path = os.fsdecode(directory)
     if is_url(path):
         raise ArgumentError(
@@ -61,7 +61,7 @@ def check_directory(directory: str | os.PathLike[str]) -> str:
 
 
 def check_name(name: object, what: str = "name") -> str:
-    """A checkpoint's name, or a clear error."""
+    """Check a checkpoint's name."""
     if not isinstance(name, str):
         raise ArgumentTypeError(f"{what} must be a string, not {type(name).__name__}")
     if not _NAME.fullmatch(name) or name == LATEST:
@@ -79,7 +79,7 @@ class Namer:
         self._directory = directory
 
     def check_alias(self, alias: str | None, name: str, taken: Set[str]) -> str:
-        """A second name, which may be another checkpoint's now; "" for None. Nothing but a link is ever replaced."""
+        """Check an alias, which another checkpoint may have now; "" for None. Only links are replaced."""
         if alias is None:
             return ""
         path = self._directory.at(check_name(alias, "alias"))
@@ -88,10 +88,9 @@ class Namer:
         return alias
 
     def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
-        """The name with its ending, and the number that `keep_every` goes by.
+        """The name with its suffix, and the step for `keep_every`.
 
-        name: what the user asked for; step: what the state says; taken: names of saves that are in flight; count: which
-        save it is.
+        name: the user's; step: in the state; taken: names of saves in flight; count: which save of the writer it is.
         """
         if name is not None:
             full = check_name(name) + ending
@@ -111,14 +110,14 @@ class Namer:
 
 
 class RankNamer(Namer):
-    """Names on which all ranks agree without a word: by the state, and by how many saves this writer has made."""
+    """Names on which all ranks agree without communication: from the state, and the number of saves of this writer."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(directory)
         self._given: set[str] = set()
 
     def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
-        """As `Namer.choose`. A name that exists is found when the parts become one checkpoint."""
+        """As `Namer.choose`. Another check for an existing name follows when the parts become one checkpoint."""
         if name is not None:
             if check_name(name) in self._given or self._directory.is_taken(name):
                 raise ArgumentError(f"checkpoint {self._directory.at(name)} exists: pass another name, or remove it")
@@ -134,7 +133,7 @@ class RankNamer(Namer):
 
 
 def check_metrics(metrics: object) -> dict[str, float]:
-    """Metrics as floats by name, or a clear error."""
+    """Metrics as floats by name. Raises `ArgumentTypeError`, `ArgumentError`."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
@@ -156,7 +155,7 @@ def check_metrics(metrics: object) -> dict[str, float]:
 
 
 def check_best(keep_best: object, keep_last: int | None) -> Best | None:
-    """What `keep_best=` says, or a clear error."""
+    """Check `keep_best=`."""
     if keep_best is None:
         return None
     match keep_best:
@@ -170,7 +169,7 @@ def check_best(keep_best: object, keep_last: int | None) -> Best | None:
 
 
 def step_of(state: Any, meta: Any) -> int | None:
-    """The step that `meta`, or else the state, tells."""
+    """The step in `meta`, or else in the state; None if there is none."""
     for place in (meta, state):
         step = place.get("step") if isinstance(place, dict) else None
         if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
@@ -185,7 +184,7 @@ def step_of(state: Any, meta: Any) -> int | None:
 
 
 def check_ranks(rank: object, world_size: object, busy: str, max_shard: object) -> None:
-    """Whether `rank=` and `world_size=` can be, with what else was asked for."""
+    """Check `rank=` and `world_size=`, and that the other options allow them."""
     if rank is None and world_size is None:
         return
     for name, value in (("rank", rank), ("world_size", world_size)):

@@ -1,24 +1,24 @@
-"""States as another library gives them: what is in them, looked at once, however often it is shared."""
+"""Check a state that another library has loaded, each shared object once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
+from ..codec.libraries import is_tensor
 from ..errors import CheckpointError
-from ..views.libraries import is_tensor
 from .limits import MAX_DEPTH
 
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 
 
 def check_objects(state: Any, label: str) -> int:
-    """How many objects are in all containers of a state, each shared container once, in as much time.
+    """Count the objects in all containers of a state, each shared container once; takes time linear in that.
 
-    `CheckpointError` if it contains itself, or is nested deeper than anybody walks.
+    `CheckpointError` if a container contains itself, or containers are nested too deep.
     """
     count = 0
-    heights: dict[int, int] = {}  # of those that were gone through
+    heights: dict[int, int] = {}  # of the containers that are done
     open_now: set[int] = set()
     stack: list[tuple[Any, Iterator[Any]]] = []
     tallest: list[int] = [0]
@@ -66,7 +66,7 @@ def _too_deep(label: str) -> CheckpointError:
 
 
 def _check_nested(tensor: Any, label: str) -> None:
-    """torch believes what a file says about the parts of a nested tensor."""
+    """Check the parts of a nested tensor: torch does not, it trusts the file."""
     import torch
 
     if tensor.layout != torch.strided:

@@ -1,12 +1,12 @@
-"""The copies of one save that leave a device: on streams of the writer's own, each chunk published after its event.
+"""The copies of one save from devices: on streams of the writer's own, each chunk published after its event.
 
     caller's stream   ... step |  save                                    | next step ... (ordered: after the wait)
                                '- event -> wait                 event --> wait
     writer's stream                         copy, copy | copy, copy |-----'
                                                 chunk's event '-> publish
 
-The writer's thread puts the copies on the stream and takes the first events as they come, to make room; then `save`
-returns, and the thread sleeps in the driver until the next event, for all that are left. The next save waits for it.
+The writer's thread starts the copies and, if it needs room, waits for the first events; then `save` returns, and the
+thread waits in the driver for the remaining events. The next save waits for it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
+from ..codec.numpy import Array
 from ..cuda.runtime import device_of, runtime
 from ..endpoints.devices import Devices
 from ..endpoints.loan import Loan
 from ..errors import CudaError
 from ..ring.ring import Ring
-from ..views.numpy import Array
-from . import copying
+from . import transfer
 from .plan import Plan
 
 
 def marks(plan: Plan) -> dict[int, Any]:
-    """An event for each device of a plan, after what its current stream has to do; in the caller's thread."""
+    """Record an event on the current stream of each device of a plan. Call it in the caller's thread."""
     found = {}
     for number in map(runtime().device, plan.devices):
         event = found[number] = runtime().new_event(number)
@@ -41,7 +41,8 @@ def marks(plan: Plan) -> dict[int, Any]:
 class Offload:
     """The copies of one save. It keeps the state alive until the last of them is complete.
 
-    devices, rings: of the endpoint that lends the slots; after: the events after which the state is there (`marks`)
+    devices, rings: of the endpoint that lends the slots
+    after:          the events of `marks`, which the copies wait for
     """
 
     def __init__(self, plan: Plan, devices: Devices, rings: list[Ring], after: dict[int, Any]) -> None:
@@ -52,21 +53,21 @@ class Offload:
         self._plan: Plan | None = plan
         self._pending: collections.deque[tuple[Loan, list[Any]]] = collections.deque()
         self._last: dict[int, Any] = {}
-        for device, stream in self._streams.items():  # after everything that makes the state
+        for device, stream in self._streams.items():  # after the caller's work on the state
             self._cuda.stream_waits(stream, after[device])
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Views with gaps that are gathered in here are gathered on the writer's streams."""
+        """Run what is inside on the writer's streams, such as gathering views with gaps."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.enter_context(self._cuda.on(stream))
             yield
 
     def copy(self, target: Array, source: Any) -> None:
-        """Copy bytes of host memory into a slot; of device memory, put the copy on its stream."""
+        """Copy bytes into a slot: from host memory now, from a device on its stream."""
         if isinstance(source, np.ndarray) or device_of(source) < 0:
-            copying.copy(target, source)
+            transfer.copy(target, source)
         else:
             device, done = device_of(source), 0
             address = target.__array_interface__["data"][0]
@@ -76,7 +77,7 @@ class Offload:
                 done += nbytes
 
     def note(self, loan: Loan) -> None:
-        """The copies into this slot are on the streams."""
+        """Note that all copies into this slot are started."""
         # crash: offload.started
         for device, stream in self._streams.items():
             self._last[device] = self._cuda.new_event(device)
@@ -84,7 +85,7 @@ class Offload:
         self._pending.append((loan, list(self._last.values())))
 
     def hold(self, loan: Loan) -> None:
-        """The copies into this slot could not all be started: `abandon` gives it back."""
+        """Keep a slot whose copies could not all be started, for `abandon`."""
         self._pending.append((loan, []))
 
     @property
@@ -106,12 +107,12 @@ class Offload:
             yield loan
 
     def follow(self, stream: Any = None) -> None:
-        """Make a stream of the caller's wait for the copies; None: the current one of each device."""
+        """Make a stream of the caller wait for the copies; None: the current one of each device."""
         for device, event in self._last.items():
             self._cuda.stream_waits(self._cuda.current_stream(device) if stream is None else stream, event)
 
     def abandon(self) -> None:
-        """Give the slots back unsent, as soon as no device writes into them any more."""
+        """Free the slots without sending them, once no device writes into them."""
         for stream in self._streams.values():
             with contextlib.suppress(CudaError):  # a device that failed writes nothing
                 self._cuda.synchronize(stream)
@@ -120,5 +121,5 @@ class Offload:
         self.forget()
 
     def forget(self) -> None:
-        """Everything is copied: let go of the state."""
+        """Drop the reference to the state, when everything is copied."""
         self._plan = None

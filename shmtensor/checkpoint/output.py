@@ -1,7 +1,7 @@
-"""The files of one save while they are written: under a temporary name, at positions, past the page cache if possible.
+"""The files of one save while they are written: under a temporary name, at offsets, with direct I/O if possible.
 
-Large pieces come straight from the slots, whose pages are aligned as O_DIRECT wants it. Where the file system refuses
-that, the same calls go through the page cache. Small pieces (headers) always do, after everything else.
+Large pieces are written straight from the slots, whose pages are aligned for O_DIRECT. If the file system refuses that,
+the same calls use the page cache. Small pieces (headers) always do, after everything else.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
-from typing import Final
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
 
 from .directory import remove, sync
 from .limits import PAGE
@@ -22,8 +25,8 @@ _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 class Output:
     """Files (name, bytes) below `path`; a single file with the name "" is `path` itself.
 
-    resume: go on with the files that are there, instead of new ones. Something was written into them, so that all had
-            their sizes: `OSError` if one is shorter, for what was there is lost.
+    resume: continue with the existing files. They had their full sizes: `OSError` if one is shorter, because bytes are
+            lost.
     """
 
     def __init__(self, path: str, files: Sequence[tuple[str, int]], *, resume: bool = False) -> None:
@@ -31,7 +34,7 @@ class Output:
         self.is_directory = bool(self.files[0][0])
         self._plain: list[int] = []
         self._direct: list[int] = []
-        self._refuses: list[bool] = []  # set by any writing thread, never taken back
+        self._refuses: list[bool] = []  # direct I/O; set by any writing thread, never reset
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             if not resume:
@@ -43,7 +46,7 @@ class Output:
                 self._plain.append(os.open(self.at(index), flags, 0o644))
                 if resume:
                     self._check_size(index)
-                else:  # as long as it becomes: writes that make a file longer wait for each other
+                else:  # to its full size: writes that extend a file wait for each other
                     os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
                 self._direct.append(self._open_direct(self.at(index)))
                 self._refuses.append(self._direct[-1] < 0)
@@ -73,9 +76,9 @@ class Output:
             raise
 
     def write(self, index: int, offset: int, view: memoryview) -> None:
-        """Write whole pages of a slot at a page's offset; what lies beyond the file's end is cut off by `finish`.
+        """Write whole pages of a slot at a page's offset; `finish` cuts off what is beyond the file's end.
 
-        Several threads may do so at once, at different offsets.
+        Callable from several threads at once, at different offsets.
         """
         if not self._refuses[index] and not offset % PAGE and not len(view) % PAGE:
             try:
@@ -84,11 +87,11 @@ class Output:
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                self._refuses[index] = True  # its descriptor stays: another thread may be using it
+                self._refuses[index] = True  # its descriptor stays open: another thread may be using it
         _write(self._plain[index], view, offset)
 
     def patch(self, index: int, offset: int, data: bytes) -> None:
-        """Write a small piece, at any position."""
+        """Write a small piece at any offset."""
         _write(self._plain[index], memoryview(data), offset)
 
     def read(self, index: int, offset: int, into: memoryview) -> None:
@@ -100,7 +103,7 @@ class Output:
             into, offset = into[count:], offset + count
 
     def finish(self) -> list[tuple[str, int, int]]:
-        """Give each file its exact size and make it durable; (name, bytes, mtime in ns) of each."""
+        """Set the exact size of each file and sync it; returns (name, bytes, mtime in ns) of each."""
         found = []
         for fd, (name, nbytes) in zip(self._plain, self.files, strict=True):
             os.ftruncate(fd, nbytes)
@@ -131,3 +134,50 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
+
+
+class _Call(NamedTuple):
+    done: Future[None]
+    function: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+class Disk:
+    """`count` writing threads, started at once; they end with the process.
+
+    Not a `ThreadPoolExecutor`: its `submit` raises if a thread cannot be started, and may still run the call later,
+    when the files are closed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self.threads = 0
+        for number in range(count):
+            thread = threading.Thread(target=self._work, name=f"shmtensor disk {number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads may be started
+                return
+            self.threads += 1
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Call the function in one of the threads; if there is none, here. Returns a future."""
+        call = _Call(Future(), function, args)
+        if self.threads:
+            self._calls.put(call)
+        else:
+            _run(*call)
+        return call.done
+
+    def _work(self) -> None:
+        while True:
+            _run(*self._calls.get())
+
+
+def _run(done: Future[None], function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        function(*args)
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)

@@ -1,10 +1,10 @@
-"""One rank's part of a save in its writing process: from messages to a file that counts, and then to an outcome.
+"""One rank's part of a save in its writing process: from messages to a voted file, and then to an outcome.
 
     gathering -> writing -> voted -> committed | given up
 
-The file is written as that of any save. Instead of a name of its own it gets one in the directory of the checkpoint
-that all ranks make (`votes.py`), and its slots are released. The head is released with the outcome: whoever comes after
-a death finds the vote.
+The file is written as that of any save. Then it is renamed into the directory of the checkpoint of all ranks
+(`votes.py`), and its chunks are released. The head is released with the outcome: if the process dies before, the next
+one receives the head again and finds the vote.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .directory import Directory
 from .formats import get_format
 from .index import Saved
 from .manifest import part_name
-from .run import Outcome
+from .ranks import Outcome
 from .snapshot import Snapshot
 from .votes import Vote, Votes, Waiting
 
 POLLS = (0.02, 0.5)
-"""Seconds between two looks at the votes: at first, and after the twentieth part of the time that it has waited."""
+"""Seconds between two checks of the votes: the first, plus a twentieth of the time waited so far; at most the last."""
 
 
 class PartSnapshot(Snapshot):
-    """The messages of one rank's save. `name` is the key by which the ranks' parts find each other."""
+    """The messages of one rank's save. `name` is the key that the parts of all ranks have in common."""
 
     def __init__(self, head: Message, votes: Votes) -> None:
         super().__init__(head)
@@ -34,7 +34,7 @@ class PartSnapshot(Snapshot):
         self.entry: Saved | None = None
 
     def was_recorded(self, directory: Directory, writer: str) -> bool:
-        """Whether the vote was given, or the outcome is known, when an earlier process died."""
+        """Whether an earlier process had voted, or the outcome is known."""
         return self._votes.find(self.name) is not None or self._votes.outcome(self.name) is not None
 
     def _recorded(self) -> Saved | None:
@@ -46,7 +46,7 @@ class PartSnapshot(Snapshot):
             entry = self._entry(vote)
             if outcome is not None or entry.is_at(self._path) or entry.is_at(self._place(vote)):
                 return entry
-        if outcome is not None:  # it is committed, and this rank's vote is gone with the directory
+        if outcome is not None:  # committed: the directory with this rank's vote was renamed
             return self._entry(None)
         if len(self._chunks) < len(self.chunks):
             raise FileNotFoundError(2, f"{self._path} is gone: somebody removed it")
@@ -74,7 +74,7 @@ class PartSnapshot(Snapshot):
         )  # fmt: skip
 
     def commit(self, entry: Saved) -> None:
-        """Add the part to those of the other ranks. Raises OSError; the reason if the checkpoint was given up."""
+        """Add the part to those of the other ranks. Raises OSError, with the reason if the checkpoint was given up."""
         self.entry = entry
         self.since = time.monotonic()
         if self._votes.outcome(self.name) is None:
@@ -88,7 +88,7 @@ class PartSnapshot(Snapshot):
                     raise OSError(125, outcome.reason) from None
 
     def look(self, *, alone: bool) -> Outcome | Waiting | None:
-        """What became of the checkpoint; None: it is not time to look. Raises OSError."""
+        """The outcome, or the missing ranks; None if it is not time to check. Raises OSError."""
         now = time.monotonic()
         if now < self._next_look:
             return None
@@ -100,5 +100,5 @@ class PartSnapshot(Snapshot):
         return found
 
     def refuse(self, reason: str) -> None:
-        """Let the other ranks know that this part does not come."""
+        """Give the checkpoint up: this part will not come."""
         self._votes.refuse(self.name, reason)

@@ -1,7 +1,7 @@
-"""`plan`: what a checkpoint of a state consists of, before any byte is copied.
+"""`plan`: the contents of a checkpoint of a state, before any byte is copied.
 
-A plan is a structure (JSON, `shmtensor.checkpoint.structure`), a table of tensors, and the regions of bytes that they
-show. In the process of the state each region knows its bytes; the plan itself travels as a description:
+A plan is a structure (JSON, `shmtensor.checkpoint.structure`), a table of tensors, and the regions that have their
+bytes. In the process of the state each region has access to its bytes; other processes get the plan as a description:
 
 | key | value |
 |---|---|
@@ -12,7 +12,7 @@ show. In the process of the state each region knows its bytes; the plan itself t
 | `meta` | the user's dict, or null |
 
 Strides and offset are in bytes; strides are null for C order. The dtype is a name of `shmtensor.wire.dtypes`, or a
-description of `shmtensor.views.numpy`.
+description of `shmtensor.codec.numpy`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..codec.leaf import Leaf
+from ..codec.numpy import AnyDType
 from ..errors import ArgumentError, CheckpointError, WireError
-from ..views.leaf import Leaf
-from ..views.numpy import AnyDType
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_BYTES, MAX_NDIM, extent
 from .json_values import check_meta, read_json
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
 
 class Plan:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     tree:    structure of the state, JSON
     tensors: every tensor and array, by number
@@ -112,13 +112,13 @@ class Plan:
         return members
 
     def covering(self, region: int) -> Entry | None:
-        """The first tensor that shows all of a region, in C order (repeated dimensions left out); None: only parts."""
+        """The first tensor that covers a region in C order (without repeated dimensions); None if there is none."""
         entry = self.tensors[self.members[region][0]]
         return entry if _covers(entry, self.regions[region].nbytes) else None
 
     @property
     def devices(self) -> list[str]:
-        """The CUDA devices that bytes of it lie on."""
+        """The CUDA devices that have bytes of it."""
         return sorted({region.device for region in self.regions if region.device.startswith("cuda")})
 
     def names(self, region: int) -> str:
@@ -143,13 +143,13 @@ class Plan:
 
     @cached_property
     def _table(self) -> str:
-        """What a description says about tensors and regions."""
+        """The part of a description about tensors and regions."""
         tensors = [(*entry[:1], int(entry.torch), *entry[2:]) for entry in self.tensors]
         regions = [(region.nbytes, region.align) for region in self.regions]
         return f'"tensors":{_encode_json(tensors)},"regions":{_encode_json(regions)}'
 
     def renewed(self, tree: Any, regions: Sequence[Region], meta: Any) -> Plan:
-        """A plan of the same tensors, with other values around them and with regions of the same sizes elsewhere."""
+        """A plan of the same tensors, with another structure around them and regions of the same sizes elsewhere."""
         other = Plan(tree, self.tensors, regions, meta)
         other.__dict__["_table"] = self._table  # as `cached_property` keeps it
         return other
@@ -167,7 +167,7 @@ class Plan:
 
     @classmethod
     def from_parts(cls, parts: Any) -> Plan:
-        """The same of parsed JSON."""
+        """As `from_description`, from parsed JSON."""
         try:
             return cls._parse(parts)
         except CheckpointError:
@@ -208,9 +208,9 @@ def plan(state: object, meta: dict[str, Any] | None = None, *, most: int | None 
     """Describe a state and say where its bytes are; copies nothing.
 
     `state` is a nested dict, list or tuple of torch tensors (on any device), NumPy arrays and plain Python values, or
-    an `nn.Module` (its `state_dict()`); `meta` a dict that JSON can express. `most` is for what somebody else made: how
-    many values it may be written out as, and meta tensors are allowed there. Raises `ArgumentTypeError` or
-    `ArgumentError`, which name the path of what cannot be saved.
+    an `nn.Module` (its `state_dict()`); `meta` is a dict that JSON can express. `most` is for states that another
+    library has loaded: it limits how many values are written out, and meta tensors are allowed. Raises
+    `ArgumentTypeError` or `ArgumentError`, with the path of what cannot be saved.
 
     >>> import numpy as np
     >>> weight = np.ones((2, 3), np.float32)
@@ -238,7 +238,7 @@ def assemble(tree: Any, named: Sequence[tuple[str, Leaf]], meta: dict[str, Any] 
 
 
 def unique_names(wanted: Iterable[str]) -> list[str]:
-    """Names that any file can hold, each once: `a.b` of two different places becomes `a.b` and `a.b#2`."""
+    """Unique names that any format can hold: two tensors `a.b` become `a.b` and `a.b#2`."""
     taken = {"__metadata__"}
     names = []
     for name in wanted:
@@ -271,7 +271,7 @@ def _covers(entry: Entry, nbytes: int) -> bool:
 
 
 def stored_shape(entry: Entry) -> tuple[int, ...]:
-    """The shape in which a covering tensor lies in a file: 1 for a dimension that only repeats."""
+    """The shape of a covering tensor in a file: 1 for a repeated dimension."""
     if entry.strides is None:
         return entry.shape
     return tuple([n if s or n <= 1 else 1 for n, s in zip(entry.shape, entry.strides, strict=True)])

@@ -1,9 +1,9 @@
-"""Read regions of files into memory, with several readers, and sum them up on the way.
+"""Read regions of files into memory with several threads, and compute their digests on the way.
 
-The regions, in the order of the files, are cut into as many runs as there are readers, and into chunks. Each reader
-goes through its own run, so that the disk and the kernel's read-ahead see few long sequential streams, and sums each
-chunk up while it is in the cache. Who has finished helps with the run that has most left: chunks of one region are read
-at the same time then, and summed up one after the other.
+The regions, in the order of the files, are divided into one run per reader, and into chunks. Each reader reads its own
+run, so that the disk and the kernel's read-ahead see few long sequential streams, and digests each chunk while it is in
+the cache. A reader that has finished helps with the longest remaining run: then chunks of one region are read
+concurrently, and digested in order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..codec.numpy import Array
 from ..memory.mapped_file import fresh, populate
-from ..views.numpy import Array
 from .digests import Summer, text
 from .files import Files
 from .formats import Opened
 from .limits import LINE, PAGE
 
-CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is summed up
-CHUNK_PAST: Final = 16 << 20  # bytes; past the page cache the disk is all that matters, and wants long reads
+CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
+CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes
 
@@ -38,7 +38,7 @@ def default_readers() -> int:
 
 
 class _Target:
-    """A region on its way into memory, in chunks that end where pages of the file do."""
+    """A region that is read into memory, in chunks that end where pages of the file do."""
 
     def __init__(
         self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, size: int = CHUNK
@@ -56,12 +56,12 @@ class _Target:
         return -(-(self._before + len(self.memory)) // self.size) if len(self.memory) else 0
 
     def span(self, chunk: int) -> tuple[int, Array]:
-        """Where the file has a chunk, and its memory."""
+        """(offset in the file, memory) of a chunk."""
         start, end = max(0, chunk * self.size - self._before), (chunk + 1) * self.size - self._before
         return self.offset + start, self.memory[start:end]
 
     def arrived(self, chunk: int) -> None:
-        """Sum up this chunk and those after it that are here, unless another reader is at it."""
+        """Digest this chunk and those after it that have arrived, unless another reader does so."""
         if self._summer is None:
             return
         with self._lock:
@@ -87,21 +87,20 @@ class _Job(NamedTuple):
     target: _Target
     chunk: int
     lock: threading.Lock
-    """Held by who is touching its memory, or reading into it."""
+    """Held by the thread that touches its memory or reads into it."""
 
 
 _Run = deque[_Job]
-"""Chunks that follow each other in the files; taken from the left."""
+"""Consecutive chunks of the files; taken from the left."""
 
 
 def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
-    """At most `readers` runs of whole regions, alike in size as far as the regions allow: none is cut, because it is
-    summed up from its beginning to its end."""
+    """At most `readers` runs of similar size. A region is not divided, because its digest is computed in order."""
     share = max(1, -(-sum(target.memory.nbytes for target in targets) // readers))
     runs: list[_Run] = []
     before = 0
     for target in targets:
-        if min(before // share, readers - 1) >= len(runs):  # what is empty at the end is in the last one
+        if min(before // share, readers - 1) >= len(runs):  # empty regions at the end are in the last run
             runs.append(deque())
         before += target.memory.nbytes
         runs[-1].extend(_Job(target, chunk, threading.Lock()) for chunk in range(len(target)))
@@ -109,28 +108,27 @@ def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
 
 
 def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
-    """The next chunk of one's own run; when there is none left, of the run that has most."""
+    """The next chunk of a reader's own run; when it is empty, of the longest one."""
     run = own or max(runs, key=len, default=None)
     while run:
         try:
             return run.popleft()
-        except IndexError:  # somebody else has taken the last one
+        except IndexError:  # another reader has taken the last one
             run = max(runs, key=len)
     return None
 
 
 def _ahead(runs: Sequence[_Run]) -> list[_Job]:
-    """What is going to be read past the page cache, in the order in which the readers come to it."""
+    """The chunks to be read with direct I/O, in the order in which the readers reach them."""
     together = (job for jobs in zip_longest(*runs) for job in jobs)
-    return [job for job in together if job is not None and job.target.size == CHUNK_PAST]
+    return [job for job in together if job is not None and job.target.size == CHUNK_DIRECT]
 
 
 def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
-    """Have the memory for these chunks made while there is anything left to read, so that no reader waits for fresh
-    pages while the disk waits for it.
+    """Touch the memory of these chunks in advance, so that readers do not wait for fresh pages while the disk idles.
 
-    Never while somebody reads into it: if the process forks meanwhile, touching a page that the disk is writing to
-    would, on older kernels, give this process a copy of it, which the rest of the bytes does not reach.
+    Never touch memory that is being read into: if the process forks meanwhile, older kernels would copy the page, and
+    the rest of the bytes would go to the other copy.
     """
     for job in jobs:
         if not any(runs):
@@ -143,7 +141,7 @@ def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
 
 
 class Damage(NamedTuple):
-    """A region whose bytes are not what was written: the message, and where it is."""
+    """A region whose digest is wrong. As text it is the error message."""
 
     region: int
     names: str
@@ -169,17 +167,17 @@ def read_regions(
     verify: bool,
     progress: Callable[[int], Any] | None = None,
 ) -> list[Damage]:
-    """Fill the memory of some regions from the files; the damaged ones, if their digests are to be verified.
+    """Read some regions from the files; with `verify`, returns the damaged ones.
 
-    `memory_of(region)` gives a writable uint8 array of the region's size. `progress` is called with bytes as they
-    come, from any reader. Raises `CheckpointError` where a file ends early.
+    `memory_of(region)` returns a writable uint8 array of the region's size. `progress` is called with numbers of bytes,
+    from any reader. Raises `CheckpointError` if a file ends early.
     """
     places = opened.places or []
     digests = opened.digests if verify else None
     targets = []
     for region in sorted(regions, key=places.__getitem__):
         memory, (file, offset) = memory_of(region), places[region]
-        size = CHUNK_PAST if files.reads_past(memory, file, offset) else CHUNK
+        size = CHUNK_DIRECT if files.reads_directly(memory, file, offset) else CHUNK
         targets.append(_Target(region, memory, file, offset, Summer() if digests is not None else None, size))
     runs = _cut(targets, readers)
 
@@ -210,7 +208,7 @@ def read_regions(
                 wait(at_work, return_when=FIRST_EXCEPTION)
             finally:
                 for run in runs:
-                    run.clear()  # after an error or Ctrl-C nobody begins another chunk
+                    run.clear()  # after an error or Ctrl-C no reader begins another chunk
             for done in at_work:
                 done.result()
     if digests is None:
@@ -224,6 +222,6 @@ def read_regions(
 
 
 def private(nbytes: int, offset: int = 0) -> Array:
-    """Fresh memory: in huge pages what is larger than a few of them, and then as far into a page as `offset` is, so
-    that what a file has there can be read past the page cache; unless tensors would begin off a cache line."""
+    """Fresh memory. If it is large, in huge pages, and with the same position in its page as `offset`, so that direct
+    I/O is possible; unless tensors would then not be aligned to a cache line."""
     return fresh(nbytes, 0 if offset % LINE else offset % PAGE) if nbytes >= _LARGE else np.empty(nbytes, np.uint8)

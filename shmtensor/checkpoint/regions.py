@@ -1,14 +1,14 @@
-"""Which bytes of memory a state consists of, each once.
+"""The bytes of memory of a state, each once.
 
-    memory    ....|------- weight -------|.....|--- a ---|......     tensors whose bytes overlap: one region, as it is
+    memory    ....|------- weight -------|.....|--- a ---|......     tensors that overlap: one region
                        |-- weight[8:] --|           |--- b ---|
     region 0      |----------------------|
     region 1                                   |--------------|
 
-The rule: a tensor alone is stored dense in C order, whatever its strides and however large the storage that it is a
-view of; a dimension that only repeats (`expand`) is stored once. The same view twice is stored once. Tensors that
-overlap in another way are stored as the run of memory from the first to the last byte of any of them, if that is at
-most `MAX_SPREAD` times what they hold; otherwise each is stored alone, and they come back untied.
+The rule: a tensor that overlaps no other is stored dense in C order, whatever its strides and the size of its storage;
+a repeated dimension (`expand`) is stored once. Equal views are stored once. Tensors that overlap in another way are
+stored as the range of memory from the first to the last byte of any of them, if that is at most `MAX_SPREAD` times
+their own bytes; otherwise each is stored alone, and they no longer share memory when they are loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..codec.leaf import Leaf, c_strides
+from ..codec.libraries import torch_views
+from ..codec.numpy import Array
 from ..cuda.runtime import device_of, runtime
-from ..views.leaf import Leaf, c_strides
-from ..views.libraries import torch_views
-from ..views.numpy import Array
 from ..wire.spec import extent
 
 MAX_SPREAD: Final = 2
@@ -32,7 +32,7 @@ Source = Callable[[], Any]
 
 
 class Place(NamedTuple):
-    """Where one leaf lies: `strides` in bytes (None: C order), `region` -1 for a leaf without bytes."""
+    """Where a leaf is: `strides` in bytes (None: C order), `region` -1 for a leaf without bytes."""
 
     region: int
     offset: int
@@ -40,13 +40,13 @@ class Place(NamedTuple):
 
 
 class Region:
-    """One stretch of bytes that a checkpoint holds.
+    """One range of bytes in a checkpoint.
 
     nbytes:  its size, never 0
-    align:   the power of two that its place in a file should be a multiple of
-    address: of its bytes, where the state's own host memory is one run of them that its leaves cover; else 0
+    align:   power of two: alignment of its offset in a file
+    address: of its bytes, if they are contiguous host memory of the state that its leaves cover; else 0
     device:  where its bytes are
-    leaf:    number of the leaf that it is made of alone, as `lone` does; -1 for a run that several show
+    leaf:    number of its only leaf, as for `lone`; -1 if several share it
     """
 
     __slots__ = ("_source", "address", "align", "device", "leaf", "nbytes")
@@ -68,8 +68,8 @@ class Region:
     def bytes(self) -> Any:
         """The bytes now, in one dimension: a NumPy `uint8` array in host memory, a torch `uint8` tensor on a device.
 
-        A view of the state's own memory wherever that is one run of bytes; otherwise (views with gaps) a copy that is
-        made by this very call: call it once, and drop the result soon.
+        A view of the state's own memory if that is contiguous; otherwise (views with gaps) this call makes a copy: call
+        it once, and drop the result soon.
         """
         if self._source is None:
             raise RuntimeError("a plan made from a description has no bytes")
@@ -77,7 +77,7 @@ class Region:
 
 
 def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
-    """The regions of some leaves, and where each leaf lies in them."""
+    """The regions of some leaves, and the place of each leaf in them."""
     places: list[Place | None] = [None] * len(leaves)
     regions: list[Region] = []
     same: dict[tuple[object, ...], Place] = {}
@@ -108,18 +108,18 @@ def place(leaves: Sequence[Leaf]) -> tuple[list[Place], list[Region]]:
 
 
 def lone(leaf: Leaf) -> Region:
-    """The region of a leaf that shares its bytes with none, or only with leaves that show them in the same way."""
+    """The region of a leaf that shares its bytes with no leaf, or only with equal views."""
     return _dense(leaf)[0]
 
 
 def _clusters(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Indices of leaves with bytes, together whose ranges of memory overlap, in the order of the first of each."""
+    """Groups of leaves (indices) whose memory overlaps, in order of their first leaf; only leaves with bytes."""
     order = sorted((leaf.device, leaf.start, index) for index, leaf in enumerate(leaves) if leaf.extent)
     clusters: list[list[int]] = []
     device, end = "", 0
     for where, start, index in order:
         leaf = leaves[index]
-        # a leaf without memory of its own (zeros that are only meant) starts at 0 and overlaps nothing
+        # a leaf without memory of its own (implied zeros) starts at 0 and overlaps nothing
         if where == device and 0 < start < end:
             clusters[-1].append(index)
             end = max(end, start + leaf.extent)
@@ -133,7 +133,7 @@ def _clusters(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 
 def _view(leaf: Leaf) -> tuple[object, ...]:
-    """Equal for leaves that show the same bytes in the same way."""
+    """A key that is equal for leaves that are equal views of the same bytes."""
     if not leaf.start:
         return (id(leaf),)
     return (leaf.device, leaf.start, leaf.shape, _source_strides(leaf), leaf.itemsize, leaf.extent)
@@ -150,12 +150,12 @@ def _source_strides(leaf: Leaf) -> tuple[int, ...]:
 
 
 def _is_plain(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether the strides are those of C order; that of a dimension of 1 says nothing."""
+    """Whether the strides are those of C order; the stride of a dimension of 1 does not count."""
     return all(n == 1 or s == c for n, s, c in zip(shape, strides, c_strides(shape, itemsize), strict=True))
 
 
 class _Run:
-    """The bytes of memory from the first to the last of some overlapping leaves."""
+    """The range of memory from the first to the last byte of some overlapping leaves."""
 
     def __init__(self, start: int, nbytes: int, first: Leaf, *, covered: bool) -> None:
         self.start, self.nbytes, self._first = start, nbytes, first
@@ -163,7 +163,7 @@ class _Run:
 
     @classmethod
     def of(cls, group: Sequence[Leaf]) -> _Run | None:
-        """None if they are better stored apart: too far spread, or with strides that a file cannot say."""
+        """The range of some leaves; None if they are stored apart: spread too far, or strides that a file lacks."""
         if any(leaf.raw is None for leaf in group):
             return None
         first = min(group, key=lambda leaf: leaf.start)
@@ -177,7 +177,7 @@ class _Run:
             start -= start % _GROUP_ALIGNMENT
             if start < base:
                 return None
-        # the leaves overlap, so that they cover all of it but for what was set before the first of them
+        # the leaves overlap, so they cover all of it but what was added before the first one
         return cls(start, end - start, first, covered=start == min(leaf.start for leaf in group))
 
     def bytes(self) -> Any:
@@ -189,16 +189,16 @@ class _Run:
 
 
 def _dense(leaf: Leaf) -> tuple[Region, Strides]:
-    """The region of a leaf alone, and the strides that it has in there."""
+    """The region of a single leaf, and the leaf's strides in it."""
     align = min(leaf.itemsize & -leaf.itemsize, _GROUP_ALIGNMENT)
-    if leaf.address and leaf.strides is None:  # nearly all there are
+    if leaf.address and leaf.strides is None:  # the usual case
         return Region(leaf.nbytes, align, lambda: _whole(leaf), leaf.start), None  # in host memory
     strides = _source_strides(leaf)
     if _is_plain(leaf.shape, strides, leaf.itemsize):
         if leaf.start:
             address = leaf.start if leaf.device == "cpu" else 0
             return Region(leaf.nbytes, align, lambda: _whole(leaf), address, leaf.device), None
-        return Region(leaf.nbytes, align, lambda: _gather(leaf, ()), 0, leaf.device), None  # zeros that are only meant
+        return Region(leaf.nbytes, align, lambda: _gather(leaf, ()), 0, leaf.device), None  # implied zeros
     repeated = tuple([axis for axis, (n, s) in enumerate(zip(leaf.shape, strides, strict=True)) if n > 1 and not s])
     kept = tuple([1 if axis in repeated else n for axis, n in enumerate(leaf.shape)])
     stored: Strides = None
@@ -223,7 +223,7 @@ def _gather(leaf: Leaf, repeated: Sequence[int]) -> Any:
         return _array_bytes(np.ascontiguousarray(whole))
     import torch
 
-    # as the carrier: torch does not copy all of the small types; clone() also makes memory of zeros only meant
+    # as its carrier type: torch cannot copy all of the small types; clone() also makes memory of implied zeros
     dtype: Any = leaf.dtype
     carrier = torch_views().carrier(dtype)
     if source.dtype != carrier:

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: a file, a directory of shards, `latest`, the newest complete one."""
+"""Find the checkpoint that a path means: a file, a directory of shards, `latest`, the newest complete one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SUFFIXES: Final = tuple(each.suffix for each in FORMATS.values())
 _MODEL: Final = re.compile(
     r"(?:pytorch_|adapter_|diffusion_pytorch_)?model(?P<variant>(?:\.[\w-]+)*)\.(?:safetensors|bin|pt|pth|npz)"
 )
-"""The model's file of a directory that other programs save a training in. What lies beside it (`optimizer.pt`,
-`scheduler.pt`) is a part of the same checkpoint, and none of its own."""
+"""Names of the model's file in a directory to which other programs save a training. Files beside it (`optimizer.pt`,
+`scheduler.pt`) are parts of the same checkpoint."""
 
 
 def open_path(path: str | os.PathLike[str]) -> Opened:
-    """Open what a path means; reads what describes the state, not the tensors.
+    """Open the checkpoint that a path means; reads its description, not the tensors.
 
-    A file or a directory of shards is itself. Any other directory means its `latest`, and if there is no `latest`, or
-    what it led to is gone, the newest checkpoint in it that is complete. Raises `FileNotFoundError`, or
-    `CheckpointError` for what is damaged or no checkpoint.
+    A file or a directory of shards means itself. Any other directory means its `latest`; if there is no `latest`, or
+    its target is gone, the newest complete checkpoint in it. Raises `FileNotFoundError`, or `CheckpointError` for what
+    is damaged or no checkpoint.
     """
     check_source(path)
     for attempt in range(_PATIENCE):
@@ -40,7 +40,7 @@ def open_path(path: str | os.PathLike[str]) -> Opened:
             found = resolve(path)
             return found if isinstance(found, Opened) else open_found(found)
         except FileNotFoundError:
-            # a writer that keeps few checkpoints may delete one between two of our steps
+            # a writer with a small keep_last may have deleted it between two of our steps
             if attempt == _PATIENCE - 1 or not Path(path).exists():
                 raise
     raise AssertionError("unreachable")
@@ -56,7 +56,7 @@ def open_found(path: Path) -> Opened:
 
 
 def open_rank(path: str | os.PathLike[str], rank: int) -> Opened:
-    """One rank's part of what a path means. Raises what `open_path` does, `ArgumentError` if it has no such part."""
+    """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
     check_source(path)
     for attempt in range(_PATIENCE):
         try:
@@ -77,7 +77,7 @@ def resolve(path: str | os.PathLike[str]) -> Path | Opened:
     if not path.exists() and (second := _by_alias(path)) is not None:
         return second
     if path.is_symlink() and not path.exists():
-        # one file of others, as in a cache that is not complete; or a second name, which means no other checkpoint
+        # a file of another program, as in an incomplete cache; or an alias, which means no other checkpoint
         if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
             raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
         return newest(path.parent)
@@ -103,7 +103,7 @@ def resolve(path: str | os.PathLike[str]) -> Path | Opened:
 
 
 def _by_alias(path: Path) -> Path | None:
-    """The checkpoint that a second name belongs to by the list of saves, where its link could not be made."""
+    """The checkpoint of an alias by the list of saves, for aliases whose link could not be made."""
     if not _known_aliases(path.parent):
         return None
     entry = index.aliases(index.entries(str(path.parent)), str(path.parent)).get(path.name)
@@ -137,14 +137,14 @@ def whole(directory: Path) -> Path | None:
 
 
 def candidates(directory: Path) -> Iterator[tuple[int, Path]]:
-    """(time of the last change in ns, path) of what may be checkpoints in a directory; hidden names are unfinished."""
+    """(mtime in ns, path) of what may be checkpoints in a directory; hidden names are unfinished ones."""
     there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
     groups = find_groups(path.name for path in there)
     first = {name: group[0] for group in groups.values() for name in group}
     for path in there:
         try:
             if path.is_symlink() and path.resolve().parent == directory.resolve():
-                continue  # another name of what is listed itself
+                continue  # an alias of one that is listed itself
             if path.is_dir():
                 main = whole(path)
                 if main is not None:
@@ -153,34 +153,34 @@ def candidates(directory: Path) -> Iterator[tuple[int, Path]]:
                 yield path.stat().st_mtime_ns, path
         except FileNotFoundError:
             continue
-        except CheckpointError:  # said when it is opened
+        except CheckpointError:  # reported when it is opened
             yield path.stat().st_mtime_ns, path
 
 
 def newest_first(directory: Path) -> list[tuple[int, Path]]:
-    """The candidates: first those that the list of saves has, the last saved first, by whatever time a copy gave them;
-    then the others by their time of change."""
+    """The candidates: first those in the list of saves, the last saved first, whatever their mtime; then the others by
+    their mtime."""
     order = index.order(str(directory))
     return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
 
 
 def newest(directory: Path) -> Opened:
-    """The newest checkpoint of a directory that is complete; a warning for each newer one that is not."""
+    """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
     found = newest_first(directory)
     for _, path in found:
         try:
             return open_found(path)
         except FileNotFoundError:
             continue
-        except Exception as error:  # whatever is wrong with one, the others are there
+        except Exception as error:  # whatever the error is, try the others
             if len(found) == 1 and isinstance(error, CheckpointError):
-                raise  # nothing is there that could be taken instead
+                raise  # there is no other one
             warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
     raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint in this directory", str(directory))
 
 
 def _is_note(latest: Path) -> bool:
-    """Whether a `latest` is a line of text that another program keeps there, such as the name of a directory."""
+    """Whether `latest` is a file of one line that another program wrote, such as the name of a directory."""
     if latest.is_symlink() or not latest.is_file():
         return False
     with latest.open("rb") as file:
@@ -189,7 +189,7 @@ def _is_note(latest: Path) -> bool:
 
 
 def _snapshot(directory: Path) -> Path | None:
-    """Where the revision `main` of a repository in the cache of Hugging Face's hub lies; None: it is no such cache."""
+    """The directory of revision `main` in a repository of Hugging Face's cache; None if it is no such cache."""
     main = directory / "refs" / "main"
     if not main.is_file() or not (directory / "snapshots").is_dir():
         return None

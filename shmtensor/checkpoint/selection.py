@@ -12,12 +12,12 @@ from .json_values import key_of
 
 
 def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> Any:
-    """The tree without what no key names; with `objects` it is the state itself, of dicts in place of nodes.
+    """The part of a tree that keys name; with `objects`, of a state of dicts instead of a tree.
 
-    A key is the dotted name of anything inside dicts: `"model"`, `"model.layer1.weight"`; it takes all that is below.
-    Dict keys that have dots themselves (state dicts) are meant as well: `"model.layer1"` takes `layer1.weight` and
-    `layer1.bias` of the dict `model`. Lists and tuples are taken whole. Raises `ArgumentError` for a key that names
-    nothing.
+    A key is the dotted name of anything inside dicts, such as `"model"` or `"model.layer1.weight"`, and selects all
+    below it. It also matches dict keys that have dots themselves (state dicts): `"model.layer1"` selects
+    `layer1.weight` and `layer1.bias` of the dict `model`. Lists and tuples are selected whole. Raises `ArgumentError`
+    for a key that names nothing.
     """
     wanted = [keys] if isinstance(keys, str) else list(keys)
     if not all(isinstance(key, str) for key in wanted):
@@ -32,7 +32,7 @@ def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> An
 
 
 def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
-    """What lies under one dotted name. Raises `ArgumentError` if nothing does."""
+    """The value under one dotted name. Raises `ArgumentError` if there is none."""
     names: list[str] = []
     found = _descend(tree, "", key, names, _of_dict if objects else children)
     if found is None:
@@ -41,15 +41,15 @@ def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
 
 
 def unknown(key: str, names: list[str]) -> ArgumentError:
-    """The error for a name that the checkpoint does not have; it says which are near."""
+    """The error for a name that the checkpoint does not have; it suggests similar ones."""
     near = difflib.get_close_matches(key, names, 3)
     hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names[:5]) or 'no names'}"
     return ArgumentError(f"the checkpoint has nothing named {key!r:.80}: {hint}")
 
 
 def replaced(state: Any, key: str, function: Callable[[Any], Any]) -> Any:
-    """A state of dicts with `function(value)` in place of what lies under one dotted name; dicts on the way there are
-    copied. Raises `ArgumentError` if nothing does."""
+    """A state of dicts with `function(value)` in place of the value under one dotted name; the dicts around it are
+    copied. Raises `ArgumentError` if there is none."""
     names: list[str] = []
     found = _replaced(state, "", key, names, function)
     if found is None:
@@ -74,7 +74,7 @@ def _replaced(value: Any, name: str, key: str, names: list[str], function: Calla
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
-    """Keys and nodes of a dict's node; none of anything else's."""
+    """Keys and nodes of a dict's node; empty for other nodes."""
     if isinstance(node, dict):
         for tag in ("d", "k", "o", "c"):
             if tag in node:
@@ -102,7 +102,7 @@ def _descend(node: Any, name: str, key: str, names: list[str], children_of: _Chi
 
 
 class _Entries(NamedTuple):
-    """Of a dict or its node: (token or key, its text, child), and what makes a smaller one of some pairs."""
+    """The entries of a dict or its node, (token or key, its text, child), and how to make one of fewer pairs."""
 
     found: list[tuple[Any, str, Any]]
     smaller: Callable[[list[tuple[Any, Any]]], Any]
@@ -135,7 +135,7 @@ def _object_entries(value: Any) -> _Entries | None:
 
 
 class _Selection(NamedTuple):
-    """What is wanted; the keys that were found, and the names that were looked at, grow on the way."""
+    """One selection. `used` collects the keys that were found, `names` the names that were visited."""
 
     wanted: list[str]
     used: set[str]

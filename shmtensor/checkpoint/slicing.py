@@ -1,11 +1,11 @@
-"""A part of one tensor: which of its bytes an index names, and how only these are read.
+"""A part of a tensor: the bytes that an index selects, and how to read only these.
 
     file   ...|--row 0--|--row 1--|--row 2--|...     w[0:2]        one run
                  ^^^       ^^^       ^^^             w[:, 3:6]     a block of each row
 
-The tensor's dimensions are taken in the order of their strides, which is the order of the file. As long as the inner
-ones are dense they are one *block*. Blocks are read one by one; where the gap between two is not larger than a block,
-they are read together with the gap, so that at most twice the bytes come that were asked for.
+The tensor's dimensions are sorted by their strides, which is the order of the file. The inner ones, as long as they are
+dense, are one *block*. Blocks are read one by one; if the gap between two is not larger than a block, they are read
+together with the gap, so that at most twice the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from ..codec.leaf import c_strides
+from ..codec.numpy import Array
 from ..errors import ArgumentError, ArgumentTypeError
-from ..views.leaf import c_strides
-from ..views.numpy import Array
 from ..wire.spec import extent
 from .build import tensor_numbers
 from .formats import Stored
@@ -36,12 +36,12 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 """Which elements: what `numpy.s_[...]` gives for integers, slices with positive steps, and one `...`."""
 Slices = Mapping[str, Index] | None
 
-_SEVERAL: Final = 8 << 20  # bytes from which on several threads read
-_LARGE: Final = 64 << 10  # bytes of a block, below which threads only wait for each other
+_SEVERAL: Final = 8 << 20  # bytes; for more, several threads read
+_LARGE: Final = 64 << 10  # bytes of a block; for less, threads only wait for each other
 
 
 def narrow(entry: Entry, index: Index) -> Entry:
-    """The entry of what an index names, in the same region. Raises `ArgumentError` or `ArgumentTypeError`."""
+    """The entry of the part that an index selects, in the same region. Raises `ArgumentError`, `ArgumentTypeError`."""
     strides = c_strides(entry.shape, entry.itemsize) if entry.strides is None else entry.strides
     offset, shape, kept = entry.offset, [], []
     for (start, count, step), stride in zip(_ranges(entry.name, entry.shape, index), strides, strict=True):
@@ -56,7 +56,7 @@ def narrow(entry: Entry, index: Index) -> Entry:
 
 
 def part_of(tensor: Any, name: str, index: Index) -> Any:
-    """What an index names of a torch tensor, as a view. Raises as `narrow` does."""
+    """The part of a torch tensor that an index selects, as a view. Raises as `narrow` does."""
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
@@ -106,8 +106,7 @@ def _range(item: Any, length: int, label: str) -> tuple[int, int, int]:
 
 
 def stored_nbytes(entry: Entry) -> int:
-    """Bytes that the elements of an entry take in a file: those of a dimension that only repeats count once, and those
-    that overlap as well."""
+    """Bytes that the elements of an entry take in a file; repeated and overlapping ones count once."""
     if entry.region < 0:
         return 0
     kept = [n if entry.strides is None or entry.strides[axis] else 1 for axis, n in enumerate(entry.shape)]
@@ -115,25 +114,25 @@ def stored_nbytes(entry: Entry) -> int:
 
 
 class Source(Protocol):
-    """What bytes are read from: `Files`, or `InMemory`."""
+    """A source of bytes: `Files` or `InMemory`."""
 
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
-        """Read what lies at `offset` into uint8 memory, all of it."""
+        """Fill uint8 memory with the bytes at `offset`."""
 
 
 class InMemory:
-    """Bytes that are in memory already, as the only file."""
+    """Bytes in memory, in place of a file."""
 
     def __init__(self, data: Array) -> None:
         self._data = data
 
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
-        """Copy what lies at `offset` into uint8 memory."""
+        """Fill uint8 memory with the bytes at `offset`."""
         memory[:] = self._data[offset : offset + len(memory)]
 
 
 class Span(NamedTuple):
-    """Where a part lies: `entry` in the bytes of a file from `start` on."""
+    """Where a part is: `entry` describes it in the bytes of a file from `start` on."""
 
     file: int
     start: int
@@ -141,7 +140,7 @@ class Span(NamedTuple):
 
 
 def packed(entry: Entry) -> Entry:
-    """The entry over the memory that `read_part` gives: dense in the order of the file, or overlapping as it was."""
+    """The entry for the memory that `read_part` returns: dense in the order of the file, or overlapping as before."""
     if stored_nbytes(entry) == extent(entry.shape, entry.strides, entry.itemsize):
         return entry._replace(offset=0)
     found, nbytes = [0] * len(entry.shape), entry.itemsize
@@ -152,7 +151,7 @@ def packed(entry: Entry) -> Entry:
 
 
 def read_part(files: Source, span: Span, readers: int) -> Array:
-    """The bytes that a part needs, read into memory of their own. Raises `CheckpointError` where a file ends early."""
+    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early."""
     entry, label = span.entry, f'"{span.entry.name}"'
     start, nbytes = span.start + entry.offset, stored_nbytes(entry)
     memory = private(nbytes, start)
@@ -180,14 +179,14 @@ def read_part(files: Source, span: Span, readers: int) -> Array:
 
 
 def _axes(entry: Entry) -> list[tuple[int, int, int]]:
-    """Number, length and stride of each dimension that moves through the file, the largest stride first."""
+    """(index, length, stride) of each dimension with a stride and more than one element, the largest stride first."""
     strides = c_strides(entry.shape, entry.itemsize) if entry.strides is None else entry.strides
     moving = [(axis, n, s) for axis, (n, s) in enumerate(zip(entry.shape, strides, strict=True)) if n > 1 and s]
     return sorted(moving, key=lambda axis: -axis[2])
 
 
 def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: int, label: str) -> None:
-    """Read blocks (rows of the target) and the gaps between them, some MiB at a time."""
+    """Read blocks (rows of the target) together with the gaps between them, some MiB at a time."""
     count, block = target.shape
     together = max(1, CHUNK // step)
     buffer = np.empty(min(count, together) * step, np.uint8)
@@ -199,7 +198,7 @@ def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: i
 
 
 def _run(files: Source, file: int, jobs: Iterator[tuple[Array, int]], label: str, readers: int) -> None:
-    """Fill memory from the file, by several threads."""
+    """Fill memory from the file, with several threads."""
     lock, over = threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -222,32 +221,32 @@ def _run(files: Source, file: int, jobs: Iterator[tuple[Array, int]], label: str
             for done in [pool.submit(work) for _ in range(readers)]:
                 done.result()
         finally:
-            over.set()  # after an error or Ctrl-C nobody begins another piece
+            over.set()  # after an error or Ctrl-C no thread begins another piece
 
 
 # --- parts of the tensors of a state
 
 
 class Cut(NamedTuple):
-    """A plan some of whose tensors are parts, and what is read for its last regions, each of which is of one part."""
+    """A plan in which some tensors are parts, and what to read for each region of a single part."""
 
     plan: Plan
     reads: dict[int, Span]
 
 
 def check_slices(slices: Slices) -> Mapping[str, Index]:
-    """What `slices=` says; `ArgumentTypeError` if it is no dict of names."""
+    """Check `slices=`; `ArgumentTypeError` if it is no dict by names."""
     if not isinstance(slices, Mapping) or not all(isinstance(name, str) for name in slices):
         raise ArgumentTypeError("slices= takes a dict by names, such as slices={'model.weight': numpy.s_[0:1024]}")
     return slices
 
 
 def cut(plan: Plan, tree: Any, slices: Mapping[str, Index], stored: Sequence[Stored | None] | None) -> Cut:
-    """The plan of a state of which some tensors are wanted in part.
+    """The plan of a state with parts of some tensors.
 
-    tree:   of what is wanted
-    stored: per region where the files have it, None where it can only be read whole; None: all regions come without
-            being read, so that a part is a view
+    tree:   the part of the state that is wanted
+    stored: per region its place in the files, None if it can only be read whole; None for all: regions are mapped, and
+            a part is a view
     """
     numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
     wanted = tensor_numbers(tree)
@@ -281,12 +280,12 @@ def cut(plan: Plan, tree: Any, slices: Mapping[str, Index], stored: Sequence[Sto
 
 
 def span_of(plan: Plan, number: int, index: Index, stored: Sequence[Stored | None] | None) -> Span | None:
-    """Where to read a part; None if its region comes whole: all of it is wanted, or it can be had in no other way."""
+    """Where to read a part; None if its region is read whole, because all of it is needed or there is no other way."""
     entry = plan.tensors[number]
     part = narrow(entry, index)
     place = stored[part.region] if stored is not None and part.region >= 0 else None
     if place is None or stored_nbytes(part) == plan.regions[part.region].nbytes:
         return None
-    if place.strides is not None:  # the file has it in an order of its own
+    if place.strides is not None:  # the file has the tensor in another order
         part = narrow(entry._replace(strides=place.strides), index)
     return Span(place.file, place.offset, part)

@@ -1,7 +1,7 @@
-"""The slots between a trainer and its writing process: a work queue whose ring is made for snapshots.
+"""The slots between a trainer and its writing process: a work queue with rings for snapshots.
 
 A snapshot is a `head` message (description of the plan and the options), one message per chunk and an `end`; `abandon`
-takes one back. Chunks fill a slot of a ring of chunks, everything else goes through a ring of small slots.
+takes one back. A chunk fills a slot of a ring of chunks; the other messages use a ring of small slots.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
+from ..options import format_bytes
 from ..ring.layout import RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import Place
-from ..units import format_bytes
 from .offload import Offload
 from .plan import Plan
 
@@ -35,7 +35,7 @@ ABANDON: Final = "abandon"
 
 LEAST_MEMORY: Final = 1 << 20
 _AROUND: Final = 384 << 10
-"""Shared memory besides the rings: the tables of members and messages of both channels."""
+"""Bytes of shared memory besides the rings: the tables of members and messages of both channels."""
 _SMALL_SLOT: Final = 4096
 _SMALL_SLOTS: Final = 64
 _LEAST_CHUNK: Final = 64 << 10
@@ -45,19 +45,19 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 
 def chunk_size(total: int, memory: int) -> int:
-    """Bytes of a chunk for states of about `total` bytes in `memory`: large enough for a disk, enough to flow."""
+    """Bytes of a chunk for states of about `total` bytes in `memory`: large for the disk, with several in flight."""
     size = min(max(total // 8, memory // _MOST_CHUNKS, _LEAST_CHUNK), max(_USUAL_CHUNK, memory // _MOST_CHUNKS))
     size = min(size, max(_LEAST_CHUNK, memory // 8))
     return -(-size // PAGE) * PAGE
 
 
 class ChunkPool(Pool):
-    """A ring of small slots, and rings of chunks that are made as snapshots need them, up to `max_bytes`."""
+    """A ring of small slots, and rings of chunks that are added as snapshots need them, up to `max_bytes`."""
 
     __slots__ = ("_wanted", "chunk")
 
     chunk: int
-    """Bytes of a chunk; 0 until the first state has told."""
+    """Bytes of a chunk; 0 until the first state is known."""
 
     def setup(self) -> None:
         self.chunk = self._wanted = 0
@@ -82,19 +82,19 @@ class ChunkPool(Pool):
         return sum(ring.slots for ring in self.rings if ring.slot_bytes == self.chunk)
 
     def free_chunks(self) -> int:
-        """Slots for chunks that hold nothing."""
+        """Free slots for chunks."""
         return sum(self._writer.free_slots(ring.index) for ring in self.rings if ring.slot_bytes == self.chunk)
 
     def possible(self) -> int:
-        """Slots for chunks that `max_bytes` still admits."""
+        """How many more slots for chunks `max_bytes` allows."""
         left = (self._max_bytes or 0) - self.nbytes
-        count = min(max(0, left) // self.chunk, self._ledger.mask - self.slots)
+        count = min(max(0, left) // self.chunk, self._sequences.mask - self.slots)
         while count and self._chunk_shape(count).nbytes > left:
             count -= 1
         return count
 
     def provide(self, count: int) -> int:
-        """Make another ring of `count` chunks, or as many as `max_bytes` and `/dev/shm` admit; how many."""
+        """Add a ring of `count` chunks, or of as many as `max_bytes` and `/dev/shm` allow; returns how many."""
         self._wanted = min(count, self.possible())
         while self._wanted > 0:
             if self._chunk_shape(self._wanted).nbytes <= free_bytes():
@@ -114,7 +114,7 @@ class ChunkPool(Pool):
 
 
 class Stager(Producer):
-    """The trainer's end. `memory` bounds all shared memory of a writer, both channels together."""
+    """The trainer's end. `memory` limits all shared memory of a writer, both channels together."""
 
     _counts_lost = False
     _pool_type = ChunkPool
@@ -122,7 +122,7 @@ class Stager(Producer):
     _widest = -1  # the pool chooses
 
     def __init__(self, channel: str, memory: int) -> None:
-        self._loud = True
+        self._wakes = True
         super().__init__(channel, slots=_MOST_CHUNKS, full="block", max_bytes=memory - _AROUND)
 
     def _prepare(self, member: Member) -> None:
@@ -135,9 +135,8 @@ class Stager(Producer):
         return self._pool.chunk
 
     def provide(self, head: int, total: int) -> None:
-        """Before the first snapshot, and before each: rings for a head of `head` bytes and chunks of `total` bytes.
-
-        Makes no more than `max_bytes` admits. `ResourceError` if not even one chunk fits.
+        """Add rings for a head of `head` bytes and chunks of `total` bytes, as far as `max_bytes` allows. Called before
+        each snapshot. `ResourceError` if not even one chunk fits.
         """
         self._run(self._provide_inside, head, total)
 
@@ -159,11 +158,11 @@ class Stager(Producer):
             )
 
     def fits(self, count: int) -> bool:
-        """Whether so many chunks fit at all, into the rings that `provide` has made."""
+        """Whether so many chunks fit into the rings that `provide` has added."""
         return bool(self._run(lambda: count <= self._pool.chunks()))
 
     def has_room(self, count: int) -> bool:
-        """Whether so many chunks fit now, beside what is in flight."""
+        """Whether so many chunks fit now, beside those in flight."""
         return bool(self._run(self._has_room_inside, count))
 
     def _has_room_inside(self, count: int) -> bool:
@@ -172,25 +171,25 @@ class Stager(Producer):
 
     @property
     def memory(self) -> int:
-        """Bytes of shared memory in use: never more than was given."""
+        """Bytes of shared memory in use, at most the limit."""
         return self._pool.nbytes + _AROUND
 
-    def tell(
-        self, kind: str, number: int, data: Any = _NOTHING, *, timeout: float, loud: bool = True, **more: Any
+    def send_small(
+        self, kind: str, number: int, data: Any = _NOTHING, *, timeout: float, wake: bool = True, **more: Any
     ) -> None:
         """Send a head, end or abandon. Waits for a small slot as `lend` does for a chunk."""
-        self._loud = loud
+        self._wakes = wake
         try:
             self.send(data, {"k": kind, "n": number, **more}, timeout=timeout)
         finally:
-            self._loud = True
+            self._wakes = True
 
     def lend(self, number: int, index: int, *, timeout: float) -> Loan:
-        """A slot for a chunk; `RingFull` if none is given back in time."""
+        """A slot for a chunk; `RingFull` if none is free in time."""
         return self.loan((self._pool.chunk,), np.uint8, {"k": CHUNK, "n": number, "i": index}, timeout=timeout)
 
     def lend_more(self, number: int, indices: Sequence[int]) -> list[Loan]:
-        """Slots for as many of these chunks, in their order, as are free now."""
+        """Slots for these chunks, in order, for as many as are free now."""
         loans: list[Loan] = []
         try:
             for index in indices:
@@ -200,20 +199,20 @@ class Stager(Producer):
             pass
         return loans
 
-    def publish(self, loan: Loan, *, loud: bool) -> None:
-        """Publish a chunk; only a loud one wakes the writing process."""
-        self._loud = loud
+    def publish(self, loan: Loan, *, wake: bool) -> None:
+        """Publish a chunk. With `wake`, wake the writing process."""
+        self._wakes = wake
         try:
             loan.send()
         finally:
-            self._loud = True
+            self._wakes = True
 
     def offload(self, plan: Plan, after: dict[int, Any]) -> Offload:
         """The copies of a state from its devices into slots of this writer, after these events."""
         return Offload(plan, self._devices(), list(self._rings), after)
 
     def pin(self, devices: list[str]) -> None:
-        """Register all slots now, for copies from some devices, instead of as they are first used."""
+        """Pin all slots now, for copies from some devices, instead of at their first use."""
         for device in devices:
             self._run(self._pin_inside, device)
 
@@ -223,27 +222,27 @@ class Stager(Producer):
             parts(ring.address, ring.buffer.nbytes)
 
     def _wake(self, ring: Ring, slot: int) -> None:
-        if self._loud:
+        if self._wakes:
             super()._wake(ring, slot)
 
 
 class Taker(Consumer):
-    """The writing process's end. Holds any number of messages; releases each one when it is finished with it."""
+    """The writing process's end. It holds any number of messages, and releases each when it is done with it."""
 
     _counts_lost = False
 
     def __init__(self, channel: str) -> None:
         self.over = False
-        """Nothing more comes: the trainer has closed or died."""
+        """Whether the trainer has closed or died, and everything is received."""
         super().__init__(channel, acknowledge="release", max_attempts=250)
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else holds a place in the channel."""
+        """Whether there is no other member in the channel."""
         return not self._member.control.anybody_alive()
 
     def take(self, timeout: float) -> list[Message]:
-        """Everything that is there, waiting for the first one if there is nothing."""
+        """Receive all messages that are there; if there are none, wait for the first one."""
         taken: list[Message] = []
         try:
             while True:
@@ -255,13 +254,13 @@ class Taker(Consumer):
         return taken
 
     def take_first(self) -> list[Message]:
-        """Everything that is there when the process starts, what an earlier one had taken included."""
+        """Receive all messages at the start of the process, also those that an earlier process had taken."""
         taken = self.take(0)
         self._take_left(taken)
         return taken
 
     def _take_left(self, taken: list[Message]) -> bool:
-        """What a writer before us claimed is found by a look through all records only."""
+        """Receive what an earlier process had claimed, which only a scan of all slots finds."""
         self._scan_wanted = True
         try:
             while True:
@@ -271,7 +270,7 @@ class Taker(Consumer):
 
 
 def check_memory(memory: int) -> int:
-    """The bound on shared memory; `ArgumentError` if nothing could be done with it."""
+    """Check the limit of shared memory; `ArgumentError` if it is too small."""
     if memory < LEAST_MEMORY:
         raise ArgumentError(f"memory={memory}: at least {format_bytes(LEAST_MEMORY)} are needed")
     return memory

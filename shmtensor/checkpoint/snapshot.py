@@ -2,9 +2,9 @@
 
     gathering -> writing -> complete -> done            `failed` and `dropped` from any but the last
 
-With room for all of it the messages are held until the checkpoint is durable: after a death the next process gets all
-of them again, and begins anew. A save that streams gives each chunk back once it is written into the temporary file;
-a log beside that file says how far it is, and the next process goes on there.
+If shared memory has room for all of it, the messages are held until the checkpoint is durable: after a death the next
+process receives all of them again and starts over. A save that streams releases each chunk once it is written into the
+temporary file; a log beside that file has the chunks that are written, and the next process continues there.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..endpoints.message import Message
-from .chunks import Chunk, cut
 from .digests import Summer, combine
 from .directory import Best, Directory, remove
-from .disk import Disk
 from .formats import Layout, get_format
 from .index import Saved
 from .limits import PAGE
-from .output import Output
+from .output import Disk, Output
 from .plan import Plan
+from .transfer import Chunk, cut
 
 WRITES: Final = 4
-"""Chunks that are on their way to the disk at once: it then has the next one when it is through with the last."""
+"""Chunks that are being written at once, so that the disk never waits for the next one."""
 _READ: Final = 1 << 20
 
 
 class _Write(NamedTuple):
-    """A chunk on its way to the disk."""
+    """A chunk that is being written."""
 
     chunk: Chunk
     message: Message
@@ -43,7 +42,7 @@ class _Write(NamedTuple):
 
 
 class Snapshot:
-    """The messages of one save and what was made of them so far."""
+    """The messages of one save, and its files."""
 
     def __init__(self, head: Message) -> None:
         self.head = head
@@ -57,9 +56,9 @@ class Snapshot:
         self.seconds = 0.0
         """From the beginning of `save` until it was durable under its name."""
         self.unsynced: OSError | None = None
-        """Why it is not known to be durable, though complete under its name."""
+        """The error because of which it is not known to be durable, though complete under its name."""
         self.unlinked = ""
-        """Why `latest`, or a second name, does not lead where it should."""
+        """Why `latest` or an alias does not lead to it; "" if they do."""
         self._chunks: dict[int, Message] = {}
         self._held: list[Message] = []
         self._writes: deque[_Write] = deque()
@@ -79,21 +78,21 @@ class Snapshot:
         return cut(self.layout, self.options["chunk"])
 
     def add(self, message: Message) -> None:
-        """A chunk, or the end."""
+        """Add a chunk, or the end."""
         index = message.meta.get("i")
         if index is None:
             self.staged = True
             self._held.append(message)
-        elif index < self._next:  # a writer before us had written it and not given it back
+        elif index < self._next:  # an earlier process had written it and not released it
             message.release()
         else:
             self._chunks[index] = message
 
     @property
     def can_step(self) -> bool:
-        """Whether there is something to do now: the next chunk, or the end when all are written."""
+        """Whether there is a step to do now: write the next chunk, or finish when all are written."""
         if not self.staged and not self.streams:
-            return False  # the copy has the memory and the cores for itself
+            return False  # while the trainer copies, leave memory bandwidth and cores to it
         if not self.begun:
             return True
         return bool(self._writes) or self._next in self._chunks or (self.staged and self._next == len(self.chunks))
@@ -101,7 +100,7 @@ class Snapshot:
     # --- writing
 
     def begin(self, directory: Directory, writer: str) -> Saved | None:
-        """Open the files; the entry if they were complete already, when an earlier process died. Raises OSError."""
+        """Open the files; returns the entry if an earlier process had completed them. Raises OSError."""
         self.begun = True
         self._directory, self._writer = directory, writer
         self._path = directory.temporary(self.name, writer, self.number)
@@ -121,11 +120,11 @@ class Snapshot:
         return None
 
     def was_recorded(self, directory: Directory, writer: str) -> bool:
-        """Whether its files were complete already, when an earlier process died."""
+        """Whether an earlier process had completed its files."""
         return directory.recorded(writer, self.number) is not None
 
     def _recorded(self) -> Saved | None:
-        """The entry, if the files are complete. Raises OSError if there can be none."""
+        """The entry, if the files are complete. Raises OSError if they cannot become complete."""
         directory = self._directory
         entry = directory.recorded(self._writer, self.number)
         if entry is not None and (entry.is_there(directory.path) or entry.is_at(self._path)):
@@ -137,7 +136,7 @@ class Snapshot:
         return None
 
     def _read_log(self) -> list[int]:
-        """Which chunks are in the temporary files for sure: 0, 1, 2, ..."""
+        """The chunks that the temporary files have for sure: 0, 1, 2, ..."""
         try:
             with open(self._log_path, encoding="ascii") as file:
                 lines = [json.loads(line) for line in file if line.endswith("\n")]
@@ -148,7 +147,7 @@ class Snapshot:
         return lines
 
     def _catch_up(self, count: int) -> None:
-        """Sum up again what an earlier process wrote: the page cache, or the disk, still has it."""
+        """Compute the digests of what an earlier process wrote, by reading it back."""
         buffer = memoryview(bytearray(_READ if count else 0))
         for chunk in self.chunks[:count]:
             for at, nbytes, region, _, _ in chunk.runs:
@@ -174,8 +173,8 @@ class Snapshot:
         return self._next == len(self.chunks) and not self._writes
 
     def write_next(self, disk: Disk) -> None:
-        """Begin as many writes as may be on their way, straight from the slots; sum up the oldest chunk meanwhile, and
-        see it written. Raises OSError."""
+        """Begin up to `WRITES` writes, straight from the slots; digest the oldest chunk meanwhile, and wait until it is
+        written. Raises OSError."""
         while len(self._writes) < WRITES and self._next in self._chunks:
             self._begin_write(disk)
         chunk, message, done = self._writes[0]
@@ -208,7 +207,7 @@ class Snapshot:
         self._next += 1
 
     def complete(self) -> Saved:
-        """Write what holds the sums, make the files durable and note them. Raises OSError."""
+        """Write headers with the digests, sync the files and record them. Raises OSError."""
         sums = self._sums
         digests = [each.digest for each in sums]
         # crash: write.finishing
@@ -228,13 +227,13 @@ class Snapshot:
         return entry
 
     def _record(self, entry: Saved) -> None:
-        """Note that the files are complete, before they get their name."""
+        """Record that the files are complete, before they get their name."""
         self._directory.record(entry)
 
     def commit(self, entry: Saved) -> None:
-        """Give the files their name, then `latest`. May be repeated. Raises OSError while they do not have it.
+        """Rename the files to their final name, then move `latest`. May be repeated. OSError if the rename fails.
 
-        From then on the checkpoint is complete, whatever fails: `unsynced` and `unlinked` say what did.
+        After the rename the checkpoint is complete; `unsynced` and `unlinked` have the failures of later steps.
         """
         directory = self._directory
         if not entry.is_there(directory.path):
@@ -256,9 +255,9 @@ class Snapshot:
     def retain(
         self, keep_last: int | None, keep_every: int | None, keep_best: Best | None
     ) -> tuple[list[str], list[str]]:
-        """Delete old ones, and what is left of the writing; the names of the deleted, and what could not be done.
+        """Remove the log and delete old checkpoints; returns the names of the deleted, and what failed.
 
-        Deletes nothing if this one is not known to be durable. May be repeated.
+        Deletes no checkpoint if this one is not known to be durable. May be repeated.
         """
         self.drop_log()
         if self.unsynced is not None:
@@ -268,7 +267,7 @@ class Snapshot:
     # --- the end
 
     def release_chunks(self) -> None:
-        """Give back everything but the head: who comes after a death sees by the list that the save was complete."""
+        """Release all messages but the head: after a death the next process finds in the list that it was complete."""
         writing = [write.message for write in self._writes]
         for message in (*self._chunks.values(), *writing, *self._held):
             message.release()
@@ -277,12 +276,12 @@ class Snapshot:
         self._held.clear()
 
     def release(self) -> None:
-        """Give every slot back."""
+        """Release all messages."""
         self.release_chunks()
         self.head.release()
 
     def discard(self) -> None:
-        """Remove what there is of it on disk, and give every slot back."""
+        """Remove its files and release all messages."""
         self.discard_files()
         # crash: discard.removed
         if self.begun:
@@ -290,9 +289,9 @@ class Snapshot:
         self.release()
 
     def discard_files(self) -> None:
-        """Remove its files; not the log, by which who comes after a death sees that they were there.
+        """Remove its files, but not the log, which shows the next process that they were there.
 
-        No write may be on its way then: its descriptor could be another file's by the time.
+        Waits for writes first: their descriptors could soon belong to other files.
         """
         wait([write.done for write in self._writes])
         if self._output is not None:
@@ -302,7 +301,7 @@ class Snapshot:
                 remove(self._path)
 
     def drop_log(self) -> None:
-        """Remove the log of what was written; nothing of it is going to be."""
+        """Close and remove the log."""
         fd, self._log = self._log, -1
         if fd >= 0:
             os.close(fd)

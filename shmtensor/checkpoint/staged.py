@@ -1,8 +1,8 @@
-"""What writers of a directory still hold in shared memory, seen from outside: to go on after a trainer's crash.
+"""Snapshots in shared memory that are not on disk yet, read from outside: to continue after a trainer's crash.
 
-Never joins, never locks, never stores a word. A slot may be given back and used again while it is copied; its record's
-`seq` tells: whoever uses a slot again clears it before the first byte changes. So every `seq` is read again after the
-copy, and what was copied counts only if all of them still stand.
+It never joins a channel, locks or writes. A slot may be released and reused while it is copied; the `seq` of its
+descriptor is cleared before the first byte changes. So every `seq` is read again after the copy, which counts only if
+none has changed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..channel.control import CAPACITY
-from ..channel.names import ledger_name, parse_file, ring_name
+from ..channel.names import parse_file, ring_name, sequence_table_name
+from ..codec.implementation import decode
+from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError, ResourceError, WireError
 from ..memory import segment as shm
 from ..memory.words import settle
-from ..ring.competing import CompetingFeed, state_word
-from ..ring.feed import COMPETING, Reception
+from ..ring.competing import CompetingReader, state_word
 from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE
-from ..ring.ledger import Ledger
+from ..ring.reader import COMPETING, Reception
 from ..ring.ring import Ring
-from ..views.implementation import decode
-from ..views.numpy import Array
-from .chunks import Chunk, cut
+from ..ring.sequence_table import SequenceTable
 from .formats import get_format
 from .names import channels_of, check_source
 from .plan import Plan
 from .reading import private
 from .resolving import LATEST, open_path
 from .slots import CHUNK, END, HEAD
+from .transfer import Chunk, cut
 
 _NO_WORDS = memoryview(bytes(8)).cast("Q")
 
 
-class _Place(NamedTuple):
-    """A message in a slot, as long as `seq` stands in its record."""
+class _SlotMessage(NamedTuple):
+    """A message in a slot, as long as the slot's descriptor has this `seq`."""
 
     ring: Ring
     slot: int
@@ -49,8 +49,9 @@ class _Place(NamedTuple):
     nbytes: int
 
     @property
-    def stands(self) -> bool:
-        settle()  # what was read of the slot was read before
+    def is_unchanged(self) -> bool:
+        """Whether the slot was not reused. Reads of the slot before this call are complete."""
+        settle()
         return bool(self.ring.words[R_RECORDS + self.slot * RECORD_WORDS] == self.seq)
 
     @property
@@ -60,27 +61,29 @@ class _Place(NamedTuple):
 
     @property
     def bytes(self) -> Array:
-        """The slot's own memory, mapped for reading only."""
+        """The slot's memory, mapped read-only."""
         return np.ndarray((self.nbytes,), np.uint8, self.ring.buffer, self.offset)
 
 
 class Staged:
-    """A snapshot of which every chunk was in the slots when it was found. `plan` is what it consists of."""
+    """A snapshot that was complete in the slots when it was found. `plan` has its contents."""
 
-    def __init__(self, directory: Path, name: str, plan: Plan, chunks: Sequence[Chunk], places: list[_Place]) -> None:
+    def __init__(
+        self, directory: Path, name: str, plan: Plan, chunks: Sequence[Chunk], messages: list[_SlotMessage]
+    ) -> None:
         self.directory, self.name, self.plan = directory, name, plan
-        self._chunks, self._places = chunks, places
+        self._chunks, self._slots = chunks, messages
 
     def read(self, regions: Sequence[int]) -> dict[int, Array]:
-        """A copy of some regions' bytes. `FileNotFoundError` if a slot was given back and used again meanwhile."""
+        """Copy the bytes of some regions. `FileNotFoundError` if a slot was reused meanwhile."""
         memory = {region: private(self.plan.regions[region].nbytes) for region in regions}
-        for chunk, place in zip(self._chunks, self._places, strict=True):
-            data = place.bytes
+        for chunk, message in zip(self._chunks, self._slots, strict=True):
+            data = message.bytes
             for at, nbytes, region, start, _ in chunk.runs:
                 if region in memory:
                     copy(memory[region][start : start + nbytes], data[at : at + nbytes])
-        if not all(place.stands for place in self._places):
-            raise _nothing(self.directory, f"the slots of {self.name} were given back while they were copied")
+        if not all(message.is_unchanged for message in self._slots):
+            raise _not_found(self.directory, f"the slots of {self.name} were given back while they were copied")
         return memory
 
 
@@ -102,22 +105,24 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
     if not directory.is_dir():
         raise ArgumentError(f"from_memory= takes the directory of a CheckpointWriter, {directory} is none")
     found: list[tuple[float, dict[str, Any], Staged | None]] = []
-    for channel, uid in _ledgers(directory):
-        with contextlib.suppress(FileNotFoundError, WireError), _feed(channel, uid) as feed:
-            found += _snapshots(directory, feed)
+    for channel, uid in _sequence_tables(directory):
+        with contextlib.suppress(FileNotFoundError, WireError), _reader(channel, uid) as reader:
+            found += _snapshots(directory, reader)
     found.sort(key=lambda each: each[0], reverse=True)
     for _, _, staged in found:
         if staged is not None:
             return staged
     if not found:
-        raise _nothing(directory, "no writing process has anything left to write")
+        raise _not_found(directory, "no writing process has anything left to write")
     options = found[0][1]
     if options["streams"]:
-        raise _nothing(directory, f"{options['name']} was larger than memory=, and is not in shared memory as a whole")
-    raise _nothing(directory, f"{options['name']} was not copied to its end when its trainer died")
+        raise _not_found(
+            directory, f"{options['name']} was larger than memory=, and is not in shared memory as a whole"
+        )
+    raise _not_found(directory, f"{options['name']} was not copied to its end when its trainer died")
 
 
-def _nothing(directory: Path, why: str) -> FileNotFoundError:
+def _not_found(directory: Path, why: str) -> FileNotFoundError:
     try:
         opened = open_path(directory)
         path = opened.files[0] if len(opened.files) == 1 else opened.files[0].parent
@@ -127,49 +132,49 @@ def _nothing(directory: Path, why: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"no checkpoint in shared memory: {why}; {there}", str(directory))
 
 
-def _ledgers(directory: Path) -> list[tuple[str, int]]:
-    """(channel, uid) of every trainer of a directory that left, or has, anything of this user's in shared memory."""
+def _sequence_tables(directory: Path) -> list[tuple[str, int]]:
+    """(channel, uid) of every trainer of a directory, dead or alive, that has this user's shared memory."""
     prefix = channels_of(str(directory))
-    ledgers = []
+    sequence_tables = []
     for name in shm.listing():
         channel, uid = parse_file(name) or ("", None)
-        if uid is not None and channel.startswith(prefix) and f"/{name}" == ledger_name(channel, uid):
+        if uid is not None and channel.startswith(prefix) and f"/{name}" == sequence_table_name(channel, uid):
             with contextlib.suppress(OSError):
                 if os.stat(f"{shm.SHM_DIR}/{name}").st_uid == os.geteuid():
-                    ledgers.append((channel, uid))
-    return ledgers
+                    sequence_tables.append((channel, uid))
+    return sequence_tables
 
 
 @contextlib.contextmanager
-def _feed(channel: str, uid: int) -> Iterator[CompetingFeed]:
+def _reader(channel: str, uid: int) -> Iterator[CompetingReader]:
     """A trainer's rings, to look at. The reports' channel has such, too; nothing in there looks like a snapshot."""
-    ledger = Ledger.attach(ledger_name(channel, uid), uid, CAPACITY)
+    sequences = SequenceTable.attach(sequence_table_name(channel, uid), uid, CAPACITY)
     try:
 
         def attach(index: int) -> Ring:
             name = ring_name(channel, uid, index)
             return Ring.attach(name, uid, index, kind=WORK_QUEUE, capacity=CAPACITY, writable=False)
 
-        yield CompetingFeed(Reception(COMPETING, _NO_WORDS), ledger, 0, 0, None, attach)
+        yield CompetingReader(Reception(COMPETING, _NO_WORDS), sequences, 0, 0, None, attach)
     finally:
-        ledger.close()
+        sequences.close()
 
 
-def _snapshots(directory: Path, feed: CompetingFeed) -> Iterator[tuple[float, dict[str, Any], Staged | None]]:
-    """(when it began, options, the snapshot or None if it is not complete) of all that are not finished with."""
+def _snapshots(directory: Path, reader: CompetingReader) -> Iterator[tuple[float, dict[str, Any], Staged | None]]:
+    """(time of its beginning, options, the snapshot or None if it is incomplete) of all that are not written."""
     heads: list[tuple[dict[str, Any], bytes]] = []
     ended: set[int] = set()
-    chunks: dict[int, dict[int, _Place]] = {}
-    for place, meta, value in _messages(feed):
+    chunks: dict[int, dict[int, _SlotMessage]] = {}
+    for message, meta, value in _messages(reader):
         kind, number = meta.get("k"), meta.get("n", 0)
-        if kind == HEAD and not place.is_done:
+        if kind == HEAD and not message.is_done:
             described = value.tobytes()
-            if place.stands:
+            if message.is_unchanged:
                 heads.append((meta, described))
         elif kind == END:
             ended.add(number)
         elif kind == CHUNK:
-            chunks.setdefault(number, {})[meta["i"]] = place
+            chunks.setdefault(number, {})[meta["i"]] = message
     for options, described in heads:
         number, there = options["n"], chunks.get(options["n"], {})
         staged = None
@@ -177,24 +182,24 @@ def _snapshots(directory: Path, feed: CompetingFeed) -> Iterator[tuple[float, di
             plan = Plan.from_description(described)
             needed = cut(get_format(options["format"]).layout(plan, options["max_shard"]), options["chunk"])
             if len(needed) == len(there):
-                places = [there[chunk.index] for chunk in needed]
-                staged = Staged(directory, options["name"], plan, needed, places)
+                messages = [there[chunk.index] for chunk in needed]
+                staged = Staged(directory, options["name"], plan, needed, messages)
         yield options["began"], options, staged
 
 
-def _messages(feed: CompetingFeed) -> Iterator[tuple[_Place, dict[str, Any], Any]]:
-    """(place, meta, value) of every message whose record stands in a slot, done or not."""
-    published = feed.ledger.published
-    for ring in feed.rings:
+def _messages(reader: CompetingReader) -> Iterator[tuple[_SlotMessage, dict[str, Any], Any]]:
+    """(message, meta, value) of every message that is in a slot, done or not."""
+    published = reader.sequences.published
+    for ring in reader.rings:
         for slot in range(ring.slots):
             seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
             if not 0 < seq <= published:
                 continue
             with contextlib.suppress(WireError, ResourceError):  # read while it was used again
-                found = feed.read(ring, slot, seq)
+                found = reader.read(ring, slot, seq)
                 if found is None:
                     continue
-                place = _Place(ring, slot, seq, found.offset, found.nbytes)
-                value, meta = decode(found.description, place.bytes, readonly=True)
-                if isinstance(meta, dict) and place.stands:
-                    yield place, meta, value
+                message = _SlotMessage(ring, slot, seq, found.offset, found.nbytes)
+                value, meta = decode(found.description, message.bytes, readonly=True)
+                if isinstance(meta, dict) and message.is_unchanged:
+                    yield message, meta, value

@@ -16,14 +16,14 @@
 | `{"i": hex}` | int of more than 1024 bits |
 | `{"j": [node, node]}` | complex number |
 | `{"b": base64}` | bytes |
-| `{"B": n}` | bytes that lie in array number n |
+| `{"B": n}` | bytes stored as array number n |
 | `{"a": node}` | bytearray of these bytes |
 | `{"e": [node, ...]}`, `{"E": [node, ...]}` | set, frozenset |
 | `{"n": [dtype, base64]}` | NumPy scalar, its dtype as in `Entry.dtype` |
 | `{"s": string}` | `numpy.str_` |
 | `{"size": [int, ...]}` | `torch.Size` |
 | `{"dtype": name}`, `{"device": name}` | `torch.dtype`, `torch.device` |
-| `{"meta": [dtype, shape, strides]}` | tensor without data, of somebody else's file; strides in elements |
+| `{"meta": [dtype, shape, strides]}` | tensor without data, from a file of another program; strides in elements |
 
 An object always has one of these tags, so that no string or key can be mistaken for one.
 """
@@ -42,16 +42,16 @@ from typing import Any
 
 import numpy as np
 
+from ..codec.leaf import Leaf, Refused
+from ..codec.libraries import import_torch, is_tensor, torch_views
+from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
-from ..views.leaf import Leaf, Refused
-from ..views.libraries import import_torch, is_tensor, torch_views
-from ..views.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..wire.dtypes import BY_NAME
 from ..wire.spec import COMPOSITES
 from .json_values import key_of, key_token
 from .limits import MAX_DEPTH, MAX_TENSORS
 
-_INLINE = 4096  # longer bytes lie with the tensors
+_INLINE = 4096  # longer bytes are stored as arrays
 _MAX_PLAIN_BITS = 1024
 _HEX = re.compile(r"-?0x[0-9a-f]+\Z")
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?\Z")
@@ -83,7 +83,7 @@ class Encoder:
         self.leaves: list[tuple[str, Leaf]] = []
 
     def encode(self, state: object) -> Any:
-        """The state's structure. Raises `ArgumentTypeError` or `ArgumentError` that names the path."""
+        """The state's structure. Raises `ArgumentTypeError` or `ArgumentError`, with the path."""
         try:
             return self._node(state, "", 0)
         except Refused as refused:
@@ -211,7 +211,8 @@ class Encoder:
 
 
 class ForeignEncoder(Encoder):
-    """The same for a state that somebody else made, of whose objects many may be one: it writes out at most `most`."""
+    """As `Encoder`, for a state that another library has loaded, in which objects may be shared: it writes out at most
+    `most` values."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -236,15 +237,15 @@ class ForeignEncoder(Encoder):
 
 @functools.cache
 def _tensor_tools() -> tuple[Any, Any, frozenset[type]]:
-    """What is needed for each tensor, once torch is there."""
+    """What `Encoder._tensor` needs, once torch is imported."""
     views = torch_views()
-    from ..views.composites import take_apart
+    from ..codec.composites import take_apart
 
     return views, take_apart, views.tensor_types()
 
 
 def _plain_leaf(tensor: Any, views: Any) -> Leaf | None:
-    """The leaf of a contiguous tensor in host memory, which nearly all are, in a third of the time; None: of others."""
+    """The leaf of a contiguous tensor in host memory, three times faster than `tensor_leaf`; None for other tensors."""
     negative = views.PLAIN.get(tensor.dtype)
     if (
         negative is None
@@ -303,7 +304,7 @@ class Decoder:
         self._torch = torch
 
     def decode(self, node: Any, depth: int = 0) -> Any:
-        """The value of a node. Raises `CheckpointError` on anything that is no node."""
+        """The value of a node. Raises `CheckpointError` if it is invalid."""
         if depth > MAX_DEPTH + 2:
             raise CheckpointError(f"structure is nested more than {MAX_DEPTH} deep")
         if node is None or isinstance(node, (str, bool, int, float)):
@@ -343,7 +344,7 @@ class Decoder:
                 return base64.b64decode(body, validate=True)
             case "B", int():
                 array = np.asarray(self._leaf(number(body)))
-                if not array.flags.c_contiguous:  # one byte, again and again
+                if not array.flags.c_contiguous:  # one byte, repeated
                     raise CheckpointError(f"invalid structure: bytes in tensor {body}, which is no run of memory")
                 return array.tobytes()
             case "a", dict() if body.keys() <= {"b", "B"}:

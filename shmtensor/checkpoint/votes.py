@@ -1,14 +1,14 @@
 """Votes: how the ranks of a run make one checkpoint of their parts, and none if a part is missing.
 
-While it is made, a checkpoint is a hidden directory, `.<key>.<run>.ranks`, to which each rank's writing process adds a
-file `rank-00003.vote` and then, by a rename, its part. Both are durable before anybody counts them. Whoever finds all
-parts there decides, alone, since it holds the mutex of the run:
+At first a checkpoint is a hidden directory, `.<key>.<run>.ranks`, to which each rank's writing process adds a file
+`rank-00003.vote` and then, by a rename, its part. Both are durable before any process counts them. The process that
+finds all parts there decides, alone, because it holds the mutex of the run:
 
     vote, part ...  all parts  -> manifest -> outcome in `.shmtensor.run` -> list of saves -> rename -> `latest`
     no part of a rank that is dead, or that has failed  -> outcome "given up" in `.shmtensor.run` -> removed
 
-The outcome is the decision, and one atomic replacement of a file: before it the checkpoint can be given up, after it
-everything may be done again, by anybody. docs/internals/checkpoint-protocol.md has the states and the deaths.
+The outcome is the decision. It is one atomic replacement of a file: before it the checkpoint can be given up, after it
+any process may repeat the steps that follow. docs/internals/checkpoint-protocol.md has the states and the deaths.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError
-from . import index, manifest, run
+from . import index, manifest, ranks
 from .digests import combine
 from .directory import LATEST, Best, Directory, highest_number, remove, sync, target
 from .index import Saved
 from .manifest import MANIFEST, MAX_RANKS, Manifest, Part
-from .run import Outcome, RankDirectory, Run
+from .ranks import Outcome, RankDirectory, Run
 
 _PENDING: Final = re.compile(r"\.(?P<key>[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199})\.(?P<run>[0-9a-f]{16})\.ranks")
 _VOTE: Final = re.compile(r"rank-(\d{5})\.vote")
-_MAX_VOTE: Final = 256 << 10  # bytes, most of them metrics
+_MAX_VOTE: Final = 256 << 10  # bytes, most of which are metrics
 _DEAD: Final = 3.0
-"""Seconds for which a rank must be seen dead: a writing process that is being started holds no lock yet."""
+"""Seconds for which a rank must look dead: a writing process that is starting holds no lock yet."""
 _PATIENCE: Final = 10.0
 NOT_OPEN: Final = "not open"
 LATE: Final = "late"
@@ -42,9 +42,9 @@ DEAD: Final = "dead"
 
 
 class Vote(NamedTuple):
-    """What a rank says about its part: how the file looks, and what `save` was given.
+    """A rank's statement about its part: the file's size, time and digest, and the options of `save`.
 
-    fixed: the user gave the name; else another is taken if it exists
+    fixed: the user gave the name; otherwise another one is chosen if it exists
     """
 
     rank: int
@@ -61,8 +61,8 @@ class Vote(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """No decision yet: the ranks whose parts are not there, and what is known of each; none of them: an earlier run's
-    processes have something to finish."""
+    """No decision yet. `missing`: the ranks whose parts are missing, with the state of each; empty if processes of an
+    earlier run have something to finish, or another process decides."""
 
     missing: dict[int, str]
 
@@ -72,7 +72,7 @@ class Votes:
 
     def __init__(self, directory: RankDirectory, keep: tuple[int | None, int | None, Best | None]) -> None:
         self._directory, self._keep = directory, keep
-        self._dead: dict[int, float] = {}  # since when each rank has been seen dead
+        self._dead: dict[int, float] = {}  # when each rank was first found dead
         self.deleted: list[str] = []
         """Names of old checkpoints that were deleted."""
         self.undeleted: list[str] = []
@@ -81,31 +81,31 @@ class Votes:
     # --- a rank's own part
 
     def outcome(self, key: str) -> Outcome | None:
-        """What was decided about a checkpoint. Raises OSError."""
-        found = run.read(self._directory.path)
+        """The decision about a checkpoint. Raises OSError."""
+        found = ranks.read(self._directory.path)
         return None if found is None else found.outcome(self._directory.run, key)
 
     def pending(self, key: str, number: int | None = None) -> str:
-        """The directory of a checkpoint that is being made."""
+        """The hidden directory of a checkpoint that is not decided."""
         return self._directory.at(f".{key}.{self._directory.run if number is None else number:016x}.ranks")
 
     def find(self, key: str) -> Vote | None:
-        """The vote that this rank has given already."""
+        """This rank's vote, if there is one already."""
         return _read_vote(self.pending(key), self._directory.rank)
 
     def prepare(self, key: str, vote: Vote) -> None:
-        """Say how the part is going to look that `add` adds. Raises OSError."""
+        """Write the vote, before `add` adds the part. Raises OSError."""
         pending = self.pending(key)
         with contextlib.suppress(FileExistsError):
             os.mkdir(pending)
             sync(self._directory.path)
         # crash: vote.begun
-        said = {**vote._asdict(), "metrics": index.said(vote.metrics)}
-        index.replace(os.path.join(pending, _vote_name(vote.rank)), json.dumps(said).encode())
+        fields = {**vote._asdict(), "metrics": index.json_metrics(vote.metrics)}
+        index.replace(os.path.join(pending, _vote_name(vote.rank)), json.dumps(fields).encode())
         # crash: vote.written
 
     def add(self, key: str, vote: Vote, path: str) -> None:
-        """Add the part: from then on it counts. May be repeated. Raises OSError."""
+        """Add the part, which counts from then on. May be repeated. Raises OSError."""
         pending = self.pending(key)
         if not _is_part(pending, vote):
             os.rename(path, os.path.join(pending, vote.file))
@@ -114,18 +114,18 @@ class Votes:
         # crash: vote.durable
 
     def refuse(self, key: str, reason: str) -> None:
-        """This rank's part is not going to come: nobody need wait for it. Raises OSError."""
+        """Give the checkpoint up, because this rank's part will not come. Raises OSError."""
         with self._directory.deciding(_PATIENCE) as mine:
-            record = run.read(self._directory.path) if mine else None
+            record = ranks.read(self._directory.path) if mine else None
             if record is not None and record.outcome(self._directory.run, key) is None:
                 self._give_up(record, self._directory.run, key, f"rank {self._directory.rank}: {reason}")
 
-    # --- what becomes of it
+    # --- the decision
 
     def look(self, key: str, *, alone: bool) -> Outcome | Waiting:
-        """The outcome, decided here if it can be, or who is waited for. Raises OSError.
+        """The outcome, decided here if possible, or the ranks that are missing. Raises OSError.
 
-        alone: this rank's trainer is gone, so that no rank can join the run any more
+        alone: this rank's trainer is gone, so that no further rank can join the run
         """
         record = self._record()
         if record.outcome(self._directory.run, key) is None and os.path.isdir(self.pending(key)):
@@ -135,20 +135,20 @@ class Votes:
         with self._directory.deciding() as mine:
             return self._decide(key, alone=alone) if mine else Waiting({})
 
-    def settle(self) -> bool:
-        """Finish what runs before this one have left, or remove it; False while a process of theirs is at work, or
-        somebody else decides. Raises OSError."""
+    def finish_older_runs(self) -> bool:
+        """Finish or remove what earlier runs have left; False while a process of theirs is at work, or another process
+        holds the mutex. Raises OSError."""
         with self._directory.deciding() as mine:
-            return mine and self._settle_others()
+            return mine and self._finish_older_runs()
 
     def _record(self) -> Run:
-        record = run.read(self._directory.path)
+        record = ranks.read(self._directory.path)
         if record is None:
-            raise FileNotFoundError(2, f"{self._directory.at(run.RUN)} is gone: somebody removed it")
+            raise FileNotFoundError(2, f"{self._directory.at(ranks.RUN)} is gone: somebody removed it")
         return record
 
     def _missing(self, record: Run, key: str) -> dict[int, str]:
-        """The ranks whose parts are not there, and what is known of each."""
+        """The ranks whose parts are missing, with the state of each."""
         there = _votes(self.pending(key))
         missing = {}
         for rank in range(self._directory.world_size):
@@ -170,7 +170,7 @@ class Votes:
         return gone or (alone and NOT_OPEN in missing.values())
 
     def _decide(self, key: str, *, alone: bool) -> Outcome | Waiting:
-        """Needs the mutex, as all below."""
+        """Decide, if possible, and carry it out. Needs the mutex, as all methods below."""
         record, number = self._record(), self._directory.run
         outcome = record.outcome(number, key)
         if outcome is None:
@@ -182,11 +182,11 @@ class Votes:
                     return Waiting(missing)
                 gone = [rank for rank, state in missing.items() if state != LATE]
                 reason = f"the parts of {len(gone)} of {self._directory.world_size} ranks are missing, whose processes "
-                return self._give_up(record, number, key, f"{reason}are gone: ranks {run.some(gone)}")
-            if not self._settle_others():
+                return self._give_up(record, number, key, f"{reason}are gone: ranks {ranks.some(gone)}")
+            if not self._finish_older_runs():
                 return Waiting({})
             votes = _votes(self.pending(key))
-            self._settle_older(key, votes)
+            self._decide_older(key, votes)
             outcome = self._commit(self._record(), number, key, votes)
         elif outcome.name:
             return self._complete(outcome)
@@ -194,9 +194,9 @@ class Votes:
             self._remove(self.pending(key))
         return outcome
 
-    def _settle_older(self, key: str, votes: dict[int, Vote]) -> None:
-        """What any rank had voted on before this one: as a rank's saves are written in their order, a part that is
-        missing there never comes."""
+    def _decide_older(self, key: str, votes: dict[int, Vote]) -> None:
+        """Decide about checkpoints that a rank voted on before this one. A rank's saves are written in order, so a part
+        that is missing there never comes."""
         older = []
         for pending, other, number in self._all_pending():
             there = _votes(pending)
@@ -210,13 +210,13 @@ class Votes:
             if outcome is not None:
                 self._complete(outcome)
             elif missing:
-                reason = f"ranks {run.some(missing)} have not saved it, and have saved {key} since"
+                reason = f"ranks {ranks.some(missing)} have not saved it, and have saved {key} since"
                 self._give_up(record, self._directory.run, other, reason)
             else:
                 self._commit(record, self._directory.run, other, there)
 
-    def _settle_others(self) -> bool:
-        """What earlier runs have left: whole checkpoints that nobody has decided about, parts, temporary files."""
+    def _finish_older_runs(self) -> bool:
+        """Finish complete, undecided checkpoints of earlier runs; remove their other parts and temporary files."""
         directory = self._directory
         if directory.has_older_writers():
             return False
@@ -233,7 +233,7 @@ class Votes:
             else:
                 self._remove(pending)
         record = self._record()
-        if record.number <= directory.run:  # none has begun since, so that who is not in it is gone
+        if record.number <= directory.run:  # no later run has begun: a writer that is not in it is gone
             for path, owner, _ in list(directory.leftovers()):
                 if owner not in record.writers.values():
                     with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ class Votes:
         return True
 
     def _all_pending(self) -> Iterator[tuple[str, str, int]]:
-        """(path, key, run) of every checkpoint that is being made."""
+        """(path, key, run) of every hidden directory of a checkpoint."""
         for found in os.listdir(self._directory.path):
             match = _PENDING.fullmatch(found)
             if match is not None:
@@ -250,17 +250,17 @@ class Votes:
     def _give_up(self, record: Run, number: int, key: str, reason: str) -> Outcome:
         outcome = Outcome(number, key, "", reason)
         # crash: giveup.before
-        run.write(self._directory.path, record.decided(outcome))
+        ranks.write(self._directory.path, record.decided(outcome))
         # crash: giveup.decided
         self._remove(self.pending(key, number))
         return outcome
 
     def _remove(self, pending: str) -> None:
-        with contextlib.suppress(OSError):  # a part that comes just now is removed when its rank looks
+        with contextlib.suppress(OSError):  # a part that was added just now is removed when its rank checks
             remove(pending)
 
     def _commit(self, record: Run, number: int, key: str, votes: dict[int, Vote]) -> Outcome:
-        """All parts are there: decide, and do what follows."""
+        """Decide that a checkpoint whose parts are all there is made, and carry it out."""
         pending, first = self.pending(key, number), votes[0]
         name = self._free_name(key, first)
         if not name:
@@ -276,7 +276,7 @@ class Votes:
         sync(pending)
         # crash: ranks.manifest
         outcome = Outcome(number, key, name, "")
-        run.write(self._directory.path, record.decided(outcome))
+        ranks.write(self._directory.path, record.decided(outcome))
         sync(self._directory.path)
         # crash: ranks.decided
         return self._complete(outcome)
@@ -295,8 +295,8 @@ class Votes:
         return f"{key}-{again}"
 
     def _complete(self, outcome: Outcome) -> Outcome:
-        """What follows a decision, from whatever step on; another outcome if the checkpoint cannot get its name.
-        Raises OSError if what comes after that fails."""
+        """Carry out a decision, from any step on; another outcome if the checkpoint cannot get its name. Raises OSError
+        if a later step fails."""
         pending = self.pending(outcome.key, outcome.run)
         if not outcome.name:
             self._remove(pending)
@@ -330,7 +330,7 @@ class Votes:
         # crash: ranks.renamed
 
     def _follow(self) -> None:
-        """`latest` and second names lead where the list says, and what is not kept is deleted. May be repeated."""
+        """Update `latest` and aliases by the list of saves, and delete what is not kept. May be repeated."""
         directory = self._directory
         there = [entry for entry in index.read(directory.path) if entry.is_there(directory.path)]
         unlinked = []
@@ -368,7 +368,7 @@ def _votes(pending: str) -> dict[int, Vote]:
 
 
 def _is_part(pending: str, vote: Vote) -> bool:
-    """Whether the part lies there as the vote says."""
+    """Whether the part is there, with the size and time of the vote."""
     try:
         info = os.lstat(os.path.join(pending, vote.file))
     except OSError:
@@ -377,7 +377,7 @@ def _is_part(pending: str, vote: Vote) -> bool:
 
 
 def _read_vote(pending: str, rank: int) -> Vote | None:
-    """A rank's vote; None if there is none, or none that can be read: then it counts as not given."""
+    """A rank's vote; None if there is none, or it cannot be read."""
     try:
         found: Any = json.loads(index.read_regular(os.path.join(pending, _vote_name(rank)), _MAX_VOTE))
         vote = Vote(**found)._replace(metrics=index.metrics_of(found["metrics"]))
@@ -393,11 +393,11 @@ def _read_vote(pending: str, rank: int) -> Vote | None:
         return None
 
 
-def settle_all(directory: Directory) -> None:
-    """What ranks have left in a directory in which one process writes now, and no other."""
-    record = run.read(directory.path)
+def finish_older_runs(directory: Directory) -> None:
+    """Finish or remove what ranks have left in a directory in which now one process writes alone."""
+    record = ranks.read(directory.path)
     if record is None:
         return
-    seat = RankDirectory(directory.path, 0, 1, "", run.MAX_RUN)
+    seat = RankDirectory(directory.path, 0, 1, "", ranks.MAX_RUN)
     votes = Votes(seat, (None, None, None))
-    votes._settle_others()
+    votes._finish_older_runs()  # no other process is there to take the mutex

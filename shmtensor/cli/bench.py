@@ -1,4 +1,4 @@
-"""`shmtensor bench`: one tensor between two processes, through shmtensor and through the queues that everybody has."""
+"""`shmtensor bench`: send one tensor between two processes, through shmtensor and through the standard queues."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rich import box
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..codec.libraries import import_torch
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..errors import ArgumentError
-from ..units import format_bytes, parse_bytes
-from ..views.libraries import import_torch
+from ..options import format_bytes, parse_bytes
 from .output import console, fail, guarded, print_json
 
 OURS: Final = "shmtensor"
@@ -47,7 +47,7 @@ Receive = Callable[[], Any]
 
 @dataclass
 class Figures:
-    """What was measured of one transport."""
+    """The measurements of one transport."""
 
     name: str
     trips: list[float] = field(default_factory=list)
@@ -143,42 +143,42 @@ def _show(nbytes: int, ours: dict[str, Any], rivals: list[dict[str, Any]]) -> No
 
 
 def _run(nbytes: int, seconds: float) -> list[Figures]:
-    """Both processes' part: start the other one, measure in turns, end it."""
+    """Start the other process, measure the transports in turns, end it."""
     import_torch()
     import torch
     import torch.multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    flying = max(2, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // nbytes))
+    in_flight = max(2, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // nbytes))
     ways: dict[str, Any] = {
         OURS: tuple(f"bench-{os.getpid()}-{secrets.token_hex(3)}-{way}" for way in ("there", "back")),
-        QUEUE: (context.Queue(flying), context.Queue(flying)),
-        TORCH_QUEUE: tuple(torch.multiprocessing.get_context("spawn").Queue(flying) for _ in range(2)),
+        QUEUE: (context.Queue(in_flight), context.Queue(in_flight)),
+        TORCH_QUEUE: tuple(torch.multiprocessing.get_context("spawn").Queue(in_flight) for _ in range(2)),
     }
     ours, theirs = context.Pipe()
-    peer = context.Process(target=_answer, args=(ways, nbytes, flying, theirs), daemon=True)
+    peer = context.Process(target=_answer, args=(ways, nbytes, in_flight, theirs), daemon=True)
     torch.set_num_threads(1)
     payload = _payload(nbytes)
     figures = {name: Figures(name) for name in NAMES}
     steps = [(name, kind) for _ in range(_ROUNDS) for name in NAMES for kind in ("round trip", "one way")]
     closers: list[Callable[[], object]] = []
     try:
-        with _progress(len(steps)) as tell:
-            tell("starting a process", 0)
+        with _progress(len(steps)) as show:
+            show("starting a process", 0)
             peer.start()
             theirs.close()
-            _hear(ours)
-            ends = {name: _open(name, ways[name], nbytes, flying, _THERE, _BACK, closers) for name in NAMES}
+            _receive(ours)
+            ends = {name: _open(name, ways[name], nbytes, in_flight, _THERE, _BACK, closers) for name in NAMES}
             ours.send("open")
-            _hear(ours)
+            _receive(ours)
             for number, (name, kind) in enumerate(steps):
-                tell(f"{name}, {kind}", number)
+                show(f"{name}, {kind}", number)
                 measure = _trips if kind == "round trip" else _one_way
                 measure(figures[name], ours, ends[name], payload, seconds / len(steps))
     finally:
         peer.terminate()
         peer.join()
-        for close in closers:  # after its death: who leaves last removes the channels
+        for close in closers:  # after its death: the last member to leave removes the channels
             close()
         ours.close()
         for name in (QUEUE, TORCH_QUEUE):
@@ -216,15 +216,15 @@ def _one_way(figures: Figures, pipe: Connection, ends: tuple[Send, Receive], pay
         pipe.send((figures.name, "one way", count))
         for _ in range(count + 1):
             send(payload)
-        return float(count / _hear(pipe))
+        return float(count / _receive(pipe))
 
     rate = many(_WARM)
     figures.rates.append(many(max(_LEAST, min(_MOST, int(seconds * rate)))))
 
 
-def _answer(ways: dict[str, Any], nbytes: int, flying: int, pipe: Connection) -> None:
-    """The other process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's affair, which then ends this process
+def _answer(ways: dict[str, Any], nbytes: int, in_flight: int, pipe: Connection) -> None:
+    """The program of the other process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C, and then ends this process
     import torch
 
     torch.set_num_threads(1)
@@ -234,8 +234,8 @@ def _answer(ways: dict[str, Any], nbytes: int, flying: int, pipe: Connection) ->
     pipe.send("subscribed")
     with suppress(EOFError):
         pipe.recv()
-        ends = {name: _open(name, ways[name], nbytes, flying, _BACK, _THERE, closers) for name in NAMES[1:]}
-        publisher = Publisher(ways[OURS][_BACK], slots=flying, slot_bytes=nbytes)
+        ends = {name: _open(name, ways[name], nbytes, in_flight, _BACK, _THERE, closers) for name in NAMES[1:]}
+        publisher = Publisher(ways[OURS][_BACK], slots=in_flight, slot_bytes=nbytes)
         ends[OURS] = (publisher.send, lambda: subscribed.recv(timeout=_PATIENCE).value)
         pipe.send("open")
         while True:
@@ -257,13 +257,13 @@ def _answer(ways: dict[str, Any], nbytes: int, flying: int, pipe: Connection) ->
 
 
 def _open(
-    name: str, ways: Any, nbytes: int, flying: int, out: int, back: int, closers: list[Callable[[], object]]
+    name: str, ways: Any, nbytes: int, in_flight: int, out: int, back: int, closers: list[Callable[[], object]]
 ) -> tuple[Send, Receive]:
-    """How this process sends a tensor (or the array over it) and receives one."""
+    """The functions by which this process sends a tensor (or the array over it) and receives one."""
     if name == OURS:
         subscriber = Subscriber(ways[back])
         closers.append(subscriber.close)
-        publisher = Publisher(ways[out], slots=flying, slot_bytes=nbytes)
+        publisher = Publisher(ways[out], slots=in_flight, slot_bytes=nbytes)
         closers.append(publisher.close)
         return publisher.send, lambda: subscriber.recv(timeout=_PATIENCE).value
     put, get = ways[out].put, ways[back].get
@@ -281,7 +281,7 @@ def _open(
             put(tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor)
 
         return send, receive
-    return lambda tensor: put(tensor.clone()), receive  # sent as it is, it would be shared once and copied never
+    return lambda tensor: put(tensor.clone()), receive  # without the clone it would be shared once, and never copied
 
 
 def _payload(nbytes: int) -> Any:
@@ -297,8 +297,8 @@ def _compare(value: Any, payload: Any) -> None:
         raise PeerLost("the tensor that arrived has other bytes than the one that was sent")
 
 
-def _hear(pipe: Connection) -> Any:
-    """What the other process says."""
+def _receive(pipe: Connection) -> Any:
+    """Receive from the other process."""
     if not pipe.poll(_PATIENCE):
         raise PeerLost(f"the other process has said nothing for {_PATIENCE:g} s")
     try:
@@ -315,8 +315,8 @@ def _progress(total: int) -> Iterator[Callable[[str, int], object]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal, auto_refresh=False) as bar:
         task = bar.add_task("", total=total)
 
-        def tell(text: str, done: int) -> None:
+        def show(text: str, done: int) -> None:
             bar.update(task, description=text, completed=done)
             bar.refresh()
 
-        yield tell
+        yield show

@@ -1,4 +1,4 @@
-"""`shmtensor checkpoint`: look at checkpoints, check them, convert them."""
+"""`shmtensor checkpoint`: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ..checkpoint.checking import check
-from ..checkpoint.converting import convert as convert_checkpoint
+from ..checkpoint.convert import convert as convert_checkpoint
 from ..checkpoint.digests import combine
 from ..checkpoint.formats import FORMATS, Opened
 from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
-from ..checkpoint.loader import check_options
+from ..checkpoint.load import check_options
 from ..checkpoint.plan import Entry
 from ..checkpoint.resolving import LATEST, open_path
+from ..checkpoint.verify import check
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
-from ..units import format_bytes, parse_bytes
+from ..options import format_bytes, parse_bytes
 from .output import console, fail, guarded, print_json, seconds
 
 app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
@@ -37,7 +37,7 @@ _SHOWN = 40
 
 
 def _with_files(function: _F) -> _F:
-    """What the system says about a path is one line and exit code 1, as the library's own errors are."""
+    """Print an OSError as one line and exit with code 1, as for the library's own errors."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ def ls(
         )  # fmt: skip
     out.print(table, soft_wrap=True)
     for row in rows:
-        if row["error"]:  # below: a long text would take the columns' room
+        if row["error"]:  # below the table, as a long text would squeeze its columns
             out.print(f"[red]{escape(row['name'])}:[/] {escape(row['error'])}", soft_wrap=True)
 
 
@@ -185,12 +185,12 @@ def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
     }  # fmt: skip
     try:
         return row if opened is None else row | {"tensors": len(opened.plan.tensors)}
-    except CheckpointError as error:  # of a file of torch's own, which torch opens
+    except CheckpointError as error:  # of a file of torch's own, which is opened by torch
         return row | {"error": str(error)}
 
 
 def _plain(value: float) -> float | str:
-    """A number as JSON has it; the others as text."""
+    """A number for JSON; `nan` and `inf` as text."""
     return value if math.isfinite(value) else repr(value)
 
 
@@ -207,7 +207,7 @@ def _verify(path: Path, readers: int, *, bar: bool) -> dict[str, Any]:
     }  # fmt: skip
     try:
         opened = open_path(path)
-        nbytes = opened.plan.nbytes if opened.state is None else sum(opened.sizes)  # whose tensors nobody has to know
+        nbytes = opened.plan.nbytes if opened.state is None else sum(opened.sizes)  # no plan of what torch opens
         report |= {
             "path": str(_main_file(opened)), "format": opened.format, "digests": opened.digests is not None,
             "bytes": nbytes,

@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import machine, software
-from .finding import FAIL, OK, WARN, Finding
-from .output import console, guarded, print_json
+from .output import FAIL, OK, WARN, Finding, console, guarded, print_json
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
@@ -29,7 +28,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def examine() -> list[Finding]:
-    """Every finding, in the order of the report. A check that itself breaks is a failed finding."""
+    """All findings, in the order of the report. A check that raises is a failed finding."""
     findings: list[Finding] = []
     for check in (*machine.CHECKS, *software.CHECKS):
         try:

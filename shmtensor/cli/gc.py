@@ -1,4 +1,4 @@
-"""`shmtensor gc`: remove what the dead left behind."""
+"""`shmtensor gc`: remove what dead processes left behind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..channel import sweep
+from ..channel import cleanup
+from ..channel.cleanup import Leftover
 from ..channel.inspect import ChannelView, look
 from ..channel.names import socket_dir
-from ..channel.sweep import Leftover
-from ..units import format_bytes
+from ..options import format_bytes
 from .ls import user_name
 from .output import console, guarded, print_json
 
@@ -26,7 +26,7 @@ def gc(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched."""
-    gone = sweep.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
+    gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
     stuck = [leftover for leftover in gone if not dry_run and os.path.lexists(leftover.path)]
     removed = [leftover for leftover in gone if leftover not in stuck]
     left = _left({leftover.path for leftover in gone})
@@ -45,7 +45,7 @@ def gc(
 
 
 def _left(gone: set[str]) -> list[ChannelView]:
-    views = [look(name) for name in sweep.channels()]
+    views = [look(name) for name in cleanup.channels()]
     return [view for view in views if set(view.files) - gone]
 
 

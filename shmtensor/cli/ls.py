@@ -1,4 +1,4 @@
-"""`shmtensor ls`: who is on which channel, and who holds what."""
+"""`shmtensor ls`: the members of each channel, and the messages that they hold."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..channel import sweep
-from ..channel.foreign import Foreign, foreign
+from ..channel import cleanup
+from ..channel.cleanup import Foreign, foreign
 from ..channel.inspect import ChannelView, HeldMessage, MemberView, look
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
-from ..units import format_bytes
+from ..options import format_bytes
 from .output import console, fail, guarded, print_json, seconds
 
 _FOREIGN_MOST = 20
-"""Lines of what is not the library's."""
+"""Most lines about files that are not the library's."""
 
 
 @guarded
@@ -39,9 +39,9 @@ def ls(
             check_channel(channel)
         except ShmTensorError as error:
             raise fail(str(error), 2) from None
-    views = [look(name) for name in sweep.channels() if channel in (None, name)]
+    views = [look(name) for name in cleanup.channels() if channel in (None, name)]
     views = [view for view in views if view.files]
-    others = foreign(place() if channel is None else None)
+    others = foreign(usable_socket_dir() if channel is None else None)
     if channel is not None:
         others = [it for it in others if (parse_file(os.path.basename(it.path)) or ("",))[0] == channel]
     if as_json:
@@ -61,8 +61,8 @@ def ls(
         raise fail(f'there is no channel "{channel}": {why}')
 
 
-def place() -> str | None:
-    """This user's socket directory, if it can be used."""
+def usable_socket_dir() -> str | None:
+    """This user's socket directory; None if it cannot be used."""
     try:
         return socket_dir()
     except ResourceError:
@@ -70,12 +70,12 @@ def place() -> str | None:
 
 
 def describe(it: Foreign) -> str:
-    """What lies among the library's files and is none of them, in a line."""
+    """One line about a foreign file among the library's."""
     return f"{it.path}: {it.what}, user {user_name(it.owner) if it.owner >= 0 else 'unknown'}"
 
 
 def foreign_dict(it: Foreign) -> dict[str, Any]:
-    """The JSON form of the same."""
+    """The JSON form of a foreign file."""
     return {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
 
 
@@ -201,7 +201,7 @@ def _rings_table(view: ChannelView) -> Table:
 
 @dataclass
 class _Sum:
-    """What one holder holds in one way."""
+    """The messages that one holder holds in one way."""
 
     messages: int = 0
     nbytes: int = 0
@@ -213,7 +213,7 @@ class _Sum:
         self.oldest = max(self.oldest, message.age)
 
 
-_NOBODY = {
+_WITHOUT_HOLDER = {
     "waiting": "nobody yet",
     "abandoned": "its consumer died or gave it back: waits for another",
     "history": "the publisher, for late subscribers",
@@ -224,7 +224,7 @@ def _holders_table(view: ChannelView) -> Table:
     sums: dict[tuple[str, str], _Sum] = {}
     for message in view.held:
         if not message.holders:
-            sums.setdefault((_NOBODY.get(message.state, ""), message.state), _Sum()).add(message)
+            sums.setdefault((_WITHOUT_HOLDER.get(message.state, ""), message.state), _Sum()).add(message)
         for holder in message.holders:
             who = f"pid {holder.pid}" if holder.pid else "a process out of sight"
             if not holder.alive:

@@ -1,4 +1,4 @@
-"""What the machine offers: shared memory, limits, kernel features, the socket directory. Checks try, not trust."""
+"""Checks of the machine: shared memory, limits, kernel features, the socket directory. Each tries the real thing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..channel import sweep
-from ..channel.foreign import foreign
+from ..channel import cleanup
+from ..channel.cleanup import foreign
 from ..channel.inspect import look
 from ..channel.names import PREFIX, socket_dir
 from ..errors import ResourceError, ShmTensorError
@@ -22,9 +22,9 @@ from ..memory import segment as shm
 from ..memory import words
 from ..memory.locks import LockFile
 from ..memory.semaphores import Sleeper, unlink_semaphore
-from ..units import format_bytes
-from .finding import FAIL, OK, WARN, Finding
+from ..options import format_bytes
 from .ls import describe
+from .output import FAIL, OK, WARN, Finding
 
 _MIB = 1 << 20
 _ROOMY = 256 * _MIB
@@ -89,7 +89,7 @@ def _mount(path: str) -> tuple[str, str]:
 
 
 def limits() -> Iterator[Finding]:
-    """Open files, locked memory, and the memory that this process's control group may use."""
+    """Limits of open files, locked memory, and the memory of this process's control group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FEW_FILES:
         yield Finding(
@@ -144,7 +144,7 @@ def _cgroup_memory() -> tuple[int | None, int]:
 
 
 def huge_pages() -> Iterator[Finding]:
-    """Whether rings may lie in huge pages: the mount's `huge=` decides, the kernel's switch overrules it."""
+    """Whether rings may use huge pages: the mount's `huge=` decides, the kernel's switch overrides it."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         chosen = re.search(r"\[(\w+)\]", text)
@@ -161,7 +161,7 @@ def huge_pages() -> Iterator[Finding]:
 
 
 def kernel() -> Iterator[Finding]:
-    """The three things that the protocol asks of the kernel."""
+    """The three kernel features that the protocol needs."""
     if words.HAS_BARRIER:
         yield Finding("membarrier", OK, "works", "sleepers are woken without a polling tick")
     elif words.WEAKLY_ORDERED:
@@ -214,7 +214,7 @@ def _ofd_locks() -> Finding:
 
 
 def socket_directory() -> Iterator[Finding]:
-    """Where doorbells are rung."""
+    """The directory of the sockets for wake-ups."""
     try:
         path = socket_dir()
     except ResourceError as error:
@@ -264,7 +264,7 @@ def remove_ipc() -> Iterator[Finding]:
 def leftovers() -> Iterator[Finding]:
     """What `shmtensor gc` would remove."""
     try:
-        found = sweep.sweep_all(socket_dir(), dry_run=True)
+        found = cleanup.sweep_all(socket_dir(), dry_run=True)
     except ResourceError as error:
         yield Finding("leftovers", WARN, "not counted", str(error))
         return
@@ -279,7 +279,7 @@ def leftovers() -> Iterator[Finding]:
 
 
 def foreign_entries() -> Iterator[Finding]:
-    """What lies among the library's files and is none of them."""
+    """Foreign files among the library's."""
     try:
         place: str | None = socket_dir()
     except ResourceError:
@@ -299,9 +299,9 @@ def foreign_entries() -> Iterator[Finding]:
 
 
 def unreadable() -> Iterator[Finding]:
-    """This user's channels that cannot be looked into: another version's, without permission, damaged."""
+    """This user's channels that cannot be read: of another version, without permission, damaged."""
     try:
-        views = [look(name) for name in sweep.channels()]
+        views = [look(name) for name in cleanup.channels()]
     except ResourceError as error:
         yield Finding("channels", WARN, "not counted", str(error))
         return

@@ -1,11 +1,12 @@
-"""How commands talk: JSON for programs, tables for people, one line and an exit code for errors."""
+"""Output of commands: JSON for programs, tables for people, one line and an exit code for errors."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,18 +25,18 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """The only thing that a command with `--json` writes to stdout."""
+    """Print JSON: all that a command with `--json` writes to stdout."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def fail(text: str, code: int = 1) -> typer.Exit:
-    """Say what is wrong on stderr; raise what this returns."""
+    """Print an error on stderr; raise what this returns."""
     console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
     return typer.Exit(code)
 
 
 def guarded(function: _F) -> _F:
-    """A command whose Ctrl-C is exit code 130 and whose library errors are one line and exit code 1."""
+    """Make Ctrl-C exit with code 130, and print library errors as one line and exit with code 1."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -59,3 +60,18 @@ def seconds(value: float) -> str:
     if value < 7200:
         return f"{value / 60:.0f} min"
     return f"{value / 3600:.0f} h" if value < 172800 else f"{value / 86400:.0f} days"
+
+
+OK: Final = "ok"
+WARN: Final = "warn"
+FAIL: Final = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of `doctor`: name, status, value, and what that means or what to do about it."""
+
+    name: str
+    status: str
+    value: str
+    meaning: str

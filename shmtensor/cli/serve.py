@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..rpc import worker
-from ..rpc.workers import serve as serve_forever
+from ..rpc.pool import serve as serve_forever
 from .output import guarded
 
 

@@ -1,4 +1,4 @@
-"""What is installed: the interpreter and the packages that the library stands on."""
+"""Checks of the software: the interpreter and the packages that the library needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from .. import native
 from ..channel.names import PREFIX
+from ..codec.libraries import EXTRA
 from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError
 from ..memory import segment as shm
-from ..views.libraries import EXTRA
-from .finding import FAIL, OK, WARN, Finding
+from .output import FAIL, OK, WARN, Finding
 
 _NEEDED = (("NumPy", "numpy", "numpy"), ("pyzmq", "pyzmq", "zmq"), ("posix_ipc", "posix_ipc", "posix_ipc"))
 
@@ -31,7 +31,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Installed versions, each one imported."""
+    """Versions of the required packages, each imported."""
     for label, distribution, module in _NEEDED:
         try:
             importlib.import_module(module)
@@ -55,7 +55,7 @@ def codec() -> Iterator[Finding]:
 
 
 def torch() -> Iterator[Finding]:
-    """torch, which only tensors need, and CUDA, which nothing needs."""
+    """torch, which only tensors need, and CUDA, which is optional."""
     try:
         module = importlib.import_module("torch")
     except Exception as error:

@@ -1,1 +1,1 @@
-"""CUDA, where there is one: the runtime, copies that are on their way, and pinned mappings. docs/internals/cuda.md."""
+"""CUDA: the runtime, copies in progress, pinned mappings, shared device memory. docs/internals/cuda.md."""

@@ -1,9 +1,9 @@
-"""Ends that wait for the device: a view has died, and what was queued on it has not been computed yet.
+"""Leases that outlast their views, since work that was queued on the device still uses the memory.
 
-A lease watches a `Token`. It lives in a table here until the bytes are not needed any more: not by the host, which
-said so when the last view died, and not by the device, which says so by events that were recorded then. They are asked,
-never waited for: by every look for a message, and by one daemon thread of the process, which runs while something is
-left to be asked and sleeps for good otherwise.
+A lease watches a `Token`, which lives in a table here until the bytes are not needed any more: not by the host, whose
+last view has died, and not by the device, whose events, recorded at that moment, have happened. The events are polled,
+never waited for: at each attempt to take a message from a device, and by one daemon thread of the process, which sleeps
+while there is nothing to poll.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ..errors import CudaError
-from ..memory import forks
+from ..memory import lifecycle
 from .runtime import runtime
 
 log = logging.getLogger("shmtensor")
 
-_PAUSE_LEAST: Final = 0.2e-3  # seconds between two questions, doubled up to the most while nothing ends
+_PAUSE_LEAST: Final = 0.2e-3  # seconds between two polls, doubled up to the most while no lease ends
 _PAUSE_MOST: Final = 5e-3
-_ROUND: Final = 0.25  # seconds between two rounds of the chores
+_ROUND: Final = 0.25  # seconds between two rounds of the jobs
 
 
 class Token:
@@ -38,15 +38,16 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
-class Chore(Protocol):
-    """Something to look after from time to time; true: no more."""
+class Job(Protocol):
+    """Something to be done from time to time."""
 
-    def look_after(self) -> bool: ...
+    def look_after(self) -> bool:
+        """Do it. True: it need not be done again."""
 
 
 class Ends:
-    """What was queued on some streams: the events after it, and streams where none could be recorded yet, since a CUDA
-    graph is being captured there: the event would become a part of it."""
+    """The end of what was queued on some streams: events after it. While a CUDA graph is being captured on a stream, no
+    event is recorded there, as it would become a part of the graph."""
 
     __slots__ = ("_device", "_events", "_streams")
 
@@ -62,14 +63,14 @@ class Ends:
                 left.append(stream)
                 continue
             event = used.new_event(self._device)
-            # A capture that another thread begins right here takes the event in, and no call could tell before. CUDA
-            # refuses to say then whether it has happened (cudaErrorCapturedEvent): the slot stays taken.
+            # If another thread begins a capture right here, the event becomes a part of it, which cannot be prevented.
+            # Then CUDA does not say whether it has happened (cudaErrorCapturedEvent), and the slot stays taken.
             used.record(event, stream)
             self._events.append(event)
         self._streams = left
 
     def are_done(self) -> bool:
-        """Whether all has been computed. `CudaError` if that cannot be told."""
+        """Whether all has been computed. `CudaError` if CUDA cannot say."""
         if self._streams:
             self._record()
         return not self._streams and all(map(runtime().is_done, self._events))
@@ -80,7 +81,7 @@ _tokens: dict[int, Token] = {}
 _ended: deque[tuple[int, Ends | None, Any]] = deque()
 _waiting: deque[tuple[int, Ends | None, Any]] = deque()
 _lost: list[tuple[int, Ends | None, Any]] = []
-_chores: weakref.WeakSet[Any] = weakref.WeakSet()
+_jobs: weakref.WeakSet[Any] = weakref.WeakSet()
 _busy = threading.Lock()
 _starting = threading.Lock()
 _kicks: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called from a destructor
@@ -89,7 +90,7 @@ _pid = 0
 
 
 def begin() -> tuple[int, Token]:
-    """A new token, alive until `end` was called for its number and the device is done."""
+    """A new number and its token, which lives until `end` was called for the number and the device is done."""
     _start()
     number = next(_numbers)
     token = _tokens[number] = Token()
@@ -97,19 +98,21 @@ def begin() -> tuple[int, Token]:
 
 
 def end(number: int, device: int, streams: tuple[Any, ...], hold: Any) -> None:
-    """The last view is dead: the token dies once everything is done that was queued so far on `streams` and on the
-    current stream of this thread. `hold` lives as long. Called from destructors: takes no lock."""
+    """Let the token die once all is done that was queued so far on `streams` and on this thread's current stream.
+
+    `hold` lives as long. Called from destructors, after the last view: takes no lock.
+    """
     if os.getpid() != _pid:
         return  # a forked child's copy: the lease is its parent's
     try:
         ends = Ends(device, (*streams, runtime().current_stream(device, captured=True)))
     except Exception:
-        ends = None  # nobody can tell
+        ends = None  # the end is unknown
     _ended.append((number, ends, hold))
     _kicks.put(None)
 
 
-def settle() -> None:
+def release_finished() -> None:
     """Let the tokens die whose device work is done."""
     if not (_ended or _waiting) or not _busy.acquire(blocking=False):
         return
@@ -131,7 +134,7 @@ def settle() -> None:
 
 
 def _are_done(ends: Ends | None) -> bool | None:
-    """Whether all has been computed; None: that cannot be told, and the slot stays taken while the process lives."""
+    """Whether all has been computed; None: unknown, and the slot stays taken while the process lives."""
     try:
         if ends is None:
             raise CudaError(errno.EIO, "no event could be recorded")
@@ -141,14 +144,15 @@ def _are_done(ends: Ends | None) -> bool | None:
         return None
 
 
-def add_chore(chore: Chore) -> None:
-    """Have `chore.look_after()` called four times a second until it says that it is done, or is gone."""
+def add_job(job: Job) -> None:
+    """Have `job.look_after()` called four times a second until it returns true, or the job is garbage."""
     _start()
-    _chores.add(chore)
+    _jobs.add(job)
     _kicks.put(None)
 
 
 def _start() -> None:
+    """Start the thread if this process has none."""
     global _thread, _pid
     if _thread is not None and _pid == os.getpid():
         return
@@ -156,18 +160,18 @@ def _start() -> None:
         if _thread is None or _pid != os.getpid():
             _pid = os.getpid()
             _thread = threading.Thread(target=_run, name="shmtensor-cuda", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: its publishers ask by themselves
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: its publishers poll for themselves
                 _thread.start()
 
 
 def _run() -> None:
     while True:
         with contextlib.suppress(queue.Empty):
-            _kicks.get(timeout=_ROUND if len(_chores) else None)
+            _kicks.get(timeout=_ROUND if len(_jobs) else None)
         pause = _PAUSE_LEAST
         due = 0.0
         while _ended or _waiting:
-            settle()
+            release_finished()
             if time.monotonic() >= due:
                 due = time.monotonic() + _ROUND
                 _round()
@@ -177,24 +181,24 @@ def _run() -> None:
 
 
 def _round() -> None:
-    for chore in list(_chores):
+    for job in list(_jobs):
         try:
-            if chore.look_after():
-                _chores.discard(chore)
+            if job.look_after():
+                _jobs.discard(job)
         except Exception:
-            log.exception("%r could not be looked after", chore)
-            _chores.discard(chore)
+            log.exception("%r could not be looked after", job)
+            _jobs.discard(job)
 
 
 def _forget() -> None:
-    """In a forked child: no thread, no context; what the parent's device has not done is not ours to ask about."""
+    """In a forked child: it has neither the thread nor the CUDA context, and the tokens are the parent's."""
     global _thread, _busy, _starting
     _inherited.append((list(_ended), list(_waiting)))  # without running destructors
     _ended.clear()
     _waiting.clear()
-    _chores.clear()
+    _jobs.clear()
     _thread, _busy, _starting = None, threading.Lock(), threading.Lock()
 
 
 _inherited: list[Any] = []
-forks.call_in_child(_forget)
+lifecycle.call_in_child(_forget)

@@ -24,13 +24,13 @@ NAMES: Final = {
     905: "cudaErrorStreamCaptureIsolation", 906: "cudaErrorStreamCaptureImplicit", 907: "cudaErrorCapturedEvent",
     999: "cudaErrorUnknown",
 }  # fmt: skip
-"""The names of the errors that our calls meet, for where the library itself cannot be asked."""
+"""The names of the errors that these calls can return, for use where the library itself cannot be called."""
 
 _POINTER = ctypes.c_void_p
 
 
 class Handle(ctypes.Structure):
-    """`cudaIpcMemHandle_t`, which goes by value."""
+    """`cudaIpcMemHandle_t`, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
@@ -50,11 +50,11 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaGetLastError": (),
 }
 _RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
-_CAPTURE_IMPLICIT: Final = 906  # asked about the legacy stream while a stream that it waits for is captured
+_CAPTURE_IMPLICIT: Final = 906  # of the legacy stream, while a stream that it waits for is captured
 
 
 class Library:
-    """`libcudart`, with errors as exceptions. Its calls let go of the interpreter lock."""
+    """`libcudart`, with errors as exceptions. Its calls release the interpreter lock."""
 
     def __init__(self, version: str) -> None:
         major = version.split(".")[0]
@@ -75,17 +75,17 @@ class Library:
         """Call a function; an error is raised as `what`, its name and number, and the remedy."""
         number: int = getattr(self._library, name)(*arguments)
         if number:
-            self._library.cudaGetLastError()  # else torch's next look would find it, and blame something else
+            self._library.cudaGetLastError()  # else torch would find it later, and blame another call
             title = self._library.cudaGetErrorName(number).decode()
             text = self._library.cudaGetErrorString(number).decode()
             raise failure(what, number, f"{title}: {text}", remedy)
 
     def texts(self) -> dict[str, int]:
-        """The numbers of the errors that our calls meet, by what torch says of them."""
+        """The numbers of the errors that these calls can return, by the text that torch has for them."""
         return {self._library.cudaGetErrorString(number).decode(): number for number in NAMES}
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a CUDA graph is being captured from what is put into a stream."""
+        """Whether a CUDA graph is being captured on a stream."""
         status = ctypes.c_int()
         number: int = self._library.cudaStreamIsCapturing(stream, ctypes.byref(status))
         if number:
@@ -94,10 +94,10 @@ class Library:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Calls of this thread that wait, ask or allocate do not end a capture that another thread is at.
+        """Within it, calls of this thread that wait, query or allocate do not break a capture of another thread.
 
-        In the mode that threads have, `cudaEventQuery` fails while one captures "globally" (torch does), and so does
-        the capture.
+        In the default mode of threads, `cudaEventQuery` fails while another thread captures "globally", as torch does,
+        and makes that capture fail.
         """
         mode = ctypes.c_int(_RELAXED)
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -118,7 +118,7 @@ def failure(what: str, number: int, text: str = "", remedy: str = "") -> CudaErr
 
 
 def _loaded(major: str) -> str | None:
-    """The file of the runtime library that is in this process already: of that version, if there are several."""
+    """The path of the runtime library that this process has loaded already: of that version, if there are several."""
     found: list[str] = []
     try:
         with open("/proc/self/maps") as maps:

@@ -1,6 +1,6 @@
-"""Copies that are on their way: what they read or write stays alive, and its slot leased, until their event.
+"""Copies in progress: what they read or write stays alive, and its slot leased, until the event after them.
 
-Nobody waits and no thread looks: the owner's next calls look through the list. Whoever ends waits for the rest.
+No thread waits for the events: the owner's next calls poll them. An owner that closes, and a process that ends, waits.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import CudaError
-from ..memory import forks
+from ..memory import lifecycle
 from .runtime import runtime
 
-_busy: dict[int, Pending] = {}  # by copy: so that a list lives while one is on its way
+_busy: dict[int, Pending] = {}  # by number of the copy: keeps a `Pending` alive while it has copies in progress
 _numbers = itertools.count()
 
 
 class Pending:
-    """The copies of one owner that are on their way. Thread-safe.
+    """The copies of one owner that are in progress. Thread-safe.
 
-    Each keeps the owner alive: the garbage collector would forget its leases before their ends are told.
+    Each keeps the owner alive, which must not be garbage before the leases of the copies have ended.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -35,13 +35,13 @@ class Pending:
         return len(self._copies)
 
     def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> None:
-        """Keep `holds` alive until a recorded event has happened, then call `done`, in whichever thread looks."""
+        """Keep `holds` alive until a recorded event has happened, then call `done`, in the thread that finds out."""
         number = next(_numbers)
-        _busy[number] = self  # first: another thread may let go of the copy as soon as it is listed
+        _busy[number] = self  # first: another thread may release the copy as soon as it is in `_copies`
         self._copies[number] = event, holds, done, None if self._owner is None else self._owner()
 
     def look(self) -> int:
-        """Let go of what is done, here and of owners that nobody uses any more. How many are left here."""
+        """Release what is done, here and of owners that may not be used any more. How many copies are left here."""
         self._look()
         for other in {*_busy.values()}:
             if other is not self:
@@ -61,7 +61,7 @@ class Pending:
                 self._let_go(number)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all copies."""
         while self._copies:
             number = next(iter(self._copies), -1)
             event = self._event(number)
@@ -73,21 +73,21 @@ class Pending:
             self._let_go(number)
 
     def _event(self, number: int) -> Any:
-        """None: another thread was faster. (What else there is to the copy must not be held here.)"""
+        """The event of a copy; None: another thread has released it. (Nothing else of it may be referred to here.)"""
         copy = self._copies.get(number)
         return None if copy is None else copy[0]
 
     def _let_go(self, number: int) -> None:
         _, holds, done, owner = self._copies.pop(number, (None, None, None, None))
         _busy.pop(number, None)
-        del holds  # before the owner, which leaves when nobody else has it: its leases have ended by then
+        del holds  # before the owner, which may leave its channel with this last reference: its leases must have ended
         if done is not None:
             done()
         del owner
 
 
 class Releasable(Protocol):
-    """Something that must be undone when no copy is on its way any more."""
+    """Something that must be undone when no copy is in progress any more."""
 
     def release(self) -> None: ...
 
@@ -102,7 +102,7 @@ def at_end(owner: Releasable) -> None:
 
 @atexit.register
 def finish_all() -> None:
-    """The process ends: its memory must not go while a device reads or writes it."""
+    """At exit: wait for all copies, since a device reads or writes memory of the process."""
     for pending in {*_busy.values()}:
         pending.finish()
     for owner in list(_ends):
@@ -110,7 +110,7 @@ def finish_all() -> None:
 
 
 def _drop() -> None:
-    """A forked child has no copies on their way: they are its parent's, and so are the leases.
+    """In a forked child: forget the copies in progress. They are its parent's, and so are the leases.
 
     What they hold is kept, since the destructors of tensors and events on a device would call CUDA, which a child of
     a process that uses it cannot.
@@ -124,4 +124,4 @@ def _drop() -> None:
 _inherited: list[object] = []
 
 
-forks.call_in_child(_drop)
+lifecycle.call_in_child(_drop)

@@ -1,4 +1,4 @@
-"""Pinned mappings: a device copies from and to them without a detour, and without the host waiting.
+"""Pinned mappings: a device copies from and to them directly, and the host does not wait.
 
 A mapping is registered piece by piece, each at the first copy that touches it, and unregistered before it is unmapped.
 
@@ -6,7 +6,7 @@ A mapping is registered piece by piece, each at the first copy that touches it, 
     pieces    |0: at most PIECE |1: at most PIECE |2 ....... |     copies are cut where pieces meet
 
 A mapping that this process may only read (fan-out) is registered as read-only where the device can; where CUDA refuses
-that, a second mapping of the same pages, writable and seen by nobody but the copies, is registered instead.
+that, a second mapping of the same pages, writable and used by the copies alone, is registered instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from typing import Final
 
 from ..errors import CudaError
-from ..memory import forks
+from ..memory import lifecycle
 from ..memory.segment import PAGE, Alias
 from .pending import at_end
 from .runtime import runtime
@@ -29,7 +29,7 @@ Part = tuple[memoryview, int, int]
 
 
 class Pinning:
-    """What of one mapping is registered. Thread-safe; it keeps the mapping itself alive no longer than others do."""
+    """The registered pieces of one mapping. Thread-safe; it does not keep the mapping alive."""
 
     def __init__(self, buffer: memoryview, address: int, *, writable: bool) -> None:
         self.failure = ""
@@ -39,8 +39,8 @@ class Pinning:
         self._alias: Alias | None = None
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(buffer.obj, self.release)
-        self._finalizer.atexit = False  # `at_end` waits for what is on its way first
-        forks.track(self)
+        self._finalizer.atexit = False  # `at_end` waits for the copies in progress first
+        lifecycle.track(self)
         at_end(self)
 
     @property
@@ -49,7 +49,7 @@ class Pinning:
         return sum(nbytes for _, nbytes, _ in self._registered.values())
 
     def parts(self, buffer: memoryview, offset: int, nbytes: int, device: int) -> list[Part]:
-        """Where a copy of these bytes goes from or to: parts that lie within one piece each, registered if possible."""
+        """Cut the bytes of a copy into parts that lie within one piece each, and register these if possible."""
         found = []
         end = offset + nbytes
         while offset < end:
@@ -63,6 +63,7 @@ class Pinning:
         return found
 
     def _register(self, piece: int, device: int) -> bool:
+        """Whether a piece is registered, after trying to."""
         if piece in self._registered:
             return True
         if self.failure:
@@ -93,17 +94,17 @@ class Pinning:
         return self._alias.address + start
 
     def release(self) -> None:
-        """Unregister everything. The mapping is about to go."""
+        """Unregister everything, before the mapping is unmapped."""
         with self._lock:
             pieces, self._registered = self._registered, {}
             for address, _, device in pieces.values():
                 try:
                     runtime().unregister_host(address, device)
-                except Exception:  # whatever it is: the other pieces must go as well
-                    pass  # the device is gone, and what it knew of us with it
+                except Exception:  # of any kind: the other pieces must be unregistered as well
+                    pass  # the device is gone, and with it the registration
             self._alias = None
 
     def drop_in_child(self) -> None:
-        """A forked child has registered nothing."""
+        """In a forked child: forget the registrations, which are the parent's."""
         self._registered.clear()
         self._lock = threading.Lock()

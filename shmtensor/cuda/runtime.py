@@ -1,10 +1,11 @@
 """The one place where CUDA is called: through torch where torch has it, else through its runtime library.
 
-Streams and events are torch's own and opaque to everybody else. Nothing here waits for a device but `wait` and
-`synchronize`, and both let go of the interpreter lock.
+Streams and events are torch's own and opaque to other modules. Nothing here waits for a device but `wait` and
+`synchronize`, and both release the interpreter lock.
 
-A call that reaches the driver in a thread that has used no device makes a context on device 0, some hundred megabytes
-there, whatever device it is about. So each is made on its own device, also from destructors and the library's threads.
+In a thread that has used no device, a driver call creates a context on device 0, which costs some hundred megabytes
+there, whatever device it concerns. So each call is made on its own device, also in destructors and the library's
+threads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ..errors import ArgumentError, CudaError
-from ..memory import forks
+from ..memory import lifecycle
 from .library import HANDLE_BYTES, Handle, Library, failure
 
 PORTABLE: Final = 1  # cudaHostRegisterPortable
@@ -43,7 +44,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def _aside(self, device: int | None) -> Iterator[None]:
-        """The thread is on this device, and no capture of a CUDA graph suffers."""
+        """Within it, the thread is on this device, and its calls do not break a capture of a CUDA graph."""
         with self._there(device), self._library.aside():
             yield
 
@@ -54,11 +55,11 @@ class Runtime:
     # --- devices
 
     def device_count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return int(self._torch.cuda.device_count())
 
     def device(self, device: Any) -> int:
-        """The number of a device: of `"cuda"` (the current one), `"cuda:1"`, a `torch.device` or an int."""
+        """The number of the device `"cuda"` (the current one), `"cuda:1"`, a `torch.device` or an int."""
         try:
             found = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
         except (RuntimeError, TypeError) as error:
@@ -84,7 +85,7 @@ class Runtime:
         return self._torch.device("cuda", device)
 
     def identity(self, device: int) -> str:
-        """What is the same in every process that sees this very device, whatever its number there."""
+        """A text that identifies this device in every process that sees it, whatever its number there."""
         uuid = getattr(self._torch.cuda.get_device_properties(device), "uuid", None)
         if uuid is not None:
             return str(uuid)
@@ -109,12 +110,12 @@ class Runtime:
         return stream
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether a CUDA graph is being captured from what is put into a stream."""
+        """Whether a CUDA graph is being captured on a stream."""
         with _translated("cannot ask about a CUDA stream"), self._there(_index(stream)):
             return self._library.is_capturing(int(stream.cuda_stream))
 
     def new_stream(self, device: int) -> Any:
-        """A stream of its own."""
+        """A new stream."""
         with _translated("cannot make a CUDA stream"):
             return self._torch.cuda.Stream(device)
 
@@ -128,29 +129,29 @@ class Runtime:
             yield stream
 
     def stream_waits(self, stream: Any, event: Any) -> None:
-        """What is put into the stream from now on comes after the event; the host does not wait."""
+        """Let what is put into the stream from now on wait for the event; the host does not wait."""
         with _translated("cannot order a CUDA stream"):
             stream.wait_event(event)
 
     def used_on(self, tensor: Any, stream: Any) -> None:
-        """A plain tensor's memory is not used again before what is in the stream now has passed (`record_stream`)."""
+        """Do not reuse a plain tensor's memory before what is in the stream now is done (`record_stream`)."""
         with _translated("cannot tell that device memory is in use"):
             tensor.record_stream(stream)
 
     def synchronize(self, stream: Any) -> None:
-        """The host waits for everything in a stream."""
+        """Wait for everything in a stream."""
         with _translated("work on a CUDA stream failed"), self._aside(_index(stream)):
             stream.synchronize()
 
     # --- events
 
     def new_event(self, device: int, *, interprocess: bool = False) -> Any:
-        """An event, not recorded yet; a host that waits for it sleeps."""
+        """A new event, not recorded yet; a thread that waits for it sleeps."""
         with _translated("cannot make a CUDA event"), self._torch.cuda.device(device):
             return self._torch.cuda.Event(blocking=True, interprocess=interprocess)
 
     def record(self, event: Any, stream: Any) -> None:
-        """The event happens when all that is in the stream now is done."""
+        """Let the event happen when all that is in the stream now is done."""
         with _translated("cannot record a CUDA event"):
             event.record(stream)
 
@@ -160,7 +161,7 @@ class Runtime:
             return bool(event.query())
 
     def wait(self, event: Any) -> None:
-        """The host waits for a recorded event. `CudaError` if what came before it failed."""
+        """Wait for a recorded event. `CudaError` if what came before it failed."""
         with _translated("work on a CUDA device failed"), self._aside(_index(event)):
             event.synchronize()
 
@@ -170,7 +171,7 @@ class Runtime:
             return bytes(event.ipc_handle())
 
     def open_event(self, handle: bytes, device: int) -> Any:
-        """Another process's event."""
+        """Open another process's event, by its handle."""
         with _translated("cannot open another process's CUDA event"):
             return self._torch.cuda.Event.from_ipc_handle(self.torch_device(device), handle)
 
@@ -183,7 +184,7 @@ class Runtime:
             self._library.call(
                 "cudaDeviceGetAttribute", ctypes.byref(value), _ATTRIBUTE_READ_ONLY, device, what="cannot ask a device"
             )
-        except CudaError:  # a runtime from before CUDA 11.1 does not know the question
+        except CudaError:  # before CUDA 11.1 there is no such attribute
             return False
         return bool(value.value)
 
@@ -195,7 +196,7 @@ class Runtime:
         )  # fmt: skip
 
     def unregister_host(self, address: int, device: int) -> None:
-        """Undo `register_host`; no copy may be on its way."""
+        """Undo `register_host`; no copy may be in progress."""
         self._call(device, "cudaHostUnregister", address, what="cannot unpin shared memory")
 
     # --- copies and memory
@@ -206,9 +207,9 @@ class Runtime:
             return self._torch.empty(shape, dtype=dtype, device=self.torch_device(device))
 
     def copy(self, target: Any, source: Any, stream: Any) -> None:
-        """Put a copy between two tensors of one shape and dtype into a stream. Neither may be changed or freed before.
+        """Put a copy between two tensors of one shape and dtype into a stream. They must not change or end before it.
 
-        From or to host memory that is not registered, CUDA copies in between, and the host may wait meanwhile.
+        From or to host memory that is not registered, CUDA copies by way of its own buffers, and the host may wait.
         """
         with _translated("cannot start a CUDA copy"), self.on(stream):
             target.copy_(source, non_blocking=True)
@@ -219,7 +220,7 @@ class Runtime:
             return tensor.contiguous()
 
     def move(self, tensor: Any, device: int, stream: Any) -> Any:
-        """The tensor on a device, by torch's own ways: for what is no plain memory (sparse, quantized, nested)."""
+        """The tensor on a device, moved by torch: for what is no plain memory (sparse, quantized, nested)."""
         with _translated("cannot start a CUDA copy"), self.on(stream):
             return tensor.to(self.torch_device(device), non_blocking=True)
 
@@ -234,7 +235,7 @@ class Runtime:
         return flat.set_(storage_of.untyped_storage(), at, (extent,), (1,))
 
     def allocate(self, nbytes: int, device: int) -> int:
-        """The address of new device memory, outside torch's own pools: it can be shared with other processes."""
+        """Allocate device memory that can be shared: outside torch's own pools. Returns its address."""
         pointer = ctypes.c_void_p()
         self._call(
             device, "cudaMalloc", ctypes.byref(pointer), nbytes,
@@ -244,7 +245,7 @@ class Runtime:
         return int(pointer.value or 0)
 
     def free(self, address: int, device: int) -> None:
-        """Give back what `allocate` returned; waits for the device."""
+        """Free what `allocate` returned; waits for the device."""
         self._call(device, "cudaFree", address, what="cannot free device memory")
 
     def memory_handle(self, address: int, device: int) -> bytes:
@@ -257,7 +258,7 @@ class Runtime:
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def open_memory(self, handle: bytes, device: int) -> int:
-        """The address here of another process's device memory: at most once per handle, and never one's own."""
+        """Map another process's device memory: once per handle, and never one's own. Returns its address here."""
         pointer = ctypes.c_void_p()
         self._call(
             device, "cudaIpcOpenMemHandle", ctypes.byref(pointer), Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS,
@@ -267,7 +268,7 @@ class Runtime:
         return int(pointer.value or 0)
 
     def close_memory(self, address: int, device: int) -> None:
-        """Undo `open_memory`; nothing on the device may use it any more."""
+        """Undo `open_memory`; no work on the device may use it any more."""
         self._call(device, "cudaIpcCloseMemHandle", address, what="cannot unmap another process's device memory")
 
     def tensor_at(self, address: int, nbytes: int, device: int, owner: Any) -> Any:
@@ -277,7 +278,7 @@ class Runtime:
 
 
 class _Memory:
-    """Device memory as torch takes it."""
+    """Device memory in the form that torch accepts."""
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
         self.owner = owner
@@ -286,7 +287,7 @@ class _Memory:
 
 @contextlib.contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """torch's errors, as ours."""
+    """Within it, errors of torch are raised as `CudaError`."""
     try:
         yield
     except RuntimeError as error:  # torch's own out-of-memory error is one as well
@@ -304,11 +305,11 @@ def _index(thing: Any) -> int | None:
     return None if device is None else int(device.index)
 
 
-_numbers: Final[dict[str, int]] = {}  # what the runtime says of an error, in its own words -> its number
+_numbers: Final[dict[str, int]] = {}  # the runtime's text of an error -> its number
 
 
 def _usable_torch() -> Any:
-    """torch with a device; `CudaError` says what is missing."""
+    """torch, with a device that works; `CudaError` says what is missing."""
     try:
         import torch
     except ImportError as error:
@@ -385,4 +386,4 @@ def _forget() -> None:
     _found = None
 
 
-forks.call_in_child(_forget)
+lifecycle.call_in_child(_forget)

@@ -1,8 +1,8 @@
 """Device memory that several processes use: allocated by one, mapped by the others, once per process.
 
-CUDA lets a process map another one's allocation (`cudaIpcOpenMemHandle`), but not its own, and calls it undefined
-behaviour to free an allocation that others still have mapped. So a process finds here what it has already, and who
-frees asks first who has it mapped (docs/internals/protocols.md, section 11).
+CUDA lets a process map another one's allocation (`cudaIpcOpenMemHandle`), but not its own, and freeing an allocation
+that others still have mapped is undefined behaviour. So a process finds here what it has mapped already, and the owner
+frees only what no other process has mapped (docs/internals/protocols.md, section 11).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from ..errors import CudaError
-from ..memory import forks
+from ..memory import lifecycle
 from ..memory.words import store
 from .runtime import runtime
 
@@ -37,14 +37,14 @@ class SharedMemory:
         self.device, self.address, self.nbytes, self.handle, self.mine = device, address, nbytes, handle, mine
         self._events: dict[int, Any] = {}
         self._closed = False
-        forks.track(self)
+        lifecycle.track(self)
 
     def drop_in_child(self) -> None:
-        """A forked child has no CUDA context: nothing of this is its to close."""
+        """In a forked child, which has no CUDA context: close nothing."""
         self._closed = True
 
     def make_event(self, slot: int) -> bytes:
-        """Owner: make the event of a slot. Returns its handle, 64 bytes."""
+        """Make the event of a slot, in the process that allocated the memory. Returns its handle, 64 bytes."""
         used = self._runtime
         with used.on(used.current_stream(self.device)):  # torch makes the event where this thread is
             event = self._events[slot] = used.new_event(self.device, interprocess=True)
@@ -64,22 +64,23 @@ class SharedMemory:
         if self._closed:
             return
         self._closed = True
-        self._events.clear()  # a reader's before the memory: their owner may free both as soon as that is unmapped
+        self._events.clear()  # before the memory: the owner may free both as soon as that is unmapped
         try:
             if self.mine:
                 self._runtime.free(self.address, self.device)
             else:
                 self._runtime.close_memory(self.address, self.device)
-        except Exception:  # the context is broken, or the interpreter ends, and what CUDA knew of us is gone with it
+        except Exception:  # the context is broken, or the interpreter ends: CUDA frees it
             pass
 
     @property
     def is_open(self) -> bool:
+        """Whether the memory is still mapped here."""
         return not self._closed
 
 
 def allocate(key: Key, device: int, nbytes: int) -> SharedMemory:
-    """Device memory that other processes may map. Raises `CudaError` if there is none."""
+    """Allocate device memory that other processes may map. Raises `CudaError` if there is too little."""
     used = runtime()
     address = used.allocate(nbytes, device)
     try:
@@ -92,13 +93,13 @@ def allocate(key: Key, device: int, nbytes: int) -> SharedMemory:
 
 
 def known(key: Key) -> SharedMemory | None:
-    """What this process has of a ring already: it allocated it, or mapped it before."""
+    """The memory of a ring, if this process has allocated or mapped it already."""
     memory = _known.get(key)
     return memory if memory is not None and memory.is_open else None
 
 
 def map_memory(key: Key, device: int, nbytes: int, handle: bytes) -> SharedMemory:
-    """What this process has of a ring, mapped now if need be. Raises `CudaError`."""
+    """The memory of a ring, mapped now if it was not before. Raises `CudaError`."""
     with _opening:
         memory = known(key)
         if memory is None:
@@ -122,9 +123,9 @@ def device_called(identity: str) -> int:
 
 
 class Hold:
-    """One member's use of such memory. With the last reference the member says, in its word, that it has unmapped it.
+    """One member's use of such memory. With the last reference, it stores in the member's word that it has unmapped it.
 
-    at: index of that word; -1: the memory is this process's own, and nobody has to be told
+    at: index of that word; -1: the memory is this process's own, and there is no such word
     """
 
     __slots__ = ("__weakref__", "_at", "_words", "memory")
@@ -132,13 +133,13 @@ class Hold:
     def __init__(self, memory: SharedMemory, words: memoryview, at: int) -> None:
         self.memory = memory
         self._words, self._at = words, at
-        forks.track(self)
+        lifecycle.track(self)
 
     def drop_in_child(self) -> None:
-        """The word is the parent's."""
+        """In a forked child: the word is the parent's."""
         self._at = -1
 
     def __del__(self) -> None:
-        del self.memory  # unmapped, if this was the last use in the process; only then it is said
+        del self.memory  # unmapped if this was the last use in the process; before the store
         if self._at >= 0:
             store(self._words, self._at, 0)

@@ -1,4 +1,4 @@
-"""What every endpoint shares: its state, its end, and the fork rule."""
+"""What every endpoint shares: its state, how it closes, and what happens to it in a forked child."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from .. import native
-from ..channel import doorbells
+from ..channel import wakeup
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
-from ..memory import forks, words
-from .local import Local
+from ..memory import lifecycle, words
 
 if TYPE_CHECKING:
     from ..channel.membership import Member
@@ -28,26 +27,63 @@ CLOSING: Final = "closing"
 LEAVING: Final = "closed, views alive"
 FORKED: Final = "forked"
 
-TICK: Final = 0.25 if words.HAS_BARRIER else 0.01
-"""Seconds that a sleep lasts at most before the sleeper looks around by itself."""
+LIVENESS_INTERVAL: Final = 0.25 if words.HAS_BARRIER else 0.01
+"""Seconds that a sleep lasts at most: a dead process cannot announce itself, so the sleeper checks."""
 
 NOTHING: Final[Any] = object()
 """What an attempt returns that found nothing."""
 BUSY: Final[Any] = object()
-"""What a call returns that does not wait, while another thread is inside a call of the endpoint."""
+"""What a call that does not wait returns while another thread is inside a call of the endpoint."""
 
 _Self = TypeVar("_Self", bound="Endpoint")
 _living: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 lingering: set[Endpoint] = set()
-"""Closed endpoints whose views are alive: nobody else may refer to them, but their leases must end properly."""
+"""Closed endpoints whose views are alive: kept here, since their leases must end properly."""
+
+
+class Local:
+    """Base of objects that belong to one process. Pickling or copying one raises an error that says what to pass."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            f"{type(self).__name__} belongs to this process and can be neither copied nor pickled: {self._instead()}"
+        )
+
+    def _instead(self) -> str:
+        """What to pass to another process instead."""
+        name = getattr(self, "name", "")
+        return f'pass the channel\'s name, "{name}", and make a {type(self).__name__} of its own in the other process'
+
+
+class AsleepWord:
+    """An endpoint's `asleep` word in the control segment. Used under the mutex, by a thread or for an event loop.
+
+    Args:
+        words: the control segment's words.
+        at: index of the word: odd while the endpoint sleeps.
+    """
+
+    __slots__ = ("at", "has_late_doorbells", "number", "sleeps", "words")
+
+    def __init__(self, words: memoryview, at: int) -> None:
+        self.words, self.at = words, at
+        self.number = 0
+        """What the word holds: another number for each sleep, so that one sleep is woken once by each peer."""
+        self.sleeps = 0
+        """How often a receiver slept, for `statistics()`."""
+        self.has_late_doorbells = False
+        """Whether doorbells for an earlier sleep of a receiver may still come."""
 
 
 class Endpoint(Local, ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait.
 
     Every call that changes an endpoint runs in `_run` or `_try_run`, under the mutex, and `_inside` names its thread.
-    So a signal handler or a finalizer that interrupts a call, in that very thread, is told from another thread: its
-    `close()` is carried out when the call that it interrupted ends, anything else is refused instead of a deadlock.
+    So a signal handler or a finalizer that interrupts a call, in that very thread, can be distinguished from another
+    thread: its `close()` is carried out when the call that it interrupted ends; any other call of it is refused, which
+    would otherwise be a deadlock.
 
     Asynchronous exceptions (Ctrl-C, a signal handler that raises) arrive at the entry of a Python function, after a
     call, and at a jump back, nowhere else. What must not be torn apart lies between two of these, or in a `try` that
@@ -57,28 +93,28 @@ class Endpoint(Local, ABC):
     _member: Member
     _kind: int
     _pin: Any = "auto"
-    _gpu: Devices | None = None  # what deals with CUDA, once it is needed: endpoints/devices.py
+    _gpu: Devices | None = None  # made at the first copy from or to a device
 
     def __init__(self) -> None:
         native.report_missing()
         self._state = OPEN
         self._mutex = threading.Lock()
         self._inside = 0  # the thread that has the mutex
-        self._entering: set[int] = set()  # those that try to get it without waiting
-        self._closing: Callable[[], None] | None = None  # a `close` from inside a call, for the end of that call
+        self._entering: set[int] = set()  # the threads that try to get it without waiting
+        self._closing: Callable[[], None] | None = None  # a `close` that was called inside a call, run when that ends
         self._pid = os.getpid()
-        self._crowd: Any = None  # the tasks of an event loop that wait here: endpoints/crowd.py
+        self._wait_queue: Any = None  # see `AsyncEndpoint`
         _living.add(self)
-        forks.track(self)
+        lifecycle.track(self)
         _hook_multiprocessing()
 
     def _abandon(self) -> None:
-        """The constructor has failed or was interrupted: undo what it did, however far it came."""
+        """Undo what the constructor did, however far it came: it has failed or was interrupted."""
         self._state = CLOSED
         with contextlib.suppress(ShmTensorError):
             if hasattr(self, "_member"):
                 self._member.leave()
-        for name in ("_inbox", "_bells", "_sleeper", "_ledger"):
+        for name in ("_inbox", "_bells", "_sleeper", "_sequences"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
@@ -94,7 +130,7 @@ class Endpoint(Local, ABC):
 
     @property
     def _channel_kind(self) -> int:
-        """What its channel is: see `KINDS`."""
+        """The kind of its channel: one of `KINDS`."""
         return self._kind
 
     @abstractmethod
@@ -103,20 +139,20 @@ class Endpoint(Local, ABC):
 
     @abstractmethod
     def _at_exit(self) -> None:
-        """The process ends: close without acknowledging anything, and clean up even though views may be alive."""
+        """Close because the process ends: acknowledge nothing, and clean up even though views may be alive."""
 
     def drop_in_child(self) -> None:
-        """This process is a forked child: the endpoint is the parent's."""
+        """In a forked child: mark the endpoint as the parent's."""
         self._state = FORKED
-        if self._crowd is not None:
-            self._crowd.drop_in_child()
+        if self._wait_queue is not None:
+            self._wait_queue.drop_in_child()
         self._mutex = threading.Lock()
         self._inside, self._entering, self._closing = 0, set(), None
 
     # --- one call at a time
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """`call(*args)` under the mutex."""
+        """Return `call(*args)`, called under the mutex."""
         me = threading.get_ident()
         if self._is_inside(me):
             self._refuse_inside()
@@ -132,7 +168,7 @@ class Endpoint(Local, ABC):
                 self._finish_close()
 
     def _try_run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The same, but `BUSY` at once if a thread has the mutex."""
+        """As `_run`, but return `BUSY` at once if a thread has the mutex."""
         me = threading.get_ident()
         if self._is_inside(me):
             return BUSY
@@ -140,7 +176,7 @@ class Endpoint(Local, ABC):
         mutex, entering = self._mutex, self._entering  # a forked child has others
         try:
             entering.add(me)
-            held.extend(map(mutex.acquire, (False,)))  # one call takes the mutex and tells that it did
+            held.extend(map(mutex.acquire, (False,)))  # one call takes the mutex and records it
             if not held[0]:
                 return BUSY
             self._inside = me
@@ -156,10 +192,11 @@ class Endpoint(Local, ABC):
                 self._finish_close()
 
     def _is_inside(self, me: int) -> bool:
-        """Whether this thread is inside a call: who asks was called by a signal handler or a finalizer."""
+        """Whether this thread is inside a call: then a signal handler or a finalizer is calling."""
         return me == self._inside or me in self._entering
 
     def _refuse_inside(self) -> None:
+        """Raise the error of a call that interrupted another one of the same thread."""
         raise ReentrantError(
             f'{type(self).__name__} of channel "{self.name}": this thread is inside a call of it already, and was '
             "interrupted by a signal handler or a finalizer: only close() may be called from there"
@@ -177,7 +214,7 @@ class Endpoint(Local, ABC):
         close = self._closing
         if close is None or self._is_inside(threading.get_ident()):
             return
-        self._closing = None  # it is a call as well, and comes by here at its own end
+        self._closing = None  # before: `close` is a call as well, and ends here
         try:
             close()
         except BaseException:
@@ -185,10 +222,11 @@ class Endpoint(Local, ABC):
             raise
 
     def _outlast(self) -> None:
-        """The process ends, all its endpoints are closed: wait for those who need what ends with it."""
+        """Wait for processes that need what ends with this one. Called at exit, when all its endpoints are closed."""
         return
 
     def _devices(self) -> Devices:
+        """The part of the endpoint that deals with CUDA, made at the first call."""
         if self._gpu is None:
             from .devices import Devices
 
@@ -196,15 +234,16 @@ class Endpoint(Local, ABC):
         return self._gpu
 
     def _copying(self) -> int:
-        """How many copies from or to a device are on their way; lets go of those that are done."""
+        """How many copies from or to a device are in progress; release what those that are done held."""
         return 0 if self._gpu is None else self._gpu.pending.look()
 
     def _finish_copies(self) -> None:
-        """Wait for them."""
+        """Wait for the copies in progress."""
         if self._gpu is not None:
             self._gpu.pending.finish()
 
     def _refuse(self) -> None:
+        """Raise the error of a call on an endpoint that is not open."""
         what = f'{type(self).__name__} of channel "{self._member.channel}"'
         if self._state == FORKED:
             raise ForkedError(f"{what} belongs to process {self._pid}, which forked this one: create a new one here")
@@ -230,11 +269,12 @@ class Endpoint(Local, ABC):
         return f'<{type(self).__name__} "{self._member.channel}" {self._state or "open"}{self._about()}>'
 
     def _about(self) -> str:
+        """What `repr` says beside the state."""
         return ""
 
 
 def check_timeout(timeout: Any) -> None:
-    """A timeout is None, or seconds that are not negative."""
+    """Check that a timeout is None, or seconds that are not negative."""
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -244,13 +284,13 @@ def check_timeout(timeout: Any) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """An option is one of a few words."""
+    """Check that an option is one of a few words."""
     if value not in choices:
         raise ArgumentError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """An option is an int within bounds."""
+    """Check that an option is an int within bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name} must be an int, not {type(value).__name__}")
     if not least <= value <= most:
@@ -263,7 +303,7 @@ def local_members() -> frozenset[int]:
 
 
 def _hook_multiprocessing() -> None:
-    """A `multiprocessing` child ends without `atexit`; it runs its own finalizers instead."""
+    """Close endpoints in a `multiprocessing` child: it ends without `atexit`, but runs finalizers of its own."""
     global _hooked_pid
     util = sys.modules.get("multiprocessing.util")
     if util is not None and _hooked_pid != os.getpid():
@@ -272,14 +312,23 @@ def _hook_multiprocessing() -> None:
 
 
 _hooked_pid = 0
+_left = 0
+"""The id of the process once it has closed its endpoints because it ends."""
+
+
+def has_left() -> bool:
+    """Whether this process has closed its endpoints because it ends: what runs now are finalizers."""
+    return _left == os.getpid()
 
 
 @atexit.register
 def _close_all() -> None:
+    global _left
+    _left = os.getpid()
     for endpoint in list(_living):
         if endpoint._state in (OPEN, CLOSING, LEAVING):
             with contextlib.suppress(Exception):
                 endpoint._at_exit()
     for endpoint in list(lingering):
         endpoint._outlast()
-    doorbells.close_context()
+    wakeup.close_context()

@@ -9,22 +9,22 @@ import weakref
 from typing import Any
 
 from ..channel import control as ctl
-from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
+from ..channel.wakeup import Doorbells
+from ..codec.values import copy_value
 from ..memory.words import barrier
-from ..ring.feed import COMPETING
 from ..ring.layout import L_PUBLISHED, WORK_QUEUE
-from ..views.values import copy_value
+from ..ring.reader import COMPETING
 from ..wire.record import EMPTY_RECORD, pack_bell
-from .ahead import check as check_ahead
-from .arecv import AsyncReceiver
-from .audience import Peer
-from .base import BUSY, FORKED, NOTHING, TICK, check_choice, check_count
+from .async_receiver import AsyncReceiver
+from .base import BUSY, FORKED, LIVENESS_INTERVAL, NOTHING, check_choice, check_count
 from .message import Message
+from .peers import Peer
+from .prefetch import check as check_ahead
 
 
 class _Hand:
-    """What one thread or task has in hand: the claim of its last message and the array over its slot, or None."""
+    """The claim of the message that one thread or task received last, and the array over its slot; or None."""
 
     __slots__ = ("__weakref__", "message")
 
@@ -33,7 +33,7 @@ class _Hand:
 
 
 class _Hands(threading.local):
-    """The hands of a consumer's threads: each ends with its thread, and what was in it goes to another consumer."""
+    """The `_Hand` of each thread. One ends with its thread, and its message goes to another consumer."""
 
     def __init__(self, all_hands: set[weakref.ref[_Hand]]) -> None:
         self.hand = _Hand()
@@ -47,8 +47,8 @@ class Consumer(AsyncReceiver):
     this consumer for the next one (`recv` or iteration), or by `close()`. A message that is not done when its
     consumer dies, or whose `with` block raises, is delivered again, with `attempt` raised.
 
-    Threads and tasks may share a consumer. A message is in hand of the one that received it: only that one's next
-    `recv`, or its `close()`, says that it is done; what others have in hand at a `close()` is delivered again.
+    Threads and tasks may share a consumer. A message belongs to the one that received it: only that one's next
+    `recv`, or its `close()`, says that it is done; messages of the others are delivered again after a `close()`.
 
     Args:
         channel: the channel's name.
@@ -96,20 +96,21 @@ class Consumer(AsyncReceiver):
         super()._prepare(member)
 
     def _begin(self, hand: _Hand) -> _Hand:
-        """By asking for the next message, the one before is done."""
-        message = hand.message  # keeps its memory, and with it the lock, until `done` is told
-        if message is not None and not self._state:  # closing has told, and a forked child has no part in it
+        """Acknowledge the message in hand: its thread or task asks for the next one."""
+        message = hand.message  # keeps its memory, and with it the lock, until `done` is stored
+        if message is not None and not self._state:  # `close` has acknowledged it; in a forked child it is the parent's
             message[0].acknowledge()
             hand.message = None
         return hand
 
     def _hand_of_task(self) -> _Hand:
+        """The hand of the current task. Ends those of finished tasks."""
         import asyncio
 
         task, hands = asyncio.current_task(), self._of_tasks
         for other in [other for other in hands if other is not task and other.done()]:
-            # what a finished task had received is its result's, or handed on: the next call of the loop says that it
-            # is done, as one of its own would have; a task that failed had not finished with it
+            # the message of a finished task is done with this call, as it would be with a call of its own; a task that
+            # failed had not finished with its message
             if not other.cancelled() and getattr(other, "_exception", None) is None:
                 self._begin(hands[other])
             hands.pop(other, None)
@@ -122,7 +123,7 @@ class Consumer(AsyncReceiver):
     def _before_next(self) -> None:
         now = time.monotonic()
         if now >= self._scan_due:
-            self._scan_due, self._scan_wanted = now + TICK, True
+            self._scan_due, self._scan_wanted = now + LIVENESS_INTERVAL, True
 
     def _poll(self, patience: int = 0) -> Message | None:
         if self._scan_wanted:
@@ -132,8 +133,8 @@ class Consumer(AsyncReceiver):
             self._scan_wanted = False
         return super()._poll(patience)
 
-    def _tick(self) -> None:
-        super()._tick()
+    def _check_liveness(self) -> None:
+        super()._check_liveness()
         self._scan_wanted = True
 
     def _refresh(self) -> None:
@@ -145,55 +146,55 @@ class Consumer(AsyncReceiver):
         for uid, entry in peers.items():
             if uid not in self._siblings:
                 self._siblings[uid] = Peer(entry)
-        for feed in self._feeds:
-            feed.set_siblings(tuple(peer.asleep for peer in self._siblings.values()))
+        for reader in self._readers:
+            reader.set_siblings(tuple(peer.asleep for peer in self._siblings.values()))
 
     def _sleep(self, seconds: float) -> bool:
-        rung = super()._sleep(seconds)
-        barrier()  # what somebody published who still saw us asleep is visible now, for `_take` to ring another sleeper
-        return rung
+        woken = super()._sleep(seconds)
+        barrier()  # what was published by a sender that saw us asleep is visible now: `_take` may wake another consumer
+        return woken
 
     def _after_sleep(self) -> None:
         barrier()  # as in `_sleep`
 
     def _pass_on(self) -> None:
         if self._has_more():
-            self._ring_sibling(self._member.uid)
+            self._notify_sibling(self._member.uid)
 
-    def _take(self, feed: Any, patience: int = 0) -> Message | None:
+    def _take(self, reader: Any, patience: int = 0) -> Message | None:
         try:
-            message = super()._take(feed, patience)
+            message = super()._take(reader, patience)
         except BaseException:
             self._scan_wanted = True  # its position may be passed already
             raise
         if message is not None and self._siblings and self._has_more():
-            self._ring_sibling(feed.uid)
+            self._notify_sibling(reader.uid)
         return message
 
     def _share(self) -> None:
         direct = self._direct
-        if direct is not None and self._try_run(self._ring_if_more) is not BUSY:
-            direct.more = False  # else a thread of ours is taking more
+        if direct is not None and self._try_run(self._notify_if_more) is not BUSY:
+            direct.more = False  # BUSY: another thread of this consumer is taking more
 
-    def _ring_if_more(self) -> None:
+    def _notify_if_more(self) -> None:
         if not self._state and self._has_more():
-            self._ring_sibling(self._member.uid)
+            self._notify_sibling(self._member.uid)
 
     def _scan(self) -> Message | None:
-        """A look through all records, for messages that somebody claimed and did not finish."""
-        for feed in self._feeds:
-            feed.map_all()
-            message = self._taken(feed, feed.take_unfinished)
+        """A message that a consumer claimed and did not finish, found by a scan of all records; or None."""
+        for reader in self._readers:
+            reader.map_all()
+            message = self._taken(reader, reader.take_unfinished)
             if message is not None:
                 return message
         return None
 
     def _has_more(self) -> bool:
-        """Whether something is published that this consumer has not looked at."""
-        return any(feed.words[L_PUBLISHED] > feed.position for feed in self._feeds)
+        """Whether a message is published that this consumer has not examined yet."""
+        return any(reader.words[L_PUBLISHED] > reader.position for reader in self._readers)
 
-    def _ring_sibling(self, sender: int) -> None:
-        """There is more to do: ring another sleeper, as the sender would have."""
+    def _notify_sibling(self, sender: int) -> None:
+        """Wake another sleeping consumer, as `sender` would have: there are more messages."""
         words = self._control_words
         for peer in self._siblings.values():
             asleep = words[peer.asleep]
@@ -203,7 +204,7 @@ class Consumer(AsyncReceiver):
                 return
 
     def _copy_of(self, message: Message) -> Any:
-        return NOTHING if self._ahead is not None else copy_value(message.value)
+        return NOTHING if self._prefetch is not None else copy_value(message.value)
 
     def _acknowledge(self, lease: Any) -> None:
         if self._state == FORKED:
@@ -222,8 +223,8 @@ class Consumer(AsyncReceiver):
                     if other is not None and other.message is not None and other.message[0] is lease:
                         other.message = None
 
-    def _settle_current(self, acknowledge: bool) -> None:
-        self._pass_on()  # perhaps we were rung for it
+    def _end_current(self, acknowledge: bool) -> None:
+        self._pass_on()  # this consumer may have been woken for it
         self._bells.close()
         if self._hands is not None and acknowledge:
             message = self._own_hand().message
@@ -235,7 +236,7 @@ class Consumer(AsyncReceiver):
                 hand.message = None
 
     def _own_hand(self) -> _Hand:
-        """What the calling task, or else its thread, has in hand."""
+        """The hand of the calling task, or else of its thread."""
         if self._of_tasks:
             import asyncio
 
@@ -245,16 +246,19 @@ class Consumer(AsyncReceiver):
         hand: _Hand = self._hands.hand
         return hand
 
-    def _is_drained(self, feed: Any) -> bool:
-        """Nothing is left to claim, and nobody holds what could come back."""
-        return not feed.next() and next(feed.unfinished(), None) is None
+    def _is_drained(self, reader: Any) -> bool:
+        """Whether nothing is left to claim, and no consumer holds a message that could come back."""
+        return not reader.next() and next(reader.unfinished(), None) is None
 
     def _is_over(self) -> bool:
-        """Also over, for now, when this consumer holds messages itself and only others' unfinished ones are left: to
-        wait for each other's would be for ever."""
+        """Also over, for now, if this consumer holds messages itself and only others' unfinished ones are left: if two
+        consumers waited for each other's, they would wait for ever."""
         return super()._is_over() or (
-            bool(self._feeds) and all(feed.gone and not feed.next() for feed in self._feeds) and self._holds_claims()
+            bool(self._readers)
+            and all(reader.gone and not reader.next() for reader in self._readers)
+            and self._holds_claims()
         )
 
     def _holds_claims(self) -> bool:
-        return any(feed.unacknowledged for feed in self._feeds)
+        """Whether this consumer has messages that it has not acknowledged."""
+        return any(reader.unacknowledged for reader in self._readers)

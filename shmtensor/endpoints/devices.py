@@ -1,6 +1,6 @@
 """What endpoints do with CUDA devices: pin their rings, copy messages to a device, and from one into a slot.
 
-Nothing here is reached by a message that stays in host memory.
+A message that stays in host memory uses nothing of this.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ..channel import control as ctl
 from ..cuda.pending import Pending
 from ..cuda.pinning import Part
 from ..cuda.runtime import runtime
 from ..errors import ArgumentError, CudaError
 
 if TYPE_CHECKING:
+    from ..codec.encode import Encoded
     from ..ring.ring import Ring
-    from ..views.encode import Encoded
     from .base import Endpoint
-    from .receiver import Receiver
-    from .sender import Sender
 
 LOOK_S: Final = 0.001
-"""Seconds between looks at copies that are on their way, for those who wait for something anyhow."""
+"""Seconds after which a caller that waits checks the copies in progress."""
 
 
 def check_pin(pin: object) -> None:
@@ -36,7 +33,7 @@ def check_pin(pin: object) -> None:
 
 
 class Devices:
-    """An endpoint's half that deals with CUDA; made at the first copy."""
+    """The part of an endpoint that deals with CUDA: its streams and its copies in progress."""
 
     def __init__(self, endpoint: Endpoint, pin: Any) -> None:
         self.pending = Pending(endpoint)
@@ -51,7 +48,7 @@ class Devices:
         return stream
 
     def parts(self, rings: Iterable[Ring], device: int) -> Callable[[int, int], list[Part] | None]:
-        """The function that tells where bytes of these rings are copied from or to; None: they lie in none of them."""
+        """A function that maps (address, bytes) to the parts of these rings that are copied; None if it is in none."""
         rings = list(rings)
 
         def parts(address: int, nbytes: int) -> list[Part] | None:
@@ -72,19 +69,30 @@ class Devices:
         return parts
 
     def copy_out(self, value: Any, rings: Iterable[Ring], device: int, stream: Any) -> tuple[Any, Any, Any]:
-        """A received value on a device: (value, event after the copies, new memory). Its slot waits for the event."""
-        from ..views import device as views
+        """Start to copy a received value to a device, keeping its slot: (value, event after the copies, memory)."""
+        from ..codec import device as views
 
-        event = runtime().new_event(device)  # before any copy: one that was started must be noted
+        event = runtime().new_event(device)  # before any copy: every copy that was started must be recorded
         held: list[Any] = []
         try:
             moved, blocks = views.copy_out(value, device, stream, self.parts(rings, device), held)
-        finally:  # what was started reads its slot, also if the rest cannot be
+        finally:  # what was started reads its slot, also if the rest fails
             self._note(event, stream, held)
         return moved, event, blocks
 
+    def to_device(self, value: Any, rings: Iterable[Ring], device: Any, non_blocking: bool) -> Any:
+        """`Message.to`: the value on a CUDA device, copied on the thread's current stream."""
+        cuda = runtime()
+        self.pending.look()
+        index = cuda.device(device)
+        moved, event, _ = self.copy_out(value, rings, index, cuda.current_stream(index))
+        if not non_blocking:
+            cuda.wait(event)
+            self.pending.look()
+        return moved
+
     def _note(self, event: Any, stream: Any, held: list[Any]) -> None:
-        """Copies were put into a stream: record the event that says that they are done, and keep `held` until then."""
+        """Record the event after the copies that were put into a stream, and keep `held` alive until it happens."""
         cuda = runtime()
         try:
             # crash: copy.started
@@ -92,24 +100,27 @@ class Devices:
             if held:
                 self.pending.add(event, held)
         except BaseException:
-            with contextlib.suppress(CudaError):  # nobody could tell later: wait here
+            with contextlib.suppress(CudaError):  # there is no event to check later: wait here
                 cuda.synchronize(stream)
             held.clear()  # no frame of a traceback may hold the slot
             raise
         # crash: copy.noted
 
-    def send(self, sender: Sender, out: Encoded, ring: Ring, slot: int, *beside: Any) -> Sending:
-        """Start the copies of a described value into a free place, after what the caller's streams hold now."""
+    def send(self, writer: Any, rings: list[Ring], out: Encoded, ring: Ring, slot: int, *beside: Any) -> Sending:
+        """Start to copy a described value into free slots, after what the caller's streams hold now.
+
+        writer, rings: the sender's; beside: see ring/writer.py
+        """
         array = np.ndarray((max(1, out.total),), np.uint8, ring.buffer, slot * ring.slot_bytes)
-        # as a loan: whatever happens, nobody uses the slot again while a device may write to it
-        sender._writer.lend(ring.index, slot, weakref.ref(array))
+        # as a loan: whatever happens, the slot is not used again while a device may write to it
+        writer.lend(ring.index, slot, weakref.ref(array))
         sending = Sending(ring, slot, out, array, beside)
         del array  # no frame of a traceback may hold the slot
         try:
             out.write(ring.buffer, slot * ring.slot_bytes, False)
-            self._start(sending, list(sender._rings))
+            self._start(sending, list(rings))
         except BaseException:
-            sending.let_go()
+            sending.release()
             raise
         return sending
 
@@ -135,7 +146,7 @@ class Devices:
 
 
 class Sending:
-    """A message on its way from a device into its slot. Not published: nobody can see it."""
+    """A message that a device is copying into its slot. It is not published yet."""
 
     __slots__ = ("array", "beside", "events", "out", "ring", "slot")
 
@@ -144,7 +155,7 @@ class Sending:
         self.events: list[Any] = []
 
     def wait(self) -> None:
-        """Until all copies are done, with the interpreter lock released. `CudaError` if one failed."""
+        """Wait until all copies are done, with the interpreter lock released. `CudaError` if one failed."""
         for event in self.events:
             runtime().wait(event)
 
@@ -152,48 +163,13 @@ class Sending:
         """Whether all copies are done. `CudaError` if one failed."""
         return all(map(runtime().is_done, self.events))
 
-    def let_go(self) -> None:
-        """Published, or given up: then the slot is free once no copy writes to it any more."""
+    def release(self) -> None:
+        """End the loan of the slot. If it was not published, it is free when no copy writes to it any more."""
         self.array = None
 
 
-def to_device(receiver: Receiver, value: Any, device: Any, non_blocking: bool) -> Any:
-    """`Message.to`: the value on a CUDA device, by the thread's current stream."""
-    cuda, devices = runtime(), receiver._devices()
-    devices.pending.look()
-    index = cuda.device(device)
-    moved, event, _ = devices.copy_out(value, receiver._mapped_rings(), index, cuda.current_stream(index))
-    if not non_blocking:
-        cuda.wait(event)
-        devices.pending.look()
-    return moved
-
-
-def send(sender: Sender, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
-    """Copy a described value from its devices into a free place, wait until that is done, publish.
-
-    The caller has the sender's mutex. A copy that fails, or is interrupted, is not published.
-    """
-    devices = sender._devices()
-    sending = devices.send(sender, out, ring, slot, *beside)
-    try:
-        sending.wait()
-        return publish(sender, sending)
-    finally:
-        sending.let_go()
-        devices.pending.look()
-
-
-def publish(sender: Sender, sending: Sending) -> int:
-    """Publish a message whose copies are done, for the members that are there now."""
-    # crash: copy.done
-    if sender._control_words[ctl.W_EPOCH] != sender._epoch:
-        sender._refresh()
-    return sender._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
-
-
 def pinned(rings: Iterable[Ring]) -> dict[str, Any]:
-    """What `statistics()` says of rings."""
+    """The fields of `statistics()` about pinning."""
     pinnings = [ring.pinning for ring in rings]
     failures = [pinning.failure for pinning in pinnings if pinning.failure]
     return {"pinned_bytes": sum(pinning.nbytes for pinning in pinnings), "pin_failure": failures[0] if failures else ""}

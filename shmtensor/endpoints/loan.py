@@ -1,29 +1,52 @@
-"""A slot on loan: compute into it, and it is sent without any copy."""
+"""A slot on loan: what is computed into it is sent without any copy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..codec.encode import shape_of
 from ..errors import ArgumentTypeError, ReleasedError
-from ..views.encode import shape_of
-from .local import Local
+from .base import Local
 
 if TYPE_CHECKING:
+    from ..codec.encode import Encoded
     from ..ring.ring import Ring
-    from ..views.encode import Encoded
-    from .sender import Sender
 
 
 class Loan(Local):
     """A context manager over a free slot. Leaving it sends what was written; an exception discards it."""
 
-    __slots__ = ("__weakref__", "_array", "_dtype", "_out", "_ring", "_sender", "_shape", "_slot", "_view", "seq")
+    __slots__ = (
+        "__weakref__",
+        "_array",
+        "_commit",
+        "_decode",
+        "_dtype",
+        "_out",
+        "_ring",
+        "_shape",
+        "_slot",
+        "_view",
+        "seq",
+    )
 
     seq: int
     """The message's sequence number once it is sent, else 0."""
 
-    def __init__(self, sender: Sender, ring: Ring, slot: int, out: Encoded, array: Any, dtype: Any, shape: Any) -> None:
-        self._sender, self._ring, self._slot, self._out = sender, ring, slot, out
+    def __init__(
+        self,
+        commit: Callable[..., int],
+        decode: Callable[..., Any],
+        ring: Ring,
+        slot: int,
+        out: Encoded,
+        array: Any,
+        dtype: Any,
+        shape: Any,
+    ) -> None:
+        # `commit` publishes the slot, `decode` makes the view of it; both are the sender's
+        self._commit, self._decode, self._ring, self._slot, self._out = commit, decode, ring, slot, out
         self._array, self._dtype, self._shape = array, dtype, shape_of(shape)
         self._view: Any = None
         self.seq = 0
@@ -48,8 +71,8 @@ class Loan(Local):
         """Publish now. Returns the sequence number."""
         self._open()
         self._view = None
-        # the array lives until it is published: its death would free the slot
-        self.seq = self._sender._commit(self._ring, self._slot, self._out, self._array)
+        # the array lives until the message is published: its end would free the slot
+        self.seq = self._commit(self._ring, self._slot, self._out, self._array)
         self._array = None
         return self.seq
 
@@ -61,7 +84,7 @@ class Loan(Local):
         if self._array is None:
             raise ReleasedError("this loan was sent or discarded: its memory is not yours any more")
         if self._view is None:
-            self._view = self._sender._decode_empty(self._out.description, self._array, readonly=False)[0]
+            self._view = self._decode(self._out.description, self._array, readonly=False)[0]
         return self._view
 
     def __enter__(self) -> Loan:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from ..codec.libraries import device_views, is_tensor
+from ..codec.values import copy_value, map_leaves
 from ..errors import ReleasedError
 from ..ring.implementation import Received
-from ..views.libraries import device_views, is_tensor
-from ..views.values import copy_value, map_leaves
-from .devices import to_device
-from .local import Local
+from .base import Local
 
 if TYPE_CHECKING:
     from .receiver import Receiver
 
 
 class _Itself(property):
-    """`return self` as a property: what it returns when it is got is called, and says which object it was got from."""
+    """`return self` without a Python function: getting it from an object returns something that, called, returns that
+    object."""
 
     def __call__(self, message: Message) -> Message:
-        """As `contextlib.ExitStack` enters a context: by its class."""
+        """Called by `contextlib.ExitStack`, which gets `__enter__` from the class."""
         return message
 
 
@@ -81,17 +81,17 @@ class Message(Local, Received):
         value = self.value
         if device == "cpu" or not device_views().is_cuda(device):
             return map_leaves(lambda leaf: leaf.to(device) if is_tensor(leaf) else leaf, value)
-        return to_device(self._receiver, value, device, non_blocking)
+        return self._receiver._to_device(value, device, non_blocking)
 
     def release(self) -> None:
-        """Drop the message's own reference to its slot; on a work queue, say that the message is done. Idempotent."""
+        """Drop the message's own reference to its slot; on a work queue, acknowledge the message. Idempotent."""
         receiver = self._receiver
         if receiver is not None:
             receiver._acknowledge(self._lease)
             self._empty()
 
     def _empty(self) -> None:
-        """Drop the references. What was not acknowledged is given back once its views here are gone."""
+        """Drop the references. An unacknowledged message is given back once its views here are gone."""
         self.__class__ = Released
         self._receiver = self._hold = self._lease = None  # type: ignore[assignment]
         _set_value(self, None)
@@ -100,8 +100,8 @@ class Message(Local, Received):
 
         def __enter__(self) -> Message: ...
     else:
-        # `return self` without a Python function, at whose entry an exception could arrive: between `recv`, which has
-        # returned the message, and the block, whose `__exit__` says whether it is done
+        # An exception could arrive at the entry of a Python function: after `recv` has returned the message, before the
+        # block, whose `__exit__` acknowledges it.
         __enter__ = _Itself(weakref.ref)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -119,15 +119,25 @@ class Message(Local, Received):
         return f"<Message seq={self.seq} attempt={self.attempt} {state}>"
 
 
+def drop_all(messages: dict[Message, Any]) -> None:
+    """Empty a table of messages that were taken and never returned: their slots are given back, or go to others."""
+    while messages:
+        try:
+            message, _ = messages.popitem()  # another thread may remove the last one
+        except KeyError:
+            return
+        message._empty()
+
+
 _set_value: Final = Received.__dict__["value"].__set__
 
 
 class Released(Message):
-    """A message that was released. Before that, reading its value asks nothing: `recv` is counted in tenths of a µs."""
+    """A message that was released. A class of its own, so that reading the value of one that was not needs no check."""
 
     __slots__ = ()
 
     @property
     def value(self) -> Any:
-        """Gone."""
+        """Raises `ReleasedError`."""
         raise ReleasedError("this message was released: take msg.value, or msg.copy(), before releasing it")

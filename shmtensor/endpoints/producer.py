@@ -7,10 +7,10 @@ import contextlib
 from ..errors import ArgumentError
 from ..ring.layout import WORK_QUEUE
 from ..ring.ring import Ring
-from .asend import AsyncSender
-from .audience import Peer
+from .async_sender import AsyncSender
 from .base import CLOSED
-from .notices import tell_lost
+from .peers import Peer
+from .reports import report_lost
 
 
 class Producer(AsyncSender):
@@ -35,7 +35,7 @@ class Producer(AsyncSender):
     """
 
     _kind = WORK_QUEUE
-    _counts_lost = True  # the library's own producers know better what becomes of their messages
+    _counts_lost = True  # the library's own subclasses need no warning
 
     def __init__(
         self,
@@ -60,25 +60,25 @@ class Producer(AsyncSender):
         try:
             super()._finish(linger)
         finally:
-            self._tell_lost()
+            self._warn_lost()
 
     def _lose(self, count: int) -> None:
         super()._lose(count)
-        if self._state == CLOSED:  # the departure was put off: nobody asks any more
-            with contextlib.suppress(ResourceWarning):  # as an error; the log has it
-                self._tell_lost()
+        if self._state == CLOSED:  # it left later than `close`, which warns otherwise
+            with contextlib.suppress(ResourceWarning):  # where warnings are errors; it is in the log
+                self._warn_lost()
 
-    def _tell_lost(self) -> None:
+    def _warn_lost(self) -> None:
         lost, self._lost = self._lost, 0
         if lost:
-            tell_lost(self, lost)
+            report_lost(self, lost)
 
     def wait_for_consumers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living consumers are there; `TimedOut` after `timeout` seconds."""
         self._wait_for_receivers(count, timeout, "consumers")
 
     def _wake(self, ring: Ring, slot: int) -> None:
-        """One sleeper per message; it rings another if it finds more."""
+        """Notify one sleeping consumer per message; it notifies another if it finds more."""
         listeners, words = self._listeners, self._control_words
         count = len(listeners)
         for step in range(count):
@@ -91,9 +91,9 @@ class Producer(AsyncSender):
                 return
 
     def _waits_for(self, peer: Peer) -> bool:
-        return False  # who takes a message, if anybody, its own words tell
+        return False  # a slot's own words say which consumer has its message, if one has
 
     def _drop_dead(self) -> bool:
-        """A consumer may have died after `done` and before `released`: then nobody holds the message's lock."""
+        """As for every sender; and free the slots of consumers that died after `done` and before `released`."""
         freed = self._writer.reclaim()
         return super()._drop_dead() or freed

@@ -8,20 +8,19 @@ from typing import Any
 
 from ..channel import control as ctl
 from ..channel.membership import Member
-from ..channel.names import ledger_name, ring_name
+from ..channel.names import ring_name, sequence_table_name
 from ..errors import WireError
 from ..memory.words import store
-from ..ring.feed import ALL, LATEST
 from ..ring.layout import FAN_OUT, MAX_RINGS, MAX_SLOTS
-from ..ring.ledger import Ledger
 from ..ring.pool import SIZED
+from ..ring.reader import ALL, LATEST
 from ..ring.ring import Ring
-from .ahead import check as check_ahead
-from .arecv import AsyncReceiver
-from .audience import Peer
+from ..ring.sequence_table import SequenceTable
 from .base import NOTHING, check_choice, check_count
+from .device_fanout import DeviceReceiver, DeviceSender
 from .message import Message
-from .resident import DeviceSender, take_from_device
+from .peers import Peer
+from .prefetch import check as check_ahead
 
 
 class Publisher(DeviceSender):
@@ -86,18 +85,18 @@ class Publisher(DeviceSender):
         return self._history > 0 or any(peer.entry.flags & ctl.LATEST for peer in self._listeners)
 
     def _welcome(self, peer: Peer) -> None:
-        """With `history`, the newcomer becomes a recipient of the messages that are kept for it, too."""
+        """As for every sender; with `history`, it becomes a recipient of the messages that are kept for it, too."""
         start = max(1, self._published + 1 - self._history)
         if self._history and self._waits_for(peer):
             self._writer.welcome(peer.index, start)
-        self._ledger.set_start(peer.index, peer.uid, start)
+        self._sequences.set_start(peer.index, peer.uid, start)
 
     def _is_settled(self) -> bool:
         local = tuple(peer.index for peer in self._peers.values() if peer.uid in self._local)
         return self._writer.is_settled(local) and (self._device is None or self._is_unmapped())
 
 
-class Subscriber(AsyncReceiver):
+class Subscriber(DeviceReceiver):
     """Receives every message that is sent to the channel while it exists, in order per publisher.
 
     Args:
@@ -140,14 +139,11 @@ class Subscriber(AsyncReceiver):
             for word in range(row, row + ring.slots):
                 store(ring.words, word, 0)
 
-    def _take(self, feed: Any, patience: int = 0) -> Message | None:
-        return take_from_device(self, feed) if feed.device else super()._take(feed, patience)
-
     def _copy_of(self, message: Message) -> Any:
-        return NOTHING if self._ahead is not None else message.copy()  # on a device it is private
+        return NOTHING if self._prefetch is not None else message.copy()  # on a device it is private
 
-    def _is_drained(self, feed: Any) -> bool:
-        return not feed.next()
+    def _is_drained(self, reader: Any) -> bool:
+        return not reader.next()
 
 
 def _retaining_rings(member: Member) -> Iterator[Ring]:
@@ -157,11 +153,13 @@ def _retaining_rings(member: Member) -> Iterator[Ring]:
         if entry.role != ctl.SENDER:
             continue
         try:
-            ledger = Ledger.attach(ledger_name(control.channel, entry.uid), entry.uid, control.capacity)
+            sequences = SequenceTable.attach(
+                sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity
+            )
         except (FileNotFoundError, WireError):
             continue
-        ledger.close()
-        for index in range(min(ledger.rings, MAX_RINGS) if ledger.history else 0):
+        sequences.close()
+        for index in range(min(sequences.rings, MAX_RINGS) if sequences.history else 0):
             with contextlib.suppress(FileNotFoundError, WireError):
                 yield Ring.attach(
                     ring_name(control.channel, entry.uid, index), entry.uid, index,

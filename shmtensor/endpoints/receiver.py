@@ -1,6 +1,6 @@
-"""The receiving end of a channel: attach to every sender, take messages awake or asleep, give slots back.
+"""The receiving end of a channel: take messages of every sender, sleep while there are none, give slots back.
 
-`Subscriber` and `Consumer` say how they read and what becomes of a message that was taken.
+`Subscriber` and `Consumer` define how messages are read and what becomes of one that was taken.
 """
 
 from __future__ import annotations
@@ -16,57 +16,72 @@ from ..channel.inbox import Inbox
 from ..channel.membership import Member
 from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, ReleasedError, TimedOut, WireError
 from ..memory.words import barrier, store
-from ..ring.feed import ATTACH, GIVEN_UP, OTHER, Feed
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
+from ..ring.reader import ATTACH, GIVEN_UP, OTHER, Reader
 from ..statistics import ReceiverStatistics
 from ..wire.record import BELL_HEAD, BELL_SIZE, parse_bell
-from .ahead import Ahead
-from .base import CLOSED, CLOSING, FORKED, LEAVING, NOTHING, OPEN, TICK, check_timeout, lingering
+from .base import (
+    CLOSED,
+    CLOSING,
+    FORKED,
+    LEAVING,
+    LIVENESS_INTERVAL,
+    NOTHING,
+    OPEN,
+    AsleepWord,
+    check_timeout,
+    lingering,
+)
 from .devices import LOOK_S, check_pin, pinned
-from .message import Message
-from .sources import Sources, log
+from .message import Message, drop_all
+from .prefetch import Prefetch
+from .producers import Producers, log
 from .spinning import Spin
 
 _R = TypeVar("_R", bound="Receiver")
 
 
-class Receiver(Sources):
+class Receiver(Producers):
     """Base of `Subscriber` and `Consumer`."""
 
     _kind: int
     _flags = 0
-    _counts_lost = False  # whether it says how many messages end with it if it leaves after its last view
-    _keeps_claims = False  # whether `recv(copy=True)` leaves the message what it needs to say that it is done
+    _counts_lost = False  # whether it logs how many messages are lost if it leaves after its last view, as the last
+    _keeps_claims = False  # whether a message of `recv(copy=True)` keeps its claim, to be acknowledged later
     _abandoned_text = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
     _hands: Any = None
-    """What each thread has in hand: a work queue's, where asking for the next message says that it is done."""
+    """The message that each thread received last, on a work queue: asking for the next one acknowledges it."""
 
     def __init__(
         self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | str = "auto"
     ) -> None:
         check_pin(pin)
         self._pin = pin
-        self._ahead = None if device is None else Ahead(self, device, prefetch)
+        # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
+        self._undelivered: dict[Message, Any] = {}
+        if device is not None:
+            self._prefetch = Prefetch(
+                device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
+                keeps_leases=self._maps_writable,
+            )  # fmt: skip
         if isinstance(spin, bool) or not isinstance(spin, (int, float)):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
         if not 0 <= spin <= 3600:
             raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
         self._spin = Spin(spin)
-        self._turn = self._nap = 0
-        self._stop = self._late_bells = False
-        self._is_said = False  # that nothing more is for this member: closed with views alive
-        # taken and not returned yet, with what `Ahead` knows of its copy: whoever removes one has it
-        self._undelivered: dict[Message, Any] = {}
-        self._unheard: bytes | None = None
-        self._turns: dict[bytes, int] = {}  # of the feeds whose doorbells came, by how those begin
+        self._turn = 0
+        self._stop = False
+        self._is_announced = False  # closed with views alive: other members know that it takes nothing more
+        self._unread_doorbell: bytes | None = None
+        self._turns: dict[bytes, int] = {}  # index of a reader in `_readers`, by the head of its sender's doorbells
         self._look_around_due = 0.0
-        self._abandoned = 0
-        self._bad_doorbells = self._sleeps = self._ticks = self._late = 0
+        self._abandoned = self._bad_doorbells = self._ticks = self._late = 0
         try:
             super().__init__()
             membership.join(channel, self._channel_kind, ctl.RECEIVER, self._flags, self._prepare)
             control, peers = self._member.control, self._member.peers()
             self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
+            self._asleep_word = AsleepWord(self._control_words, self._asleep)
             self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
             self._wake_senders()
         except BaseException:
@@ -81,7 +96,7 @@ class Receiver(Sources):
     def drop_in_child(self) -> None:
         super().drop_in_child()
         self._direct = None
-        inbox: Inbox | None = getattr(self, "_inbox", None)  # it may have been joining just then
+        inbox: Inbox | None = getattr(self, "_inbox", None)  # None: the fork came while it was joining
         if inbox is not None:
             inbox.close()
 
@@ -121,7 +136,7 @@ class Receiver(Sources):
                     private = self._copy_of(message)
                 except ReleasedError:  # another thread returned it meanwhile, or the receiver is closed
                     continue
-            if message in undelivered:  # no boundary from here to the return: this call has it, or the next one gets it
+            if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
                 if private is not NOTHING:
                     message.value = private
                     if not self._keeps_claims:
@@ -132,14 +147,14 @@ class Receiver(Sources):
                 return message
 
     def _next(self, timeout: float | None) -> Message:
-        """The next message, which is in `_undelivered` and stays there."""
+        """The next message. It is in `_undelivered`, and stays there until the caller returns it."""
         if self._state:
             self._refuse()
         self._before_next()
         if self._gpu is not None:
             self._gpu.pending.look()
-        if self._ahead is not None:
-            message = self._ahead.next(timeout)
+        if self._prefetch is not None:
+            message = self._prefetch.next(timeout)
         else:
             left = self._left_over()
             if left is not None:
@@ -148,8 +163,8 @@ class Receiver(Sources):
         return message  # type: ignore[no-any-return]
 
     def _left_over(self) -> Message | None:
-        """A message that a call took which an exception kept from returning it, or that another thread is about to
-        return and finds gone."""
+        """A message that was taken and not returned: an exception ended that call, or another thread is about to return
+        it, and will find it gone."""
         return next(iter(list(self._undelivered)), None)
 
     def __iter__(self: _R) -> _R:
@@ -162,77 +177,78 @@ class Receiver(Sources):
             raise StopIteration from None
 
     def _before_next(self) -> None:
-        """Called before each look for a message."""
+        """Called at the beginning of each call for a message."""
 
     def _begin(self, hand: Any) -> Any:
-        """A thread or task asks for the next message. Only a work queue has `_hands`."""
+        """Called when a thread or task asks for the next message: acknowledge the one before. Only with `_hands`."""
         return hand
 
     def _share(self) -> None:
-        """`Feed.recv` took a message while there was more to take and another consumer slept."""
+        """Called when `Reader.recv` took a message, more are there, and another consumer sleeps."""
 
     @abstractmethod
     def _copy_of(self, message: Message) -> Any:
-        """`recv(copy=True)`: a private copy of the value, before it is known whose the message is; or `NOTHING`."""
+        """`recv(copy=True)`: a private copy of the value, or `NOTHING` if it is private already."""
 
     def _poll(self, patience: int = 0) -> Message | None:
-        """A message that is there now, or within `patience` nanoseconds at most, or None. The senders take turns."""
+        """A message that is there now, or within `patience` nanoseconds, or None. Senders are read round robin."""
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
-        feeds = self._feeds
-        count = len(feeds)
+        readers = self._readers
+        count = len(readers)
         if count == 1:
-            return self._take(feeds[0], patience)
+            return self._take(readers[0], patience)
         for step in range(count):
             turn = self._turn + step
-            feed = feeds[turn % count]
-            message = self._take(feed)
+            reader = readers[turn % count]
+            message = self._take(reader)
             if message is not None:
                 self._turn = turn + 1
                 return message
         return None
 
-    def _take(self, feed: Any, patience: int = 0) -> Message | None:
-        """The next message of one sender, there now or within so many nanoseconds, or None."""
-        return self._taken(feed, feed.take, patience)
+    def _take(self, reader: Any, patience: int = 0) -> Message | None:
+        """The next message of one sender that is there now, or within `patience` nanoseconds, or None."""
+        return self._taken(reader, reader.take, patience)
 
-    def _taken(self, feed: Any, take: Callable[..., Any], *patience: int) -> Message | None:
-        """What `take`, a method of the feed, takes; events that it answers with are handled until there are no more."""
+    def _taken(self, reader: Any, take: Callable[..., Any], *patience: int) -> Message | None:
+        """Call `take`, a method of the reader, and handle events, until it returns a message or None."""
         try:
             while type(found := take(self, self._undelivered, *patience)) is tuple:
-                self._handle(feed, found)
-                if feed.closing:
+                self._handle(reader, found)
+                if reader.closing:
                     return None
             return found  # type: ignore[no-any-return]
         except BaseException:
-            feed.abandon()
+            reader.abandon()
             raise
 
-    def _handle(self, feed: Any, event: Any) -> None:
-        """What a feed has answered in place of a message: ring/feed.py has the list of events."""
+    def _handle(self, reader: Any, event: Any) -> None:
+        """Handle what a reader returned in place of a message: ring/reader.py has the list of events."""
         code, seq, detail = event
         if code == ATTACH:
             try:
-                feed.ring(detail)
+                reader.ring(detail)
             except OtherVersion as error:
-                self._disown(feed, str(error))
+                self._disown(reader, str(error))
             except (WireError, FileNotFoundError) as error:
-                if self._kind == FAN_OUT or isinstance(error, WireError):  # else all in it was done, and it was removed
-                    self._blame(feed, seq, str(error))
-                feed.position = seq
+                if self._kind == FAN_OUT or isinstance(error, WireError):  # else its messages were done: it was removed
+                    self._blame(reader, seq, str(error))
+                reader.position = seq
         elif code == OTHER:
-            self._disown(feed, feed.explain(event))
+            self._disown(reader, reader.explain(event))
         elif code == GIVEN_UP:
             self._abandoned += 1
-            log.error(self._abandoned_text, self.name, seq, feed.uid, detail)
-            feed.wake_sender()
+            log.error(self._abandoned_text, self.name, seq, reader.uid, detail)
+            reader.wake_sender()
         else:
-            self._blame(feed, seq, feed.explain(event))
-            feed.wake_sender()
+            self._blame(reader, seq, reader.explain(event))
+            reader.wake_sender()
 
-    def _blame(self, feed: Feed, seq: int, why: str) -> None:
+    def _blame(self, reader: Reader, seq: int, why: str) -> None:
+        """Count and log a message that cannot be read."""
         self._bad_records += 1
-        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, feed.uid, why)
+        log.error("channel %s: message %d of producer %016x passed over: %s", self.name, seq, reader.uid, why)
 
     # --- sleeping
 
@@ -249,14 +265,14 @@ class Receiver(Sources):
                 self._refuse()
             if self._is_over():
                 raise EndOfStream(self._over_text())
-            tick = LOOK_S if self._copying() else TICK
-            remaining = tick if deadline is None else min(tick, deadline - now())
+            interval = LOOK_S if self._copying() else LIVENESS_INTERVAL
+            remaining = interval if deadline is None else min(interval, deadline - now())
             if remaining <= 0:
-                return self._last_look(timeout)
-            rung = self._sleep(remaining)
+                return self._last_attempt(timeout)
+            woken = self._sleep(remaining)
             message = self._poll()
-            if message is None and not rung:
-                self._tick()
+            if message is None and not woken:
+                self._check_liveness()
                 message = self._poll()
                 self._late += message is not None
             if message is not None:
@@ -267,10 +283,10 @@ class Receiver(Sources):
             self._refuse()
         return self._poll(patience)
 
-    def _last_look(self, timeout: float | None) -> Message:
-        """The time is up. Who polls without ever sleeping must notice the dead all the same."""
+    def _last_attempt(self, timeout: float | None) -> Message:
+        """The time is up: poll once more, after a liveness check if one is due, since a caller may never sleep."""
         if time.monotonic() >= self._look_around_due:
-            self._tick()
+            self._check_liveness()
         message = self._poll()
         if message is not None:
             return message
@@ -282,7 +298,7 @@ class Receiver(Sources):
         return TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({self._attached_text()})')
 
     def _attached_text(self) -> str:
-        text = f"{len(self._feeds)} senders attached"
+        text = f"{len(self._readers)} senders attached"
         pids = ", ".join(str(entry.pid) for entry, why in self._unattached.values() if why)
         return f"{text}; of process {pids} nothing can be read, see the log" if pids else text
 
@@ -290,53 +306,54 @@ class Receiver(Sources):
         return f'channel "{self.name}": every sender has left, and everything they sent is received'
 
     def _sleep(self, seconds: float) -> bool:
-        """One sleep in the inbox. True if something was there or a doorbell came, False if the time was up."""
-        if self._unheard is not None:
-            self._hear_late()
-        if self._late_bells:
-            for bell in self._inbox.drain():  # late doorbells of earlier sleeps
-                self._hear(bell)
-        self._late_bells = True
+        """Sleep once in the inbox. True if something was there or a doorbell came, False if the time was up."""
+        word = self._asleep_word
+        if self._unread_doorbell is not None:
+            self._read_doorbell()
+        if word.has_late_doorbells:
+            for doorbell in self._inbox.drain():  # for earlier sleeps
+                self._note_doorbell(doorbell)
+        word.has_late_doorbells = True
         if not self._inbox.may_be_rung():
             self._inbox.doze(seconds)
             return False
-        words = self._control_words
-        self._nap = (self._nap + 1) | 1
+        words = word.words
+        word.number = (word.number + 1) | 1
         try:
-            store(words, self._asleep, self._nap)
+            store(words, word.at, word.number)
             # crash: sleep.asleep
             barrier()  # from here on every sender sees that we sleep, or we see what it published
             if words[ctl.W_EPOCH] != self._epoch:
                 return True
-            for feed in self._feeds:
-                if feed.words[L_PUBLISHED] > feed.position:
+            for reader in self._readers:
+                if reader.words[L_PUBLISHED] > reader.position:
                     return True
-            self._sleeps += 1
+            word.sleeps += 1
             data = self._inbox.wait(seconds)
         finally:
-            self._nap = (self._nap | 1) + 1
-            store(words, self._asleep, self._nap)
-            if self._crowd is not None:
-                self._crowd.disturb()
+            word.number = (word.number | 1) + 1
+            store(words, word.at, word.number)
+            if self._wait_queue is not None:
+                self._wait_queue.disturb()
         # crash: sleep.awake
         if data is None:
             self._ticks += 1
             return False
-        # each sender rings once per sleep; of two, the other's bell wakes us once more, which costs less than to look
-        self._late_bells = len(self._feeds) > 2
-        if len(self._feeds) > 1:
-            self._hear(data)
+        # each sender notifies once per sleep; of two, the other may cause a wake-up more, which costs less than a drain
+        word.has_late_doorbells = len(self._readers) > 2
+        if len(self._readers) > 1:
+            self._note_doorbell(data)
         else:
-            self._unheard = data  # whose it is tells nothing now: it is looked at when there is time
+            self._unread_doorbell = data  # there is only one sender: it is checked later, off the path of the message
         return True
 
-    def _hear_late(self) -> None:
-        data, self._unheard = self._unheard, None
+    def _read_doorbell(self) -> None:
+        data, self._unread_doorbell = self._unread_doorbell, None
         if data is not None:
-            self._hear(data)
+            self._note_doorbell(data)
 
-    def _hear(self, data: bytes) -> None:
-        """A doorbell: look at its sender first. Anything else that lands in the inbox is counted."""
+    def _note_doorbell(self, data: bytes) -> None:
+        """Poll the doorbell's sender first. Count anything else that comes into the inbox."""
         head = data[:BELL_HEAD]
         if head not in self._turns or len(data) != BELL_SIZE:
             try:
@@ -345,56 +362,67 @@ class Receiver(Sources):
                 self._bad_doorbells += 1
                 log.error("channel %s: bad doorbell: %s", self.name, str(error))
                 return
-            turn = next((turn for turn, feed in enumerate(self._feeds) if feed.uid == uid), None)
+            turn = next((turn for turn, reader in enumerate(self._readers) if reader.uid == uid), None)
             if turn is None:
                 return
             self._turns[head] = turn
         self._turn = self._turns.get(head, self._turn)
 
-    def _tick(self) -> None:
-        """Look around without having been rung: who died, and what did they leave?"""
-        self._look_around_due = time.monotonic() + TICK
+    def _check_liveness(self) -> None:
+        """Find out which senders died, since they cannot announce it, and release what they left."""
+        self._look_around_due = time.monotonic() + LIVENESS_INTERVAL
         self._end_dead_leases()
         if self._unattached or self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         control = self._member.control
-        for feed in self._feeds:
-            if not feed.gone and (feed.ledger.closed or not control.is_alive(feed.index)):
-                feed.gone = True
-                # the entry may be a newcomer's by now; then the table has told already
+        for reader in self._readers:
+            if not reader.gone and (reader.sequences.closed or not control.is_alive(reader.index)):
+                reader.gone = True
+                # the entry may be a newcomer's by now; then `_refresh` has noticed
         self._retire_drained()
-        if self._retired:  # somebody may have died before finishing with them
+        if self._retired:  # another receiver may have died before finishing with them
             self._member.reap()
 
     # --- giving back
 
     def _acknowledge(self, lease: Any) -> None:
-        """`release()` of a message."""
+        """Called by `release()` of a message."""
 
     def _reject(self, lease: Any) -> None:
-        """A `with` block over a message was left by an exception."""
+        """Called when a `with` block over a message was left by an exception."""
+
+    def _to_device(self, value: Any, device: Any, non_blocking: bool) -> Any:
+        """`Message.to` a CUDA device."""
+        return self._devices().to_device(value, self._mapped_rings(), device, non_blocking)
+
+    def _copy_out(self, value: Any, device: int) -> Any:
+        """Start to copy a value to a device, on the receiver's own stream: see `Devices.copy_out`."""
+        devices = self._devices()
+        return devices.copy_out(value, self._mapped_rings(), device, devices.stream(device))
 
     def _leases(self) -> int:
-        return sum(feed.lease_count for feed in (*self._feeds, *self._retired))
+        """How many messages are leased."""
+        return sum(reader.lease_count for reader in (*self._readers, *self._retired))
 
     def _end_dead_leases(self) -> None:
-        for feed in (*self._feeds, *self._retired):
-            feed.end_dead()
+        for reader in (*self._readers, *self._retired):
+            reader.end_dead()
 
     def _lease_emptied(self) -> None:
-        """The last lease of a feed ended after close."""
+        """Called when the last lease of a reader ends after close: leave if it was the last of all."""
         if self._state == LEAVING and not self._leases():
             self._depart()
 
     def _depart(self) -> None:
-        for feed in (*self._feeds, *self._retired):
-            feed.settle()
+        """Leave the channel: no lease is left."""
+        for reader in (*self._readers, *self._retired):
+            reader.settle()
         self._member.leave(lost=self._report_lost if self._counts_lost and self in lingering else None)
         self._state = CLOSED  # last: a departure that an exception cut short is repeated by the next `close`
         lingering.discard(self)
 
     def _report_lost(self, count: int) -> None:
-        """It was closed with views alive, and has left now as the last member, with messages that nobody finished."""
+        """Log the messages that are lost: it was closed with views alive, and leaves now as the last member."""
         log.warning(
             'channel "%s": %d messages that no consumer has finished end with this closed %s, whose views were all '
             "that kept the channel: start another consumer before they die",
@@ -417,7 +445,7 @@ class Receiver(Sources):
         self._close(lambda: self._run(self._finish, acknowledge))
 
     def _finish(self, acknowledge: bool) -> None:
-        """Every step may be repeated, so that a `close` that an exception cut short is finished by the next one."""
+        """Close. Every step may be repeated: the next `close` finishes what an exception cut short."""
         if self._state in (CLOSED, FORKED):
             return
         if self._state != LEAVING:
@@ -425,21 +453,21 @@ class Receiver(Sources):
             self._state = CLOSING
             self._direct = None
             self._finish_copies()
-            self._settle_current(acknowledge)
-            self._drop_undelivered()
-            if self._crowd is not None:
-                self._crowd.end()
+            self._end_current(acknowledge)
+            drop_all(self._undelivered)
+            if self._wait_queue is not None:
+                self._wait_queue.end()
             self._inbox.close()
-            for feed in (*self._feeds, *self._retired):
-                feed.emptied = self._lease_emptied
-                feed.close()
+            for reader in (*self._readers, *self._retired):
+                reader.emptied = self._lease_emptied
+                reader.close()
         try:
-            if self._leases() and not self._is_said:
+            if self._leases() and not self._is_announced:
                 lingering.add(self)
                 # crash: close.leaving
                 self._member.set_leaving()
                 self._member.reap()
-            self._is_said = True
+            self._is_announced = True
         finally:
             self._state = LEAVING
         self._end_dead_leases()
@@ -447,40 +475,31 @@ class Receiver(Sources):
         self._wake_senders()
         # crash: close.done
 
-    def _drop_undelivered(self) -> None:
-        """What was taken and never returned: a fan-out's is given back, a work queue's goes to another consumer."""
-        while self._undelivered:
-            try:
-                message, _ = self._undelivered.popitem()  # whoever removes one has it
-            except KeyError:
-                return
-            message._empty()
-
-    def _settle_current(self, acknowledge: bool) -> None:
-        """Closing: what becomes of the message that was taken last."""
+    def _end_current(self, acknowledge: bool) -> None:
+        """Called on closing: acknowledge the message that was received last, or let it go to another consumer."""
 
     def _at_exit(self) -> None:
         if self._state in (OPEN, CLOSING):
             self._leave(acknowledge=False)
         if self._state == LEAVING and not self._member.control.anybody_alive():
-            self._depart()  # the last one out, and its views die with the process
+            self._depart()  # it is the last member, and its views end with the process
 
     def statistics(self) -> ReceiverStatistics:
         """Counters since this receiver was made."""
         if self._state == FORKED:
             self._refuse()
-        self._hear_late()
+        self._read_doorbell()
         copying, counts, kept = self._copying(), self._counts, list(self._undelivered)
         return ReceiverStatistics(
             received=counts.received - len(kept),
             received_bytes=counts.received_bytes - sum(message.nbytes for message in kept),
             missed=counts.missed, redelivered=counts.redelivered, abandoned=self._abandoned,
-            bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._sleeps, ticks=self._ticks,
-            late=self._late, senders=len(self._feeds),
-            behind=sum(max(0, feed.behind) for feed in self._feeds), leases=self._leases(), copying=copying,
+            bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._asleep_word.sleeps,
+            ticks=self._ticks, late=self._late, senders=len(self._readers),
+            behind=sum(max(0, reader.behind) for reader in self._readers), leases=self._leases(), copying=copying,
             **pinned(self._mapped_rings()),
         )  # fmt: skip
 
     def _about(self) -> str:
         received = self._counts.received - len(self._undelivered)
-        return f" received={received} senders={len(self._feeds)} leases={self._leases()}"
+        return f" received={received} senders={len(self._readers)} leases={self._leases()}"

@@ -1,4 +1,4 @@
-"""The sending end of a channel: find a slot, copy, publish, wake. Subclasses say who must get a message."""
+"""The sending end of a channel: find a slot, copy, publish, wake. Subclasses define who must get a message."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from ..channel import control as ctl
 from ..channel import membership
-from ..channel.doorbells import Doorbells
 from ..channel.membership import Member
-from ..channel.names import ledger_name, ring_name
+from ..channel.names import ring_name, sequence_table_name
+from ..channel.wakeup import Doorbells
+from ..codec.encode import Encoded
 from ..errors import RingFull
 from ..memory.semaphores import Sleeper
 from ..memory.words import store
+from ..options import format_bytes, parse_bytes
 from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
-from ..ring.ledger import Ledger
 from ..ring.pool import SIZED, Pool, Sizing
 from ..ring.ring import Ring
+from ..ring.sequence_table import SequenceTable
 from ..ring.writer import Place
-from ..units import format_bytes, parse_bytes
-from ..views.encode import Encoded
-from .audience import Audience
-from .base import CLOSED, CLOSING, TICK, check_choice, check_count, check_timeout
-from .devices import check_pin, send
+from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_timeout
+from .devices import Sending, check_pin
 from .implementation import make_writer
 from .loan import Loan
-from .notices import Wait
+from .peers import Peers
+from .reports import Wait
 from .spinning import DEFAULT_S, Spin
 
 _FULL = ("block", "grow", "drop", "error")
@@ -35,11 +35,11 @@ _BATCH_S = 1e-3  # a sender without a slot waits at most so long for room for a 
 _LEAST_BATCHED = 8  # messages in flight from which on there are batches
 
 
-class Sender(Audience):
+class Sender(Peers):
     """Base of `Publisher` and `Producer`."""
 
     _kind: int
-    _sizing: Sizing = SIZED  # of rings whose number of slots nobody has asked for
+    _sizing: Sizing = SIZED  # of rings for which the caller chose no number of slots
     _pool_type: type[Pool] = Pool
     _widest = 0  # see `make_writer`
     _heeds_verdicts = False
@@ -67,7 +67,7 @@ class Sender(Audience):
         self._dropped = self._waits = 0
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
-        self._ending = False  # the process ends: whoever lingers in another thread gives up
+        self._ending = False  # the process ends: a `close` that lingers in another thread gives up
         try:
             super().__init__()
             membership.join(channel, self._channel_kind, ctl.SENDER, 0, self._prepare)
@@ -81,31 +81,32 @@ class Sender(Audience):
 
     def drop_in_child(self) -> None:
         super().drop_in_child()
-        if hasattr(self, "_writer"):  # it may have been joining just then
+        if hasattr(self, "_writer"):  # not if the fork came while it was joining
             self._writer.retire()
 
     def _prepare(self, member: Member) -> None:
         self._member = member
         order = 1 << 16 if self._full == "grow" else max(1024, 1 << (4 * self._sizing.most - 1).bit_length())
-        name = ledger_name(member.channel, member.uid)
-        self._ledger = Ledger.create(
+        name = sequence_table_name(member.channel, member.uid)
+        self._sequences = SequenceTable.create(
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
             device=self._device is not None,
         )  # fmt: skip
-        self._words, self._mask, self._order = self._ledger.words, self._ledger.mask, self._ledger.shape.order
+        self._words, self._mask, self._order = self._sequences.words, self._sequences.mask, self._sequences.shape.order
         self._writer = make_writer(
-            member, self._ledger, kind=self._kind, encode=self._describe, locked=self._mutex.locked,
+            member, self._sequences, kind=self._kind, encode=self._describe, locked=self._mutex.locked,
             heeds_verdicts=self._heeds_verdicts, widest=self._widest, share=self._sizing.share,
         )  # fmt: skip
         self._pool = self._pool_type(
-            self._ledger, member.channel, lambda index: ring_name(member.channel, member.uid, index), kind=self._kind,
-            sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
+            self._sequences, member.channel, lambda index: ring_name(member.channel, member.uid, index),
+            kind=self._kind, sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
             writer=self._writer, make=self._make_ring,
         )  # fmt: skip
         self._rings = self._pool.rings
-        # crash: join.ledger
+        # crash: join.sequences
         self._sleeper = Sleeper(name, create=True)
         self._asleep = ctl.asleep_word(member.index)
+        self._asleep_word = AsleepWord(member.control.words, self._asleep)
 
     @property
     def _published(self) -> int:
@@ -142,7 +143,7 @@ class Sender(Audience):
         return self._run(self._put, sent, timeout)  # type: ignore[no-any-return]
 
     def _put(self, out: Encoded, timeout: float | None, *beside: Any) -> int:
-        """What the writer has left to the endpoint: wait for a place, copy, publish. `beside`: see ring/writer.py."""
+        """Do what the writer could not do at once: wait for a slot, copy, publish. `beside`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
         # crash: send.described
@@ -150,15 +151,37 @@ class Sender(Audience):
         return 0 if place is None else self._fill(out, *place, *beside)
 
     def _fill(self, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
+        """Copy a described value into free slots and publish it."""
         # crash: send.acquired
         if out.device_jobs:
-            return send(self, out, ring, slot, *beside)
+            return self._send_from_devices(out, ring, slot, *beside)
         out.write(ring.buffer, slot * ring.slot_bytes)
         # crash: send.copied
         return self._publish(ring, slot, out, None, *beside)
 
+    def _send_from_devices(self, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
+        """Copy a described value from its devices into free slots, wait until that is done, publish.
+
+        A copy that fails, or is interrupted, is not published.
+        """
+        devices = self._devices()
+        sending = devices.send(self._writer, self._rings, out, ring, slot, *beside)
+        try:
+            sending.wait()
+            return self._publish_copied(sending)
+        finally:
+            sending.release()
+            devices.pending.look()
+
+    def _publish_copied(self, sending: Sending) -> int:
+        """Publish a message whose copies are done, for the members that are there now."""
+        # crash: copy.done
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        return self._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
+
     def _wake_late(self, seq: int) -> int:
-        """A receiver fell asleep while its message was being published."""
+        """Wake a receiver that fell asleep while its message was being published."""
         self._run(self._wake_if_open, seq)
         return seq
 
@@ -202,12 +225,13 @@ class Sender(Audience):
     def _lend(self, out: Encoded, ring: Ring, slot: int, dtype: Any, shape: int | Sequence[int]) -> Loan:
         array = ring.block(slot, out.total)
         self._writer.lend(ring.index, slot, weakref.ref(array))
-        return Loan(self, ring, slot, out, array, dtype, shape)
+        return Loan(self._commit, self._decode_empty, ring, slot, out, array, dtype, shape)
 
     def _no_loan_text(self) -> str:
         return f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait'
 
     def _commit(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+        """Publish a loan. Returns its sequence number."""
         return self._run(self._commit_inside, ring, slot, out, array)  # type: ignore[no-any-return]
 
     def _commit_inside(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
@@ -222,7 +246,7 @@ class Sender(Audience):
         return self._publish(ring, slot, out, weakref.ref(array))
 
     def _publish(self, ring: Ring, slot: int, out: Encoded, guard: weakref.ref[Any] | None, *beside: Any) -> int:
-        """Publish, and wake who sleeps: also if an exception comes between the two."""
+        """Publish, and wake receivers that sleep, also if an exception comes between the two."""
         writer, published = self._writer, self._words[L_PUBLISHED]
         try:
             seq = writer.publish(ring.index, slot, out.description, out.nbytes, out.spilled, guard, *beside)
@@ -237,11 +261,11 @@ class Sender(Audience):
     # --- slots
 
     def _find(self, nbytes: int) -> Place | None:
-        """Free slots, for a message that is sent now."""
+        """Free slots for a message of so many bytes, or None."""
         return self._pool.find(nbytes)
 
     def _place(self, nbytes: int, timeout: float | None) -> Place | None:
-        """A free place for `nbytes`, after whatever `full=` says; None: drop the message."""
+        """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
         if self._full == "block" and timeout != 0:
             self._copying()
@@ -260,8 +284,8 @@ class Sender(Audience):
         return self._wait_for_slot(nbytes, timeout)
 
     def _place_at_once(self, nbytes: int) -> Place | None:
-        """A free place for `nbytes` that can be had without waiting."""
-        self._copying()  # a copy that was given up holds its slot
+        """Free slots for `nbytes` without waiting, or None."""
+        self._copying()  # a copy that was given up keeps its slot until it is done
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         pool = self._pool
@@ -278,7 +302,7 @@ class Sender(Audience):
         """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
-        wait = Wait(self)
+        wait = Wait(self._full_text)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)
         place = self._spin.wait(lambda _: None if self._stop else self._find(nbytes), timeout)
@@ -291,10 +315,10 @@ class Sender(Audience):
         while place is None:
             if self._stop:
                 self._refuse()
-            remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+            remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
             if remaining <= 0:
                 raise RingFull(self._full_text(nbytes))
-            wait.look(nbytes)
+            wait.check(nbytes)
             woken = self._sleep(remaining, lambda: self._find(nbytes))
             if isinstance(woken, tuple):
                 place = woken
@@ -310,7 +334,7 @@ class Sender(Audience):
         return place
 
     def _batch_end(self) -> int:
-        """The message whose end leaves room for a batch, a quarter of those in flight; 0 where they are few."""
+        """The message whose end leaves room for a batch, a quarter of those in flight; 0 if those are few."""
         oldest = self._writer.oldest()
         count = self._published + 1 - oldest
         return oldest + count // 4 - 1 if oldest and count >= _LEAST_BATCHED else 0
@@ -325,14 +349,14 @@ class Sender(Audience):
     # --- leaving
 
     def _is_settled(self) -> bool:
-        """Closing: whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped."""
+        """Whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped: for `close`."""
         return bool(self._writer.is_settled(()))
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
 
         Messages that receivers have not taken yet stay readable for the members that are there; the last of them
-        removes the rings. With nobody there they are dropped.
+        removes the rings. Without such members they are dropped.
 
         Called by a signal handler or a finalizer that interrupts a call of this very thread, it takes effect when that
         call ends; one that waits ends with `ClosedError`.
@@ -350,14 +374,14 @@ class Sender(Audience):
         self._close(lambda: self._run(self._finish, linger))
 
     def _finish(self, linger: float | None) -> None:
-        """Every step may be repeated, so that a `close` that an exception cut short is finished by the next one."""
+        """Close. Every step may be repeated: the next `close` finishes what an exception cut short."""
         if self._state and self._state != CLOSING:
             return
         self._state = CLOSING
         self._writer.retire()
         self._finish_copies()
-        if self._crowd is not None:
-            self._crowd.end()
+        if self._wait_queue is not None:
+            self._wait_queue.end()
         try:
             store(self._words, L_CLOSED, 1)
             # crash: close.said
@@ -369,23 +393,25 @@ class Sender(Audience):
         # crash: close.done
 
     def _depart(self) -> None:
+        """Leave the channel, and wake its receivers to notice it."""
         if not self._member.has_left:
             self._member.leave(keep=not self._is_settled(), lost=self._lose if self._counts_lost else None)
         self._rouse()
         self._bells.close()
         self._sleeper.close()
-        self._ledger.close()
+        self._sequences.close()
         self._state = CLOSED
 
     def _lose(self, count: int) -> None:
-        """It has left as the last member of its channel, with so many messages that nobody has finished."""
+        """Called when it has left as the last member of its channel: so many messages are lost unfinished."""
         self._lost = count
 
     def _linger(self, linger: float | None) -> None:
+        """Wait until everything sent was taken, or done."""
         deadline = None if linger is None else time.monotonic() + linger
         self._refresh()
         while not self._is_settled() and not (self._drop_dead() and self._is_settled()):
-            remaining = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+            remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
             if remaining <= 0 or self._ending:
                 return
             self._sleep(remaining, self._is_settled)

@@ -1,4 +1,4 @@
-"""When a wait stays awake for a while before it sleeps: the one policy of receivers, senders, clients and queues."""
+"""How long a wait spins before it sleeps: the one policy of receivers, senders, clients and queues."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Final, TypeVar
 from ..memory import processors
 
 BURST_NS: Final = 20_000
-"""Nanoseconds that the compiled module may look for a message or a slot without letting others run."""
+"""Nanoseconds that the compiled module may poll for a message or a slot without letting other threads run."""
 
 DEFAULT_S: Final = 100e-6
-"""Seconds that a wait spins if nobody says otherwise."""
+"""Seconds that a wait spins by default."""
 
 LONG_YIELD_S: Final = 500e-6
-"""The processor came back so much later: another process has work for it, and sleeping costs less than to spin."""
+"""A yield that lasts longer than this: another process needs the processor, and sleeping costs less than to spin."""
 
 MOST_SKIPPED: Final = 64
-"""Waits in a row that sleep at once, at most, after spins that found nothing."""
+"""The most waits in a row that sleep at once after unproductive spins."""
 
 LOOK_S: Final = 1.0
-"""Seconds after which the number of usable processors is asked for again."""
+"""Seconds after which the number of usable processors is determined again."""
 
 _T = TypeVar("_T")
 
@@ -30,13 +30,13 @@ _T = TypeVar("_T")
 class Spin:
     """Whether and how long one waiter spins.
 
-    - On a single processor, by affinity or quota, nobody spins: a waiter gives it away once and looks again.
-    - Between two bursts of looks the spinner yields the processor. If that takes long another process wants it: the
-      spin ends, and counts as one that found nothing, since a sleeper that is woken gets the processor sooner.
+    - On a single processor, by affinity or quota, there is no spin: a waiter yields once and polls again.
+    - A spin polls in bursts and yields the processor between two of them. If a yield takes long, another process needs
+      the processor: the spin ends as unproductive, since a sleeper that is woken gets the processor sooner.
     - If what is waited for is there right after a yield, the next spin begins with one: the other side needs this
       processor.
-    - After two spins in a row that found nothing the next wait sleeps at once; after each further one twice as many do,
-      up to `MOST_SKIPPED`. A spin that finds something ends that.
+    - After two unproductive spins in a row the next wait sleeps at once; after each further one twice as many do, up
+      to `MOST_SKIPPED`. A productive spin ends that.
 
     Args:
         seconds: how long a wait spins at most; 0: never.
@@ -53,12 +53,12 @@ class Spin:
         "_processors",
         "_seconds",
         "_skips",
-        "_vain",
+        "_unproductive",
         "burst_ns",
     )
 
     burst_ns: int
-    """Nanoseconds that a caller may look for at once before it asks `wait`; 0 unless the last spin was productive."""
+    """Nanoseconds that a caller may poll before it calls `wait`; 0 unless the last spin was productive."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Spin:
         give_way: Callable[[], Any] = os.sched_yield,
     ) -> None:
         self._seconds, self._clock, self._processors, self._give_way = seconds, clock, processors, give_way
-        self._vain = self._skips = 0
+        self._unproductive = self._skips = 0
         self._gives_way_first = False  # the last spin found something as soon as it had yielded
         self._limit_ns = min(int(seconds * 1e9), BURST_NS)
-        self._ask()
+        self._count_processors()
 
-    def _ask(self) -> None:
-        """How many processors there are now."""
+    def _count_processors(self) -> None:
+        """Determine how many processors there are now."""
         self._alone = not self._seconds or self._processors() == 1
         self._due = self._clock() + LOOK_S
         self._set_burst()
@@ -84,7 +84,7 @@ class Spin:
         """Spin as the policy says, for at most `most` seconds.
 
         Args:
-            look: returns what is waited for, or None; its argument is how many nanoseconds it may look for.
+            look: returns what is waited for, or None; its argument is how many nanoseconds it may poll for.
 
         Returns:
             What `look` found, or None: then the caller sleeps.
@@ -92,7 +92,7 @@ class Spin:
         clock = self._clock
         start = clock()
         if start >= self._due:
-            self._ask()
+            self._count_processors()
         if (most is not None and most <= 0) or not self._seconds:
             return None
         if self._skips:
@@ -122,11 +122,11 @@ class Spin:
 
     def _note(self, productive: bool) -> None:
         if productive:
-            self._vain = 0
+            self._unproductive = 0
         else:
-            self._vain += 1
-            self._skips = min(1 << self._vain - 2, MOST_SKIPPED) if self._vain > 1 else 0
+            self._unproductive += 1
+            self._skips = min(1 << self._unproductive - 2, MOST_SKIPPED) if self._unproductive > 1 else 0
         self._set_burst()
 
     def _set_burst(self) -> None:
-        self.burst_ns = 0 if self._alone or self._vain or self._gives_way_first else self._limit_ns
+        self.burst_ns = 0 if self._alone or self._unproductive or self._gives_way_first else self._limit_ns

@@ -1,1 +1,1 @@
-"""The only code that touches shared memory, mappings, locks and barriers."""
+"""The only Python code that maps shared memory, stores shared words, and uses locks, semaphores and barriers."""

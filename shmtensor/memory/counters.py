@@ -1,8 +1,8 @@
-"""Semaphores that several processes count with: those of a queue.
+"""Counting semaphores that the processes of a queue share.
 
-They are POSIX semaphores of `multiprocessing`'s own C type, whose `acquire` and `release` are one C call each and look
-for signals while they wait. Only the name differs: it is one of the queue's channel, so that what clean-up removes of
-the channel includes it, whoever was killed. Those for forked children lose their name as they are made.
+They are POSIX semaphores of `multiprocessing`'s own C type, whose `acquire` and `release` are one C call each and
+handle signals while they wait. Only the name differs: it belongs to the queue's channel, so that the channel's clean-up
+removes it after any death. Those that are inherited by forked children are unlinked when they are made.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Counter:
     Args:
         name: its name, one of a channel's.
         value: what it counts from.
-        most: `release` beyond this is a `ValueError`.
-        named: whether the name stays, so that processes that are spawned can open it; forked ones inherit it.
+        most: `release` beyond this raises `ValueError`.
+        named: whether to keep the name, so that spawned processes can open it; forked ones inherit the semaphore.
     """
 
     __slots__ = ("__weakref__", "_name", "_semaphore", "acquire", "release", "value")
@@ -46,16 +46,16 @@ class Counter:
         self.acquire = semaphore.acquire
         """`acquire(block=True, timeout=None)`: one less; False if that would be below 0."""
         self.release = semaphore.release
-        """One more."""
+        """Add one."""
         self.value = semaphore._get_value
-        """What it counts now."""
+        """The current count."""
 
     def give(self) -> None:
-        """`release`, unless it is at its limit already: a process that was killed had one more or one less."""
+        """`release`, unless the count is at its limit already, which the death of a process may have caused."""
         with contextlib.suppress(ValueError):
             self.release()
 
-    # --- into children
+    # --- sending it to child processes
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)

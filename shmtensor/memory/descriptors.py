@@ -1,7 +1,7 @@
-"""Open files that are closed exactly once, whatever interrupts their owner, and never left to a forked child.
+"""Open files that are closed exactly once, even if their owner is interrupted, and never left open in a forked child.
 
-Between two calls an exception of a signal handler may come. So what a call has opened is recorded by that same call:
-`FileIO` opens, closes and remembers which it did last within single C calls, and `extend` calls `open` itself.
+Between two calls an exception of a signal handler may come. So the same call that opens a descriptor records it:
+`FileIO` opens or closes, and records that, within single C calls, and `extend` calls `open` itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from io import FileIO
 from typing import Any, Final
 
-from . import forks
+from . import lifecycle
 
-_OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # whatever lies there, nobody waits for it
+_OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening never blocks, whatever the file is
 
 
 class OpenFile:
@@ -27,7 +27,7 @@ class OpenFile:
 
     def __init__(self) -> None:
         self.fd = -1
-        # any: `FileIO(...)` would open a file before it could be recorded
+        # Any and `__new__`: `FileIO(...)` would open a file before it could be recorded
         self._file: Any = FileIO.__new__(FileIO)
 
     def open(self, call: Callable[..., int], *arguments: Any) -> None:
@@ -57,14 +57,14 @@ class OpenFile:
 class Descriptor(OpenFile):
     """One open file. Owns its descriptor; a forked child closes its copy.
 
-    A fork by another thread may come while this one is in `open`: the child then has a descriptor that is recorded
-    nowhere yet. `leads_to` is stored before, so that the child finds it.
+    Another thread may fork while this one is in `open`: the child then has a descriptor that is not recorded yet.
+    `leads_to` is stored before, so that the child finds it.
 
     Args:
-        path: what is opened, for reading and writing.
-        flags: besides those for all, such as `os.O_CREAT`.
-        leads_to: where the descriptor leads if not to `path` itself, which may be a link then, as those in `/proc` are.
-        mode: of a file that is made.
+        path: the file to open, for reading and writing.
+        flags: further flags, such as `os.O_CREAT`.
+        leads_to: the file's real path if `path` is a link, as those in `/proc` are.
+        mode: of a new file.
     """
 
     __slots__ = ("__weakref__", "_opening")
@@ -72,7 +72,7 @@ class Descriptor(OpenFile):
     def __init__(self, path: str, flags: int = 0, *, leads_to: str = "", mode: int = 0o600) -> None:
         super().__init__()
         self._opening = ""
-        forks.track(self)
+        lifecycle.track(self)
         self._opening = leads_to or os.path.realpath(path)
         flags |= _OPEN if leads_to else _OPEN | os.O_NOFOLLOW
         try:
@@ -81,7 +81,7 @@ class Descriptor(OpenFile):
             self._opening = ""
 
     def drop_in_child(self) -> None:
-        """A forked child closes its copy: what the parent's description locks must end with the parent."""
+        """In a forked child: close the copy, since the locks of the parent's description must end with the parent."""
         opening, self._opening = self._opening, ""
         if opening:
             close_all_of(opening)
@@ -89,9 +89,9 @@ class Descriptor(OpenFile):
 
 
 def close_all_of(path: str) -> None:
-    """In a forked child: close every descriptor that leads to `path`, but for those that are meant for children."""
+    """In a forked child: close every descriptor that leads to `path`, except those that children inherit on purpose."""
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             leads_to = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
-            if leads_to == path and int(number) not in forks.inherited:
+            if leads_to == path and int(number) not in lifecycle.inherited:
                 os.close(int(number))

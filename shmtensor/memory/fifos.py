@@ -1,8 +1,8 @@
-"""How a sender is woken that waits on an event loop: by a byte in a FIFO, which, unlike a semaphore, is a descriptor.
+"""The wake-up of a sender that waits on an event loop: a byte in a FIFO, which, unlike a semaphore, is a descriptor.
 
-The sender makes its FIFO before it first waits that way, and says in its `asleep` word (`BY_FIFO`) which of the two it
-sleeps on. Nothing of a `Rouser` is open but the semaphore: a FIFO is opened, written to and closed by each wake-up,
-so that any thread may give one, the garbage collector's included.
+The sender makes its FIFO before it first waits that way, and marks in its `asleep` word (`BY_FIFO`) which of the two it
+sleeps on. A `Rouser` keeps only the semaphore open: each wake-up opens the FIFO, writes to it and closes it, so that it
+may come from any thread, the garbage collector's included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fifo:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # crash: wait.made
-            # for writing too: a FIFO that nobody writes to counts as ended, and would always be readable
+            # for writing too: a FIFO without a writer is at its end, and would always be readable
             file.open(os.open, path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             code = error.errno or errno.EIO
@@ -50,14 +50,14 @@ class Fifo:
             ) from None
 
     def drain(self) -> None:
-        """Forget wake-ups that came after their sleep had ended."""
+        """Discard wake-ups that came after their sleep had ended."""
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._file.fd, 4096)) == 4096:
                 pass
 
 
 class Rouser:
-    """The receivers' end: what wakes a sender, whichever way it sleeps. `FileNotFoundError` if the sender is gone."""
+    """The receivers' end: wakes a sender that sleeps either way. Raises `FileNotFoundError` if the sender is gone."""
 
     __slots__ = ("_fifo", "_semaphore")
 
@@ -67,8 +67,8 @@ class Rouser:
     def rouse(self, asleep: int) -> None:
         """Wake the sender whose word is `asleep`. Never waits: a full FIFO wakes its reader anyway.
 
-        Where there is no descriptor to be had, and where the sender has died, nothing happens; a sender that was not
-        woken looks for itself at the next tick.
+        If no descriptor is left, or the sender has died, nothing happens; a living sender then finds the free slot at
+        its next liveness check.
         """
         if not asleep & BY_FIFO:
             self._semaphore.post()
@@ -81,5 +81,5 @@ class Rouser:
                 os.close(fd)
 
     def close(self) -> None:
-        """Forget the semaphore in this process. Idempotent."""
+        """Close the semaphore in this process. Idempotent."""
         self._semaphore.close()

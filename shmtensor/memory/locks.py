@@ -1,4 +1,4 @@
-"""Open-file-description byte-range locks: the proof of life, and the referee wherever two processes want one thing.
+"""Open-file-description byte-range locks: proof that a member lives, and arbiter between two processes.
 
 Such a lock belongs to the open file description, not to the process: two endpoints of one process exclude each
 other as two processes do, threads make no difference, and the kernel drops the lock when the last descriptor

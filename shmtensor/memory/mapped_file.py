@@ -1,4 +1,4 @@
-"""Private memory: files, written to at will and never changed; and fresh pages, huge ones where the kernel has them."""
+"""Private memory: files mapped copy-on-write, and fresh pages, huge ones if the kernel offers them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ResourceError
-from ..units import format_bytes
+from ..options import format_bytes
 
 HUGE_PAGE: Final = 2 << 20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in Python's mmap, whose madvise keeps the GIL
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # nothing is set aside for pages that nobody writes to
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # no memory is reserved for pages that are never written
 
 _MADVISE: Final = getattr(ctypes.CDLL(None), "madvise", None)
 _MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
@@ -25,9 +25,9 @@ _MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
 def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The first `nbytes` (at least 1) of a file as a writable array, whose changes stay in this process.
 
-    Pages are read when they are first touched. The array needs the descriptor no longer; it and its views keep the
-    mapping alive. If somebody shortens the file, touching what is gone kills the process (SIGBUS): rename, do not
-    truncate. Raises `ResourceError` if there is no address space.
+    Pages are read when they are first touched. The descriptor may be closed; the array and its views keep the mapping
+    alive. If the file is truncated, touching the missing part kills the process (SIGBUS): replace files by a rename.
+    Raises `ResourceError` if there is no address space.
     """
     try:
         mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -44,7 +44,7 @@ def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def is_cached(fd: int, offset: int) -> bool:
     """Whether the page cache has the page around a byte of a file; nothing is read.
 
-    True as well where that cannot be said: the kernel does not tell who may not write to the file.
+    True as well if that is unknown: the kernel answers only processes that may write to the file.
     """
     if _MINCORE is None:
         return True
@@ -61,12 +61,11 @@ def is_cached(fd: int, offset: int) -> bool:
 
 
 def fresh(nbytes: int, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Memory of zeros for `nbytes` (at least 1), as a writable array; the array and its views keep it alive.
+    """Zeroed memory of `nbytes` (at least 1), as a writable array; the array and its views keep it alive.
 
-    It begins `offset` bytes (fewer than a page has) after the beginning of a page. Pages are made when they are first
-    touched, in huge pages if there is room for any, which takes less than half of the time: address space for one more
-    is set aside, so that the first one begins where the array does. Raises `ResourceError` if there is no address
-    space.
+    It begins `offset` bytes (less than a page) after the start of a page. Pages are made when they are first touched;
+    huge pages, if there is room for any, take less than half the time. Address space for one more huge page is added,
+    so that the first one starts at the array's first page. Raises `ResourceError` if there is no address space.
     """
     extra = HUGE_PAGE if nbytes >= HUGE_PAGE else offset
     try:
@@ -89,9 +88,9 @@ def fresh(nbytes: int, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Have the pages of some memory made, as if they were written to, but leave what they hold. Other threads go on.
+    """Make the pages of some memory, as a write would, but keep their contents. Other threads run meanwhile.
 
-    Does nothing where the kernel cannot, or has no room: who touches the memory finds out.
+    Does nothing if the kernel cannot do it, or has no room: then the first access to each page does it, or fails.
     """
     address = memory.__array_interface__["data"][0]
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -14,14 +14,16 @@ _OWN: Final = Path("/proc/self/cgroup")
 
 
 def usable() -> int:
-    """Processors that the calling thread may use at the same time, at least 1: the fewer of its affinity and, rounded
-    down, the quota of the process's control group and of those above it."""
+    """How many processors the calling thread may use at the same time, at least 1.
+
+    That is the smaller of its affinity and, rounded down, the quota of the process's control group and its parents.
+    """
     allowed = len(os.sched_getaffinity(0))
     return allowed if allowed == 1 else max(1, int(min(allowed, quota())))
 
 
 def quota(own: Path = _OWN, groups: Path = _GROUPS) -> float:
-    """Seconds of processor time that the control groups grant in each second; infinity: no limit, or none known."""
+    """Seconds of processor time that the control groups grant per second; infinity if there is no known limit."""
     try:
         lines = _text_of(own).splitlines()
     except OSError:
@@ -39,8 +41,10 @@ def quota(own: Path = _OWN, groups: Path = _GROUPS) -> float:
 
 
 def _least(root: Path, path: str, read: Callable[[Path], float]) -> float:
-    """The smallest quota of a group and those above it. In a container the path may be the host's: then only the root,
-    which is the container's own group, can be read."""
+    """The smallest quota of a group and its parents.
+
+    In a container the path may be the host's: then only the root, which is the container's own group, can be read.
+    """
     group = root / path.lstrip("/")
     least = read(root)
     while group != root and root in group.parents:
@@ -66,7 +70,7 @@ def _quota_1(group: Path) -> float:
 
 
 def _text_of(path: Path) -> str:
-    """A short file of the kernel's, which is closed whatever interrupts this: it is read while senders wait."""
+    """Read a short file of the kernel. It is closed even if an exception of a signal handler interrupts this."""
     file = OpenFile()
     try:
         file.open(os.open, str(path), os.O_RDONLY | os.O_CLOEXEC)

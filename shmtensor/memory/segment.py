@@ -1,4 +1,4 @@
-"""POSIX shared-memory segments: create, attach and unlink are three functions, and attaching never deletes anything."""
+"""POSIX shared-memory segments. Create, attach and unlink are three functions; attaching never deletes anything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ResourceError, WireError
-from ..units import format_bytes
-from . import forks, shortage
+from ..options import format_bytes
+from . import lifecycle, shortage
 from .descriptors import Descriptor
 from .locks import LockFile
 from .shortage import SHM_DIR as SHM_DIR
@@ -48,16 +48,16 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernel
 
 
 class _Range:
-    """The addresses of a mapping. Views keep it, whoever else has let go of the mapping by then."""
+    """The address range of a mapping. Views keep it alive, even after the `Mapping` is gone."""
 
     __slots__ = ("__weakref__", "_address", "_nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._address, self._nbytes = address, nbytes
-        forks.track(self)
+        lifecycle.track(self)
 
     def drop_in_child(self) -> None:
-        """A forked child must not reach its parent's words, nor slots it has no lease on: touching them fails.
+        """In a forked child: make the range inaccessible, since the words and leases are the parent's.
 
         The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
         """
@@ -69,9 +69,9 @@ class Mapping:
 
     The memory stays mapped as long as anything refers to `buffer`, `words` or this object.
 
-    `words` and `view` reach the mapping for loads and stores; `buffer` claims to be writable whatever the protection
-    is (torch warns about read-only arrays), so that writing through it into a read-only mapping is a segmentation
-    fault, not a silent change of somebody else's tensor.
+    `words` and `view` are for loads and stores; `buffer` claims to be writable even if the mapping is read-only (torch
+    warns about read-only arrays), so that writing through it into a read-only mapping is a segmentation fault, not a
+    silent change of another process's tensor.
     """
 
     __slots__ = ("__weakref__", "address", "buffer", "map", "nbytes", "view", "words")
@@ -92,16 +92,16 @@ class Mapping:
         self.buffer = memoryview(whole).cast("B")
 
     def populate(self, *, write: bool) -> None:
-        """Enter every page into this process's page table now instead of at first touch. Best effort."""
+        """Enter every page into this process's page table now, not at first touch. Best effort."""
         with contextlib.suppress(OSError, ValueError):
             self.map.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
 
 
 class Alias:
-    """A second, writable mapping of the pages of a shared one that may only be read: for a device that insists on it.
+    """A second, writable mapping of the pages of a read-only shared one, for a device that requires it.
 
     It needs neither the segment's name nor its descriptor: `mremap(2)` of 0 bytes makes another mapping of the same
-    pages. It is unmapped when nothing refers to it or to `buffer` any more. `OSError` where the kernel refuses.
+    pages. It is unmapped when nothing refers to it or to `buffer` any more. Raises `OSError` if the kernel refuses.
     """
 
     __slots__ = ("__weakref__", "address", "buffer", "nbytes")
@@ -120,15 +120,15 @@ class Alias:
         whole = kind.from_address(found)
         weakref.finalize(whole, _libc.munmap, found, self.nbytes).atexit = False
         self.buffer = memoryview(whole).cast("B")
-        forks.track(self)
+        lifecycle.track(self)
 
     def drop_in_child(self) -> None:
-        """As of a `Mapping`: touching it fails."""
+        """In a forked child: make the range inaccessible, as that of a `Mapping`."""
         _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
 
 class Unreadable(ResourceError):
-    """A segment of this user may not be opened."""
+    """A segment that this user has no permission to open."""
 
 
 class NameTaken(ResourceError):
@@ -136,7 +136,7 @@ class NameTaken(ResourceError):
 
 
 def name_taken(what: str, path: str) -> NameTaken:
-    """The error that says who has taken the name of `what`."""
+    """The error that names the user who has taken the name of `what`."""
     try:
         info = os.lstat(path)
         found = f"{path} is {kind_of(info.st_mode)} of user {info.st_uid}, you are user {os.geteuid()}"
@@ -188,7 +188,7 @@ class Segment(Descriptor):
         self.nbytes = nbytes
 
     def is_still(self, name: str) -> bool:
-        """Whether `name` still leads to this very segment (nobody unlinked or replaced it)."""
+        """Whether `name` still leads to this very segment (it was not unlinked or replaced)."""
         try:
             return os.path.samestat(os.lstat(SHM_DIR + name), os.fstat(self.fd))
         except FileNotFoundError:
@@ -202,19 +202,19 @@ class Segment(Descriptor):
             raise shortage.explain(error, f"cannot open segment {self.name} for its locks") from None
 
     def read(self, start: int, count: int) -> memoryview:
-        """`count` words from word `start` on as they are now, read and not mapped. `WireError` if there are fewer."""
+        """Read `count` words from word `start` on, without mapping them. Raises `WireError` if there are fewer."""
         data = os.pread(self.fd, 8 * count, 8 * start)
         if len(data) != 8 * count:
             raise WireError(f"segment {self.name} ends at byte {8 * start + len(data)}: it was cut or is damaged")
         return memoryview(data).cast("Q")
 
     def is_sparse(self) -> bool:
-        """Whether pages of it were never reserved: touching one that is mapped may kill (SIGBUS)."""
+        """Whether pages of it were never reserved: touching such a page of a mapping may kill the process (SIGBUS)."""
         info = os.fstat(self.fd)
         return info.st_blocks * 512 < info.st_size
 
     def is_mine(self) -> bool:
-        """Whether it belongs to this user. Only root, or a careless owner, can open what does not."""
+        """Whether it belongs to this user."""
         return os.fstat(self.fd).st_uid == os.geteuid()
 
     def __enter__(self) -> Segment:
@@ -227,8 +227,7 @@ class Segment(Descriptor):
 def create(name: str, nbytes: int, remedy: str) -> Segment:
     """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind.
 
-    An exception of a signal handler may come before the segment is in anybody's hands: a caller who is interrupted
-    removes the name.
+    An exception of a signal handler may arrive before the caller has the segment: the caller then removes the name.
     """
     segment: Segment | None = None
     try:
@@ -236,14 +235,14 @@ def create(name: str, nbytes: int, remedy: str) -> Segment:
         segment.reserve(nbytes, remedy)
         return segment
     except BaseException:
-        if segment is not None:  # else the name may be somebody else's
+        if segment is not None:  # else the name may be another process's
             segment.close()
             unlink(name)
         raise
 
 
 def open_or_create(name: str) -> Segment:
-    """Open this user's segment, or create it with size 0. Which of the two it was, the caller decides under a lock."""
+    """Open this user's segment, or create it with size 0. The caller decides under a lock which of the two it was."""
     segment = _open(name, os.O_CREAT)
     if not segment.is_mine():
         segment.close()
@@ -252,7 +251,7 @@ def open_or_create(name: str) -> Segment:
 
 
 def attach(name: str) -> Segment:
-    """Open an existing segment of this user. `FileNotFoundError` if there is none: another user's is not ours."""
+    """Open an existing segment of this user. Raises `FileNotFoundError` if there is none, or it is another user's."""
     info = status(name)
     if info is not None and info.st_uid != os.geteuid():
         raise FileNotFoundError(errno.ENOENT, _denied(name))
@@ -260,18 +259,18 @@ def attach(name: str) -> Segment:
 
 
 def look_at(name: str) -> Segment:
-    """As `attach`, of whatever user: to be looked at, by who may."""
+    """Open an existing segment of any user for inspection, if the permissions allow it."""
     return _open(name, 0)
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name. Existing mappings stay valid. What is gone already, or is not ours, is passed by."""
+    """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours."""
     with contextlib.suppress(OSError):
         os.unlink(SHM_DIR + name)
 
 
 def status(name: str) -> os.stat_result | None:
-    """What a name in `/dev/shm` leads to, a link not followed; None if that cannot be told."""
+    """The status of a name in `/dev/shm`, without following a link; None if there is none."""
     try:
         return os.lstat(SHM_DIR + name)
     except (OSError, ValueError):
@@ -301,7 +300,7 @@ def free_bytes() -> int:
 def _open(name: str, flags: int) -> Segment:
     try:
         if not flags & os.O_EXCL:
-            _check_kind(name, missing_ok=bool(flags))  # before: opening a device may do things to it
+            _check_kind(name, missing_ok=bool(flags))  # before it is opened: opening a device may have side effects
         segment = Segment(name, flags)
     except FileNotFoundError as error:
         if flags:

@@ -1,8 +1,8 @@
-"""The semaphore on which a sender sleeps until a slot is given back, and the word that says so.
+"""The semaphore on which a sender sleeps until a slot is given back, and its `asleep` word.
 
-A sender's `asleep` word: bits 0 to 30 count its sleeps (odd: asleep); with `BATCHED`, bits 31 to 61 are those of the
-sequence number from which on a message's end wakes it; bit 63 is `BY_FIFO`. One word, so that a receiver sees either
-all of it or nothing. docs/internals/protocols.md, section 4.
+A sender's `asleep` word: bits 0 to 30 count its sleeps (odd: asleep); with `BATCHED`, bits 31 to 61 hold the sequence
+number of the first message whose release wakes it; bit 63 is `BY_FIFO`. It is one word, so that a receiver sees all of
+it from the same sleep. docs/internals/protocols.md, section 4.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ _libc.sem_close.argtypes = (ctypes.c_void_p,)
 
 _PREFIX: Final = SHM_DIR + "/sem."
 _LEAST: Final = 16
-"""Bytes that a semaphore has at least, in any C library."""
+"""The smallest size in bytes of a semaphore in any C library."""
 
 
 COUNT: Final = (1 << 31) - 1
-"""In a sender's `asleep` word: the count of its sleeps."""
+"""In a sender's `asleep` word: the bits that count its sleeps."""
 BATCHED: Final = 1 << 62
-"""In a sender's `asleep` word: it is not to be woken before a certain message has ended."""
+"""In a sender's `asleep` word: it is not to be woken before a certain message is released."""
 _TARGET: Final = 31
 
 
 def batched(count: int, target: int) -> int:
-    """The word of a sender in its sleep `count` that the end of message `target`, or of a later one, is to wake."""
+    """The word of a sender in its sleep `count` that the release of message `target`, or of a later one, is to end."""
     return count | (target & COUNT) << _TARGET | BATCHED
 
 
 def is_woken_by(asleep: int, seq: int) -> bool:
-    """Whether the end of message `seq` wakes a sender that sleeps under this word."""
+    """Whether the release of message `seq` wakes a sender whose word is `asleep`."""
     return not asleep & BATCHED or (seq - (asleep >> _TARGET)) & COUNT <= COUNT >> 1
 
 
 class Sleeper:
-    """A named POSIX semaphore: its owner waits, anybody posts. Closing forgets it; `unlink` removes the name."""
+    """A named POSIX semaphore: its owner waits, any process posts. `unlink_semaphore` removes the name."""
 
     __slots__ = ("_handle", "_semaphore")
 
     def __init__(self, name: str, *, create: bool) -> None:
-        self._handle: int | None = None  # the owner's, to wait by
+        self._handle: int | None = None  # only the owner's, which waits with it
         try:
             if not create:
                 _check(name)
@@ -68,17 +68,17 @@ class Sleeper:
             if create:
                 raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
             raise FileNotFoundError(errno.ENOENT, f"semaphore {name}: {error}") from None
-        except (posix_ipc.PermissionsError, ValueError) as error:  # what it says of a name that is no file's
+        except (posix_ipc.PermissionsError, ValueError) as error:  # posix_ipc's errors for a name that is not a file's
             raise ResourceError(errno.EACCES, f"semaphore {name}: {error}") from None
         except FileNotFoundError:
             raise
         except OSError as error:
             raise shortage.explain(error, f"cannot {'make' if create else 'open'} semaphore {name}") from None
         if create:
-            self._handle = _libc.sem_open(os.fsencode(name), 0)  # the same one: the C library counts its users
+            self._handle = _libc.sem_open(os.fsencode(name), 0)  # the same semaphore: the C library counts its users
 
     def close(self) -> None:
-        """Forget the semaphore in this process. Idempotent."""
+        """Close the semaphore in this process. Idempotent."""
         handle, self._handle = self._handle, None
         if handle:
             _libc.sem_close(handle)
@@ -91,14 +91,16 @@ class Sleeper:
             self._semaphore.release()
 
     def drain(self) -> None:
-        """Forget posts that came after their sleep had ended."""
+        """Discard posts that came after their sleep had ended."""
         with contextlib.suppress(posix_ipc.BusyError):
             while True:
                 self._semaphore.acquire(0)
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until posted (True) or for `timeout` seconds (False). A signal ends it as well, and what its handler
-        raises is raised: `posix_ipc` has handlers run inside its own call, and an error of its own in place of theirs.
+        """Sleep until posted (True) or for `timeout` seconds (False).
+
+        A signal ends the sleep as well, and its handler's exception is raised. (`posix_ipc` runs handlers inside its
+        own call, and replaces their exceptions by one of its own.)
         """
         if not self._handle:
             return False  # closed
@@ -108,18 +110,21 @@ class Sleeper:
 
 
 def _check(name: str) -> None:
-    """Who opens what is no semaphore may be killed by it: an empty file is mapped, and its first word looked at."""
+    """Raise `FileNotFoundError` unless a name may be a semaphore of this user.
+
+    Opening another file as one may kill the process: `sem_open` maps even an empty file, and reads its first word.
+    """
     info = os.lstat(semaphore_path(name))
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size < _LEAST:
         raise FileNotFoundError(errno.ENOENT, f"{semaphore_path(name)} is not a semaphore of user {os.geteuid()}")
 
 
 def unlink_semaphore(name: str) -> None:
-    """Remove a semaphore's name. What is gone already, or is not ours, is passed by."""
+    """Remove a semaphore's name. Does nothing if it is gone already or not ours."""
     with contextlib.suppress(OSError):
         os.unlink(semaphore_path(name))
 
 
 def semaphore_path(name: str) -> str:
-    """Where a semaphore lies."""
+    """The path of a semaphore's file."""
     return _PREFIX + name.lstrip("/")

@@ -1,4 +1,4 @@
-"""What the kernel says when something has run out, as an error that says what and whose remedy it is."""
+"""Errors for a resource that has run out: what is missing, how much, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from ..errors import ResourceError
-from ..units import format_bytes
+from ..options import format_bytes
 
 SHM_DIR: Final = "/dev/shm"
 
@@ -22,8 +22,8 @@ _REMEDIES: Final = {
 
 
 def explain(error: OSError, what: str) -> ResourceError:
-    """The `ResourceError` for what the kernel refused."""
-    # posix_ipc tells of a limit on open files in words only
+    """The `ResourceError` for an error of the kernel."""
+    # posix_ipc reports the limit on open files without an errno
     code = error.errno or (errno.ENFILE if may_open(1) else errno.EMFILE)
     remedy = _room() if code == errno.ENOSPC else _REMEDIES.get(code)
     text = f"{what}: {os.strerror(code)}"
@@ -43,7 +43,7 @@ def _room() -> str:
 
 
 def may_open(count: int) -> bool:
-    """Whether this process may open `count` more files now. It asks the kernel by opening them (some 3 µs each)."""
+    """Whether this process may open `count` more files now. Tests it by opening them (some 3 µs each)."""
     opened: list[int] = []
     try:
         while len(opened) < count:
@@ -57,7 +57,7 @@ def may_open(count: int) -> bool:
 
 
 def need_files(count: int, what: str) -> None:
-    """Raise `ResourceError` unless this process may open `count` more files: `what` needs up to so many."""
+    """Raise `ResourceError` unless this process may open the `count` more files that `what` may need."""
     if not may_open(count):
         raise ResourceError(
             errno.EMFILE,

@@ -5,10 +5,10 @@ library writes one: an item store on a cast memoryview is one 8-byte `mov`, whil
 first and lets readers see zeros. A load is `words[i]`.
 
 Ordering. On x86-64 stores become visible in program order and loads happen in program order; only a store followed by
-a load of another word may swap, and the side that goes to sleep pays for that with `barrier()`. On weaker processors
-a reader that saw a published word calls `settle()` before it reads what the word publishes: `membarrier` makes every
-other CPU that runs a registered process pass a full barrier, so that what was stored before the published word is
-visible afterwards. (Linux `membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
+a load of another word may be reordered, and the side that goes to sleep prevents that with `barrier()`. On weaker
+processors a reader that saw a published word calls `settle()` before it reads what the word publishes: `membarrier`
+makes every other CPU that runs a registered process pass a full barrier, so that what was stored before the published
+word is visible afterwards. (Linux `membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _probe() -> Callable[[int, int, int], int] | None:
 
 _membarrier = _probe()
 HAS_BARRIER: Final = _membarrier is not None
-"""False where the kernel has no `membarrier`: a lost wake-up then costs one (shorter) tick."""
+"""False if the kernel has no `membarrier`: a lost wake-up then costs one (shorter) liveness interval."""
 
 
 def register() -> None:
@@ -71,6 +71,6 @@ def barrier() -> None:
 
 
 def settle() -> None:
-    """Order loads after this call behind the word just read. Free on x86-64."""
+    """An acquire fence: loads after this call come after the load of the word just read. Free on x86-64."""
     if WEAKLY_ORDERED:
         barrier()

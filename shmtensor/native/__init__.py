@@ -1,19 +1,19 @@
 """The core in C, optional, and not used with `SHMTENSOR_PURE=1`: docs/internals/core.md.
 
-`views/implementation.py` and `ring/implementation.py` use it where it was built.
+`codec/implementation.py` and `ring/implementation.py` use it where it was built.
 
 | file | what it is |
 |---|---|
-| `native.h` | what the others share: the constants of the wire format, `Codec`, `Encoded` |
-| `encode.c` | a value and its meta to a description and the copies to make |
-| `encoded.c` | these, and the copies |
-| `decode.c` | a description and the payload to a value and its meta |
+| `native.h` | shared by the others: the constants of the wire format, `Codec`, `Encoded` |
+| `encode.c` | from a value and its meta to a description and the copies to make |
+| `encoded.c` | `Encoded`: the result of `encode`, which makes the copies |
+| `decode.c` | from a description and the payload to a value and its meta |
 | `tensors.c`, `dlpack.h` | torch's tensors, through its DLPack exchange interface, or by their methods |
 | `writer.c` | the sending end: slots, records, publication |
-| `reader.c` | the receiving end: feeds, leases, the base of messages |
-| `notify.c` | doorbells: who sleeps is woken |
-| `copies.c` | large copies, past the caches |
-| `faults.c` | who writes to what was received is told so, before its segmentation fault |
+| `reader.c` | the receiving end: readers, leases, the base of messages |
+| `notify.c` | doorbells, which wake receivers |
+| `copies.c` | large copies, with non-temporal stores |
+| `faults.c` | explains a write to a received tensor before the segmentation fault |
 | `protocol/` | the protocol itself, C11 without Python |
 | `module.c` | the module, and how Python makes a `Codec` |
 """
@@ -26,7 +26,7 @@ import os
 import sys
 from typing import Any, Final
 
-_NAME: Final = f"{__name__}._codec"
+_NAME: Final = f"{__name__}._core"
 _AGAIN: Final = (
     "install a wheel of shmtensor, or a C compiler and Python's headers (on Debian and Ubuntu: apt install gcc "
     "python3-dev), then run pip install --force-reinstall --no-deps --no-cache-dir shmtensor"

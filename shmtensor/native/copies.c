@@ -1,8 +1,8 @@
-/* Copies of more than the caches hold: stores that go past them, where the processor has such.
+/* Copies of more than the caches hold, with non-temporal stores, if the processor has them.
  *
- * An ordinary store first reads the line that it is about to overwrite, and drives something else out of the cache.
- * glibc's memmove goes past the caches as well, but only in single calls of three quarters of the shared cache or so;
- * a checkpoint's tensors and slots are smaller, and many.
+ * An ordinary store first reads the cache line that it is about to overwrite, and evicts another one. glibc's memmove uses
+ * non-temporal stores as well, but only in single calls of about three quarters of the shared cache; a checkpoint's tensors
+ * and slots are smaller, and many.
  */
 
 #include "native.h"
@@ -14,9 +14,9 @@
 
 enum { VECTOR = 32, TURN = 4 * VECTOR };
 
-/* Straight on: with several pages by turns, a load that lies 4 KiB behind a fresh store waits for it, for nothing. */
+/* In order of addresses: if it alternated between several pages, loads 4 KiB behind a recent store would wait for it in vain. */
 __attribute__((target("avx2"))) static void stream_vectors(char *to, const char *from, size_t count) {
-    size_t at = -(uintptr_t)to % VECTOR; /* a streaming store is aligned; the load need not be */
+    size_t at = -(uintptr_t)to % VECTOR; /* a streaming store must be aligned; the load need not be */
     if (at > count) at = count;
     memcpy(to, from, at);
     for (; count - at >= TURN; at += TURN) {
@@ -30,7 +30,7 @@ __attribute__((target("avx2"))) static void stream_vectors(char *to, const char 
         _mm256_stream_si256(target + 3, d);
     }
     memcpy(to + at, from + at, count - at);
-    _mm_sfence(); /* streaming stores are not ordered: the words that publish these bytes come after them */
+    _mm_sfence(); /* streaming stores are not ordered: they must come before the words that publish these bytes */
 }
 
 static int has_vectors(void) { return __builtin_cpu_supports("avx2") != 0; }
@@ -39,7 +39,7 @@ static void stream_vectors(char *to, const char *from, size_t count) { memmove(t
 static int has_vectors(void) { return 0; }
 #endif
 
-/* Bytes of the largest cache that a core can use; sysconf adds up those of a whole processor. */
+/* Bytes of the largest cache that a core can use; sysconf returns the sum for a whole processor. */
 long cache_bytes(void) {
     long kib = 0;
     FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");

@@ -1,11 +1,11 @@
-/* A description and the payload to a value and its meta: what views/decode.py does, in one pass. */
+/* From a description and the payload to a value and its meta: what codec/decode.py does, in one pass. */
 
 #include "native.h"
 
 typedef struct {
     Codec *codec;
-    PyObject *owner;                 /* of the payload: what every view keeps alive */
-    PyObject *description, *payload; /* as Python has them, once it is asked */
+    PyObject *owner;                 /* of the payload: every view keeps it alive */
+    PyObject *description, *payload; /* Python objects, once the reference needs them */
     PyObject *tree; /* the reference's reader of this message, once it was needed */
     const unsigned char *data;
     char *base;
@@ -15,8 +15,8 @@ typedef struct {
     int readonly;
 } Reader;
 
-/* Every function below returns a new reference, or NULL: with an error set, or without one if the reference is to be asked.
- * What fails stays within `size`, since `take` is the only one that moves `at` over bytes that are read. */
+/* Every function below returns a new reference, or NULL: with an error set, or without one to hand over to the reference. No
+ * read goes beyond `size`, since only `take` advances `at` over the bytes that are read. */
 
 static PyObject *read_value(Reader *reader, int depth);
 
@@ -38,7 +38,7 @@ static int set_owner(PyObject *array, PyObject *owner) {
     return PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner));
 }
 
-/* Description and payload as the reference takes them. */
+/* Make the Python objects of description and payload for the reference. */
 static int show_python(Reader *reader) {
     if (!reader->description)
         reader->description = PyBytes_FromStringAndSize((const char *)reader->data, (Py_ssize_t)reader->size);
@@ -52,7 +52,7 @@ static int show_python(Reader *reader) {
     return reader->description && reader->payload ? 0 : -1;
 }
 
-/* What is not known here: the node at `at`. */
+/* The node at `at`, of a type that is not known here: the reference makes it. */
 static PyObject *read_odd(Reader *reader, size_t at) {
     if (!reader->tree) {
         if (show_python(reader)) return NULL;
@@ -109,7 +109,7 @@ typedef struct {
     int64_t shape[MAX_NDIM], strides[MAX_NDIM];
 } Place;
 
-/* The leaf whose tag was read. 0; 1 if it is to be made by Python; -1 if it cannot be. */
+/* Read the leaf whose tag was read. 0; 1 if Python has to make it; -1 if it is invalid. */
 static int read_leaf_head(Reader *reader, Place *place) {
     const unsigned char *head = take(reader, LEAF_HEAD - 1);
     if (!head) return -1;
@@ -205,7 +205,7 @@ static PyObject *read_composite(Reader *reader) {
 
 typedef PyObject *(*ReadChild)(Reader *, int);
 
-/* Grown one by one: no list with holes is ever seen by the code that an odd leaf runs. */
+/* Grown one by one: the code that a leaf may run never sees a list with holes. */
 static PyObject *read_list(Reader *reader, int depth, ReadChild read_child) {
     uint32_t count;
     if (depth >= MAX_DEPTH || take_count(reader, &count)) return NULL;
@@ -252,7 +252,7 @@ static PyObject *read_value(Reader *reader, int depth) {
     }
 }
 
-/* As JSON has them. */
+/* A value that JSON can express. */
 static PyObject *read_plain(Reader *reader, int depth) {
     const unsigned char *tag = take(reader, 1);
     if (!tag) return NULL;
@@ -261,7 +261,7 @@ static PyObject *read_plain(Reader *reader, int depth) {
     return read_scalar(reader, *tag);
 }
 
-/* --- together -------------------------------------------------------------------------------------------------------- */
+/* --- the whole message -------------------------------------------------------------------------------------------------------- */
 
 static int read_header(Reader *reader) {
     if (reader->size > MAX_DESCRIPTION) return -1;

@@ -1,23 +1,23 @@
-/* A value and its meta to a description and the copies to make: what views/encode.py does, in one pass. */
+/* From a value and its meta to a description and the copies to make: what codec/encode.py does, in one pass. */
 
 #include "native.h"
 #include <stdlib.h>
 
-/* Whether a leaf and others that overlap it in memory are sent as that memory, copied once. */
+/* How a leaf is sent together with others that overlap it in memory. */
 typedef enum {
     SHARES,
-    COPIED, /* its strides cannot be sent: only with those that are the same view */
-    ASKS,   /* the reference decides, about the message as a whole, if there are such others */
+    COPIED, /* its strides cannot be sent: it shares a copy only with equal views */
+    ASKS,   /* if there are such others, the reference encodes the message as a whole */
     ON_DEVICE, /* the same, and its addresses are a device's */
 } Sharing;
 
 typedef struct {
-    PyObject *source, *job; /* `job`: offset -> what copies a leaf that does not lie in memory as it is sent, or NULL */
-    PyObject *other;        /* SHARES: its bytes with others, or NULL: as they stand. COPIED: equal for the same view */
-    uintptr_t start, address; /* of the bytes that it spans; of those that are copied as they lie there, or 0 */
+    PyObject *source, *job; /* `job`: offset -> the copy of a leaf whose bytes do not lie in memory as they are sent, or NULL */
+    PyObject *other;        /* SHARES: its node among others, or NULL if that is unchanged. COPIED: a key, equal for equal views */
+    uintptr_t start, address; /* of the bytes that it spans; of those for a plain copy, or 0 */
     uint64_t extent, offset, size;
-    size_t node, node_size; /* where it stands in the description */
-    Py_ssize_t first;       /* the leaf with which it shares its place, or itself */
+    size_t node, node_size; /* its node's position and size in the description */
+    Py_ssize_t first;       /* the leaf with which it shares its bytes, or itself */
     uint32_t storage, copies;
     Sharing sharing;
     char known, is_torch, is_placed;
@@ -32,14 +32,14 @@ typedef struct {
     Leaf *leaves;
     Py_ssize_t nleaves, leaf_room;
     uint64_t end;     /* of the payload so far */
-    uint64_t *storages; /* offset, bytes: of each that several tensors share */
+    uint64_t *storages; /* (offset, bytes) of each storage that several tensors share */
     uint32_t nstorages;
     PyObject *jobs, *device_jobs;
     char few_bytes[FEW_BYTES];
     Leaf few_leaves[FEW_LEAVES];
 } Writer;
 
-/* Every function below returns 0, or -1: with an error set, or without one if the reference is to be asked. */
+/* Every function below returns 0, or -1: with an error set, or without one to hand over to the reference. */
 
 static int write_value(Writer *writer, PyObject *value, int depth);
 
@@ -128,7 +128,7 @@ static int write_text(Writer *writer, PyObject *value) {
     return failed ? -1 : 0;
 }
 
-/* 1: no scalar. */
+/* Returns 1 if it is no scalar. */
 static int write_scalar(Writer *writer, PyObject *value) {
     if (value == Py_None) return write_tag(writer, NONE);
     if (PyBool_Check(value)) return write_tag(writer, value == Py_True ? TRUE_ : FALSE_);
@@ -141,7 +141,7 @@ static int write_scalar(Writer *writer, PyObject *value) {
 
 /* --- leaves ---------------------------------------------------------------------------------------------------------- */
 
-/* Give a leaf a place of its own in the payload. */
+/* Give a leaf bytes of its own in the payload. */
 static int place_leaf(Writer *writer, Leaf *leaf) {
     leaf->offset = leaf->size ? aligned(writer->end) : 0;
     if (leaf->size > MAX_BYTES || leaf->offset > MAX_BYTES - leaf->size) return -1;
@@ -149,7 +149,7 @@ static int place_leaf(Writer *writer, Leaf *leaf) {
     return 0;
 }
 
-/* Note a leaf of so many bytes, whose node comes next in the description. */
+/* Record a leaf of so many bytes, whose node comes next in the description. */
 static Leaf *add_leaf(Writer *writer, PyObject *source, uintptr_t start, uint64_t extent, uint64_t size) {
     if (writer->nleaves >= MAX_LEAVES) return NULL;
     if (writer->nleaves == writer->leaf_room) {
@@ -186,7 +186,7 @@ static int is_dense(int ndim, const int64_t *shape, const int64_t *strides, int6
     return 1;
 }
 
-/* A leaf at `data`, in C order, or with strides in bytes. 1: not one that is known here. */
+/* A leaf at `data`, in C order, or with strides in bytes. Returns 1 for an unknown type. */
 static int write_leaf(Writer *writer, PyObject *source, int code, int flags, int ndim, const int64_t *shape,
                       const int64_t *strides, const void *data) {
     const uint64_t itemsize = writer->codec->rows[code].itemsize;
@@ -197,7 +197,7 @@ static int write_leaf(Writer *writer, PyObject *source, int code, int flags, int
     }
     if (strides) {
         if (!size || !is_dense(ndim, shape, strides, (int64_t)itemsize)) return 1;
-        for (int i = 0; i < ndim; i++) /* of a dimension of 1, it says nothing, but is sent */
+        for (int i = 0; i < ndim; i++) /* the stride of a dimension of length 1 has no meaning, but is sent */
             if (strides[i] < 0 || (uint64_t)strides[i] > MAX_BYTES) return 1;
         flags |= STRIDES;
     }
@@ -271,7 +271,7 @@ static int write_data(Writer *writer, PyObject *value) {
                                                       NULL, PyBytes_AS_STRING(value));
 }
 
-/* NumPy's scalar. 1: not one that is known here. */
+/* A NumPy scalar. Returns 1 for an unknown type. */
 static int write_generic(Writer *writer, PyObject *value) {
     PyArray_Descr *descr = PyArray_DescrFromScalar(value);
     if (!descr) return -1;
@@ -285,7 +285,7 @@ static int write_generic(Writer *writer, PyObject *value) {
     return result ? -1 : 0;
 }
 
-/* A leaf that Python has looked at: (bytes with offset 0, source, address, start, extent, size, job, sharing, other). */
+/* A leaf that Python has read: (node with offset 0, source, address, start, extent, size, job, sharing, other). */
 static int write_odd_leaf(Writer *writer, PyObject *item) {
     PyObject *node, *source, *job, *other;
     unsigned long long address, start, extent, size;
@@ -313,7 +313,7 @@ static int write_odd_leaf(Writer *writer, PyObject *item) {
     return 0;
 }
 
-/* What is not known here: (head of a composite or nothing, its leaves, its scalars). */
+/* A value of unknown type, from Python's `parts`: (head of a composite or nothing, its leaves, its scalars). */
 static int write_odd(Writer *writer, PyObject *value) {
     PyObject *parts = PyObject_CallOneArg(writer->codec->parts, value), *head, *leaves, *scalars;
     if (!parts) return -1;
@@ -337,7 +337,7 @@ static int write_odd(Writer *writer, PyObject *value) {
 typedef int (*WriteChild)(Writer *, PyObject *, int);
 typedef int (*WriteKey)(Writer *, PyObject *);
 
-/* The pairs of a dict as they are now, since writing one may run code that changes it: key, value, key, value... */
+/* A snapshot of a dict's pairs, since encoding one may run code that changes the dict: key, value, key, value... */
 static PyObject **pairs_of(PyObject *dict, Py_ssize_t *count) {
     Py_ssize_t most = PyDict_GET_SIZE(dict), n = 0, at = 0;
     PyObject **pairs = PyMem_Malloc((size_t)(2 * most + 1) * sizeof *pairs), *key, *value;
@@ -425,7 +425,7 @@ static int write_value(Writer *writer, PyObject *value, int depth) {
     return result > 0 ? write_odd(writer, value) : result;
 }
 
-/* As JSON has them, in which a tuple is a list. */
+/* A value that JSON can express; a tuple becomes a list. */
 static int write_plain(Writer *writer, PyObject *value, int depth) {
     if (PyDict_Check(value)) return write_dict(writer, value, depth, write_name, write_plain);
     if (PyList_Check(value) || PyTuple_Check(value)) return write_sequence(writer, LIST, value, depth, write_plain);
@@ -449,19 +449,19 @@ static int by_start(const void *a, const void *b) {
     return (left->number > right->number) - (left->number < right->number);
 }
 
-/* Whether there are any two. */
+/* Whether any two leaves may share memory. */
 static int any_overlap(const Writer *writer) {
     uintptr_t end = 0;
     for (Py_ssize_t i = 0; i < writer->nleaves; i++) {
         const Leaf *leaf = &writer->leaves[i];
         if (!leaf->extent) continue;
-        if (leaf->start < end || leaf->sharing == ON_DEVICE) return 1; /* or not in order: it may be */
+        if (leaf->start < end || leaf->sharing == ON_DEVICE) return 1; /* also if they are only not in order */
         end = leaf->start + leaf->extent;
     }
     return 0;
 }
 
-/* All that have memory, sorted; how many of them. */
+/* Collect and sort all leaves that have memory; returns how many there are. */
 static Py_ssize_t sorted_extents(const Writer *writer, Extent *extents) {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < writer->nleaves; i++) {
@@ -472,7 +472,7 @@ static Py_ssize_t sorted_extents(const Writer *writer, Extent *extents) {
     return count;
 }
 
-/* 1: none overlap after all; -1: some of which the reference decides. */
+/* Returns 1 if none overlap after all, -1 if the reference has to encode the message. */
 static int check_overlaps(const Writer *writer, const Extent *extents, Py_ssize_t count) {
     int asks = 0, overlap = 0, asked = 0; /* in the run of overlapping ones that ends at `end`; anywhere */
     uintptr_t end = 0;
@@ -492,14 +492,14 @@ static int check_overlaps(const Writer *writer, const Extent *extents, Py_ssize_
     return asked ? -1 : !overlap;
 }
 
-/* Its number. There is room: for no more than there are leaves. */
+/* Add a shared storage; returns its number. There is room for as many as there are leaves. */
 static uint32_t add_storage(Writer *writer, uint64_t offset, uint64_t nbytes) {
     writer->storages[2 * writer->nstorages] = offset;
     writer->storages[2 * writer->nstorages + 1] = nbytes;
     return ++writer->nstorages;
 }
 
-/* The leaves `extents[0]` to `extents[count - 1]`, each of which overlaps one before it, but for the first. */
+/* Place the group `extents[0]` to `extents[count - 1]`: each leaf but the first overlaps one before it. */
 static int place_group(Writer *writer, const Extent *extents, Py_ssize_t count) {
     uintptr_t start = extents[0].start, end = start;
     uint32_t tensors = 0;
@@ -507,7 +507,7 @@ static int place_group(Writer *writer, const Extent *extents, Py_ssize_t count) 
         if (extents[i].start + extents[i].extent > end) end = extents[i].start + extents[i].extent;
         tensors += (uint32_t)writer->leaves[extents[i].number].is_torch;
     }
-    /* the same place within 16 bytes as in the source, so that every member stays aligned */
+    /* the same offset modulo 16 as in the source, so that every member stays aligned */
     uint64_t offset = aligned(writer->end) + start % STORAGE_ALIGNMENT, extent = end - start;
     if (extent > MAX_BYTES || offset > MAX_BYTES - extent) return -1;
     writer->end = offset + extent;
@@ -546,7 +546,7 @@ static int place_groups(Writer *writer, const Extent *extents, Py_ssize_t count)
     return failed ? -1 : 0;
 }
 
-/* The same view, expanded or reversed, more than once: one copy for all. */
+/* Let equal views, expanded or reversed, share one copy. */
 static int find_copies(Writer *writer) {
     PyObject *firsts = PyDict_New();
     int failed = !firsts;
@@ -580,7 +580,7 @@ static int place_others(Writer *writer) {
     return 0;
 }
 
-/* The description again: with the shared storages, and each leaf as it lies now. */
+/* Rewrite the description, with the shared storages and each leaf's new position. */
 static int write_again(Writer *writer) {
     const size_t table = (size_t)writer->nstorages * STORAGE;
     size_t size = writer->used + table, at = HEADER;
@@ -613,7 +613,7 @@ static int write_again(Writer *writer) {
     return 0;
 }
 
-/* If leaves share memory: groups of those that overlap first, each in one run of bytes, then the others. */
+/* If leaves share memory: place first the groups that overlap, each in one run of bytes, then the others. */
 static int arrange(Writer *writer) {
     if (!any_overlap(writer)) return 0;
     Extent *extents = PyMem_Malloc((size_t)writer->nleaves * sizeof *extents);
@@ -633,9 +633,9 @@ static int arrange(Writer *writer) {
     return result < 0 ? -1 : 0;
 }
 
-/* --- together -------------------------------------------------------------------------------------------------------- */
+/* --- the whole value -------------------------------------------------------------------------------------------------------- */
 
-/* What copies the leaves that do not lie in memory as they are sent. */
+/* The copies of leaves whose bytes do not lie in memory as they are sent. */
 static int make_jobs(Writer *writer) {
     for (Py_ssize_t i = 0; i < writer->nleaves; i++) {
         const Leaf *leaf = &writer->leaves[i];

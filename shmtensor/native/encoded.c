@@ -1,4 +1,4 @@
-/* What `encode` returns: the description of a value, and the copies of its bytes into the slot that it is given. */
+/* The result of `encode`: the description of a value, and the copies of its bytes into a slot. */
 
 #include "native.h"
 
@@ -81,7 +81,7 @@ static int run_jobs(PyObject *jobs, PyObject *payload) {
     return 0;
 }
 
-/* `whole`: with a spilled description. */
+/* `whole`: include a spilled description. */
 static PyObject *copy(Encoded *self, PyObject *buffer, Py_ssize_t offset, int on_device, int whole) {
     Py_buffer view;
     Py_ssize_t needed = whole ? self->total : self->nbytes;
@@ -166,7 +166,7 @@ static PyGetSetDef Encoded_getset[] = {
 };
 
 static PyType_Slot Encoded_slots[] = {
-    {Py_tp_doc, "A value that is ready to be copied into a slot: views/encode.py."},
+    {Py_tp_doc, "A value that is ready to be copied into a slot: codec/encode.py."},
     {Py_tp_traverse, Encoded_traverse},
     {Py_tp_dealloc, Encoded_dealloc},
     {Py_tp_repr, Encoded_repr},
@@ -177,7 +177,7 @@ static PyType_Slot Encoded_slots[] = {
 };
 
 PyType_Spec Encoded_spec = {
-    .name = "shmtensor.native._codec.Encoded",
+    .name = "shmtensor.native._core.Encoded",
     .basicsize = offsetof(Encoded, runs),
     .itemsize = sizeof(Run),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,

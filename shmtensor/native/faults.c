@@ -1,9 +1,9 @@
-/* Writing to what was received: the process ends as it would, and its standard error says why.
+/* A write to a received tensor: the process ends as it would, and a message on standard error says why.
  *
  * The data of a fan-out are mapped read-only, and torch does not know that a tensor may not be written. The handler of
- * SIGSEGV looks whether the address lies in such a mapping, names the channel and the message, and passes every signal on
+ * SIGSEGV checks whether the address lies in such a mapping, names the channel and the message, and passes every signal on
  * to the handler that was there before: nothing is caught. All that it calls is async-signal-safe; it takes no lock,
- * allocates nothing, and reads what only holders of the interpreter lock change.
+ * allocates nothing, and reads only data that holders of the interpreter lock change.
  */
 
 #include "native.h"
@@ -16,7 +16,7 @@
 
 enum { MOST_NAME = 64, MOST_HANDLERS = 8, FAULT_TEXT = 640, FAULT_RECORD = 256, FAULT_SPAN = 28 };
 
-/* A mapping. Nodes are used again and never freed, so that the handler may walk them at any time. */
+/* A mapping. Nodes are reused and never freed, so that the handler may walk the list at any time. */
 typedef struct Guard {
     struct Guard *next;
     atomic_uintptr_t start; /* 0: unused. Stored after all the rest, and cleared before the memory is unmapped */
@@ -29,12 +29,12 @@ typedef struct Guard {
 
 static _Atomic(Guard *) guards;
 
-/* Who had the signal before, oldest first. Whoever takes the signal after us is found when the next ring is mapped. */
+/* Earlier handlers, oldest first. A handler that is installed after ours is added when the next ring is mapped. */
 static struct sigaction fault_handlers[MOST_HANDLERS];
 static atomic_int fault_handler_count;
-static atomic_int fault_told, fault_teller; /* process numbers: who has said it, who says it */
+static atomic_int fault_told, fault_teller; /* process ids: the explanation is printed; it is being printed */
 
-/* --- what is said ---------------------------------------------------------------------------------------------- */
+/* --- the explanation ---------------------------------------------------------------------------------------------- */
 
 typedef struct {
     char text[FAULT_TEXT];
@@ -53,7 +53,7 @@ static void put_number(Line *line, uint64_t number) {
     put(line, at);
 }
 
-/* The newest message whose slots include the address; 0 if the records tell of none. */
+/* The newest message whose slots include the address; 0 if there is none in the records. */
 static uint64_t message_at(const Guard *guard, uintptr_t address) {
     uint64_t newest = 0, slot = (address - guard->start) / guard->slot_bytes;
     if (slot >= guard->slots) return 0;
@@ -68,7 +68,7 @@ static uint64_t message_at(const Guard *guard, uintptr_t address) {
 }
 
 static void tell_fault(const Guard *guard, uintptr_t address, pid_t pid) {
-    static Line line; /* one thread at a time tells */
+    static Line line; /* one thread at a time prints */
     line.length = 0;
     uint64_t seq = guard->pid == pid ? message_at(guard, address) : 0;
     put(&line, "shmtensor: process ");
@@ -118,7 +118,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
             if (teller != pid && atomic_compare_exchange_strong(&fault_teller, &teller, pid)) {
                 tell_fault(guard, address, pid);
                 atomic_store(&fault_told, pid);
-            } else { /* another thread of the same computation: it must not end the process before that is said */
+            } else { /* another faulting thread: it must not end the process before the explanation is printed */
                 const struct timespec pause = {0, 1000000};
                 for (int turn = 0; atomic_load(&fault_told) != pid && turn < 1000; turn++) nanosleep(&pause, NULL);
             }
@@ -126,8 +126,8 @@ static void on_fault(int number, siginfo_t *info, void *context) {
         }
     }
     errno = error;
-    /* A handler above an older installation of ours (faulthandler does so) ends by raising the signal for it: then the
-     * oldest comes next, or the two would call each other for ever. */
+    /* A handler that was installed over ours (faulthandler, for one) may end by raising the signal again for ours: then call
+     * the oldest handler next, or the two would call each other for ever. */
     int raised = info->si_code == SI_TKILL && info->si_pid == pid;
     pass_on(&fault_handlers[raised || count < 1 ? 0 : count - 1], number, info, context);
 }
@@ -139,7 +139,7 @@ static int take_faults(void) {
     if (sigaction(SIGSEGV, NULL, &now)) goto failed;
     if (((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault) || count == MOST_HANDLERS) return 0;
     int function = (now.sa_flags & SA_SIGINFO) || (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN);
-    ours.sa_mask = now.sa_mask; /* what comes after us runs as it would by itself */
+    ours.sa_mask = now.sa_mask; /* the earlier handler runs with the mask that it asked for */
     ours.sa_flags = SA_SIGINFO | (function ? now.sa_flags & (SA_ONSTACK | SA_NODEFER | SA_RESTART) : SA_ONSTACK);
     fault_handlers[count] = now;
     atomic_store(&fault_handler_count, count + 1);
@@ -149,7 +149,7 @@ failed:
     return -1;
 }
 
-/* --- what Python calls ------------------------------------------------------------------------------------------- */
+/* --- the Python functions ------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(guard_doc, "guard(address, nbytes, records, slots, slot_bytes, channel)\n--\n\nSay who is to blame if somebody writes to this "
                         "read-only memory; returns what `unguard` takes, before it or the records are unmapped.");

@@ -1,4 +1,4 @@
-/* The module: `Codec`, which Python makes once and tells what it needs to know (views/implementation.py). */
+/* The module, and `Codec`, which Python makes once with its parameters (codec/implementation.py). */
 
 #define NATIVE_MODULE
 #include "native.h"
@@ -30,7 +30,7 @@ static int Codec_traverse(Codec *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* No `tp_clear`: what it refers to is there as long as it is. A cycle goes through Python's own objects. */
+/* No `tp_clear`: its references live as long as it does. Python breaks a cycle at its other objects. */
 static void Codec_dealloc(Codec *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
@@ -127,8 +127,8 @@ PyTypeObject *codec_type_of(PyTypeObject *type) {
 }
 
 PyDoc_STRVAR(use_torch_doc, "use_torch(tensor_type, parameter_type, samples, strided, exchange, to_dlpack, from_dlpack)\n--\n\n"
-    "Look at torch's tensors here from now on. `samples`: code -> a tensor of that dtype; `exchange`: torch's DLPack "
-    "exchange interface, or None: then by the other two.");
+    "Read torch's tensors here from now on. `samples`: code -> a tensor of that dtype; `exchange`: torch's DLPack exchange "
+    "interface, or None: then the other two are used.");
 
 static PyObject *Codec_use_torch(Codec *self, PyObject *args) {
     PyObject *tensor_type, *parameter_type, *samples, *strided, *exchange, *to_dlpack, *from_dlpack;
@@ -146,7 +146,7 @@ static PyObject *named(PyObject *const *args, PyObject *names, const char *name,
     return missing;
 }
 
-PyDoc_STRVAR(encode_doc, "encode(value, meta=None)\n--\n\nSee views/encode.py.");
+PyDoc_STRVAR(encode_doc, "encode(value, meta=None)\n--\n\nSee codec/encode.py.");
 
 static PyObject *Codec_encode(Codec *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
     PyObject *meta = count == 2 ? args[1] : named(args + count, names, "meta", NULL);
@@ -157,7 +157,7 @@ static PyObject *Codec_encode(Codec *self, PyObject *const *args, Py_ssize_t cou
     return encode_value(self, args[0], meta ? meta : Py_None);
 }
 
-PyDoc_STRVAR(decode_doc, "decode(description, payload, *, readonly)\n--\n\nSee views/decode.py.");
+PyDoc_STRVAR(decode_doc, "decode(description, payload, *, readonly)\n--\n\nSee codec/decode.py.");
 
 static PyObject *Codec_decode(Codec *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
     PyObject *readonly = named(args + count, names, "readonly", NULL);
@@ -188,13 +188,13 @@ static PyMethodDef Codec_methods[] = {
 };
 
 static PyGetSetDef Codec_getset[] = {
-    {"handed_over", (getter)Codec_handed_over, NULL, "how many calls the reference did as a whole", NULL},
-    {"tensors", (getter)Codec_tensors, NULL, "how torch's tensors are looked at: 'exchange', 'methods', or not yet: None", NULL},
+    {"handed_over", (getter)Codec_handed_over, NULL, "how many calls were handed to the reference as a whole", NULL},
+    {"tensors", (getter)Codec_tensors, NULL, "how torch's tensors are read: 'exchange' or 'methods'; None before the first", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot Codec_slots[] = {
-    {Py_tp_doc, "encode and decode: see views/implementation.py."},
+    {Py_tp_doc, "encode and decode: see codec/implementation.py."},
     {Py_tp_new, Codec_new},
     {Py_tp_traverse, Codec_traverse},
     {Py_tp_dealloc, Codec_dealloc},
@@ -204,7 +204,7 @@ static PyType_Slot Codec_slots[] = {
 };
 
 PyType_Spec Codec_spec = {
-    .name = "shmtensor.native._codec.Codec",
+    .name = "shmtensor.native._core.Codec",
     .basicsize = sizeof(Codec),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = Codec_slots,
@@ -252,7 +252,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}}
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "shmtensor.native._codec",
+    .m_name = "shmtensor.native._core",
     .m_doc = "The codec in C: see native/__init__.py.",
     .m_size = sizeof(State),
     .m_slots = module_slots,
@@ -260,6 +260,6 @@ static struct PyModuleDef definition = {
     .m_clear = module_clear,
 };
 
-PyMODINIT_FUNC PyInit__codec(void);
+PyMODINIT_FUNC PyInit__core(void);
 
-PyMODINIT_FUNC PyInit__codec(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

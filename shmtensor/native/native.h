@@ -1,8 +1,8 @@
 /* The codec in C: values to bytes and back, as wire/spec.py describes them. See native/__init__.py.
  *
- * What a value consists of is looked at, and made, by NumPy's C interface and as tensors.c says. Whatever
- * is not known here, one leaf, is handed to Python and comes back as bytes of the description (encode) or as an object
- * (decode). Whatever cannot be, on either way, is handed to the reference as a whole: it says what is wrong with it.
+ * Arrays are read and made through NumPy's C interface, tensors as tensors.c says. A leaf of unknown type is handed to
+ * Python and comes back as bytes of the description (encode) or as an object (decode). A value or message that fails is
+ * handed to the reference as a whole, which raises the error.
  *
  * Rules: no borrowed reference is used after a call that may run Python code; nothing here knows rings, slots or words.
  */
@@ -62,49 +62,49 @@ enum {
 typedef struct {
     uint32_t itemsize; /* 0: no such code */
     int type_num;      /* of NumPy's type; -1: NumPy lacks it */
-    char in_torch;     /* torch's tensors of it are looked at and made here */
+    char in_torch;     /* torch's tensors of it are read and made here */
     char is_complex;
-    char is_viewed;    /* tensors are made as `dlpack`, and viewed as `dtype` then */
-    char has_twins;    /* the exchange interface shows another dtype as it does this one */
+    char is_viewed;    /* tensors are made as `dlpack`, and then viewed as `dtype` */
+    char has_twins;    /* another dtype looks the same through the exchange interface */
     DLDataType dlpack;
     PyObject *dtype;   /* torch's */
 } Row;
 
 enum { CODES = 256, TYPE_NUMS = 64 };
 
-/* What a tensor is asked for: module.c has the names. */
+/* Attributes of a tensor: module.c has the names. */
 enum { IS_NEG, IS_CONJ, LAYOUT, IS_CPU, DTYPE, SHAPE, STRIDE, IS_CONTIGUOUS, DATA_PTR, NUMEL, VIEW, NAMES };
 
 typedef struct {
     PyObject_HEAD
     PyTypeObject *encoded_type;
-    /* Python's part, see views/implementation.py */
+    /* Python's part, see codec/implementation.py */
     PyObject *encode, *decode; /* the reference */
-    PyObject *parts;           /* what a value that is not known here consists of */
-    PyObject *tree;            /* makes the reference's reader of one message, for leaves that are not known here */
+    PyObject *parts;           /* the parts of a value of unknown type */
+    PyObject *tree;            /* makes the reference's reader of one message, for leaves of unknown type */
     PyObject *big_bytes;       /* an int of more than 64 bits as bytes */
     PyObject *move_large;      /* copies many bytes */
     PyObject *payload;         /* makes the array that jobs write to */
     PyObject *argument_error;  /* errors.py */
-    Py_ssize_t alone, small;   /* bytes up to which all copies, and each, are made here: views/moves.py */
+    Py_ssize_t alone, small;   /* bytes up to which all copies together, and each one, are made here: codec/copies.py */
     Py_ssize_t inline_bytes;   /* of a description that fits the record */
     int max_ndim;              /* of NumPy's arrays */
     PyObject *names[NAMES];
     Row rows[CODES];
     unsigned char code_of_type[TYPE_NUMS]; /* by NumPy's type number; 0: not in the table */
     PyTypeObject *tensor_type, *parameter_type; /* NULL: torch is not imported yet */
-    const ExchangeAPI *exchange;                /* NULL: torch has none, so by methods and capsules */
+    const ExchangeAPI *exchange;                /* NULL: torch has none, methods and capsules are used */
     PyObject *from_dlpack, *strided;            /* torch's function, and layout */
-    unsigned long long handed_over; /* calls that the reference did as a whole */
+    unsigned long long handed_over; /* calls that were handed to the reference as a whole */
 } Codec;
 
 /* One source, and one copy to make. */
 typedef struct {
     PyObject *source;        /* keeps the memory alive */
-    uintptr_t address;       /* of the copy; with others that overlap it, one copies the memory of all */
-    uint64_t offset, size;   /* in the payload; bytes, 0: nothing to copy as it lies there */
-    uintptr_t looked_at;     /* where a tensor or array lay, and its bytes: it is looked at again before the copy; */
-    uint64_t looked_at_size; /* 0: it is not */
+    uintptr_t address;       /* of the copy; of leaves that overlap, one copies the memory of all */
+    uint64_t offset, size;   /* in the payload; bytes, 0: no plain copy */
+    uintptr_t looked_at;     /* the address and bytes of a tensor or array when it was read, to be checked again before the copy; */
+    uint64_t looked_at_size; /* 0: no check */
 } Run;
 
 typedef struct {
@@ -120,21 +120,21 @@ extern PyType_Spec Encoded_spec, Codec_spec, Writer_spec;
 /* The module's `Codec`, from another of its types. */
 PyTypeObject *codec_type_of(PyTypeObject *type);
 
-/* As spec.BigKeys: note a dict's next key; `counts` starts as NULL. Not 0: one key of its hash too many, or no memory. */
+/* As spec.BigKeys: count a dict's next key; `counts` starts as NULL. Not 0: too many keys with its hash, or no memory. */
 int add_key(PyObject **counts, PyObject *key);
 
 PyObject *encode_value(Codec *codec, PyObject *value, PyObject *meta);
-/* Whether `copy_small` makes every copy, and nothing else is to be done. */
+/* Whether `copy_small` makes every copy, and nothing else has to be done. */
 int can_copy_at_once(const Encoded *self);
-/* Whether tensors and arrays still have the memory that was looked at: a sender may have waited for a slot since, while
- * another thread resized one or gave it other memory. Runs no Python code, but for torch's modes. -1: an exception. */
+/* Whether a tensor or array has other memory now than when it was read: a sender may have waited for a slot since, while
+ * another thread resized one or gave it other memory. Runs no Python code, except for torch's modes. -1: an exception. */
 int has_moved(const Encoded *self);
-/* Everything but the large ones; whoever copies those lets go of the interpreter lock, or has other threads help. Whether
- * there are any. */
+/* Make all copies but the large ones, which are made with the interpreter lock released, or by several threads. Returns
+ * whether there are large ones. */
 int copy_small(const Encoded *self, char *base);
 PyObject *decode_message(Codec *codec, PyObject *description, PyObject *payload, int readonly);
 
-/* The same of a description that nobody changes, and of bytes that `owner` keeps: 0, or -1 with an error set. */
+/* The same for a description that does not change meanwhile, and bytes that `owner` keeps: 0, or -1 with an error set. */
 int decode_at(Codec *codec, const void *text, size_t size, PyObject *owner, void *base, uint64_t nbytes, int readonly,
               PyObject **value, PyObject **meta);
 
@@ -153,16 +153,16 @@ typedef struct {
 
 int use_torch(Codec *codec, PyObject *tensor_type, PyObject *parameter_type, PyObject *samples, PyObject *strided,
               PyObject *exchange, PyObject *to_dlpack, PyObject *from_dlpack);
-/* The code of its dtype; 0: not a tensor that is known here; -1: an exception. */
+/* Read a tensor. The code of its dtype; 0: not of a known type; -1: an exception. */
 int look_at_tensor(const Codec *codec, PyObject *value, Tensor *tensor);
-/* Whether it has this memory still; -1: an exception. */
+/* Whether a tensor still has this memory; -1: an exception. */
 int still_lies_at(const Codec *codec, PyObject *value, uintptr_t address, uint64_t nbytes);
 PyObject *make_tensor(const Codec *codec, const Row *row, void *data, int ndim, const int64_t *shape,
                       const int64_t *strides, PyObject *owner);
 int call_at_exit(void);
 
-/* An exception that the reference is to raise in its own words, or none: to be asked. Anything that is no `Exception`
- * (Ctrl-C) stays. */
+/* Whether to hand over to the reference: if no error is set, or one that it will raise in its own words, which is cleared. An
+ * exception that is no `Exception` (Ctrl-C) stays set. */
 int is_for_the_reference(void);
 
 static inline uint64_t aligned(uint64_t nbytes) { return (nbytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }

@@ -1,9 +1,9 @@
-/* The receiving end in C: a feed for each sender, and what it gives out: messages, and the leases that their views hold.
+/* The receiving end in C: a reader for each sender, its messages, and the leases that their views hold.
  *
- * `ring/feed.py` says what each call means; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and
- * puts it where the receiver keeps what `recv` has not returned, so that an asynchronous exception arrives before or after.
- * The interpreter lock keeps threads apart: no Python code runs, and nobody else does, from the first look to the last store
- * of a take. Decoding comes after it, and may run Python code; by then the message is taken, whoever asks for the next one.
+ * `ring/reader.py` documents each call; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and
+ * puts it into `undelivered`, the dict of messages that `recv` has not returned, so that an asynchronous exception arrives before
+ * or after. The interpreter lock keeps threads apart: from the first load to the last store of a take, no Python code and no other
+ * thread runs. Decoding comes after it, and may run Python code; by then the message is taken, and other threads take other ones.
  */
 
 #include "native.h"
@@ -13,9 +13,9 @@
 
 #include "protocol/reader.h"
 
-#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `TICK`: how often a consumer looks for what nobody finished */
+#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a consumer scans for unfinished messages */
 
-/* How often this process was forked: a child has no part in its parent's feeds, whose memory it must not touch. */
+/* How many forks led to this process: a child must not touch the memory of its parent's readers. */
 static unsigned forks;
 
 static void after_fork_in_child(void) { forks++; }
@@ -49,7 +49,7 @@ static PyType_Slot Counts_slots[] = {
 };
 
 static PyType_Spec Counts_spec = {
-    .name = "shmtensor.native._codec.Counts", .basicsize = sizeof(Counts), .flags = Py_TPFLAGS_DEFAULT, .slots = Counts_slots,
+    .name = "shmtensor.native._core.Counts", .basicsize = sizeof(Counts), .flags = Py_TPFLAGS_DEFAULT, .slots = Counts_slots,
 };
 
 /* --- the base of messages -------------------------------------------------------------------------------------------- */
@@ -131,13 +131,13 @@ static PyType_Slot Received_slots[] = {
 };
 
 static PyType_Spec Received_spec = {
-    .name = "shmtensor.native._codec.Received",
+    .name = "shmtensor.native._core.Received",
     .basicsize = sizeof(Received),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = Received_slots,
 };
 
-/* --- feeds and leases: what they are --------------------------------------------------------------------------------- */
+/* --- readers and leases: what they are --------------------------------------------------------------------------------- */
 
 /* What keeps a ring's memory mapped. */
 typedef struct {
@@ -147,7 +147,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    feed f;
+    reader f;
     Attached *attached; /* as many as `f.rings` */
     Py_buffer control, table;
     Codec *codec;
@@ -155,29 +155,29 @@ typedef struct {
     PyTypeObject *message_type, *lease_type;
     PyObject *wire_error;
     PyObject *is_locked; /* of the receiver's mutex */
-    PyObject *events;    /* a list: what `recv` has met and `take` is to answer */
-    const word **siblings; /* where a work queue's other consumers sleep */
+    PyObject *events;    /* a list: events that `recv` has met, for `take` to return */
+    const word **siblings; /* the `asleep` words of a work queue's other consumers */
     Py_ssize_t nsiblings;
     const word *epoch_at;
     uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
     char ready, closing, readonly, more;
-} Feed;
+} Reader;
 
-/* A message that is held here: it ends when nothing refers to it, and gives the slot back. The garbage collector does not
- * know it, so that a feed with leases is never garbage, whoever else forgets it. */
+/* The lease of a message: it ends when nothing refers to it, and gives the slot back. The garbage collector does not track
+ * it, so that a reader with leases is never garbage, even if nothing else refers to it. */
 typedef struct {
     PyObject_HEAD
-    Feed *feed;
+    Reader *reader;
     uint64_t seq, nbytes;
     uint32_t ring, slot;
     char is_held, locked, done;
 } Lease;
 
-static int is_mine(const Feed *self) { return self->ready && self->generation == forks; }
+static int is_mine(const Reader *self) { return self->ready && self->generation == forks; }
 
-/* Call a method that may be repeated. There is nobody to raise to: an exception that arrives in it (Ctrl-C, say) is reported,
- * and does not keep it from being done. */
+/* Call a method that may be repeated. No caller can handle an exception here: one that arrives in the call (Ctrl-C, say) is
+ * reported, and the call is repeated. */
 static void call_safely(PyObject *object, const char *name) {
     for (int attempt = 0; attempt < 2; attempt++) {
         PyObject *done = PyObject_CallMethod(object, name, NULL);
@@ -189,7 +189,7 @@ static void call_safely(PyObject *object, const char *name) {
     }
 }
 
-/* Whether the end of message `seq` wakes a sender whose `asleep` word this is: memory/semaphores.py. */
+/* Whether the release of message `seq` wakes a sender with this `asleep` word: memory/semaphores.py. */
 static int is_woken_by(uint64_t asleep, uint64_t seq) {
     const uint64_t batched = (uint64_t)1 << 62, count = ((uint64_t)1 << 31) - 1;
     return (asleep & 1) && (!(asleep & batched) || ((seq - (asleep >> 31)) & count) <= count >> 1);
@@ -198,7 +198,7 @@ static int is_woken_by(uint64_t asleep, uint64_t seq) {
 /* --- Lease ----------------------------------------------------------------------------------------------------------- */
 
 static void begin_lease(Lease *lease, const taken *t) {
-    Feed *self = lease->feed;
+    Reader *self = lease->reader;
     lease->seq = t->seq;
     lease->nbytes = t->head.nbytes;
     lease->ring = t->ring;
@@ -206,26 +206,26 @@ static void begin_lease(Lease *lease, const taken *t) {
     lease->locked = (char)t->locked;
     lease->is_held = 1;
     self->leases++;
-    self->unacknowledged += self->f.mode == FEED_COMPETING;
+    self->unacknowledged += self->f.mode == READER_COMPETING;
 }
 
-/* It holds nothing any more. */
+/* Make a lease empty: it holds no message any more. */
 static void forget_lease(Lease *lease) {
     lease->is_held = 0;
-    lease->feed->leases--;
-    lease->feed->unacknowledged -= lease->feed->f.mode == FEED_COMPETING && !lease->done;
+    lease->reader->leases--;
+    lease->reader->unacknowledged -= lease->reader->f.mode == READER_COMPETING && !lease->done;
 }
 
 static void acknowledge(Lease *lease) {
-    Feed *self = lease->feed;
-    if (!lease->is_held || lease->done || self->f.mode != FEED_COMPETING || !is_mine(self)) return;
+    Reader *self = lease->reader;
+    if (!lease->is_held || lease->done || self->f.mode != READER_COMPETING || !is_mine(self)) return;
     lease->done = 1;
     self->unacknowledged--;
-    feed_acknowledge(&self->f, lease->ring, lease->slot, lease->seq);
+    reader_acknowledge(&self->f, lease->ring, lease->slot, lease->seq);
 }
 
-/* Message `seq` is held no more: wake its sender, and be closed, if anybody waits for that. An error that is set stays. */
-static void tell_end(Feed *self, uint64_t seq) {
+/* After message `seq` was given back: wake its sender if it sleeps, and close a reader that waits for that. An error that is set stays. */
+static void tell_end(Reader *self, uint64_t seq) {
     uint64_t asleep = load(self->f.asleep);
     int wakes = is_woken_by(asleep, seq) && asleep != self->posted, is_last = !self->leases && self->closing;
     if (!wakes && !is_last) return;
@@ -241,26 +241,26 @@ static void tell_end(Feed *self, uint64_t seq) {
 
 static void end_lease(Lease *lease) {
     forget_lease(lease);
-    feed_give_back(&lease->feed->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
-    tell_end(lease->feed, lease->seq);
+    reader_give_back(&lease->reader->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
+    tell_end(lease->reader, lease->seq);
 }
 
 static void Lease_dealloc(Lease *self) {
     PyTypeObject *type = Py_TYPE(self);
-    if (self->is_held && is_mine(self->feed)) end_lease(self);
-    Py_XDECREF(self->feed);
+    if (self->is_held && is_mine(self->reader)) end_lease(self);
+    Py_XDECREF(self->reader);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
 static int Lease_getbuffer(Lease *self, Py_buffer *view, int flags) {
-    if (!self->is_held || !is_mine(self->feed)) {
+    if (!self->is_held || !is_mine(self->reader)) {
         PyErr_SetString(PyExc_BufferError, "the lease has ended, or is another process's");
         return -1;
     }
-    const ring *r = &self->feed->f.rings[self->ring].shared;
+    const ring *r = &self->reader->f.rings[self->ring].shared;
     return PyBuffer_FillInfo(view, (PyObject *)self, r->data + (uint64_t)self->slot * r->slot_bytes, (Py_ssize_t)self->nbytes,
-                             self->feed->readonly, flags);
+                             self->reader->readonly, flags);
 }
 
 PyDoc_STRVAR(Lease_acknowledge_doc, "acknowledge()\n--\n\nWork queue: the message is done, nobody gets it again.");
@@ -274,15 +274,15 @@ static PyObject *Lease_acknowledge(Lease *self, PyObject *unused) {
 static PyObject *Lease_words(Lease *self, void *unused) {
     (void)unused;
     if (!self->is_held) Py_RETURN_NONE;
-    return Py_NewRef(self->feed->attached[self->ring].words);
+    return Py_NewRef(self->reader->attached[self->ring].words);
 }
 
 static PyObject *Lease_word(Lease *self, void *unused) {
     (void)unused;
     if (!self->is_held) Py_RETURN_NONE;
-    const feed *f = &self->feed->f;
+    const reader *f = &self->reader->f;
     const ring *r = &f->rings[self->ring].shared;
-    const word *at = f->mode == FEED_COMPETING ? state_of(r, self->slot) : lease_word(r, f->member, self->slot);
+    const word *at = f->mode == READER_COMPETING ? state_of(r, self->slot) : lease_word(r, f->member, self->slot);
     return PyLong_FromSsize_t(at - r->words);
 }
 
@@ -320,13 +320,13 @@ static PyType_Slot Lease_slots[] = {
 };
 
 static PyType_Spec Lease_spec = {
-    .name = "shmtensor.native._codec.Lease",
+    .name = "shmtensor.native._core.Lease",
     .basicsize = sizeof(Lease),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = Lease_slots,
 };
 
-/* --- Feed: what it is made of ---------------------------------------------------------------------------------------- */
+/* --- Reader: what it is made of ---------------------------------------------------------------------------------------- */
 
 /* Whether a class is, or comes from, the one with this destructor. */
 static int comes_from(PyObject *type, destructor dealloc) {
@@ -348,7 +348,7 @@ static int get_words(PyObject *object, Py_buffer *view) {
 
 static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)view->len / sizeof(word); }
 
-static int Feed_init(Feed *self, PyObject *args, PyObject *kwargs) {
+static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "is_locked", "control", "table", "order", "mask",
                             "lock_fd", "mode", "history", "member", "member_uid", "asleep_at", "epoch_at", "max_attempts",
                             "description_version", "readonly", NULL};
@@ -362,8 +362,8 @@ static int Feed_init(Feed *self, PyObject *args, PyObject *kwargs) {
         return -1;
     if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
         !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || Py_TYPE(codec)->tp_basicsize != sizeof(Codec) ||
-        mode < FEED_ALL || mode > FEED_COMPETING || member >= MOST_MEMBERS) {
-        PyErr_SetString(PyExc_TypeError, "no parts of a feed, or it was made already");
+        mode < READER_ALL || mode > READER_COMPETING || member >= MOST_MEMBERS) {
+        PyErr_SetString(PyExc_TypeError, "no parts of a reader, or it was made already");
         return -1;
     }
     if (!(self->events = PyList_New(0))) return -1;
@@ -379,8 +379,8 @@ static int Feed_init(Feed *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
     }
-    self->f = (feed){
-        .mode = (feed_mode)mode,
+    self->f = (reader){
+        .mode = (reader_mode)mode,
         .table = {self->table.buf, mask, order},
         .lock_fd = lock_fd,
         .history = history,
@@ -397,7 +397,7 @@ static int Feed_init(Feed *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-static int Feed_traverse(Feed *self, visitproc visit, void *arg) {
+static int Reader_traverse(Reader *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->codec);
     Py_VISIT(self->lease_type);
@@ -406,7 +406,7 @@ static int Feed_traverse(Feed *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static void Feed_dealloc(Feed *self) {
+static void Reader_dealloc(Reader *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     self->ready = 0;
@@ -432,16 +432,16 @@ static void Feed_dealloc(Feed *self) {
     Py_DECREF(type);
 }
 
-static int check_ready(const Feed *self) {
+static int check_ready(const Reader *self) {
     if (is_mine(self)) return 0;
-    PyErr_SetString(PyExc_RuntimeError, "this feed was not made, or is another process's");
+    PyErr_SetString(PyExc_RuntimeError, "this reader was not made, or is another process's");
     return -1;
 }
 
-PyDoc_STRVAR(Feed_add_ring_doc, "add_ring(words, data, slots, slot_bytes, state, row, ring, rings)\n--\n\n"
+PyDoc_STRVAR(Reader_add_ring_doc, "add_ring(words, data, slots, slot_bytes, state, row, ring, rings)\n--\n\n"
     "The sender's next ring is mapped; it is appended to the list `rings`.");
 
-static PyObject *Feed_add_ring(Feed *self, PyObject *args) {
+static PyObject *Reader_add_ring(Reader *self, PyObject *args) {
     PyObject *words, *data, *object, *list;
     unsigned long long slots, slot_bytes, state, row;
     if (!PyArg_ParseTuple(args, "OOKKKKOO!", &words, &data, &slots, &slot_bytes, &state, &row, &object, &PyList_Type, &list) ||
@@ -462,15 +462,15 @@ static PyObject *Feed_add_ring(Feed *self, PyObject *args) {
         PyBuffer_Release(&made.head);
         return NULL;
     }
-    uint64_t end, bytes, most = self->f.mode == FEED_COMPETING ? 0 : (uint64_t)self->f.member;
+    uint64_t end, bytes, most = self->f.mode == READER_COMPETING ? 0 : (uint64_t)self->f.member;
     int inside = index < MOST_RINGS && slots && slots <= UINT32_MAX && row <= UINT32_MAX && state <= UINT32_MAX &&
                  !__builtin_mul_overflow(slots, slot_bytes, &bytes) && bytes <= (uint64_t)made.data.len &&
                  state >= HEADER_WORDS + slots * RECORD_WORDS;
-    if (self->f.mode == FEED_COMPETING) end = state + slots * STATE_WORDS;
+    if (self->f.mode == READER_COMPETING) end = state + slots * STATE_WORDS;
     else end = state + most * row + slots;
     ring shared = {
         .words = made.head.buf, .data = made.data.buf, .slots = slots, .slot_bytes = slot_bytes, .state = state,
-        .row = self->f.mode == FEED_COMPETING ? 0 : row, .index = index,
+        .row = self->f.mode == READER_COMPETING ? 0 : row, .index = index,
     };
     if (!inside || !has_word(&made.head, end - 1)) PyErr_SetString(PyExc_ValueError, "a ring that does not fit its segment");
     else if (reader_ring_init(&rings[index], &shared)) PyErr_NoMemory();
@@ -486,9 +486,9 @@ static PyObject *Feed_add_ring(Feed *self, PyObject *args) {
     return NULL;
 }
 
-PyDoc_STRVAR(Feed_set_siblings_doc, "set_siblings(words)\n--\n\nWork queue: where in the control segment the other consumers sleep.");
+PyDoc_STRVAR(Reader_set_siblings_doc, "set_siblings(words)\n--\n\nWork queue: where in the control segment the other consumers sleep.");
 
-static PyObject *Feed_set_siblings(Feed *self, PyObject *words) {
+static PyObject *Reader_set_siblings(Reader *self, PyObject *words) {
     if (check_ready(self)) return NULL;
     PyObject *list = PySequence_Tuple(words);
     if (!list) return NULL;
@@ -512,9 +512,9 @@ static PyObject *Feed_set_siblings(Feed *self, PyObject *words) {
     Py_RETURN_NONE;
 }
 
-/* --- Feed: receiving ------------------------------------------------------------------------------------------------- */
+/* --- Reader: receiving ------------------------------------------------------------------------------------------------- */
 
-/* Events: (code, seq, what else there is to say). ring/feed.py has the same numbers. */
+/* Events: (code, seq, detail). ring/reader.py has the same numbers. */
 enum { ATTACH = 1, OTHER, PASSED_OVER, GIVEN_UP };
 
 static PyObject *event_of(take_result result, const taken *t) {
@@ -525,12 +525,12 @@ static PyObject *event_of(take_result result, const taken *t) {
 }
 
 /* Value and meta of a message that was taken, by `decode_at`: 0, or -1 with an error set. */
-static int decode_taken(Feed *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta) {
+static int decode_taken(Reader *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta) {
     unsigned char *base = (unsigned char *)payload_of(&self->f, t);
     size_t size = t->head.length;
     const unsigned char *text = (const unsigned char *)t->description;
     unsigned char *copy = NULL;
-    if (t->head.flags & SPILLED) { /* a copy: a peer that is out of its mind may write there */
+    if (t->head.flags & SPILLED) { /* a copy: a misbehaving sender may still write there */
         if (!(copy = PyMem_Malloc(size ? size : 1))) {
             PyErr_NoMemory();
             return -1;
@@ -542,24 +542,24 @@ static int decode_taken(Feed *self, const taken *t, Lease *lease, PyObject **val
     return failed;
 }
 
-/* A taken message is not, after all: an exception keeps it from the receiver, whose it is again. */
-static void undo(Feed *self, const taken *t, Lease *lease) {
+/* Undo a take after an exception: the message will be taken again. */
+static void undo(Reader *self, const taken *t, Lease *lease) {
     if (!is_mine(self) || !lease->is_held) return;
-    if (self->f.mode != FEED_COMPETING && self->f.position != t->seq) return; /* others went on: it is given back unread */
+    if (self->f.mode != READER_COMPETING && self->f.position != t->seq) return; /* later ones were taken: given back unread */
     if (lease->done) return;
     forget_lease(lease);
-    feed_untake(&self->f, t);
+    reader_untake(&self->f, t);
     tell_end(self, t->seq);
 }
 
-/* An exception that has arrived from outside, to be raised once everything is in its place. */
+/* An asynchronous exception, to be raised when the message is in its place. */
 typedef struct {
     PyObject *type, *value, *traceback;
 } Raised;
 
 static void put_off(Raised *raised) { PyErr_Fetch(&raised->type, &raised->value, &raised->traceback); }
 
-/* Raise it, unless there is another error already. */
+/* Raise it, unless another error is set already. */
 static void raise_late(Raised *raised) {
     if (raised->type && !PyErr_Occurred()) {
         PyErr_Restore(raised->type, raised->value, raised->traceback);
@@ -570,7 +570,7 @@ static void raise_late(Raised *raised) {
     Py_XDECREF(raised->traceback);
 }
 
-/* The event that says why a message, which is finished, cannot be read: its error is set. */
+/* The event for a message that cannot be read and is finished; its text is that of the error that is set. */
 static PyObject *refuse(const taken *t, Lease *lease) {
     PyObject *type, *error, *traceback, *event = NULL;
     PyErr_Fetch(&type, &error, &traceback);
@@ -584,9 +584,9 @@ static PyObject *refuse(const taken *t, Lease *lease) {
     return event;
 }
 
-/* Value and meta of a message whose lease has begun: 0; -1 with an event if it is damaged, or with an error. What arrives from
- * outside comes once: a second try succeeds, and `raised` has it. Where both fail, the message is not taken. */
-static int decode_twice(Feed *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta, Raised *raised,
+/* Value and meta of a message whose lease has begun: 0; -1 with an event if it is damaged, or with an error. An asynchronous
+ * exception comes once: a second try succeeds, and `raised` holds the exception. If both fail, the take is undone. */
+static int decode_twice(Reader *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta, Raised *raised,
                         PyObject **event) {
     if (!decode_taken(self, t, lease, value, meta)) return 0;
     if (!PyErr_ExceptionMatches(self->wire_error)) {
@@ -603,21 +603,21 @@ static int decode_twice(Feed *self, const taken *t, Lease *lease, PyObject **val
     return -1;
 }
 
-static void count(Feed *self, const taken *t) {
+static void count(Reader *self, const taken *t) {
     self->counts->received++;
     self->counts->received_bytes += t->head.nbytes;
     self->counts->missed += t->missed;
     self->counts->redelivered += t->attempt > 1;
 }
 
-/* Where a message goes that was taken. */
+/* What to do with a message that was taken. */
 typedef struct {
-    PyObject *receiver, *undelivered; /* a message, into this dict */
-    PyObject *make, *made, *then;     /* or what `make` makes of its value, into this list; it is done, and `then` is called */
+    PyObject *receiver, *undelivered; /* put a message into this dict */
+    PyObject *make, *made, *then;     /* or put the result of `make` for its value into this list, finish it, and call `then` */
 } Sink;
 
 /* The message of a lease that has begun, in `undelivered`: a new reference; NULL with an event, or with an error. */
-static PyObject *deliver(Feed *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
+static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
     PyObject *value, *meta;
     Raised raised = {0};
     if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
@@ -644,9 +644,9 @@ static PyObject *deliver(Feed *self, const taken *t, Lease *lease, Received *mes
     return *event || PyErr_Occurred() ? NULL : Py_NewRef((PyObject *)message);
 }
 
-/* What `make` makes of the value of a message, which is done then, whatever comes of it: True; NULL as above. What `make` raises
- * may be its own error, or have arrived there from outside: which of the two, a second try tells. */
-static PyObject *convert(Feed *self, const taken *t, Lease *lease, const Sink *sink, PyObject **event) {
+/* Call `make` with the value of a message, which counts as done then, whatever the result: True; NULL as above. An exception from
+ * `make` may be its own or an asynchronous one; a second try tells which. */
+static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink *sink, PyObject **event) {
     PyObject *value, *meta, *made;
     Raised raised = {0};
     if (decode_twice(self, t, lease, &value, &meta, &raised, event)) {
@@ -677,12 +677,12 @@ static PyObject *convert(Feed *self, const taken *t, Lease *lease, const Sink *s
 
 typedef enum { NEXT, UNFINISHED, NAMED } Wanted;
 
-static int has_news(Feed *self) {
+static int has_news(Reader *self) {
     return self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
 }
 
-/* Look for something new for at most so long, without letting other threads run. */
-static void spin(Feed *self, int64_t patience) {
+/* Spin for at most this long for a new message, without letting other threads run. */
+static void spin(Reader *self, int64_t patience) {
     for (uint64_t until = 0; !has_news(self) && load(self->epoch_at) == self->epoch;) {
         uint64_t now = monotonic_ns();
         if (!until) until = now + (uint64_t)patience;
@@ -691,10 +691,10 @@ static void spin(Feed *self, int64_t patience) {
     }
 }
 
-/* Whether a caller without the mutex may take a message: nothing waits to be done by one that has it. 0, 1, or -1. */
-static int may_go_ahead(Feed *self) {
+/* Whether a caller without the mutex may take a message: nothing is left that needs the mutex first. 0, 1, or -1. */
+static int may_go_ahead(Reader *self) {
     if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
-    if (self->f.mode == FEED_COMPETING && monotonic_ns() >= self->look_due) {
+    if (self->f.mode == READER_COMPETING && monotonic_ns() >= self->look_due) {
         self->look_due = monotonic_ns() + LOOK_EVERY_NS;
         return 0;
     }
@@ -705,7 +705,7 @@ static int may_go_ahead(Feed *self) {
 }
 
 /* The next message, an event, or None. */
-static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *sink, int64_t patience, int alone) {
+static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *sink, int64_t patience, int alone) {
     if (sink->make ? !PyList_CheckExact(sink->made) : !PyDict_CheckExact(sink->undelivered)) {
         PyErr_SetString(PyExc_TypeError, sink->make ? "make, a list, then" : "receiver, a dict");
         return NULL;
@@ -718,11 +718,11 @@ static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *si
     }
     if (patience > 0) spin(self, patience);
     if (wanted == NEXT && !has_news(self)) {
-        feed_unlock_finished(&self->f);
+        reader_unlock_finished(&self->f);
         Py_RETURN_NONE;
     }
 
-    /* what may run the garbage collector comes before the first look */
+    /* calls that may run the garbage collector come before the first load */
     Received *message = sink->make ? NULL : (Received *)self->message_type->tp_alloc(self->message_type, 0);
     Lease *lease = message || sink->make ? (Lease *)self->lease_type->tp_alloc(self->lease_type, 0) : NULL;
     PyObject *made = NULL, *event = NULL;
@@ -730,12 +730,12 @@ static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *si
     take_result result = TAKE_NOTHING;
     int may = !lease ? -1 : alone ? may_go_ahead(self) : 1;
     if (may < 0) goto end;
-    lease->feed = (Feed *)Py_NewRef((PyObject *)self);
+    lease->reader = (Reader *)Py_NewRef((PyObject *)self);
     self->f.scanned = 0;
     self->f.contended = 0;
     while (may && is_mine(self) && !self->closing) {
-        result = wanted == NEXT ? feed_take(&self->f, &t) : wanted == NAMED ? feed_take_one(&self->f, seq, &t)
-                                                                            : feed_scan(&self->f, &t);
+        result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
+                                                                            : reader_scan(&self->f, &t);
         if (result != TAKE_RETRY) break;
         self->counts->missed += t.missed;
     }
@@ -745,10 +745,10 @@ static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *si
             for (Py_ssize_t i = 0; i < self->nsiblings; i++)
                 if (load(self->siblings[i]) & 1) self->more = 1;
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
-    } else if (result == TAKE_DAMAGED && self->f.mode == FEED_COMPETING && !t.attempt) {
+    } else if (result == TAKE_DAMAGED && self->f.mode == READER_COMPETING && !t.attempt) {
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
     } else if (result != TAKE_NOTHING && result != TAKE_RETRY) event = event_of(result, &t);
-    if (result == TAKE_NOTHING) feed_unlock_finished(&self->f);
+    if (result == TAKE_NOTHING) reader_unlock_finished(&self->f);
     if (self->f.contended && (load(self->f.asleep) & 1)) {
         Raised raised;
         put_off(&raised);
@@ -757,7 +757,7 @@ static PyObject *receive(Feed *self, Wanted wanted, uint64_t seq, const Sink *si
     }
     if (event && alone) {
         if (PyList_Append(self->events, event)) PyErr_WriteUnraisable((PyObject *)self);
-        Py_CLEAR(event); /* for who has the mutex */
+        Py_CLEAR(event); /* the caller with the mutex gets it */
     }
     if (!made && !PyErr_Occurred()) made = event ? event : Py_NewRef(Py_None);
     else Py_XDECREF(event);
@@ -772,7 +772,7 @@ static int64_t nanoseconds_of(PyObject *number) {
     return found == -1 && PyErr_Occurred() ? -1 : found < 0 ? 0 : found;
 }
 
-static PyObject *Feed_get(Feed *self, PyObject *const *args, Py_ssize_t count, int alone) {
+static PyObject *Reader_get(Reader *self, PyObject *const *args, Py_ssize_t count, int alone) {
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "receiver, undelivered, patience");
         return NULL;
@@ -782,45 +782,45 @@ static PyObject *Feed_get(Feed *self, PyObject *const *args, Py_ssize_t count, i
     return patience < 0 ? NULL : receive(self, NEXT, 0, &sink, patience, alone);
 }
 
-PyDoc_STRVAR(Feed_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`take`, for a caller without the mutex: None if anything is to "
+PyDoc_STRVAR(Reader_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`take`, for a caller without the mutex: None if anything is to "
                             "be done that needs it.");
 
-static PyObject *Feed_recv(Feed *self, PyObject *const *args, Py_ssize_t count) { return Feed_get(self, args, count, 1); }
+static PyObject *Reader_recv(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 1); }
 
-PyDoc_STRVAR(Feed_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe next message, there now or within so many nanoseconds, which "
+PyDoc_STRVAR(Reader_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe next message, there now or within so many nanoseconds, which "
                             "is in `undelivered` then; None; or an event.");
 
-static PyObject *Feed_take(Feed *self, PyObject *const *args, Py_ssize_t count) { return Feed_get(self, args, count, 0); }
+static PyObject *Reader_take(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 0); }
 
-PyDoc_STRVAR(Feed_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nWork queue: the same of the oldest message that somebody "
+PyDoc_STRVAR(Reader_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nWork queue: the same of the oldest message that somebody "
                                        "had and did not finish, in the rings that are mapped.");
 
-static PyObject *Feed_take_unfinished(Feed *self, PyObject *args) {
+static PyObject *Reader_take_unfinished(Reader *self, PyObject *args) {
     PyObject *receiver, *undelivered;
     if (!PyArg_ParseTuple(args, "OO", &receiver, &undelivered) || check_ready(self)) return NULL;
-    if (self->f.mode != FEED_COMPETING) Py_RETURN_NONE;
+    if (self->f.mode != READER_COMPETING) Py_RETURN_NONE;
     Sink sink = {.receiver = receiver, .undelivered = undelivered};
     return receive(self, UNFINISHED, 0, &sink, 0, 0);
 }
 
-PyDoc_STRVAR(Feed_take_named_doc, "take_named(seq, receiver, undelivered)\n--\n\nWork queue: the same of this message.");
+PyDoc_STRVAR(Reader_take_named_doc, "take_named(seq, receiver, undelivered)\n--\n\nWork queue: the same of this message.");
 
-static PyObject *Feed_take_named(Feed *self, PyObject *args) {
+static PyObject *Reader_take_named(Reader *self, PyObject *args) {
     unsigned long long seq;
     PyObject *receiver, *undelivered;
     if (!PyArg_ParseTuple(args, "KOO", &seq, &receiver, &undelivered) || check_ready(self)) return NULL;
-    if (self->f.mode != FEED_COMPETING || !seq) Py_RETURN_NONE;
+    if (self->f.mode != READER_COMPETING || !seq) Py_RETURN_NONE;
     Sink sink = {.receiver = receiver, .undelivered = undelivered};
     return receive(self, NAMED, seq, &sink, 0, 0);
 }
 
-PyDoc_STRVAR(Feed_consume_doc, "consume(make, made, then)\n--\n\nWork queue, without the mutex: append what `make` makes of the next message's "
+PyDoc_STRVAR(Reader_consume_doc, "consume(make, made, then)\n--\n\nWork queue, without the mutex: append what `make` makes of the next message's "
     "value to the list `made`; the message is done then, and `then` is called unless it is None: one call, so that nothing comes "
     "between. True; None if there is no message, or anything is to be done first. If `make` raises twice, the message is done, "
     "`then` is called, and the error raised; if only once, what it makes is appended and the error raised: it was somebody else's.");
 
-static PyObject *Feed_consume(Feed *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || self->f.mode != FEED_COMPETING) {
+static PyObject *Reader_consume(Reader *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 || self->f.mode != READER_COMPETING) {
         PyErr_SetString(PyExc_TypeError, "make, a list, then; of a work queue");
         return NULL;
     }
@@ -828,35 +828,35 @@ static PyObject *Feed_consume(Feed *self, PyObject *const *args, Py_ssize_t coun
     return receive(self, NEXT, 0, &sink, 0, 1);
 }
 
-/* --- Feed: what else it tells ---------------------------------------------------------------------------------------- */
+/* --- Reader: queries --------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(Feed_begin_doc, "begin()\n--\n\nFan-out: find the position to begin at. After a barrier.");
+PyDoc_STRVAR(Reader_begin_doc, "begin()\n--\n\nFan-out: find the position to begin at. After a barrier.");
 
-static PyObject *Feed_begin(Feed *self, PyObject *unused) {
+static PyObject *Reader_begin(Reader *self, PyObject *unused) {
     (void)unused;
     if (check_ready(self)) return NULL;
-    feed_begin(&self->f);
+    reader_begin(&self->f);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(Feed_next_doc, "next()\n--\n\nThe sequence number to look at next; 0: there is none.");
+PyDoc_STRVAR(Reader_next_doc, "next()\n--\n\nThe sequence number to look at next; 0: there is none.");
 
-static PyObject *Feed_next(Feed *self, PyObject *unused) {
+static PyObject *Reader_next(Reader *self, PyObject *unused) {
     (void)unused;
-    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(feed_next(&self->f));
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(reader_next(&self->f));
 }
 
-PyDoc_STRVAR(Feed_age_doc, "age()\n--\n\nWork queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has "
+PyDoc_STRVAR(Reader_age_doc, "age()\n--\n\nWork queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has "
                            "to tell, 2**64 - 1 if there is none.");
 
-static PyObject *Feed_age(Feed *self, PyObject *unused) {
+static PyObject *Reader_age(Reader *self, PyObject *unused) {
     (void)unused;
-    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(feed_age(&self->f));
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(reader_age(&self->f));
 }
 
-PyDoc_STRVAR(Feed_has_lease_doc, "has_lease(ring, slot, seq)\n--\n\nWhether this receiver holds that message.");
+PyDoc_STRVAR(Reader_has_lease_doc, "has_lease(ring, slot, seq)\n--\n\nWhether this receiver holds that message.");
 
-static PyObject *Feed_has_lease(Feed *self, PyObject *args) {
+static PyObject *Reader_has_lease(Reader *self, PyObject *args) {
     unsigned long long seq;
     unsigned int index, slot;
     if (!PyArg_ParseTuple(args, "IIK", &index, &slot, &seq) || check_ready(self)) return NULL;
@@ -864,20 +864,20 @@ static PyObject *Feed_has_lease(Feed *self, PyObject *args) {
     return PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(Feed_detach_doc, "detach()\n--\n\nThe lock file is about to be closed: its descriptor is not used again.");
+PyDoc_STRVAR(Reader_detach_doc, "detach()\n--\n\nThe lock file is about to be closed: its descriptor is not used again.");
 
-static PyObject *Feed_detach(Feed *self, PyObject *unused) {
+static PyObject *Reader_detach(Reader *self, PyObject *unused) {
     (void)unused;
     self->f.lock_fd = -1;
     Py_RETURN_NONE;
 }
 
-static PyObject *Feed_position(Feed *self, void *unused) {
+static PyObject *Reader_position(Reader *self, void *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(self->f.position);
 }
 
-static int Feed_set_position(Feed *self, PyObject *value, void *unused) {
+static int Reader_set_position(Reader *self, PyObject *value, void *unused) {
     (void)unused;
     uint64_t position = value ? PyLong_AsUnsignedLongLong(value) : 0;
     if (!value) PyErr_SetString(PyExc_TypeError, "position cannot be deleted");
@@ -886,59 +886,59 @@ static int Feed_set_position(Feed *self, PyObject *value, void *unused) {
     return 0;
 }
 
-static PyMethodDef Feed_methods[] = {
-    {"recv", (PyCFunction)(void (*)(void))Feed_recv, METH_FASTCALL, Feed_recv_doc},
-    {"take", (PyCFunction)(void (*)(void))Feed_take, METH_FASTCALL, Feed_take_doc},
-    {"consume", (PyCFunction)(void (*)(void))Feed_consume, METH_FASTCALL, Feed_consume_doc},
-    {"take_unfinished", (PyCFunction)Feed_take_unfinished, METH_VARARGS, Feed_take_unfinished_doc},
-    {"take_named", (PyCFunction)Feed_take_named, METH_VARARGS, Feed_take_named_doc},
-    {"add_ring", (PyCFunction)Feed_add_ring, METH_VARARGS, Feed_add_ring_doc},
-    {"set_siblings", (PyCFunction)Feed_set_siblings, METH_O, Feed_set_siblings_doc},
-    {"begin", (PyCFunction)Feed_begin, METH_NOARGS, Feed_begin_doc},
-    {"next", (PyCFunction)Feed_next, METH_NOARGS, Feed_next_doc},
-    {"age", (PyCFunction)Feed_age, METH_NOARGS, Feed_age_doc},
-    {"has_lease", (PyCFunction)Feed_has_lease, METH_VARARGS, Feed_has_lease_doc},
-    {"detach", (PyCFunction)Feed_detach, METH_NOARGS, Feed_detach_doc},
+static PyMethodDef Reader_methods[] = {
+    {"recv", (PyCFunction)(void (*)(void))Reader_recv, METH_FASTCALL, Reader_recv_doc},
+    {"take", (PyCFunction)(void (*)(void))Reader_take, METH_FASTCALL, Reader_take_doc},
+    {"consume", (PyCFunction)(void (*)(void))Reader_consume, METH_FASTCALL, Reader_consume_doc},
+    {"take_unfinished", (PyCFunction)Reader_take_unfinished, METH_VARARGS, Reader_take_unfinished_doc},
+    {"take_named", (PyCFunction)Reader_take_named, METH_VARARGS, Reader_take_named_doc},
+    {"add_ring", (PyCFunction)Reader_add_ring, METH_VARARGS, Reader_add_ring_doc},
+    {"set_siblings", (PyCFunction)Reader_set_siblings, METH_O, Reader_set_siblings_doc},
+    {"begin", (PyCFunction)Reader_begin, METH_NOARGS, Reader_begin_doc},
+    {"next", (PyCFunction)Reader_next, METH_NOARGS, Reader_next_doc},
+    {"age", (PyCFunction)Reader_age, METH_NOARGS, Reader_age_doc},
+    {"has_lease", (PyCFunction)Reader_has_lease, METH_VARARGS, Reader_has_lease_doc},
+    {"detach", (PyCFunction)Reader_detach, METH_NOARGS, Reader_detach_doc},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef Feed_members[] = {
-    {"closing", MEMBER_BOOL, offsetof(Feed, closing), 0, "whether this receiver reads no more"},
-    {"more", MEMBER_BOOL, offsetof(Feed, more), 0, "work queue: whether `recv` left something while another consumer slept"},
-    {"epoch", MEMBER_U64, offsetof(Feed, epoch), 0, "the members that the receiver knows of"},
-    {"_posted", MEMBER_U64, offsetof(Feed, posted), 0, "the sleep that the sender was woken in last"},
-    {"lease_count", MEMBER_U64, offsetof(Feed, leases), MEMBER_READONLY, "messages that views hold"},
-    {"unacknowledged", MEMBER_U64, offsetof(Feed, unacknowledged), MEMBER_READONLY, "work queue: of those, which are not done"},
+static PyMemberDef Reader_members[] = {
+    {"closing", MEMBER_BOOL, offsetof(Reader, closing), 0, "whether this receiver reads no more"},
+    {"more", MEMBER_BOOL, offsetof(Reader, more), 0, "work queue: whether `recv` left something while another consumer slept"},
+    {"epoch", MEMBER_U64, offsetof(Reader, epoch), 0, "the members that the receiver knows of"},
+    {"_posted", MEMBER_U64, offsetof(Reader, posted), 0, "the sleep that the sender was woken in last"},
+    {"lease_count", MEMBER_U64, offsetof(Reader, leases), MEMBER_READONLY, "messages that views hold"},
+    {"unacknowledged", MEMBER_U64, offsetof(Reader, unacknowledged), MEMBER_READONLY, "work queue: of those, which are not done"},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyGetSetDef Feed_getset[] = {
-    {"position", (getter)Feed_position, (setter)Feed_set_position, "the newest message that was looked at", NULL},
+static PyGetSetDef Reader_getset[] = {
+    {"position", (getter)Reader_position, (setter)Reader_set_position, "the newest message that was looked at", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot Feed_slots[] = {
-    {Py_tp_doc, "A receiver's end of one sender: see ring/feed.py."},
-    {Py_tp_init, Feed_init},
+static PyType_Slot Reader_slots[] = {
+    {Py_tp_doc, "A receiver's end of one sender: see ring/reader.py."},
+    {Py_tp_init, Reader_init},
     {Py_tp_new, PyType_GenericNew},
-    {Py_tp_traverse, Feed_traverse},
-    {Py_tp_dealloc, Feed_dealloc},
-    {Py_tp_methods, Feed_methods},
-    {Py_tp_members, Feed_members},
-    {Py_tp_getset, Feed_getset},
+    {Py_tp_traverse, Reader_traverse},
+    {Py_tp_dealloc, Reader_dealloc},
+    {Py_tp_methods, Reader_methods},
+    {Py_tp_members, Reader_members},
+    {Py_tp_getset, Reader_getset},
     {0, NULL},
 };
 
-static PyType_Spec Feed_spec = {
-    .name = "shmtensor.native._codec.Feed",
-    .basicsize = sizeof(Feed),
+static PyType_Spec Reader_spec = {
+    .name = "shmtensor.native._core.Reader",
+    .basicsize = sizeof(Reader),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = Feed_slots,
+    .slots = Reader_slots,
 };
 
 int add_reader(PyObject *module) {
     static int watches_forks;
-    PyType_Spec *specs[] = {&Counts_spec, &Received_spec, &Lease_spec, &Feed_spec};
+    PyType_Spec *specs[] = {&Counts_spec, &Received_spec, &Lease_spec, &Reader_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);

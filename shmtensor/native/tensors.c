@@ -1,8 +1,8 @@
-/* torch's tensors: what one looks like, and one over memory that somebody owns.
+/* torch's tensors: read one, and make one over memory that another object owns.
  *
- * By torch's DLPack exchange interface, a table of C functions, where torch has it. Elsewhere (torch 2.3 to 2.9) a tensor is
- * looked at by its methods, which are C functions too, and made from a DLPack capsule, by way of another dtype if DLPack
- * or this torch's part of it lacks the tensor's. `use_torch` chooses, once.
+ * If torch has it, this uses its DLPack exchange interface, a table of C functions. Otherwise (torch 2.3 to 2.9) a tensor is
+ * read by its methods, which are C functions too, and made from a DLPack capsule, through another dtype if DLPack, or this
+ * torch's support of it, lacks the tensor's. `use_torch` chooses, once.
  */
 
 #include "native.h"
@@ -16,22 +16,22 @@ typedef struct {
         DLLegacy legacy;
     };
     PyObject *owner;
-    char is_offered; /* torch has been called, and may yet refuse it */
+    char is_offered; /* torch is being called, and may still refuse it */
     char is_released;
     int64_t numbers[]; /* shape, then strides */
 } Holder;
 
 /* --- the end of the interpreter -------------------------------------------------------------------------------------- */
 
-static atomic_int is_ending, releasing; /* of the process: how many threads may ask the interpreter for something */
-static pthread_t ender; /* once it ends: the thread that ends it, which has its lock to the last */
+static atomic_int is_ending, releasing; /* of the process; `releasing`: how many threads may need the interpreter now */
+static pthread_t ender; /* once it ends: the thread that ends it, which keeps the lock to the last */
 
 /* A child has one thread, which is not counted: it forks by Python code, not within `release_holder`. */
 static void after_fork_in_child(void) { atomic_store(&releasing, 0); }
 
-/* The interpreter ends: a thread that waits for its lock would never come back, and its state goes away under whoever asks
- * for it. Those that do so now are let through; those that come later leave their slot to the kernel, which drops this
- * process's leases in a moment. */
+/* When the interpreter ends, a thread that waits for its lock would never return, and its state is freed while threads may use
+ * it. Threads that release now are waited for; later ones leave their slot to the kernel, which drops this process's leases in
+ * a moment. */
 static PyObject *stop_releasing(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
     ender = pthread_self();
@@ -68,7 +68,7 @@ static void free_holder(Holder *holder) {
     PyMem_RawFree(holder);
 }
 
-/* torch has freed the storage; any thread, with or without the interpreter lock. */
+/* torch calls this when it frees the storage, in any thread, with or without the interpreter lock. */
 static void release_holder(Holder *holder) {
     if (holder->is_offered) { /* in `make_tensor`, which frees it */
         holder->is_released = 1;
@@ -119,7 +119,7 @@ PyObject *make_tensor(const Codec *codec, const Row *row, void *data, int ndim, 
         holder->legacy = (DLLegacy){.tensor = tensor, .context = holder, .deleter = release_legacy};
         made = from_capsule(codec, holder);
     }
-    if (!made) { /* a torch that fails keeps nothing, but a traceback may: then it calls `release_holder` now */
+    if (!made) { /* a traceback may keep the storage alive: drop it, so that `release_holder` is called now */
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         if (value && PyExceptionInstance_Check(value)) PyException_SetTraceback(value, Py_None);
@@ -137,9 +137,9 @@ PyObject *make_tensor(const Codec *codec, const Row *row, void *data, int ndim, 
     return made;
 }
 
-/* --- which dtype is which -------------------------------------------------------------------------------------------- */
+/* --- dtypes -------------------------------------------------------------------------------------------- */
 
-/* How torch shows a tensor of this dtype to DLPack. 0: as it does no other one of this size; 1: DLPack or torch lacks it. */
+/* The DLPack type of a tensor of this dtype. 0: no other dtype of this size has it; 1: DLPack or torch lacks it. */
 static int ask_exchange(const ExchangeAPI *exchange, PyObject *sample, DLDataType *found) {
     DLTensor tensor;
     if (exchange->tensor_from_object(sample, &tensor)) {
@@ -159,7 +159,7 @@ static int ask_capsule(PyObject *to_dlpack, PyObject *sample, DLDataType *found)
     return !legacy;
 }
 
-/* An integer or complex type of so many bytes, by way of which a tensor is made that DLPack does not know. */
+/* An integer or complex type of so many bytes, through which a tensor is made whose dtype DLPack lacks. */
 static DLDataType carrier_of(const Row *row) {
     if (row->itemsize == 16) return (DLDataType){DL_COMPLEX, 128, 1};
     return (DLDataType){row->itemsize == 1 ? DL_UINT : DL_INT, (uint8_t)(8 * row->itemsize), 1};
@@ -200,8 +200,8 @@ static int look_alike(const Row *a, const Row *b) {
     return a->in_torch && b->in_torch && !memcmp(&a->dlpack, &b->dlpack, sizeof(DLDataType));
 }
 
-/* Some look the same by the exchange interface (torch.int8 and torch.int1): these are told apart by their dtype, and but
- * for one are made by way of another type. */
+/* Some look the same through the exchange interface (torch.int8 and torch.int1): these are distinguished by their dtype, and all
+ * but one are made through another type. */
 static void tell_apart(Codec *codec) {
     for (int i = 1; i < CODES; i++)
         for (int k = 1; k < i; k++)
@@ -229,7 +229,7 @@ int use_torch(Codec *codec, PyObject *tensor_type, PyObject *parameter_type, PyO
     Py_XSETREF(codec->strided, Py_NewRef(strided));
     PyObject *code, *sample;
     Py_ssize_t at = 0;
-    while (PyDict_Next(samples, &at, &code, &sample)) { /* the caller's own dict: nobody else changes it */
+    while (PyDict_Next(samples, &at, &code, &sample)) { /* the caller's own dict: no other code changes it */
         long number = PyLong_AsLong(code);
         if (number < 1 || number >= CODES) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no code of a dtype");
@@ -243,9 +243,9 @@ int use_torch(Codec *codec, PyObject *tensor_type, PyObject *parameter_type, PyO
     return 0;
 }
 
-/* --- what a tensor looks like ---------------------------------------------------------------------------------------- */
+/* --- reading a tensor ---------------------------------------------------------------------------------------- */
 
-/* By the object that its dtype is; 0: none of those that are looked at here. */
+/* The code for a torch dtype object; 0: not in the table. */
 static int code_of_dtype(const Codec *codec, PyObject *value) {
     PyObject *dtype = PyObject_GetAttr(value, codec->names[DTYPE]);
     Py_XDECREF(dtype); /* torch keeps it */
@@ -254,7 +254,7 @@ static int code_of_dtype(const Codec *codec, PyObject *value) {
     return dtype && code < CODES ? code : 0;
 }
 
-/* A row that looks so; which of several, the tensor's dtype tells. */
+/* The row with this DLPack type; if several have it, the tensor's dtype decides. */
 static int look_by_exchange(const Codec *codec, PyObject *value, Tensor *tensor) {
     DLTensor found;
     if (codec->exchange->tensor_from_object(value, &found)) return 0; /* sparse, quantized: no plain memory */
@@ -271,14 +271,14 @@ static int look_by_exchange(const Codec *codec, PyObject *value, Tensor *tensor)
     return code < CODES ? code : 0;
 }
 
-/* Whether an attribute is this object. */
+/* Whether an attribute of a tensor is this object. */
 static int attribute_is(const Codec *codec, PyObject *value, int name, const PyObject *wanted) {
     PyObject *found = PyObject_GetAttr(value, codec->names[name]);
     Py_XDECREF(found);
     return found && found == wanted;
 }
 
-/* A tuple of ints that a tensor has, as many as its dimensions. -1: none, or no plain ints (while torch traces). */
+/* An attribute that is a tuple of ints, one per dimension. -1: there is none, or they are no plain ints (while torch traces). */
 static int take_numbers(PyObject *tuple, int64_t *numbers) {
     int count = tuple && PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) <= MAX_NDIM ? (int)PyTuple_GET_SIZE(tuple) : -1;
     for (int i = 0; i < count; i++) {
@@ -328,7 +328,7 @@ int look_at_tensor(const Codec *codec, PyObject *value, Tensor *tensor) {
         if (__builtin_mul_overflow(expected, tensor->shape[i], &expected)) return 0;
     }
     if (is_c_order) tensor->has_strides = 0;
-    return tensor->data ? code : 0; /* without memory, it only stands for zeros, or its storage was freed */
+    return tensor->data ? code : 0; /* without memory it is a zero tensor, or its storage was freed */
 }
 
 /* By calls that make no object that the garbage collector tracks: no finalizer runs, and the interpreter lock stays. */

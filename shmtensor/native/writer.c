@@ -1,9 +1,8 @@
 /* The sending end of one producer, as Python has it: protocol/writer.h with the codec before it and the wake-up behind it.
  *
- * `send` does everything in one call where nothing stands in its way; what does is the endpoint's to see to, which calls
- * `acquire` and `publish`. docs/internals/core.md. Mutual exclusion is the interpreter lock: nothing in `send` runs Python code, or
- * lets other threads run, between the first check and the last store. That another thread holds the endpoint's mutex is one
- * of the checks.
+ * `send` does everything in one call, or nothing: then the endpoint calls `acquire` and `publish`. docs/internals/core.md. The
+ * interpreter lock is the mutual exclusion: nothing in `send` runs Python code, or lets other threads run, between the first check
+ * and the last store. One of the checks is whether another thread holds the endpoint's mutex.
  */
 
 #include "notify.h"
@@ -13,13 +12,13 @@
 #include <structmember.h>
 #endif
 
-/* A ring's memory, kept exported. */
+/* A ring's memory: its exported buffers. */
 typedef struct {
     PyObject *ring;
     Py_buffer head, data;
 } Mapped;
 
-/* A loan, or what a device writes to: nobody else uses the slots while its array lives. */
+/* A loan, or memory that a device writes to: the slots are not used otherwise while its array lives. */
 typedef struct {
     PyObject *array; /* a weak reference to it */
     allocation at;
@@ -44,7 +43,7 @@ typedef struct {
     unsigned long long sent_bytes;
 } Writer;
 
-/* What is stored beside a message before it is published, rpc/notes.py, and who is entered where as its sender. */
+/* What is stored with a message before it is published: see `Beside` in ring/writer.py. */
 typedef struct {
     PyObject *table, *entry;
     uint64_t note, deadline;
@@ -84,7 +83,7 @@ static int lend(Writer *self, PyObject *reference, const allocation *at) {
         PyErr_SetString(PyExc_TypeError, "a weak reference");
         return -1;
     }
-    for (Py_ssize_t i = 0; i < self->nlent; i++) /* the same slots, lent to somebody else before */
+    for (Py_ssize_t i = 0; i < self->nlent; i++) /* the same slots, in an earlier loan */
         if (self->lent[i].at.ring == at->ring && self->lent[i].at.slot == at->slot) {
             Py_SETREF(self->lent[i].array, Py_NewRef(reference));
             writer_lend(&self->core, at);
@@ -104,7 +103,7 @@ static int lend(Writer *self, PyObject *reference, const allocation *at) {
     return 0;
 }
 
-/* Before the protocol looks at slots: whose owner is gone, and which description takes locks. -1 with an error set. */
+/* Before the protocol checks slots: end the loans whose array is gone, and update the lock file's descriptor. -1 with an error set. */
 static int begin(Writer *self, int locks) {
     end_dead_loans(self);
     self->core.lock_fd = -1;
@@ -187,7 +186,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->notifier.head = Py_NewRef(bell);
     self->notifier.peers = PyTuple_New(0);
     self->rings = PyList_New(0);
-    self->epoch = UINT64_MAX; /* until it is told who receives */
+    self->epoch = UINT64_MAX; /* until `address` sets the receivers */
     if (!self->rings || !self->notifier.peers || PyObject_GetBuffer(control, &self->control, PyBUF_SIMPLE | PyBUF_WRITABLE) ||
         PyObject_GetBuffer(table, &self->table, PyBUF_SIMPLE | PyBUF_WRITABLE)) {
         Py_DECREF(self);
@@ -222,7 +221,7 @@ static int number_of(PyObject *object, const char *name, uint64_t *value) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-PyDoc_STRVAR(add_ring_doc, "add_ring(ring)\n--\n\nMessages go into that ring, too: ring/ring.py.");
+PyDoc_STRVAR(add_ring_doc, "add_ring(ring)\n--\n\nUse that ring for messages as well: ring/ring.py.");
 
 static PyObject *Writer_add_ring(Writer *self, PyObject *object) {
     ring shared = {.index = self->core.nrings};
@@ -301,7 +300,7 @@ static int members_of(Writer *self, PyObject *sequence, members *all) {
 }
 
 PyDoc_STRVAR(address_doc, "address(recipients, leaving, lockable, listeners, asleep, epoch)\n--\n\n"
-    "Who gets what is published from now on: ring/writer.py.");
+    "Set the receivers of the messages that are published from now on: ring/writer.py.");
 
 static PyObject *Writer_address(Writer *self, PyObject *args) {
     PyObject *recipients, *leaving, *listeners, *asleep;
@@ -354,7 +353,7 @@ static PyObject *Writer_forget(Writer *self, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(welcome_doc, "welcome(member, start)\n--\n\nMessages that are kept, from `start` on, wait for it as well.");
+PyDoc_STRVAR(welcome_doc, "welcome(member, start)\n--\n\nThe kept messages, from `start` on, wait for it as well.");
 
 static PyObject *Writer_welcome(Writer *self, PyObject *args) {
     PyObject *number;
@@ -372,7 +371,7 @@ static int place_of(Writer *self, PyObject *const *args, allocation *at) {
     if (!PyErr_Occurred() && index >= 0 && index < (Py_ssize_t)self->core.nrings && slot >= 0 &&
         (uint64_t)slot < self->core.rings[index].shared.slots) {
         writer_ring *r = &self->core.rings[index];
-        *at = (allocation){(uint32_t)index, (uint32_t)slot, r->flights[slot].span};
+        *at = (allocation){(uint32_t)index, (uint32_t)slot, r->messages[slot].span};
         if (r->first[slot] == (uint32_t)slot) return 0;
     }
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no slot that was acquired");
@@ -400,7 +399,7 @@ static PyObject *Writer_acquire(Writer *self, PyObject *const *args, Py_ssize_t 
     return Py_BuildValue("(OI)", self->mapped[at.ring].ring, (unsigned)at.slot);
 }
 
-PyDoc_STRVAR(has_room_doc, "has_room(nbytes, ring=-1)\n--\n\nWhether `acquire` would find some. Takes nothing back.");
+PyDoc_STRVAR(has_room_doc, "has_room(nbytes, ring=-1)\n--\n\nWhether `acquire` would find slots. Takes nothing back.");
 
 static PyObject *Writer_has_room(Writer *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t nbytes;
@@ -409,7 +408,7 @@ static PyObject *Writer_has_room(Writer *self, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(writer_has_room(&self->core, nbytes, index));
 }
 
-PyDoc_STRVAR(lend_doc, "lend(ring, slot, array)\n--\n\nAcquired slots belong to whoever has the array of this weak reference.");
+PyDoc_STRVAR(lend_doc, "lend(ring, slot, array)\n--\n\nKeep acquired slots while the array of this weak reference lives.");
 
 static PyObject *Writer_lend(Writer *self, PyObject *const *args, Py_ssize_t count) {
     allocation at;
@@ -421,18 +420,18 @@ static PyObject *Writer_lend(Writer *self, PyObject *const *args, Py_ssize_t cou
     Py_RETURN_NONE;
 }
 
-/* The words beside a message; before it is published. */
+/* Store the words that go with a message, before it is published. */
 static int enter(Writer *self, const allocation *at, const Beside *beside) {
     const ring *r = &self->core.rings[at->ring].shared;
     if (!self->core.competing) {
-        store(lease_word(r, (uint64_t)self->member, at->slot), beside->note); /* its own row is no receiver's */
+        store(lease_word(r, (uint64_t)self->member, at->slot), beside->note); /* the sender's own row: no receiver's */
         CRASH_POINT("publish.noted");
         return 0;
     }
     uint64_t seq = published(&self->core.table) + 1;
     word *state = state_of(r, at->slot);
     if (beside->table != Py_None) {
-        /* slots of the entry's class, and a new key of a dict: that runs no Python code */
+        /* slots of the entry's class, and a new key of a dict: these stores run no Python code */
         PyObject *number = PyLong_FromUnsignedLongLong(seq), *index = PyLong_FromSsize_t(state - r->words);
         PyObject *words = PyObject_GetAttrString(self->mapped[at->ring].ring, "words");
         int failed = !number || !index || !words || PyObject_SetAttrString(beside->entry, "words", words) ||
@@ -485,9 +484,9 @@ static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_ValueError, "a description that is spilled if, and only if, it does not fit the record");
         return NULL;
     }
-    end_dead_loans(self); /* whoever had these slots before */
+    end_dead_loans(self); /* an earlier loan of these slots */
     if ((args[5] != Py_None && lend(self, args[5], &at)) || (beside.table && enter(self, &at, &beside))) return NULL;
-    int lent = self->core.rings[at.ring].flights[at.slot].lent; /* it stays lent until its array dies */
+    int lent = self->core.rings[at.ring].messages[at.slot].lent; /* it stays lent until its array dies */
     uint64_t seq = writer_publish(&self->core, &at, nbytes, spilled ? NULL : PyBytes_AS_STRING(args[2]), (uint32_t)length, lent);
     self->sent_bytes += nbytes;
     return PyLong_FromUnsignedLongLong(seq);
@@ -497,8 +496,7 @@ static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t 
 
 enum { NO_RING = -2 };
 
-/* Whether the pool would add no ring for such a message: ring/pool.py, `make_room`. (Where there was no room for so many slots
- * it looks for more at each message that takes more than one.) */
+/* Whether the pool would add no ring for such a message: ring/pool.py, `make_room`. */
 static int fits_some(const Writer *self, uint64_t total) {
     for (uint32_t i = 0; i < self->core.nrings; i++) {
         const ring *r = &self->core.rings[i].shared;
@@ -508,7 +506,7 @@ static int fits_some(const Writer *self, uint64_t total) {
     return 0;
 }
 
-/* The ring whose slots are large enough, not too large, and the closest. */
+/* The ring with the closest slot size that is large enough and not too large. */
 static int closest(const Writer *self, uint64_t total) {
     int best = NO_RING;
     uint64_t least = total < PAYLOAD_ALIGNMENT ? PAYLOAD_ALIGNMENT : total, most = (uint64_t)self->widest * least + 1;
@@ -526,7 +524,7 @@ static int choose(const Writer *self, uint64_t total) {
     return !self->widest && fits_some(self, total) ? ANY_RING : NO_RING;
 }
 
-/* Slots, now or within so many nanoseconds, in which no other thread runs. */
+/* Find slots now, or spin for them for so many nanoseconds, in which no other thread runs. */
 static int acquire_soon(Writer *self, uint64_t total, int64_t patience, allocation *at) {
     int index = choose(self, total);
     if (index == NO_RING || begin(self, 0)) return 0;
@@ -550,8 +548,8 @@ static int is_locked(PyObject *method) {
 }
 
 PyDoc_STRVAR(send_doc, "send(value, meta, patience, *beside)\n--\n\n"
-    "Encode, acquire, copy, publish and wake. The sequence number; minus it if somebody sleeps whom the endpoint has to "
-    "wake. What `encode` returned, and nothing done, if the endpoint has to see to the rest. `patience`: nanoseconds.");
+    "Encode, acquire, copy, publish and wake. Returns the sequence number, negated if the endpoint has to wake a receiver; "
+    "or the result of `encode`, with nothing sent, if the endpoint has to do the rest. `patience`: nanoseconds.");
 
 static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t count) {
     Beside beside = {.table = NULL};
@@ -580,7 +578,7 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
         self->sent_bytes += (unsigned long long)out->nbytes;
         const word *control = words_of(&self->control);
         int asleep = 0;
-        atomic_signal_fence(memory_order_seq_cst); /* the processor's part of this fence is paid by who goes to sleep */
+        atomic_signal_fence(memory_order_seq_cst); /* for the compiler; the processor's fence is the sleeper's barrier */
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->notifier.peers); i++)
             asleep |= (int)(load(control + self->notifier.asleep[i]) & 1);
         const word *record = record_of(&self->core.rings[at.ring].shared, at.slot);
@@ -594,7 +592,7 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
     return made;
 }
 
-/* --- looking --------------------------------------------------------------------------------------------------------- */
+/* --- queries --------------------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(messages_doc, "messages()\n--\n\n[(ring, slot, seq, span)] of what is published and not known to be given back.");
 
@@ -604,9 +602,9 @@ static PyObject *Writer_messages(Writer *self, PyObject *unused) {
     for (uint32_t i = 0; found && i < self->core.nrings; i++) {
         writer_ring *r = &self->core.rings[i];
         for (uint64_t slot = 0; found && slot < r->shared.slots; slot++) {
-            if (r->first[slot] != slot || !r->flights[slot].seq) continue;
+            if (r->first[slot] != slot || !r->messages[slot].seq) continue;
             PyObject *item = Py_BuildValue("(OKKK)", self->mapped[i].ring, (unsigned long long)slot,
-                                           (unsigned long long)r->flights[slot].seq, (unsigned long long)r->flights[slot].span);
+                                           (unsigned long long)r->messages[slot].seq, (unsigned long long)r->messages[slot].span);
             if (!item || PyList_Append(found, item)) Py_CLEAR(found);
             Py_XDECREF(item);
         }
@@ -660,8 +658,8 @@ static PyObject *Writer_oldest(Writer *self, PyObject *unused) {
     if (!self->core.nrings) return PyLong_FromLong(0);
     const writer_ring *r = &self->core.rings[self->core.nrings - 1];
     uint32_t first = r->first[r->cursor];
-    int none = first == NO_FLIGHT || self->core.lockable;
-    return PyLong_FromUnsignedLongLong(none ? 0 : r->flights[first].seq);
+    int none = first == FREE_SLOT || self->core.lockable;
+    return PyLong_FromUnsignedLongLong(none ? 0 : r->messages[first].seq);
 }
 
 static PyObject *Writer_busy(Writer *self, void *unused) {
@@ -728,7 +726,7 @@ static PyType_Slot Writer_slots[] = {
 };
 
 PyType_Spec Writer_spec = {
-    .name = "shmtensor.native._codec.Writer",
+    .name = "shmtensor.native._core.Writer",
     .basicsize = sizeof(Writer),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = Writer_slots,

@@ -1,4 +1,4 @@
-"""A subscriber's end of one publisher, the reference: docs/internals/protocols.md, sections 1, 2 and 6."""
+"""The reader of a subscriber for one publisher, the reference: docs/internals/protocols.md, sections 1, 2 and 6."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from typing import Any
 
 from ..errors import WireError
 from ..memory.words import barrier, settle, store
-from .feed import OTHER, PASSED_OVER, Found, ReferenceFeed
 from .layout import L_PUBLISHED, OtherVersion
 from .lease import Lease, LockedLease
+from .reader import OTHER, PASSED_OVER, Found, ReferenceReader
 
 
-class BroadcastFeed(ReferenceFeed):
-    """Every message from `start` on is this receiver's.
+class BroadcastReader(ReferenceReader):
+    """Takes every message from `start` on.
 
-    Until the publisher has said so, older ones (`history=`) are taken under a shared lock.
+    Until the publisher has stored `start`, messages (those of `history=`) are taken under a shared lock.
     """
 
     __slots__ = ("start", "started")
 
     counted = True
-    """Whether the publisher waits for this receiver to take what it has published."""
+    """Whether the publisher waits until this receiver has taken its messages."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.started, self.start = False, 1 << 63
-        barrier()  # what is published from here on, its publisher has looked at the table for
+        barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
         published = self.words[L_PUBLISHED]
         if not self._has_started():
-            self.position = max(0, published - self.ledger.history)
+            self.position = max(0, published - self.sequences.history)
 
     def next(self) -> int:
         published = self.newest()
-        if not self.started and not self._has_started() and not self.ledger.history:
-            self.position = published  # all of it was sent before the publisher saw this receiver
-        self.position = max(self.position, published - self.mask)  # damaged: it cannot be so far ahead
+        if not self.started and not self._has_started() and not self.sequences.history:
+            self.position = published  # all of these were sent before the publisher saw this receiver
+        self.position = max(self.position, published - self.mask)  # a larger distance means damage
         return self.position + 1 if published > self.position else 0
 
     def _has_started(self) -> bool:
-        """Whether the publisher counts this receiver; asked after reading `published`: protocols.md, section 2."""
+        """Whether the publisher counts this receiver. Call it after reading `published`: protocols.md, section 2."""
         settle()
-        start = self.ledger.start(self.member, self.reception.member_uid)
+        start = self.sequences.start(self.member, self.reception.member_uid)
         if start is not None:
-            position = max(self.position, start - 1) if self.ledger.history else start - 1
+            position = max(self.position, start - 1) if self.sequences.history else start - 1
             self.started, self.start, self.position = True, start, position
         return self.started
 
@@ -71,9 +71,9 @@ class BroadcastFeed(ReferenceFeed):
                 value, meta = reception.decode(found.description, array, readonly=reception.readonly)
             except WireError as error:
                 self.position, self.taking = seq, None
-                return PASSED_OVER, seq, str(error)  # the array dies here, and the slot goes back
+                return PASSED_OVER, seq, str(error)  # the array dies here, and the slot is given back
             message = reception.message(value, meta, seq, found.nbytes, 1, missed, array, lease, receiver)
-            undelivered[message] = None  # no boundary between these: taken now, or not at all
+            undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
             self.position, self.taking = seq, None
             reception.counts.missed += missed
             reception.counts.received += 1
@@ -83,7 +83,7 @@ class BroadcastFeed(ReferenceFeed):
         return None
 
     def pass_by(self, seq: int) -> None:
-        """Message `seq` is not ours: the publisher took it back."""
+        """Skip message `seq`: the publisher took it back."""
         self.position, self.taking = seq, None
 
     def lease(self, array: Any, found: Found, seq: int) -> Lease | None:
@@ -108,30 +108,36 @@ class BroadcastFeed(ReferenceFeed):
         self.taking = None
         self.leases.pop(seq, None)
         if words is not None:
-            store(words, word, 0)  # as before it was taken: neither leased nor given back
-        self.ledger.locks.unlock(seq)  # a lock, if it was one, of this message alone
+            store(words, word, 0)  # as before: neither leased nor given back
+        self.sequences.locks.unlock(seq)  # if there was a lock; the byte belongs to this message alone
         self.wake_sender()
 
     def look_after(self) -> bool:
-        """Device memory: unmap it once its publisher has closed and nothing of it is needed here. True: no more."""
+        """Device memory: unmap it once its publisher has closed and this receiver needs nothing more from it.
+
+        Returns True when no further call is needed.
+        """
         if self.closing:
             return True
-        if self.ledger.closed and not self.leases and (self.behind <= 0 or not self.counted):
+        if self.sequences.closed and not self.leases and (self.behind <= 0 or not self.counted):
             self.unmap()
             return True
         return False
 
     def skip(self, seq: int) -> None:
-        """Give back, unread, the slot of a message whose record is damaged, so that it holds nobody up."""
-        place = self.words[self.order + (seq & self.mask)]
-        if self.started and place >> 32 < len(self.rings):
-            ring, slot = self.rings[place >> 32], place & 0xFFFFFFFF
+        """Give back, unread, the slot of a message whose record is damaged, so that the publisher can reuse it."""
+        entry = self.words[self.order + (seq & self.mask)]
+        if self.started and entry >> 32 < len(self.rings):
+            ring, slot = self.rings[entry >> 32], entry & 0xFFFFFFFF
             if slot < ring.slots:
                 store(ring.words, ring.state + self.member * ring.row + slot, 2 * seq + 1)
                 self.wake_sender()
 
     def _take_locked(self, array: Any, found: Found, seq: int) -> Lease | None:
-        """Take a message that the publisher may take back. The lease word is stored too: it may count any time now."""
+        """Take a message that the publisher may take back.
+
+        The lease word is stored as well, since the publisher may begin to count this receiver at any moment.
+        """
         ring = found.ring
         word = ring.state + self.member * ring.row + found.slot
         self.taking = seq, word, None
@@ -145,14 +151,15 @@ class BroadcastFeed(ReferenceFeed):
         return lease
 
     def _lock(self, found: Found, seq: int) -> bool:
-        locks = self.ledger.locks
+        """Take a shared lock on message `seq`; False if its publisher takes it back or has done so."""
+        locks = self.sequences.locks
         if not locks.try_shared(seq):
             return False
         # crash: take.shared
         if self.holds(found.ring, found.slot, seq):
             return True
         locks.unlock(seq)
-        self.wake_sender()  # it may have met our lock
+        self.wake_sender()  # our lock may have made it fail
         return False
 
     def give_back(self, lease: Lease) -> None:
@@ -160,11 +167,11 @@ class BroadcastFeed(ReferenceFeed):
         store(lease.words, lease.word, 2 * lease.seq + 1)
         # crash: release.stored
         if lease.locked:
-            self.ledger.locks.unlock(lease.seq)
+            self.sequences.locks.unlock(lease.seq)
 
 
-class LatestFeed(BroadcastFeed):
-    """Always the newest message, under a shared lock: never a recipient, never in the publisher's way."""
+class LatestReader(BroadcastReader):
+    """Takes the newest message, under a shared lock. It is no recipient: the publisher never waits for it."""
 
     __slots__ = ()
 
@@ -176,8 +183,8 @@ class LatestFeed(BroadcastFeed):
             self._has_started()
         if published <= self.position:
             return 0
-        if published < self.start and not self.ledger.history:
-            self.position = published  # the publisher takes these back without asking
+        if published < self.start and not self.sequences.history:
+            self.position = published  # the publisher reuses their slots without trying the lock
             return 0
         return published
 
@@ -197,7 +204,7 @@ class LatestFeed(BroadcastFeed):
         return lease
 
     def skip(self, seq: int) -> None:
-        """A damaged record of a latest-only reader holds nobody up."""
+        """Do nothing: the publisher does not wait for this reader."""
 
     def give_back(self, lease: Lease) -> None:
-        self.ledger.locks.unlock(lease.seq)
+        self.sequences.locks.unlock(lease.seq)

@@ -1,4 +1,4 @@
-"""A consumer's end of one producer, the reference: docs/internals/protocols.md, section 5."""
+"""The reader of a consumer for one producer, the reference: docs/internals/protocols.md, section 5."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import WireError
 from ..memory.words import store
-from .feed import GIVEN_UP, OTHER, PASSED_OVER, Found, ReferenceFeed
 from .layout import ATTEMPT, CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RELEASED, OtherVersion
 from .lease import Claim, Lease
+from .reader import GIVEN_UP, OTHER, PASSED_OVER, Found, ReferenceReader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from .ring import Ring
 
 NOTHING = (1 << 64) - 1
-"""What `age` returns if there is no message."""
+"""The result of `age` if there is no message."""
 
 
 def state_word(ring: Ring, slot: int) -> int:
-    """Index of a slot's state words."""
+    """Index of the first state word of a slot."""
     return ring.state + 8 * slot
 
 
-class CompetingFeed(ReferenceFeed):
-    """Each message goes to whoever locks its byte first."""
+class CompetingReader(ReferenceReader):
+    """Each message goes to the consumer that locks its byte first."""
 
     __slots__ = ("attempt",)
 
@@ -38,7 +38,7 @@ class CompetingFeed(ReferenceFeed):
         published = self.newest()
         if published <= self.position:
             return 0
-        if published - self.position > self.mask:  # the order entries are overwritten: others took what was there
+        if published - self.position > self.mask:  # the order entries are overwritten: others took those messages
             self.position = published - self.mask
         return self.position + 1
 
@@ -52,7 +52,7 @@ class CompetingFeed(ReferenceFeed):
                 self.position = seq
                 self.skip(seq)
                 return PASSED_OVER, seq, str(error)
-            except FileNotFoundError:  # its producer is gone, and the ring with it: all in it was done
+            except FileNotFoundError:  # the producer and its ring are gone: all messages in it were done
                 found = None
             self.position = seq
             if found is None or not self.is_open(found.ring, found.slot, seq, walking=True):
@@ -62,10 +62,10 @@ class CompetingFeed(ReferenceFeed):
         return None
 
     def take_unfinished(self, receiver: Any, undelivered: dict[Any, Any]) -> Any:
-        """The same of the oldest message that somebody had and did not finish."""
+        """As `take`, for the oldest message that a consumer claimed and did not finish."""
         for ring, slot, seq in self.unfinished():
             if seq > self.position:
-                break  # the walk gets there
+                break  # `take` will reach it
             if not self.is_open(ring, slot, seq, walking=False) or not self.claim(ring, slot, seq):
                 continue
             try:
@@ -82,7 +82,7 @@ class CompetingFeed(ReferenceFeed):
         return None
 
     def take_named(self, seq: int, receiver: Any, undelivered: dict[Any, Any]) -> Any:
-        """The same of message `seq`."""
+        """As `take`, for message `seq`."""
         try:
             found = self.locate(seq)
         except (WireError, FileNotFoundError) as error:
@@ -93,7 +93,7 @@ class CompetingFeed(ReferenceFeed):
         return self._deliver(found, seq, receiver, undelivered)
 
     def _deliver(self, found: Found, seq: int, receiver: Any, undelivered: dict[Any, Any]) -> Any:
-        """Make a message of a claimed record, or finish it: it is damaged, or was never finished too often."""
+        """Return the message of a claimed record; finish it and return an event if it is damaged or tried too often."""
         attempt, reception = self.attempt, self.reception
         if attempt > reception.max_attempts:
             self.drop(found.ring, found.slot, seq)
@@ -107,7 +107,7 @@ class CompetingFeed(ReferenceFeed):
             self.taking = None
             return PASSED_OVER, seq, str(error)
         message = reception.message(value, meta, seq, found.nbytes, attempt, 0, array, claim, receiver)
-        undelivered[message] = None  # no boundary between these: taken now, or not at all
+        undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
         self.taking = None
         reception.counts.redelivered += attempt > 1
         reception.counts.received += 1
@@ -116,9 +116,9 @@ class CompetingFeed(ReferenceFeed):
         return message
 
     def age(self) -> int:
-        """When the next message that nobody has was published, on CLOCK_MONOTONIC, nanoseconds; passes over the others.
+        """When the next unclaimed message was published, on CLOCK_MONOTONIC, nanoseconds. Skips claimed ones.
 
-        0 if `take` has to tell, `NOTHING` if there is none.
+        0 if only `take` can tell, `NOTHING` if there is none.
         """
         while seq := self.next():
             try:
@@ -136,22 +136,22 @@ class CompetingFeed(ReferenceFeed):
 
     @property
     def unacknowledged(self) -> int:
-        """Messages that are held and not done."""
+        """How many messages are held and not done."""
         return sum(not getattr(claim, "acknowledged", True) for claim in list(self.leases.values()))
 
     def set_siblings(self, words: tuple[int, ...]) -> None:
-        """Where the other consumers sleep; for `recv`."""
+        """Set the `asleep` words of the other consumers. Only the compiled `recv` needs them."""
 
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
-        """Whether a message may be worth locking: not done, and on the walk not claimed by another either."""
+        """Whether to try the lock of a message: it is not done and, when walking, not claimed by another consumer."""
         at, words = state_word(ring, slot), ring.words
         return words[at + DONE] != seq and not (walking and words[at + CLAIMED] == seq)
 
     def claim(self, ring: Ring, slot: int, seq: int) -> bool:
         """Lock the message and count the attempt (`self.attempt`); False if another has it or it is done."""
         words, at = ring.words, state_word(ring, slot)
-        locks = self.ledger.locks
-        if seq in self.leases:  # a lock of our own would be granted again
+        locks = self.sequences.locks
+        if seq in self.leases:  # the kernel would grant our own lock again
             return False
         # crash: claim.found
         self.taking = seq, at, words, None
@@ -167,14 +167,14 @@ class CompetingFeed(ReferenceFeed):
         before = words[at + ATTEMPT]
         self.attempt = (before & 0xFF if before >> 8 == seq else 0) + 1
         counted = seq << 8 | min(self.attempt, 255)
-        self.taking = seq, at, words, before  # with the store: from here on `abandon` takes the attempt back
+        self.taking = seq, at, words, before  # from here on `abandon` restores the attempt
         store(words, at + ATTEMPT, counted)
         store(words, at + CLAIMED, seq)
         # crash: claim.stored
         return True
 
     def lease(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Claim:
-        """Watch the view of a claimed message."""
+        """Begin the lease of a claimed message."""
         claim = Claim(array, self._ended)
         claim.seq, claim.word, claim.words = seq, state_word(found.ring, found.slot), found.ring.words
         claim.acknowledged = claim.released = False
@@ -188,14 +188,14 @@ class CompetingFeed(ReferenceFeed):
         self.taking = None
         self.leases.pop(seq, None)
         if attempt is not None and words[at + DONE] != seq:
-            store(words, at + ATTEMPT, attempt)  # it was none
-        self.ledger.locks.unlock(seq)
+            store(words, at + ATTEMPT, attempt)  # this one does not count
+        self.sequences.locks.unlock(seq)
 
     def skip(self, seq: int) -> None:
         """Finish a message whose record is damaged, so that its slot is not lost."""
-        place = self.words[self.order + (seq & self.mask)]
-        if place >> 32 < len(self.rings):
-            ring, slot = self.rings[place >> 32], place & 0xFFFFFFFF
+        entry = self.words[self.order + (seq & self.mask)]
+        if entry >> 32 < len(self.rings):
+            ring, slot = self.rings[entry >> 32], entry & 0xFFFFFFFF
             if slot < ring.slots and self.is_open(ring, slot, seq, walking=False) and self.claim(ring, slot, seq):
                 self.drop(ring, slot, seq)
 
@@ -204,7 +204,7 @@ class CompetingFeed(ReferenceFeed):
         at = state_word(ring, slot)
         store(ring.words, at + DONE, seq)
         store(ring.words, at + RELEASED, seq)
-        self.ledger.locks.unlock(seq)
+        self.sequences.locks.unlock(seq)
         self.taking = None
         self.wake_sender()
 
@@ -214,4 +214,4 @@ class CompetingFeed(ReferenceFeed):
             lease.released = True  # type: ignore[attr-defined]
             store(lease.words, lease.word + RELEASED, lease.seq)
             # crash: release.stored
-        self.ledger.locks.unlock(lease.seq)  # not acknowledged: others may claim it from here on
+        self.sequences.locks.unlock(lease.seq)  # if it is not acknowledged, others may claim it from here on

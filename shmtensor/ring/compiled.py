@@ -1,4 +1,4 @@
-"""Feeds of the compiled module: `native/reader.c` takes messages, holds them and gives them back."""
+"""The reader of the compiled module: `native/reader.c` takes messages, holds them and gives them back."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from .. import native
 from ..errors import WireError
 from ..memory.words import barrier
 from ..wire import spec
-from .feed import COMPETING, Feed
+from .reader import COMPETING, Reader
 
 if TYPE_CHECKING:
     from .ring import Ring
 
-_Base: Any = native.module.Feed
+_Base: Any = native.module.Reader
 
 
-class CompiledFeed(_Base, Feed):  # type: ignore[misc]
-    """Of every mode. Its leases refer to it, so that it lives as long as they do."""
+class CompiledReader(_Base, Reader):  # type: ignore[misc]
+    """For all modes. Its leases refer to it, so that it lives as long as they do."""
 
-    __slots__ = Feed.SLOTS
+    __slots__ = Reader.SLOTS
 
     direct = True
 
     def __init__(self, *args: Any) -> None:
         self._set_up(*args)
-        reception, ledger = self.reception, self.ledger
+        reception, sequences = self.reception, self.sequences
         super().__init__(
             codec=reception.codec, lease=native.module.Lease, message=reception.message, counts=reception.counts,
-            wire_error=WireError, is_locked=reception.is_locked, control=reception.control, table=ledger.words,
-            order=self.order, mask=self.mask, lock_fd=ledger.locks.fd, mode=reception.mode, history=ledger.history,
-            member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
+            wire_error=WireError, is_locked=reception.is_locked, control=reception.control, table=sequences.words,
+            order=self.order, mask=self.mask, lock_fd=sequences.locks.fd, mode=reception.mode,
+            history=sequences.history, member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
             epoch_at=reception.epoch_at, max_attempts=reception.max_attempts, description_version=spec.VERSION,
             readonly=reception.readonly,
         )  # fmt: skip
         if reception.mode == COMPETING:
             self._begin_queue()
         else:
-            barrier()  # what is published from here on, its publisher has looked at the table for
+            barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
             self.begin()
 
     def _mapped(self, ring: Ring) -> None:
@@ -50,4 +50,4 @@ class CompiledFeed(_Base, Feed):  # type: ignore[misc]
         self.closing = True
         if not self.lease_count:
             self.detach()
-        Feed.close(self)
+        Reader.close(self)

@@ -1,8 +1,8 @@
-"""The data of a ring in device memory: what its slots' parts in the segment say, and the memory that they stand for.
+"""The slots of a ring in device memory: their parts in the segment, and the memory on the device.
 
 The segment holds, per slot, the handle of the slot's event and room for a description; the payload lies in one
-allocation on the device, slot by slot. Its owner, a publisher, makes the events and keeps the memory until nobody else
-has it mapped; a reader maps it once per process, when it takes its first message from there.
+allocation on the device, slot by slot. Its owner, a publisher, makes the events and keeps the memory until no other
+member has it mapped; a reader maps it once per process, when it takes its first message from there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeviceSlots:
     # --- the owner
 
     def allocate(self, device: int) -> None:
-        """Owner: take the memory, and write into the segment how others find it. Raises `CudaError`."""
+        """Owner: allocate the memory, and write its handles into the segment. Raises `CudaError`."""
         memory = shared.allocate(self.key, device, self.nbytes)
         identity = str(runtime().identity(device)).encode()
         self._head[IDENTITY_AT:HANDLE_AT] = identity[:_IDENTITY].ljust(_IDENTITY, b"\0")
@@ -65,15 +65,15 @@ class DeviceSlots:
         self.hold = Hold(memory, self._words, -1)
 
     def free(self, is_member: Callable[[int, int], bool]) -> bool:
-        """Owner: let go of the memory if nobody else has it mapped; whether it did.
+        """Owner: free the memory if no other member has it mapped. Returns whether it is freed.
 
-        `is_member(index, uid)`: whether that member still lives. Nobody maps it from then on.
+        `is_member(index, uid)`: whether that member still lives. Once freed, the memory is not mapped again.
         """
         if self.hold is None:
             return True
         words = self._words
         store(words, R_FREED, 1)
-        barrier()  # pairs with the one in `open`: who said that it maps the memory is seen here, or sees this
+        barrier()  # pairs with the one in `open`: its store of `mapped` is seen here, or it sees `freed`
         for index in range(MAX_DEVICE_MEMBERS):
             uid = words[R_MAPPED + index]
             if uid and is_member(index, uid):
@@ -83,23 +83,22 @@ class DeviceSlots:
         return True
 
     def put_text(self, slot: int, text: bytes) -> None:
-        """Owner: the description of a message, where it does not fit the record."""
+        """Owner: store the description of a message that does not fit the record."""
         at = slot * DEVICE_SLOT + HANDLE
         self._texts[at : at + len(text)] = text
 
     def begin(self) -> Any:
-        """Owner: what comes next on the current stream, which is returned, comes after the last write to this ring.
+        """Owner: let the current stream wait for the last write to this ring. Returns the stream.
 
-        Nobody may have read that one, so that its slot is free though its copy has not run.
+        If no receiver has read that message, its slot may be free although its copy has not run.
         """
         if self._last < 0:
             return runtime().current_stream(self.memory.device)
         return self.wait_for(self.memory, self._last)
 
     def written(self, slot: int) -> Any:
-        """Owner: what was queued so far on the current stream is what the readers of the slot wait for, by the slot's
-        event, which is returned."""
-        stream = self.begin()  # a loan's writer may have been overtaken
+        """Owner: record the slot's event, which its readers wait for, on the current stream. Returns the event."""
+        stream = self.begin()  # a loan: other messages may have been written since it was lent
         event = self.memory.event(slot, b"")
         runtime().record(event, stream)
         self._last = slot
@@ -115,7 +114,7 @@ class DeviceSlots:
     # --- readers
 
     def open(self, index: int, uid: int) -> Hold | None:
-        """Reader (index, uid): its use of the memory, mapped now if need be; None if the owner has let go of it.
+        """Reader (index, uid): return its use of the memory, which is mapped at first. None if the owner has freed it.
 
         Raises `CudaError`.
         """
@@ -145,7 +144,7 @@ class DeviceSlots:
         return hold
 
     def unmap(self) -> None:
-        """Reader: no more messages from here. The memory stays mapped as long as a view of it lives."""
+        """Reader: take no more messages from here. The memory stays mapped as long as a view of it lives."""
         self.hold = None
 
     def text(self, slot: int, length: int) -> bytes:
@@ -158,7 +157,7 @@ class DeviceSlots:
     # --- both
 
     def wait_for(self, memory: shared.SharedMemory, slot: int) -> Any:
-        """Let the current stream wait until what was queued for a slot is done. Returns the stream."""
+        """Let the current stream wait until the copies into a slot are done. Returns the stream."""
         at = slot * DEVICE_SLOT
         stream = runtime().current_stream(memory.device)
         runtime().stream_waits(stream, memory.event(slot, bytes(self._texts[at : at + HANDLE])))
@@ -173,7 +172,7 @@ class DeviceSlots:
 
 
 class Block:
-    """A run of bytes on the device. A tensor's storage holds it, as it would hold an array over host memory."""
+    """A run of bytes on the device. A tensor's storage keeps it alive, as it would keep an array over host memory."""
 
     __slots__ = ("__weakref__", "address", "device", "hold", "nbytes")
 
@@ -199,7 +198,7 @@ class LeasedBlock(Block):
         self._number, self.token = keeper.begin()
 
     def arrive(self, slot: int) -> None:
-        """From here on the current stream may read: it waits for the owner's copy. It is asked about at the end."""
+        """Let the current stream wait for the owner's copy. The lease ends only when this stream is done as well."""
         self._streams = (self._slots.wait_for(self.hold.memory, slot),)
 
     def __del__(self) -> None:

@@ -1,6 +1,6 @@
 """Where each byte of a producer's segments lies. All offsets in bytes, all words 64-bit.
 
-The ledger, one per producer (`/shmtensor.<channel>,<uid>`):
+The sequence table, one per producer (`/shmtensor.<channel>,<uid>`):
 
     0        magic  version  uid  capacity  order_size  history  device  written once, magic last
     128      published                                                    producer; pairs with the readers' check
@@ -13,15 +13,15 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 
     0        magic  version  uid  kind  index  slots  slot_bytes  capacity     written once, magic last
     64       device                                                            1: the data lie in device memory
-    72       freed                                                        producer: the device memory is going
-    128      identity of the device, 64 bytes   handle of the memory, 64  producer, before its ledger names the ring
+    72       freed                                                        producer: it frees the device memory
+    128      identity of the device, 64 bytes   handle of the memory, 64  producer, before its table names the ring
     2048     mapped: 256 x uid                                            word r: the receiver at member index r
     4096     records: slots x 256                                         producer
              state, fan-out: capacity rows x slots words                  row r: the receiver at member index r;
-                                                                          the producer's own row is its to use (rpc/)
-             state, work queue: slots x (claimed, done, released, attempt,     whoever holds lock(seq)
+                                                                          the producer's own row: producer (rpc/)
+             state, work queue: slots x (claimed, done, released, attempt,     holder of lock(seq)
                                          note, deadline,                       producer (rpc/)
-                                         verdict, -)                           whoever holds lock(seq) (rpc/)
+                                         verdict, -)                           holder of lock(seq) (rpc/)
              data: slots x slot_bytes, page aligned          producer; receivers of a fan-out map it read-only
              data of a device ring: slots x DEVICE_SLOT      handle of the slot's event, 64 bytes; then, of a message
                                                              with SPILLED, its description. The payload: slot x
@@ -38,24 +38,24 @@ from ..memory.segment import PAGE
 from ..wire.record import SIZE as RECORD
 
 HEADER: Final = 4096
-LEDGER_MAGIC: Final = int.from_bytes(b"SHMTLEDG", "little")
+SEQUENCE_TABLE_MAGIC: Final = int.from_bytes(b"SHMTLEDG", "little")
 RING_MAGIC: Final = int.from_bytes(b"SHMTRING", "little")
 VERSION: Final = 1
 
 FAN_OUT: Final = 1
 WORK_QUEUE: Final = 2
 SERVICE: Final = 3
-"""Of a channel only: a work queue whose messages are requests. Its rings are those of a work queue."""
+"""A kind of channel only: a work queue whose messages are requests. Its rings have the kind `WORK_QUEUE`."""
 KINDS: Final = {
     FAN_OUT: "fan-out (Publisher, Subscriber)",
     WORK_QUEUE: "work queue (Producer, Consumer)",
     SERVICE: "service (Client, Server)",
 }
 
-# word indices in a ledger
+# word indices in a sequence table
 L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY, L_DEVICE = range(7)
 L_PUBLISHED: Final = 16
-MOST_MESSAGES: Final = 1 << 56  # a producer's: with the number goes, in some words, a byte of something else
+MOST_MESSAGES: Final = 1 << 56  # of a producer: some words hold a byte of other data beside the number
 L_CLOSED: Final = 24
 L_RINGS: Final = 25
 L_MEMBERS: Final = HEADER // 8
@@ -81,17 +81,17 @@ MAX_DEVICE_MEMBERS: Final = 256
 
 
 @dataclass(frozen=True)
-class LedgerShape:
-    """Word offsets of a ledger, from its capacity (members) and order size (a power of two)."""
+class SequenceTableShape:
+    """Word offsets of a sequence table, from its capacity (members) and order size (a power of two)."""
 
     capacity: int
     order_size: int
 
     def __post_init__(self) -> None:
         if not (1 <= self.capacity <= 4096 and 1 <= self.order_size <= 1 << 24):
-            raise WireError(f"ledger for {self.capacity} members with {self.order_size} order entries")
+            raise WireError(f"sequences for {self.capacity} members with {self.order_size} order entries")
         if self.order_size & (self.order_size - 1):
-            raise WireError(f"ledger order size {self.order_size} is not a power of two")
+            raise WireError(f"sequences order size {self.order_size} is not a power of two")
 
     @property
     def finished(self) -> int:
@@ -149,16 +149,16 @@ class RingShape:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory: whole blocks of the driver's, which shares no less with other processes."""
+        """Bytes of device memory: whole blocks, the unit in which the driver shares memory between processes."""
         return -(-self.slots * self.slot_bytes // DEVICE_BLOCK) * DEVICE_BLOCK if self.device else 0
 
 
 class OtherVersion(WireError):
-    """Another version of the library wrote it: nothing that comes from there can be read."""
+    """Written by another version of the library: nothing from that sender can be read."""
 
 
 def check_version(what: str, version: int, known: int = VERSION) -> None:
-    """Raise `OtherVersion` unless a ledger, a ring or a record has the version that this library reads."""
+    """Raise `OtherVersion` unless a sequence table, a ring or a record has the version that this library reads."""
     if version != known:
         raise OtherVersion(
             f"{what} has layout version {version}, this library reads {known}: use the same version everywhere"
@@ -166,6 +166,6 @@ def check_version(what: str, version: int, known: int = VERSION) -> None:
 
 
 def round_slot(nbytes: int) -> int:
-    """Bytes of a slot for messages of `nbytes`: whole pages for large ones, whole cache lines for small ones."""
+    """Round `nbytes` up to the bytes of a slot: to pages for large messages, to cache lines for small ones."""
     step = 64 if nbytes <= PAGE // 2 else PAGE
     return max(64, (nbytes + step - 1) // step * step)

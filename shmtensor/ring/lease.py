@@ -1,8 +1,8 @@
 """Leases: a slot is given back when the storage of the view that maps it dies.
 
-A lease watches the one array that every view of a message is made from. NumPy arrays refer to it as their base, a
-tensor's storage holds it until the storage is freed, so its death is the death of the last view; `weakref` tells of
-it at once.
+A lease is a weak reference to the one array that every view of a message is made from. NumPy arrays refer to it as
+their base, a tensor's storage holds it until the storage is freed. So it dies with the last view, and the weak
+reference's callback runs at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
 
 class Lease(_Ref):
-    """A weak reference to a message's array: `seq` is the message, `word` where its end is told in `words`."""
+    """A weak reference to a message's array. `seq` is the message, `words[word]` is where its end is stored."""
 
     __slots__ = ("ending", "seq", "word", "words")
 
@@ -32,7 +32,7 @@ class Lease(_Ref):
     ending: bool
     """Whether a thread is giving its slot back."""
     locked = False
-    """Fan-out: whether it is held by a shared lock on byte `seq` instead of the lease word."""
+    """Fan-out: whether a shared lock on byte `seq` holds the message."""
 
 
 class LockedLease(Lease):
@@ -53,7 +53,7 @@ class Claim(Lease):
     """Whether `released` is stored: the slot may be another message's since."""
 
     def acknowledge(self) -> None:
-        """The message is done: nobody gets it again. Its bytes stay while views of them live."""
+        """Mark the message as done: it is not delivered again. Its bytes stay while views of them live."""
         if not self.acknowledged:
             self.acknowledged = True
             # crash: done.before

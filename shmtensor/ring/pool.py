@@ -1,4 +1,4 @@
-"""A producer's rings: how many slots of which size, and which of them a message goes into."""
+"""A producer's rings: how many slots of which size they have, and when another one is added."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import ResourceError
 from ..memory.segment import unlink
 from ..memory.words import store
-from ..units import format_bytes
+from ..options import format_bytes
 from .layout import L_RINGS, MAX_RINGS, RingShape, round_slot
 from .ring import Ring
 from .writer import Place
 
 if TYPE_CHECKING:
-    from .ledger import Ledger
+    from .sequence_table import SequenceTable
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many slots a ring gets: as many as fit into `nbytes` of data, from `least` to `most`; and how large they are
-    at least.
+    """How many slots a ring gets: as many as fit into `nbytes` of data, from `least` to `most`. `slot`: the least size.
 
-    Where the two differ, nobody has asked for a number: then a ring has fewer, too, where `max_bytes` has no room.
+    If `least` and `most` differ, the caller did not set a number: then a ring also gets fewer slots if `max_bytes`
+    leaves no room for more.
     """
 
     most: int
@@ -34,7 +34,7 @@ class Sizing:
 
     @classmethod
     def exactly(cls, slots: int) -> Sizing:
-        """What the caller has asked for."""
+        """The number that the caller has set."""
         return cls(slots, slots, 0)
 
     @property
@@ -42,33 +42,50 @@ class Sizing:
         return self.most == self.least
 
     def slots(self, slot_bytes: int) -> int:
-        """For slots of so many bytes."""
+        """How many slots of `slot_bytes` a ring gets."""
         return max(self.least, min(self.most, self.nbytes // slot_bytes))
 
     @property
     def share(self) -> int:
-        """A message of which fewer fit into a ring together gets a ring of its own size."""
-        return 1 if self.is_exact else max(1, self.least // 2)
+        """A message that fits into a ring fewer than `share` times gets a ring with larger slots.
 
+        `share` is three (or the number of slots, if that is smaller): a loop over a receiver holds its last message
+        while it waits for the next one, and only if three fit is there surely room for that one before or behind it.
+        """
+        return min(_LEAST_TOGETHER, self.least) if self.is_exact else max(1, self.least // 2)
+
+
+_LEAST_TOGETHER: Final = 3
 
 _ENOUGH: Final = 16
-"""Slots that any ring may have; more are for speed alone."""
+"""Slots that every ring should have; more are for speed alone."""
 
 SIZED: Final = Sizing(most=1024, least=_ENOUGH, nbytes=1 << 20, slot=1 << 10)
-"""Of a sender with no `slots=`: many slots where messages are small, and room for larger ones than the first."""
+"""For a sender without `slots=`: many slots if messages are small, and room for messages larger than the first."""
 
 
 class Pool:
     """The rings of one producer. Rings never move and never shrink; a producer that needs more room adds one."""
 
     __slots__ = (
-        "_capacity", "_channel", "_fewest", "_kind", "_ledger", "_make", "_max_bytes", "_name", "_single",
-        "_sizing", "_slot_bytes", "_writer", "rings",
+        "_capacity",
+        "_channel",
+        "_fewest",
+        "_kind",
+        "_make",
+        "_max_bytes",
+        "_name",
+        "_sequences",
+        "_single",
+        "_sizing",
+        "_slot_bytes",
+        "_writer",
+        "rings",
     )  # fmt: skip
 
     def __init__(
         self,
-        ledger: Ledger,
+        sequences: SequenceTable,
         channel: str,
         name: Callable[[int], str],
         *,
@@ -79,26 +96,26 @@ class Pool:
         writer: Any,
         make: Callable[[str, int, int, RingShape, str], Ring] = Ring.create,
     ) -> None:
-        """`writer`: see ring/writer.py; it has the rings."""
-        self._ledger, self._channel, self._name, self._kind = ledger, channel, name, kind
+        """`writer`: see ring/writer.py; it owns the list of rings."""
+        self._sequences, self._channel, self._name, self._kind = sequences, channel, name, kind
         self._sizing, self._slot_bytes, self._max_bytes = sizing, slot_bytes, max_bytes
-        self._capacity, self._make = ledger.shape.capacity, make
-        self._fewest = ledger.history + 1  # slots of a ring that `max_bytes` makes smaller
-        self._single = ledger.history > 0  # each message in one slot, so that what is retained leaves a slot free
+        self._capacity, self._make = sequences.shape.capacity, make
+        self._fewest = sequences.history + 1  # slots of a ring that `max_bytes` makes smaller
+        self._single = sequences.history > 0  # each message takes one slot, so that retained messages leave a slot free
         self._writer, self.rings = writer, writer.rings
 
     @property
     def slots(self) -> int:
-        """Slots of all rings."""
+        """How many slots all rings have."""
         return sum(ring.slots for ring in self.rings)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all rings, that on a device included."""
+        """Bytes of all rings, device memory included."""
         return sum(ring.nbytes for ring in self.rings)
 
     def make_room(self, nbytes: int) -> None:
-        """Add a ring if a message of `nbytes` fits none, however empty, or would fill too much of it."""
+        """Add a ring if a message of `nbytes` fits into no ring, or would fill too much of it."""
         if self._holds(nbytes, self._sizing.share):
             return
         is_needed = not self._holds(nbytes, 1)
@@ -110,10 +127,10 @@ class Pool:
                     raise
 
     def _holds(self, nbytes: int, count: int) -> bool:
-        """Whether a ring, if empty, has room for so many messages of `nbytes`."""
+        """Whether a ring, if empty, has room for `count` messages of `nbytes`."""
         if self._single:
             return any(nbytes <= ring.slot_bytes for ring in self.rings)
-        return any(nbytes <= ring.slot_bytes * (ring.slots // count) for ring in self.rings)
+        return any(nbytes <= ring.slot_bytes * max(1, ring.slots // count) for ring in self.rings)
 
     def find(self, nbytes: int) -> Place | None:
         """Consecutive free slots for a message, in the ring that fits it best."""
@@ -124,10 +141,10 @@ class Pool:
         return self._writer.has_room(nbytes)  # type: ignore[no-any-return]
 
     def may_grow(self, nbytes: int) -> bool:
-        """Whether `max_bytes` and the order table admit another ring."""
+        """Whether `max_bytes` and the sequence table admit another ring."""
         shape = self._shape(nbytes)
         fits = self._max_bytes is None or self.nbytes + _all(shape) <= self._max_bytes
-        return fits and self.slots + shape.slots <= self._ledger.mask and len(self.rings) < MAX_RINGS
+        return fits and self.slots + shape.slots <= self._sequences.mask and len(self.rings) < MAX_RINGS
 
     def add(self, nbytes: int) -> None:
         """Make another ring, for messages of `nbytes`."""
@@ -139,21 +156,21 @@ class Pool:
                 f"{what} needs {format_bytes(_all(shape))}, {format_bytes(used)} of max_bytes="
                 f"{format_bytes(self._max_bytes)} are used: pass a larger max_bytes, fewer slots or a smaller message",
             )
-        if index == MAX_RINGS or self.slots + shape.slots > self._ledger.mask:
+        if index == MAX_RINGS or self.slots + shape.slots > self._sequences.mask:
             raise ResourceError(
                 errno.ENOMEM,
-                f"{what} would be more than {MAX_RINGS} rings or {self._ledger.mask} slots: pass slots= and "
+                f"{what} would be more than {MAX_RINGS} rings or {self._sequences.mask} slots: pass slots= and "
                 "slot_bytes= for the largest message",
             )
         # crash: grow.before
         remedy = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
-        unlink(self._name(index))  # left by an attempt that was interrupted
-        ring = self._make(self._name(index), self._ledger.uid, index, shape, remedy)
+        unlink(self._name(index))  # an interrupted attempt may have left it
+        ring = self._make(self._name(index), self._sequences.uid, index, shape, remedy)
         # crash: grow.created
         try:
             self._writer.add_ring(ring)
-        finally:  # from here on messages go there, whatever comes between
-            store(self._ledger.words, L_RINGS, len(self.rings))
+        finally:  # even after an exception, `add_ring` may have taken effect: then messages go there
+            store(self._sequences.words, L_RINGS, len(self.rings))
         # crash: grow.published
 
     def _shape(self, nbytes: int) -> RingShape:
@@ -161,14 +178,14 @@ class Pool:
         sizing, slot_bytes = self._sizing, round_slot(max(nbytes, least))
 
         def of(slots: int) -> RingShape:
-            return RingShape(self._kind, slots, slot_bytes, self._capacity, self._ledger.device)
+            return RingShape(self._kind, slots, slot_bytes, self._capacity, self._sequences.device)
 
         slots = sizing.slots(slot_bytes)
         if sizing.is_exact:
             return of(slots)
-        if slots > _ENOUGH:  # leave entries of the order table, and memory, to rings of other sizes
+        if slots > _ENOUGH:  # leave entries of the sequence table, and memory, to rings of other sizes
             slots = _ENOUGH if self._single and self.rings else slots
-            slots = max(_ENOUGH, min(slots, (self._ledger.mask - self.slots) // 2))
+            slots = max(_ENOUGH, min(slots, (self._sequences.mask - self.slots) // 2))
             while slots > _ENOUGH and self._max_bytes is not None and of(slots).nbytes > self._max_bytes // 4:
                 slots -= 1
         while slots > self._fewest and self._max_bytes is not None and self.nbytes + of(slots).nbytes > self._max_bytes:
@@ -177,4 +194,5 @@ class Pool:
 
 
 def _all(shape: RingShape) -> int:
+    """Bytes of the segment and of the device memory."""
     return shape.nbytes + shape.device_bytes

@@ -9,8 +9,8 @@ import numpy as np
 from ..cuda.pinning import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
-from ..memory.guard import guard
 from ..memory.words import store
+from ..memory.write_guard import guard
 from .device import DeviceSlots
 from .layout import (
     FAN_OUT,
@@ -54,7 +54,7 @@ class Ring:
         self.device: DeviceSlots | None = None
         if shape.device:
             self.device = self.buffer = DeviceSlots(head, data.view, shape)
-            self.address = 0  # the bytes of its messages are nowhere in this process's memory
+            self.address = 0  # the payload does not lie in this process's memory
             self.nbytes += shape.device_bytes
         elif shape.kind == FAN_OUT and not writable:
             guard(data, head, HEADER, shape.slots, shape.slot_bytes, name.partition(",")[0].removeprefix("/shmtensor."))
@@ -98,11 +98,11 @@ class Ring:
             return cls(name, index, shape, segment, writable=writable)
 
     def block(self, slot: int, nbytes: int) -> Any:
-        """What a loan of `nbytes` from `slot` is made from: while it lives, its owner may write there."""
+        """The memory of a loan of `nbytes` from `slot` on: while it lives, the loan's owner may write there."""
         if self.device is not None:
             return self.device.block(slot, nbytes)
         return np.ndarray((nbytes,), np.uint8, self.buffer, slot * self.slot_bytes)
 
     def span(self, nbytes: int) -> int:
-        """Slots that a message of `nbytes` takes."""
+        """How many slots a message of `nbytes` takes."""
         return 1 if nbytes <= self.slot_bytes else -(-nbytes // self.slot_bytes)

@@ -1,6 +1,6 @@
-"""The life cycle of a slot, as data: `docs/internals/slots.md` draws it from this table, and a test walks it.
+"""The life cycle of a slot, as data: a test compares `docs/internals/slots.md` with it.
 
-Each transition names who makes it and the store (or lock) that makes it visible.
+Each transition names the process that makes it and the store (or lock) that makes it visible.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 
 class State(Enum):
-    """What a slot is, as far as shared memory tells."""
+    """The states of a slot, as they are visible in shared memory."""
 
     FREE = "free"
     WRITING = "writing"
@@ -42,7 +42,7 @@ FAN_OUT: Final = (
     Transition(State.LEASED, State.RELEASED, "kernel", "life lock of r dropped", "r died holding it"),
     Transition(State.RELEASED, State.FREE, "publisher", "reads every recipient's word", "all recipients have released"),
 )
-"""Per recipient; a slot with a message that nobody receives is RELEASED at once."""
+"""As one recipient sees it; a slot with a message without recipients is RELEASED at once."""
 
 WORK_QUEUE: Final = (
     Transition(State.FREE, State.WRITING, "producer", "record.seq := 0", "send or loan takes the slot"),

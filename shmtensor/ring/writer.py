@@ -1,4 +1,4 @@
-"""The sending end of one producer: free slots, records, publication. The reference of `native/writer.c`.
+"""The sending end of one producer: free slots, records, publication. The reference for `native/writer.c`.
 
     slot:   FREE -> acquire -> WRITING -> publish -> PUBLISHED -> every receiver has given it back -> FREE
                             -> lend -> its array dies -> FREE
@@ -29,21 +29,23 @@ from .layout import (
 if TYPE_CHECKING:
     import weakref
 
-    from .ledger import Ledger
     from .ring import Ring
+    from .sequence_table import SequenceTable
 
 Place = tuple["Ring", int]
-"""A ring and a slot of it: the first of those that a message is put into."""
+"""A ring, and the first slot in it of a message."""
 
 Beside = tuple[int, int, dict[int, Any] | None, Any]
-"""What goes beside a message (rpc/notes.py): note, deadline, and the table that an entry is put into under the number
-of the message, before anybody can see that. The entry's `words`, `at` and `seq` say where it is."""
+"""What is stored with a message (rpc/sidecar.py): note, deadline, and a table with the entry to add to it.
+
+The entry is added under the message's number before the message is visible; its `words`, `at` and `seq` are set to the
+words of the message's slot, their index, and the number."""
 
 
-class _Flight:
+class _InFlight:
     """A message in the producer's slots, or one that is being written there.
 
-    seq:      0: not published
+    seq:      0: not published yet
     waits:    fan-out: a bit for each receiver that is not known to have given it back
     lockable: fan-out: a receiver may hold it by a shared lock on byte `seq`
     array:    a weak reference to what a loan's owner, or a device, can still write to
@@ -63,34 +65,34 @@ class _Flight:
 
 
 class Writer:
-    """Owned by one sender, which calls it from one thread at a time."""
+    """The writer of one sender, which calls it from one thread at a time."""
 
     def __init__(
-        self, *, ledger: Ledger, member: int, competing: bool, history: int, heeds_verdicts: bool,
+        self, *, sequences: SequenceTable, member: int, competing: bool, history: int, heeds_verdicts: bool,
         encode: Callable[[Any, Any], Any],
     ) -> None:  # fmt: skip
         """
         member:         index of the producer: its own row of a fan-out's lease words holds the notes
-        competing:      a work queue, else a fan-out
+        competing:      True for a work queue, False for a fan-out
         history:        how many of the newest messages are kept for receivers that join later
-        heeds_verdicts: work queue: a slot whose verdict names its message is kept until `judge`
+        heeds_verdicts: work queue: a slot whose verdict names its message is not reused before `judge`
         """
-        self._ledger, self._words, self._member, self._encode = ledger, ledger.words, member, encode
+        self._sequences, self._words, self._member, self._encode = sequences, sequences.words, member, encode
         self._competing, self._heeds_verdicts, self.history = competing, heeds_verdicts, history
         self.rings: list[Ring] = []
-        self._flights: dict[int, list[_Flight | None]] = {}  # by ring and slot
+        self._in_flight: dict[int, list[_InFlight | None]] = {}  # by ring and slot
         self._cursors: dict[int, int] = {}
         self._recipients = self._leaving = 0
         self._lockable = False
         self.sent_bytes = self.notified = 0
 
     def send(self, value: Any, meta: Any, patience: int, *beside: Any) -> Any:
-        """What there is to send; the endpoint does the rest."""
+        """Encode the value; the endpoint does the rest."""
         return self._encode(value, meta)
 
     def add_ring(self, ring: Ring) -> None:
-        """Messages go into that ring, too."""
-        self._flights[ring.index], self._cursors[ring.index] = [None] * ring.slots, 0
+        """Use that ring for messages as well."""
+        self._in_flight[ring.index], self._cursors[ring.index] = [None] * ring.slots, 0
         self.rings.append(ring)
 
     # --- members
@@ -99,74 +101,78 @@ class Writer:
         self, recipients: Iterable[int], leaving: Iterable[int], lockable: bool, listeners: Sequence[Any],
         asleep: Sequence[int], epoch: int,
     ) -> None:  # fmt: skip
-        """Who gets what is published from now on.
+        """Set the receivers of the messages that are published from now on.
 
         recipients: members whose lease words count
-        leaving:    of those, who takes nothing more
+        leaving:    those of them that take no more messages
         lockable:   fan-out: there is history, or a receiver that takes the newest only
 
-        The others are for the compiled `send`: whom to wake, where they sleep, and as of which epoch that holds.
+        The others are for the compiled `send`: the peers to wake, their `asleep` words, and the epoch of this table.
         """
         self._recipients, self._leaving, self._lockable = _bits(recipients), _bits(leaving), lockable
 
     def retire(self) -> None:
-        """Leave every message to the endpoint from now on, as this one does anyhow."""
+        """Leave every message to the endpoint from now on. The reference always does."""
 
     def forget(self, member: int) -> None:
-        """A receiver has left or died: nothing waits for it any more."""
+        """A receiver has left or died: no message waits for it any more."""
         keep = ~(1 << member)
         self._recipients &= keep
         self._leaving &= keep
-        for _, flight in self._all():
-            flight.waits &= keep
+        for _, message in self._all():
+            message.waits &= keep
 
     def welcome(self, member: int, start: int) -> None:
-        """Fan-out with history: messages that are kept, from `start` on, wait for it as well."""
-        for _, flight in self._all():
-            if flight.seq >= start:
-                flight.waits |= 1 << member
+        """Fan-out with history: the kept messages, from `start` on, wait for this receiver as well."""
+        for _, message in self._all():
+            if message.seq >= start:
+                message.waits |= 1 << member
 
     # --- slots
 
     def acquire(self, nbytes: int, ring: int = -1) -> Place | None:
-        """Consecutive free slots, in that ring or in the one that fits best. Until they are published or lent, they
-        count as free for the next call."""
-        # receivers of the newest only keep what they may still take, unless a newer message takes its place
+        """Find consecutive free slots, in that ring or in the one that fits best.
+
+        Until they are published or lent, they count as free for the next call.
+        """
+        # a message that latest-only receivers may still take is dropped only if a newer one replaces it
         if self._lockable and not self.has_room(nbytes, ring):
             return None
         for index in self._fitting(nbytes) if ring < 0 else (ring,):
             found, span = self.rings[index], self.rings[index].span(nbytes)
             slot = self._find(index, span, look=False)
             if slot >= 0:
-                self._flights[index][slot : slot + span] = [_Flight(slot, span)] * span
-                store(found.words, R_RECORDS + slot * RECORD_WORDS, 0)  # nobody may take the old record for a new one
+                self._in_flight[index][slot : slot + span] = [_InFlight(slot, span)] * span
+                store(
+                    found.words, R_RECORDS + slot * RECORD_WORDS, 0
+                )  # no receiver may take the old record for a new one
                 return found, slot
         return None
 
     def has_room(self, nbytes: int, ring: int = -1) -> bool:
-        """Whether `acquire` would find some. Takes nothing back."""
+        """Whether `acquire` would find slots. Takes nothing back."""
         return any(
             self._find(index, self.rings[index].span(nbytes), look=True) >= 0
             for index in (self._fitting(nbytes) if ring < 0 else (ring,))
         )
 
     def lend(self, ring: int, slot: int, array: weakref.ref[Any]) -> None:
-        """Acquired slots belong to whoever has this array, before and after the message is published."""
+        """Keep acquired slots while this array lives, before and after the message is published."""
         self._acquired(ring, slot).array = array
 
     def publish(
         self, ring: int, slot: int, description: bytes, nbytes: int, spilled: bool, array: Any, *beside: Any
     ) -> int:
-        """Record, entry, `published`, in this order: a death before the last store leaves nothing visible.
+        """Store record, order entry and `published`, in this order: a death before the last leaves nothing visible.
 
-        `spilled`: the description lies behind the payload. `array`: a weak reference to what a loan's owner may still
-        write to, or None. Returns the sequence number.
+        `spilled`: the description lies behind the payload. `array`: a weak reference to the memory to which a loan's
+        owner may still write, or None. Returns the sequence number.
         """
         place, words = self.rings[ring], self._words
         record, seq = R_RECORDS + slot * RECORD_WORDS, words[L_PUBLISHED] + 1
-        flight = self._acquired(ring, slot)
+        message = self._acquired(ring, slot)
         if array is not None:
-            flight.array = array
+            message.array = array
         try:
             if beside:
                 self._enter(place, slot, seq, *beside)
@@ -177,7 +183,7 @@ class Writer:
                 SPILLED if spilled else 0,
                 ring,
                 slot,
-                flight.span,
+                message.span,
                 len(description),
                 0,
                 nbytes,
@@ -186,14 +192,14 @@ class Writer:
                 place.view[at + INLINE_OFFSET : at + INLINE_OFFSET + len(description)] = description
             # crash: publish.record
             store(place.words, record, seq)
-            store(words, self._ledger.shape.order + (seq & self._ledger.mask), ring << 32 | slot)
+            store(words, self._sequences.shape.order + (seq & self._sequences.mask), ring << 32 | slot)
             # crash: publish.ordered
-            flight.waits, flight.lockable, flight.seq = self._recipients, self._lockable, seq
-            store(words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' feeds
+            message.waits, message.lockable, message.seq = self._recipients, self._lockable, seq
+            store(words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' readers
         except BaseException:
-            if words[L_PUBLISHED] < seq:  # nobody may find the record: its number goes to another message
+            if words[L_PUBLISHED] < seq:  # no receiver may find the record: another message will get its number
                 store(place.words, record, 0)
-                flight.seq = 0
+                message.seq = 0
                 if beside and beside[2] is not None:
                     beside[3].seq = 0
                     beside[2].pop(seq, None)
@@ -203,8 +209,9 @@ class Writer:
         return seq
 
     def _enter(self, ring: Ring, slot: int, seq: int, note: int, deadline: int, table: Any, entry: Any) -> None:
+        """Store what goes with a message: see `Beside`."""
         if not self._competing:
-            store(ring.words, ring.state + self._member * ring.row + slot, note)  # its own row is no receiver's
+            store(ring.words, ring.state + self._member * ring.row + slot, note)  # the sender's own row: no receiver's
             # crash: publish.noted
             return
         at = ring.state + STATE_WORDS * slot
@@ -215,143 +222,154 @@ class Writer:
         store(ring.words, at + NOTE, seq << 8 | note)
         # crash: publish.noted
 
-    # --- events, and looking
+    # --- events and queries
 
     def messages(self) -> list[tuple[Ring, int, int, int]]:
-        """(ring, slot, seq, span) of everything that is published and not known to be given back."""
-        return [(ring, flight.first, flight.seq, flight.span) for ring, flight in self._all() if flight.seq]
+        """(ring, slot, seq, span) of every message that is published and not known to be given back."""
+        return [(ring, message.first, message.seq, message.span) for ring, message in self._all() if message.seq]
 
     def judge(self, ring: int, slot: int) -> None:
-        """The verdict on the message there was read: its slot may be used again."""
+        """Note that the sender has read the verdict on the message there: its slot may be used again."""
         self._acquired(ring, slot).judged = True
 
     def reclaim(self) -> bool:
-        """Work queue: give back what a consumer had done, and died before it said so. Whether there was any."""
+        """Work queue: free the slots of messages that are done and whose consumer died before it released them.
+
+        Returns whether there were any.
+        """
         freed = False
-        for ring, flight in list(self._all()):
-            if not flight.seq or flight.lent or self._is_unjudged(ring, flight):
+        for ring, message in list(self._all()):
+            if not message.seq or message.lent or self._is_unjudged(ring, message):
                 continue
             # `done` before the lock: the other way round, it could be claimed, and done with views alive, in between
-            done = ring.words[ring.state + STATE_WORDS * flight.first + DONE] == flight.seq
-            if done and not self._ledger.locks.held_by_other(flight.seq):
-                self._forget(ring.index, flight)
+            done = ring.words[ring.state + STATE_WORDS * message.first + DONE] == message.seq
+            if done and not self._sequences.locks.held_by_other(message.seq):
+                self._forget(ring.index, message)
                 freed = True
         return freed
 
     def is_settled(self, local: Iterable[int]) -> bool:
-        """Whether everything sent is done (work queue), or taken, `local` members not counted (fan-out)."""
+        """Whether every message is done (work queue), or taken by all members but `local` ones (fan-out)."""
         uncounted = self._leaving | _bits(local)
-        for ring, flight in self._all():
+        for ring, message in self._all():
             if self._competing:
-                if flight.seq and ring.words[ring.state + STATE_WORDS * flight.first + DONE] != flight.seq:
+                if message.seq and ring.words[ring.state + STATE_WORDS * message.first + DONE] != message.seq:
                     return False
                 continue
-            for member in _members(flight.waits & ~uncounted):
-                if ring.words[ring.state + member * ring.row + flight.first] < 2 * flight.seq:
+            for member in _members(message.waits & ~uncounted):
+                if ring.words[ring.state + member * ring.row + message.first] < 2 * message.seq:
                     return False
         return True
 
     def free_slots(self, ring: int) -> int:
-        """How many slots of that ring can be had now."""
-        flights, place = self._flights[ring], self.rings[ring]
-        return sum(flight is None or self._is_free(place, flight, look=True) for flight in flights)
+        """How many slots of that ring are free now."""
+        messages, mapped = self._in_flight[ring], self.rings[ring]
+        return sum(message is None or self._is_free(mapped, message, look=True) for message in messages)
 
     def oldest(self) -> int:
-        """The message in the slot of the newest ring that is looked at next; 0: none, or one that locks may hold."""
+        """The message in the slot of the newest ring that is tried next; 0: none, or one that locks may hold."""
         newest = len(self.rings) - 1
-        flight = self._flights[newest][self._cursors[newest]] if self.rings else None
-        return 0 if flight is None or self._lockable else flight.seq
+        message = self._in_flight[newest][self._cursors[newest]] if self.rings else None
+        return 0 if message is None or self._lockable else message.seq
 
     @property
     def busy(self) -> int:
-        """Slots that are not known to be free."""
-        return sum(flight.span for _, flight in self._all() if flight.seq or flight.lent)
+        """How many slots are in flight: not known to be free."""
+        return sum(message.span for _, message in self._all() if message.seq or message.lent)
 
     # --- which slots are free
 
-    def _acquired(self, ring: int, slot: int) -> _Flight:
-        flight = self._flights[ring][slot]
-        if flight is None or flight.first != slot:
+    def _acquired(self, ring: int, slot: int) -> _InFlight:
+        message = self._in_flight[ring][slot]
+        if message is None or message.first != slot:
             raise ValueError("no slot that was acquired")
-        return flight
+        return message
 
-    def _all(self) -> Iterator[tuple[Ring, _Flight]]:
+    def _all(self) -> Iterator[tuple[Ring, _InFlight]]:
         for ring in self.rings:
-            for slot, flight in enumerate(self._flights[ring.index]):
-                if flight is not None and flight.first == slot:
-                    yield ring, flight
+            for slot, message in enumerate(self._in_flight[ring.index]):
+                if message is not None and message.first == slot:
+                    yield ring, message
 
     def _fitting(self, nbytes: int) -> list[int]:
-        """The rings that may hold a message, the one that fits best first."""
+        """The indices of the rings that can hold a message, the one that fits best first."""
         order = []
         for ring in self.rings:
             span = ring.span(nbytes)
             if span == 1 or (
                 span <= ring.slots and not self.history
-            ):  # retained: one slot each, so that one stays free
+            ):  # with history each message takes one slot, so that one stays free
                 order.append((ring.slot_bytes < nbytes, abs(ring.slot_bytes - nbytes), ring.index))
         return [index for _, _, index in sorted(order)]
 
-    def _is_free(self, ring: Ring, flight: _Flight, look: bool) -> bool:
-        """Whether a message's slots may be used again. One that receivers may hold by a shared lock is taken back from
-        those that have not taken it yet: unless `look`, which takes nothing."""
-        seq, slot, words = flight.seq, flight.first, ring.words
-        if flight.lent:
+    def _is_free(self, ring: Ring, message: _InFlight, look: bool) -> bool:
+        """Whether a message's slots may be used again.
+
+        A message that receivers may hold by a shared lock is taken back, from those that have not taken it yet; with
+        `look` it is not, and only whether that is possible is returned.
+        """
+        seq, slot, words = message.seq, message.first, ring.words
+        if message.lent:
             return False
         if not seq:
             return True
         if self._competing:
             at = ring.state + STATE_WORDS * slot
-            return words[at + RELEASED] == seq and not self._is_unjudged(ring, flight)
-        for member in _members(flight.waits):
-            said = words[ring.state + member * ring.row + slot]  # pairs with the store that ends a lease
-            if said != 2 * seq + 1 and (said == 2 * seq or not self._leaving >> member & 1):
+            return words[at + RELEASED] == seq and not self._is_unjudged(ring, message)
+        for member in _members(message.waits):
+            word = words[ring.state + member * ring.row + slot]  # pairs with the store that ends a lease
+            if word != 2 * seq + 1 and (word == 2 * seq or not self._leaving >> member & 1):
                 return False
-            flight.waits &= ~(1 << member)
+            message.waits &= ~(1 << member)
         if self.history and seq > self._words[L_PUBLISHED] - self.history:
             return False
-        if not flight.lockable:
+        if not message.lockable:
             return True
-        locks = self._ledger.locks
+        locks = self._sequences.locks
         if look:
             return not locks.held_by_other(seq)
         if not locks.try_exclusive(seq):
             return False
-        store(words, R_RECORDS + slot * RECORD_WORDS, 0)  # under the lock: who takes it next finds nothing
+        store(
+            words, R_RECORDS + slot * RECORD_WORDS, 0
+        )  # under the lock: a receiver that locks it next finds no message
         # crash: takeback.cleared
         locks.unlock(seq)
         return True
 
-    def _is_unjudged(self, ring: Ring, flight: _Flight) -> bool:
+    def _is_unjudged(self, ring: Ring, message: _InFlight) -> bool:
         """Work queue: whether the sender has yet to read the verdict on a message."""
-        if not self._heeds_verdicts or flight.judged:
+        if not self._heeds_verdicts or message.judged:
             return False
-        return ring.words[ring.state + STATE_WORDS * flight.first + VERDICT] >> 8 == flight.seq
+        return ring.words[ring.state + STATE_WORDS * message.first + VERDICT] >> 8 == message.seq
 
     def _first_look(self, index: int) -> int:
-        """The slot to look at first: slot 0 if it is free, since caches still hold the first few where receivers keep
-        up; else the next one. Where messages can be taken back, the oldest comes first."""
-        flight = self._flights[index][0]
-        if flight is None or (not flight.lockable and self._is_free(self.rings[index], flight, look=True)):
+        """The slot at which a search begins: slot 0 if it is free, else the one after the last used.
+
+        If receivers keep up, few slots are used, which stay in the caches. If messages can be taken back, the oldest
+        comes first.
+        """
+        message = self._in_flight[index][0]
+        if message is None or (not message.lockable and self._is_free(self.rings[index], message, look=True)):
             return 0
         return self._cursors[index]
 
     def _find(self, index: int, span: int, *, look: bool) -> int:
-        """The first of `span` consecutive free slots at or after the first look, wrapping once; -1: there are none."""
-        ring, flights, slots = self.rings[index], self._flights[index], self.rings[index].slots
+        """The first of `span` consecutive free slots from `_first_look` on, wrapping once; -1 if there are none."""
+        ring, messages, slots = self.rings[index], self._in_flight[index], self.rings[index].slots
         run, slot = 0, self._first_look(index)
         if slot + span > slots:
             slot = 0
         for _ in range(slots + span):
             if slot == slots:
                 slot = run = 0
-            flight = flights[slot]
-            if flight is not None:
-                if not self._is_free(ring, flight, look):
+            message = messages[slot]
+            if message is not None:
+                if not self._is_free(ring, message, look):
                     run, slot = 0, slot + 1
                     continue
                 if not look:
-                    self._forget(index, flight)
+                    self._forget(index, message)
             run, slot = run + 1, slot + 1
             if run == span:
                 if not look:
@@ -359,8 +377,8 @@ class Writer:
                 return slot - span
         return -1
 
-    def _forget(self, index: int, flight: _Flight) -> None:
-        self._flights[index][flight.first : flight.first + flight.span] = [None] * flight.span
+    def _forget(self, index: int, message: _InFlight) -> None:
+        self._in_flight[index][message.first : message.first + message.span] = [None] * message.span
 
 
 def _bits(members: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Batches: requests of the same look that were taken within a short time, stacked."""
+"""Batches: requests with values of the same layout that were taken within a short time, stacked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        """The requests' values, stacked; what is no tensor or array is equal in all of them, and stays as it is."""
+        """The requests' values, stacked. Other leaves than tensors and arrays are equal in all, and are kept."""
         return self._value
 
     def reply(self, value: Any) -> None:
@@ -98,7 +98,7 @@ class Batch:
 
 
 class Group:
-    """Requests of the same look that are to be a batch."""
+    """Requests that are to be one batch. `due`: when it waits for no more; `most`: how many it may have."""
 
     __slots__ = ("due", "most", "requests")
 
@@ -108,58 +108,60 @@ class Group:
 
 
 class Collector:
-    """Puts requests of the same look together.
+    """Groups requests whose values can be stacked.
 
-    A batch is given out when it is full, or `max_wait` after its first request was taken; the oldest first. Requests
-    of other looks wait for their own turn here, at most twice `max_batch` of all looks together. However many full
-    batches come, one that is due is passed over by one of them, not by all. Several threads may be at it, and each of
-    them may be interrupted: a request or a group is moved from one list to another in one C call.
+    A group is given out when it is full, or `max_wait` after its first request was taken; the oldest first. At most
+    twice `max_batch` requests wait here, of all groups together. Of full groups only one is given out before an older
+    one that is due. Several threads may call, and each may be interrupted: a request or a group is moved from one list
+    to another in one C call.
     """
 
     def __init__(self, max_batch: int, max_wait: float | None) -> None:
         self._max_batch, self._max_wait = max_batch, DEFAULT_WAIT if max_wait is None else max_wait
-        self._groups: dict[Any, Group] = {}  # by look; oldest first
-        self._passed = False  # a younger batch was given out before the oldest
-        self._unsorted = False  # a request was added, and perhaps not looked at whether its group is full
+        self._groups: dict[Any, Group] = {}  # by the layout of their values; oldest first
+        self._passed = False  # the last group that was given out was not the oldest
+        self._unsorted = False  # a request was added, and perhaps not checked whether its group is full
         self._lock = threading.Lock()
 
     def until(self, deadline: float | None) -> float | None:
-        """How long to wait for another request."""
+        """When to stop waiting for another request: the time at which the oldest group is due, else `deadline`."""
         with self._lock:
             return self._due_first() if self._groups else deadline
 
     def add(self, taken: list[Any]) -> None:
-        """Move the first of what was taken, a request, to those of its look; take what is to be given out now."""
-        look, alone = _look(taken[0])
+        """Move the request that was taken to its group; into `taken`, the group that is to be given out now, if any."""
+        key, alone = _key(taken[0])
         with self._lock:
             self._unsorted = True
-            group = self._groups.get(look)
+            group = self._groups.get(key)
             if group is None:
                 group = Group(time.monotonic() + self._max_wait, 1 if alone else self._max_batch)
-                self._groups[look] = group
+                self._groups[key] = group
             group.requests.extend(map(taken.pop, _FIRST))
             self._sort(taken)
 
     def take_full(self, taken: list[Any]) -> None:
-        """Take what `add` was to give out, if it was interrupted."""
+        """Take the group that an interrupted `add` was to give out."""
         if self._unsorted:
             with self._lock:
                 self._sort(taken)
 
     @property
     def is_empty(self) -> bool:
+        """Whether no request waits here."""
         return not self._groups
 
     def take_oldest(self, taken: list[Any], *, due: bool) -> None:
-        """Take the requests whose turn it is when no others come; with `due`, only those that wait for no more."""
+        """Take the oldest group though it is not full; with `due`, only if it waits for no more requests."""
         with self._lock:
             if self._groups and not (due and time.monotonic() < self._due_first()):
                 self._pop(next(iter(self._groups)), taken)
 
     def _sort(self, taken: list[Any]) -> None:
-        for look, group in self._groups.items():
+        """Take the group that is to be given out now, if there is one."""
+        for key, group in self._groups.items():
             if len(group.requests) >= group.most:
-                self._pop(look, taken)
+                self._pop(key, taken)
                 return
         waiting = sum(len(group.requests) for group in self._groups.values())
         if waiting >= 2 * self._max_batch or (self._passed and waiting and time.monotonic() >= self._due_first()):
@@ -170,13 +172,13 @@ class Collector:
     def _due_first(self) -> float:
         return next(iter(self._groups.values())).due
 
-    def _pop(self, look: Any, taken: list[Any]) -> None:
-        self._passed = look != next(iter(self._groups))
-        taken.extend(map(self._groups.pop, (look,)))
+    def _pop(self, key: Any, taken: list[Any]) -> None:
+        self._passed = key != next(iter(self._groups))
+        taken.extend(map(self._groups.pop, (key,)))
 
 
 def batch_of(requests: list[Request]) -> Batch | None:
-    """Requests that somebody waits for, as a batch; None, and they are answered, if they cannot be one."""
+    """A batch of these requests. None if there are none, or if they cannot be stacked: they fail then."""
     try:
         return Batch(requests) if requests else None
     except (ShmTensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:
@@ -185,10 +187,12 @@ def batch_of(requests: list[Request]) -> Batch | None:
         return None
 
 
-def _look(request: Request) -> tuple[Any, bool]:
-    """What it may be stacked with; whether it goes alone, as one does that a server has died with or given back: that
-    may have been its fault, and would be the end of those beside it."""
-    look = stacking.look_of(request.value)
-    if request.attempt == 1 and stacking.is_stackable(look):
-        return look, False
+def _key(request: Request) -> tuple[Any, bool]:
+    """The key of a request's group, and whether it is a batch of its own.
+
+    It is one if it cannot be stacked, or if it was taken before: a server that dies with it must not lose others.
+    """
+    layout = stacking.layout_of(request.value)
+    if request.attempt == 1 and stacking.is_stackable(layout):
+        return layout, False
     return (request.seq, id(request)), True

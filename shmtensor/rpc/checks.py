@@ -1,4 +1,4 @@
-"""What a server and a pool of servers are asked to do: refused at once where it could never work."""
+"""Checks of the arguments of servers and pools: they raise at once for what could never work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..endpoints.base import check_count, check_timeout
 from ..errors import ArgumentError, ArgumentTypeError
-from ..units import parse_bytes
+from ..options import parse_bytes
 
 MOST_SLOTS = 1 << 16
 
@@ -15,7 +15,7 @@ MOST_SLOTS = 1 << 16
 def check_options(
     max_batch: int | None, max_wait: float | None, max_attempts: int, slots: int | None, max_bytes: int | str | None
 ) -> None:
-    """Raise `ArgumentError` or `ArgumentTypeError` for what no server can be made with."""
+    """Raise `ArgumentError` or `ArgumentTypeError` for options that no server can have."""
     if max_batch is not None:
         check_count("max_batch", max_batch, 1, 1 << 16)
     elif max_wait is not None:
@@ -29,7 +29,7 @@ def check_options(
 
 
 def check_handler(handler: Any, what: str = "the handler") -> None:
-    """Raise `ArgumentTypeError` for what cannot make replies: functions can, and classes of what is called."""
+    """Raise `ArgumentTypeError` unless `handler` is a plain callable or a class of such."""
     if isinstance(handler, type):
         call = next((vars(base)["__call__"] for base in handler.__mro__ if "__call__" in vars(base)), None)
         if call is None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from ..endpoints.local import Local
+from ..endpoints.base import Local
 from ..errors import ClosedError, ReleasedError
-from ..memory.words import store
-from ..ring.layout import DEADLINE, NOTE, VERDICT
-from .notes import CANCELLED, ONCE
 
 if TYPE_CHECKING:
-    from ..endpoints.message import Message
-    from .answering import Source
-    from .server import Server
+    from .taken import TakenRequest, TakenRequests
 
-ROOM_S = 1.0
-"""Seconds that a reply waits for its client to let go of others, where it may have no more memory."""
 MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""
 
@@ -42,14 +34,13 @@ class Request(Local):
     tensor([3., 3.])
     """
 
-    __slots__ = ("_at", "_message", "_server", "_source", "_words", "seq")
+    __slots__ = ("_record", "_taken", "seq")
 
     seq: int
-    """The client's number of this request."""
+    """The client's sequence number of this request."""
 
-    def __init__(self, server: Server, message: Message, source: Source) -> None:
-        self._server, self._message, self._source = server, message, source
-        self._words, self._at, self.seq = source.words, message._lease.word, message.seq
+    def __init__(self, taken: TakenRequests, record: TakenRequest) -> None:
+        self._taken, self._record, self.seq = taken, record, record.seq
 
     def _instead(self) -> str:
         return "pass req.value, copied, and answer it here"
@@ -57,28 +48,24 @@ class Request(Local):
     @property
     def value(self) -> Any:
         """What the client sent: a tensor, an ndarray, or a dict, list or tuple of these, bytes and JSON scalars."""
-        message = self._message
-        if message._receiver is None:
+        if self._record.is_released:
             raise ReleasedError("this request was answered, or its server closed: take req.value before")
-        return message.value
+        return self._record.message.value
 
     @property
     def meta(self) -> Any:
         """What the client passed as `meta=`, or None."""
-        return self._message.meta
+        return self._record.message.meta
 
     @property
     def attempt(self) -> int:
         """How often the request was taken, this time included; above 1 after another server died with it."""
-        return self._message.attempt
+        return self._record.message.attempt
 
     @property
     def cancelled(self) -> bool:
         """Whether the reply is no longer needed: the client cancelled the request, closed or died."""
-        if self._source.feed.gone:
-            return True
-        note = self._words[self._at + NOTE]
-        return bool(note & CANCELLED) if note >> 8 == self.seq else True
+        return self._record.is_cancelled
 
     @property
     def expired(self) -> bool:
@@ -89,62 +76,34 @@ class Request(Local):
     @property
     def remaining(self) -> float | None:
         """Seconds until the client's time-out, below 0 after it; None if it has none."""
-        if self._words[self._at + NOTE] >> 8 != self.seq:
-            return 0.0
-        deadline = self._words[self._at + DEADLINE]
-        return (deadline - time.monotonic_ns()) * 1e-9 if deadline else None
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that its reply may wait for room."""
-        deadline = self._words[self._at + DEADLINE]
-        return min(ROOM_S, max(0.0, (deadline - time.monotonic_ns()) * 1e-9)) if deadline else ROOM_S
+        return self._record.remaining
 
     @property
     def answered(self) -> bool:
-        """Whether it was answered, or given up by its server."""
-        return self._message._receiver is None
-
-    @property
-    def _once(self) -> bool:
-        note = self._words[self._at + NOTE]
-        return note >> 8 == self.seq and bool(note & ONCE)
+        """Whether it was answered, or goes to another server because this one has closed."""
+        return self._record.is_released
 
     def reply(self, value: Any) -> None:
         """Answer with a value, which is copied before this returns: as for `Publisher.send`.
 
-        Waits only where `max_bytes` leaves no room beside replies that the client has not let go of: for a second, or
+        Waits only where `max_bytes` leaves no room beside replies that the client has not released: for a second, or
         until the client's time-out.
 
         Raises `RingFull` if there is no room then, `ArgumentTypeError` or `ResourceError` if the value cannot be sent;
         then the request is still yours to answer. `ReleasedError` if it was answered already.
         """
-        self._server._reply(self, value, None)
+        self._taken.reply(self._record, value)
 
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run if it has to wait for room.
 
         If it is cancelled, nothing is sent, and the request is still yours to answer.
         """
-        await self._server._areply(self, value)
+        await self._taken.areply(self._record, value)
 
     def fail(self, error: BaseException | str) -> None:
         """Answer with an error: the client's call raises `RemoteError` with its type's name, text and traceback."""
-        self._server._reply(self, describe(error), error)
-
-    def _finish(self, verdict: int = 0) -> None:
-        """The request is over for this server: it is done, and nobody else will get it."""
-        unfinished, key = self._server._open, id(self)
-        if key not in unfinished:
-            return
-        if verdict:
-            store(self._words, self._at + VERDICT, self.seq << 8 | verdict)
-            # crash: verdict.stored
-        try:
-            self._message.release()
-        finally:  # no boundary: what an exception cut short before it was done is done again
-            if self._message._receiver is None and key in unfinished:
-                del unfinished[key]
+        self._taken.reply(self._record, None, error)
 
     def __enter__(self) -> Request:
         return self
@@ -155,18 +114,23 @@ class Request(Local):
                 self.fail(error)
 
     def __del__(self) -> None:
-        """Nobody can answer it any more. Runs anywhere: it stores two words, and its client looks at them."""
-        message = getattr(self, "_message", None)  # its constructor may have been interrupted
-        if message is not None and message._receiver is not None:
-            self._server._forget(self)
+        """It can no longer be answered. May run in any thread: stores two words, which its client checks."""
+        record = getattr(self, "_record", None)  # its constructor may have been interrupted
+        if record is not None and not record.is_released:
+            self._taken.forget(record)
 
     def __repr__(self) -> str:
         state = "answered" if self.answered else "cancelled" if self.cancelled else "open"
         return f"<Request seq={self.seq} attempt={self.attempt} {state}>"
 
 
+def record_of(request: Request) -> TakenRequest:
+    """What the server knows of a request."""
+    return request._record
+
+
 def describe(error: BaseException | str) -> dict[str, str]:
-    """An error as text."""
+    """An error as the value of an error reply."""
     if isinstance(error, str):
         return {"type": "Failed", "text": error[:MOST_TEXT], "traceback": ""}
     kind = type(error)

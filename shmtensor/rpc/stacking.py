@@ -1,7 +1,7 @@
-"""Values of the same look stacked along a new first dimension, and taken apart again.
+"""Values of the same layout stacked along a new first dimension, and split again.
 
-Stacking copies each leaf once, from where it lies straight into the batch. The look of a value is what must be equal
-for that: the structure, every dtype, every shape, and every leaf that is no tensor or array.
+Stacking copies each leaf once, from where it lies straight into the batch. The layout of a value is what must be equal
+for that: the structure, every dtype, every shape, and every leaf that is not a tensor or array.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from typing import Any
 
 import numpy as np
 
+from ..codec.libraries import is_tensor
 from ..errors import ArgumentError
-from ..views.libraries import is_tensor
 
-Key = Any
+Layout = Any
 
 
-def look_of(value: Any) -> Key:
-    """A hashable description; values of equal looks can be stacked."""
+def layout_of(value: Any) -> Layout:
+    """A hashable description of a value. Values of equal layouts can be stacked."""
     if isinstance(value, np.ndarray):
         return "a", value.dtype.str if value.dtype.names is None else str(value.dtype.descr), value.shape
     if is_tensor(value):
         return "T", value.dtype, tuple(value.shape), str(value.layout), bool(value.is_quantized), bool(value.is_nested)
     if isinstance(value, dict):
-        return "d", tuple((type(key), key, look_of(child)) for key, child in value.items())
+        return "d", tuple((type(key), key, layout_of(child)) for key, child in value.items())
     if isinstance(value, (list, tuple)):
-        return "l" if isinstance(value, list) else "t", tuple(look_of(child) for child in value)
+        return "l" if isinstance(value, list) else "t", tuple(layout_of(child) for child in value)
     return "s", type(value), value if isinstance(value, bytes) else repr(value)
 
 
-def is_stackable(look: Key) -> bool:
-    """Whether torch or NumPy stacks such leaves: sparse, quantized and nested tensors stay alone."""
-    kind = look[0]
+def is_stackable(layout: Layout) -> bool:
+    """Whether torch or NumPy can stack such leaves: not sparse, quantized or nested tensors."""
+    kind = layout[0]
     if kind == "T":
-        return bool(look[3] == "torch.strided" and not look[4] and not look[5])
+        return bool(layout[3] == "torch.strided" and not layout[4] and not layout[5])
     if kind == "d":
-        return all(is_stackable(child) for _, _, child in look[1])
+        return all(is_stackable(child) for _, _, child in layout[1])
     if kind in ("l", "t"):
-        return all(is_stackable(child) for child in look[1])
+        return all(is_stackable(child) for child in layout[1])
     return True
 
 
 def stack(values: Sequence[Any]) -> Any:
-    """One value whose tensors and arrays have a new first dimension; what is no tensor or array stays as it is."""
+    """One value whose tensors and arrays have a new first dimension. Other leaves are those of the first value."""
     first = values[0]
     if isinstance(first, np.ndarray):
         return np.stack(values)
@@ -64,7 +64,7 @@ def _stack_tensors(tensors: Sequence[Any]) -> Any:
 
 
 def split(value: Any, count: int) -> list[Any]:
-    """The `count` parts of what a handler made of a batch; leaves that are no tensors or arrays go to each of them.
+    """Split a handler's result for a batch into `count` parts. Leaves that are not tensors or arrays go to each part.
 
     Raises `ArgumentError` for a leaf whose first dimension is not `count`.
     """

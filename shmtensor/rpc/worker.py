@@ -1,4 +1,4 @@
-"""A worker process of a pool: one server, one handler, until it is told to stop or its pool is gone."""
+"""A worker process of a pool: one server and one handler, until the pool stops it or ends."""
 
 from __future__ import annotations
 
@@ -26,43 +26,44 @@ def main(
     number: int,
     handler: Handler | str,
     options: dict[str, Any],
-    told: Connection,
-    ours: Connection | None,
+    pipe: Connection,
+    pool_end: Connection | None,
 ) -> None:
-    """Serve until SIGTERM, or until the pool's end of `told` is closed, and finish what was taken.
+    """Serve until SIGTERM, or until the pool's end of `pipe` is closed, and finish what was taken.
 
-    `ours` is the pool's own end, which a forked worker inherits: it must not keep that open.
+    Sends None through `pipe` when the server takes requests, or the text of the error if the handler cannot serve.
+    `pool_end` is the other end, which a forked worker inherits: it must not stay open here.
     """
-    if ours is not None:
-        ours.close()
+    if pool_end is not None:
+        pool_end.close()
     sys.path[:] = safe_path(sys.path)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the pool says what to do
-    stopping: list[Server] = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the pool decides
+    servers: list[Server] = []
     stopped = threading.Event()
 
     def stop(*_: object) -> None:
         stopped.set()
-        for server in stopping:
+        for server in servers:
             server.stop()
 
     signal.signal(signal.SIGTERM, stop)
-    threading.Thread(target=_outlive_nobody, args=(told, stop), name="shmtensor pool watch", daemon=True).start()
+    threading.Thread(target=_watch_pool, args=(pipe, stop), name="shmtensor pool watch", daemon=True).start()
     try:
         function = load(handler)
-    except (ArgumentError, ArgumentTypeError) as error:  # another try would end alike
-        told.send(str(error))
+    except (ArgumentError, ArgumentTypeError) as error:  # a restarted worker would fail in the same way
+        pipe.send(str(error))
         return
     log_to_stderr(number)
     with Server(service, **options) as server:
-        stopping.append(server)
+        servers.append(server)
         if stopped.is_set():
             server.stop()
-        told.send(None)
+        pipe.send(None)
         server.run(function)
 
 
 def log_to_stderr(number: int) -> None:
-    """What the library logs in this worker goes to stderr, unless the handler's module has set up logging."""
+    """Send the library's log to stderr, unless the handler's module has set up logging."""
     log = logging.getLogger("shmtensor")
     if not log.hasHandlers():
         handler = logging.StreamHandler()
@@ -71,14 +72,14 @@ def log_to_stderr(number: int) -> None:
 
 
 def load(handler: Handler | str) -> Handler:
-    """The function itself: of its name, or of a class, of which one is made here."""
+    """Return the function to call: imported if `handler` is a name, an instance if it is a class."""
     found = resolve(handler) if isinstance(handler, str) else handler
     check_handler(found, f"the handler {handler!r}")
     return found() if isinstance(found, type) else found
 
 
 def check(path: str) -> None:
-    """Raise `ArgumentError` unless there is such a module, so far as that can be told without importing it."""
+    """Raise `ArgumentError` unless there is such a module, as far as is known without importing it."""
     module_name, _ = _parts(path)
     look_last(os.getcwd())
     try:
@@ -90,6 +91,7 @@ def check(path: str) -> None:
 
 
 def _parts(path: str) -> tuple[str, str]:
+    """Split `module:name`."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ArgumentError(f"handler {path!r}: name it as module:function")
@@ -97,7 +99,7 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 def resolve(path: str) -> Any:
-    """What `module:name` names; the module may lie in the current directory, where it is looked for last.
+    """Import what `module:name` names. The module may be in the current directory, which is searched last.
 
     Raises `ArgumentError`.
     """
@@ -107,7 +109,7 @@ def resolve(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, and imports one that does not
         raise ArgumentError(f"handler {path!r}: there is no module {error.name!r} here or on sys.path") from None
     for part in name.split("."):
         if not hasattr(found, part):
@@ -116,10 +118,10 @@ def resolve(path: str) -> Any:
     return found
 
 
-def _outlive_nobody(told: Connection, stop: Callable[[], None]) -> None:
-    """The pool never says anything: its end closes when it dies."""
+def _watch_pool(pipe: Connection, stop: Callable[[], None]) -> None:
+    """Call `stop` when the pool has ended. It never sends anything: its end of the pipe closes when it dies."""
     try:
-        told.recv_bytes()
+        pipe.recv_bytes()
     except (EOFError, OSError):
         pass
     stop()

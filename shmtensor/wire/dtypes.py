@@ -5,13 +5,13 @@
 | `code` | the wire constant, 1..254; it never changes and is never reused |
 | `name` | the attribute of `torch` (or `numpy`, where NumPy has the type) |
 | `itemsize` | bytes of one element |
-| `carrier` | little-endian NumPy type of the same size that holds the bytes where NumPy lacks the type |
+| `carrier` | little-endian NumPy type of the same size, which holds the bytes where NumPy lacks the type |
 | `numpy` | NumPy has the type itself, under this carrier |
 | `torch` | torch has the type (a given version of torch may still lack it) |
 | `quantized` | the values mean something only together with a scale and a zero point |
 
 NumPy types beyond the table (structured, dates, strings, big-endian, ml_dtypes) have code `DESCRIBED` and travel as a
-JSON description, see `shmtensor.views.numpy`. Everything else about dtypes derives from here.
+JSON description, see `shmtensor.codec.numpy`. All other tables of dtypes derive from this one.
 """
 
 from __future__ import annotations

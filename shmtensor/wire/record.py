@@ -1,10 +1,10 @@
-"""The record of a message: the descriptor in shared memory, and, behind a short envelope, the doorbell on the wire.
+"""The record of a message, in shared memory; behind a 16-byte envelope it is also the doorbell, on a socket.
 
 A record is 256 bytes, little-endian:
 
 | offset | type | field | meaning |
 |---|---|---|---|
-| 0 | u64 | `seq` | the message's sequence number, and the slot's generation; 0: nothing here |
+| 0 | u64 | `seq` | the message's sequence number, and the slot's generation; 0: no message |
 | 8 | u64 | `sent_ns` | CLOCK_MONOTONIC at publication, nanoseconds |
 | 16 | u16 | `version` | `VERSION` |
 | 18 | u16 | `flags` | bit 0 (`SPILLED`): the description lies behind the payload |
@@ -35,16 +35,16 @@ ALIGNMENT: Final = 64
 
 _HEAD = struct.Struct("<QQHHIIIIIQ")
 BODY: Final = struct.Struct("<QHHIIIIIQ")
-"""Everything of the head but `seq`, which is stored on its own, last."""
+"""The head without `seq`, which is stored on its own, last."""
 BODY_OFFSET: Final = 8
 SLOT_OFFSET: Final = 24
 CONSTANT_OFFSET: Final = 16
-"""From here on, the record is the same for each message of the same look in the same slot."""
+"""Here begins what depends on the message's structure and slot, but not on its number and time."""
 INLINE_OFFSET: Final = _HEAD.size
 INLINE: Final = SIZE - INLINE_OFFSET
 
 EMPTY_RECORD: Final = bytes(BODY_OFFSET) + BODY.pack(0, VERSION, 0, 0, 0, 1, 0, 0, 0).ljust(SIZE - BODY_OFFSET, b"\0")
-"""The record of no message, for a doorbell that only says: look at the members."""
+"""The record of no message, for a doorbell that makes its receiver check the members."""
 
 _BELL = struct.Struct("<8sQ")
 _BELL_MAGIC: Final = b"SHMTBELL"
@@ -72,7 +72,7 @@ def padded(nbytes: int) -> int:
 
 
 def check_head(head: tuple[int, ...], ring: int, slot: int, slots: int, slot_bytes: int) -> None:
-    """Raise `WireError` unless a head (from `version` on) may stand at this place of such a ring."""
+    """Raise `WireError` unless a head (from `version` on) is valid at `slot` of a ring with these sizes."""
     version, flags, its_ring, its_slot, span, length, reserved, nbytes = head
     if version != VERSION:
         raise WireError(f"record version {version}, this library reads {VERSION}")
@@ -95,7 +95,7 @@ def pack_bell(uid: int, record: bytes) -> bytes:
 
 
 def parse_bell(data: bytes) -> Bell:
-    """Validate what arrived in an inbox. Raises `WireError`."""
+    """Validate a message that arrived in an inbox. Raises `WireError`."""
     if len(data) != BELL_SIZE:
         raise WireError(f"doorbell of {len(data)} bytes, expected {BELL_SIZE}")
     magic, uid = _BELL.unpack_from(data)

@@ -9,20 +9,20 @@ One run of bytes without padding, little-endian, written in one pass and read in
 | 4 | count | number of shared storages |
 | 16 x count | *storages* | of each: u64 offset in the payload, a multiple of 16; u64 bytes |
 | | value | a node |
-| | meta | a node: None, or a dict as JSON has them |
+| | meta | a node: None, or a dict that JSON can express |
 
-A node is a tag, one byte, and what follows it; a container's values follow in preorder:
+A node is a tag, one byte, and its data; a container's values follow in preorder:
 
 | tag | value | followed by |
 |---|---|---|
 | 0 | None | |
 | 1, 2 | False, True | |
 | 3 | int of 64 bits | i64 |
-| 4 | any other int | u32 bytes, then so many: two's complement |
+| 4 | any other int | u32 n, then n bytes: two's complement |
 | 5 | float | f64 |
-| 6 | str | u32 bytes, then so many: UTF-8, in which a lone surrogate is encoded as well |
-| 7, 8 | list, tuple | u32 count, then so many nodes |
-| 9 | dict | u32 count, then so many pairs of nodes: key (tag 0 to 6), value |
+| 6 | str | u32 n, then n bytes: UTF-8, in which a lone surrogate is encoded as well |
+| 7, 8 | list, tuple | u32 n, then n nodes |
+| 9 | dict | u32 n, then n pairs of nodes: key (tag 0 to 6), value |
 | 10 | tensor or array | a leaf, below |
 | 11 | composite | u8 kind, u8 p, u8 n, i64 x p parameters, n nodes: its leaves, then its scalars |
 
@@ -34,7 +34,7 @@ A leaf, its tag included:
 | 1 | code | of `shmtensor.wire.dtypes`, 255: described by the node behind the leaf |
 | 1 | flags | bit 0: torch tensor (else NumPy array); bit 1: strides follow |
 | 1 | ndim | 0..64 |
-| 4 | storage | torch: number of its shared storage, from 1; 0: shares none |
+| 4 | storage | torch: number of its shared storage, from 1; 0: none |
 | 8 | offset | bytes from the start of the payload |
 | 8 x ndim | shape | elements |
 | 8 x ndim | strides | bytes, only with flag bit 1; else the leaf is dense in C order |
@@ -60,8 +60,8 @@ MAX_META: Final = 64 << 10
 MAX_LEAVES: Final = 1_000_000
 MAX_DEPTH: Final = 64
 MAX_NDIM: Final = 64
-MAX_EQUAL_HASHES: Final = 64  # of a dict's int keys of more than 64 bits: anybody can find as many as they like
-MAX_BYTES: Final = 1 << 62  # no shape or stride may speak of more, so that no C integer overflows
+MAX_EQUAL_HASHES: Final = 64  # among a dict's int keys of more than 64 bits: such collisions are easy to construct
+MAX_BYTES: Final = 1 << 62  # no shape or stride may exceed it, so that no C integer overflows
 
 NONE, FALSE, TRUE, INT, BIG_INT, FLOAT, STR, LIST, TUPLE, DICT, LEAF, COMPOSITE = range(12)
 TORCH, STRIDES = 1, 2
@@ -82,7 +82,7 @@ class Composite(NamedTuple):
     code: int
     leaves: int
     scalars: int
-    parameters: int  # exactly so many, or at least so many if `sized`
+    parameters: int  # their number, or its minimum if `sized`
     sized: bool = False  # the remaining parameters are the shape
 
 
@@ -127,7 +127,7 @@ class LeafSpec(NamedTuple):
 
 
 def header(storages: Sequence[tuple[int, int]] = ()) -> bytes:
-    """What a description starts with; `storages` are (offset, bytes)."""
+    """The start of a description; `storages` are (offset, bytes)."""
     return _HEADER.pack(VERSION, len(storages)) + b"".join([_STORAGE.pack(*storage) for storage in storages])
 
 
@@ -150,21 +150,21 @@ def scalar(value: Any) -> bytes:
 
 
 def container(tag: int, count: int) -> bytes:
-    """The head of a list, a tuple or a dict of so many values."""
+    """The head of a list, a tuple or a dict of `count` values."""
     return _COUNT.pack(tag, count)
 
 
 def key(value: object) -> bytes:
-    """The node of a dict's key; `ArgumentTypeError` for a type of key that is not sent."""
+    """The node of a dict's key. Raises `ArgumentTypeError` for a type of key that cannot be sent."""
     if value is None or isinstance(value, (str, int, float)):
         return scalar(value)
     raise ArgumentTypeError(f"dict key of type {type(value).__name__}: keys are str, int, float, bool or None")
 
 
 class BigKeys:
-    """The int keys of more than 64 bits of one dict: many with one hash would make its lookups take minutes.
+    """Counts the hashes of one dict's int keys of more than 64 bits: many equal ones would make lookups take minutes.
 
-    The hash of a str is a secret of its process, and of equal hashes of shorter ints and floats there are few.
+    Other keys need no check: the hash of a str is salted per process, and few shorter ints and floats share a hash.
     """
 
     __slots__ = ("_counts",)
@@ -173,7 +173,7 @@ class BigKeys:
         self._counts: dict[int, int] = {}
 
     def add(self, key: object) -> bool:
-        """Note a dict's next key. False: it has a hash that `MAX_EQUAL_HASHES` before it have."""
+        """Note a dict's next key. False if `MAX_EQUAL_HASHES` keys before it have the same hash."""
         if not isinstance(key, int) or int.bit_length(key) < 64 or int.__eq__(key, -(1 << 63)):
             return True
         found = int.__hash__(key)
@@ -182,7 +182,7 @@ class BigKeys:
 
 
 def leaf(entry: LeafSpec) -> bytes:
-    """A leaf; the node of its description follows, if it is a described one."""
+    """The node of a leaf, without the node that describes its dtype, if it has one."""
     flags = (TORCH if entry.torch else 0) | (0 if entry.strides is None else STRIDES)
     code = DESCRIBED if entry.dtype is None else entry.dtype.code
     words = entry.shape if entry.strides is None else entry.shape + entry.strides
@@ -191,14 +191,17 @@ def leaf(entry: LeafSpec) -> bytes:
 
 
 def composite(kind: str, parameters: Sequence[int]) -> bytes:
-    """The head of a composite, whose leaves and scalars follow."""
+    """The head of a composite; its leaves and scalars follow."""
     row = COMPOSITES[kind]
     head = _COMPOSITE.pack(COMPOSITE, row.code, len(parameters), row.leaves + row.scalars)
     return head + Struct(f"<{len(parameters)}q").pack(*parameters)
 
 
 def plain(value: object, depth: int = 0) -> bytes:
-    """The node of a value as JSON has them, in which a tuple is a list. Raises `ArgumentTypeError`, `ArgumentError`."""
+    """The node of a value that JSON can express; a tuple becomes a list.
+
+    Raises `ArgumentTypeError` or `ArgumentError`.
+    """
     if value is None or isinstance(value, (str, int, float)):
         return scalar(value)
     if depth >= MAX_DEPTH and isinstance(value, (dict, list, tuple)):
@@ -218,8 +221,10 @@ def plain(value: object, depth: int = 0) -> bytes:
 
 
 def meta_node(meta: object) -> bytes:
-    """The node of a meta. Raises `ArgumentTypeError` or `ArgumentError` unless it is None, or a dict that JSON can
-    express of 64 KiB at most."""
+    """The node of a meta.
+
+    Raises `ArgumentTypeError` or `ArgumentError` unless it is None, or a dict that JSON can express, of 64 KiB at most.
+    """
     if meta is None:
         return b"\0"
     if not isinstance(meta, dict):
@@ -275,16 +280,16 @@ class Cursor:
         return self.data[self.at - count : self.at]
 
     def tag(self) -> int:
-        """The next tag, which is passed."""
+        """Read the next tag."""
         return self._take(1)[0]
 
     def end(self) -> None:
-        """There must be nothing left."""
+        """Raise `WireError` unless the whole description was read."""
         if self.at != len(self.data):
             raise WireError(f"description has {len(self.data) - self.at} bytes left over")
 
     def scalar(self, tag: int) -> Any:
-        """The rest of a scalar."""
+        """Read a scalar whose tag was read."""
         if tag <= TRUE:
             return (None, False, True)[tag]
         if tag == INT:
@@ -301,7 +306,7 @@ class Cursor:
         raise WireError(f"unknown tag {tag}")
 
     def count(self, depth: int) -> int:
-        """The count of a container at this depth."""
+        """Read the count of a container at this depth."""
         if depth >= MAX_DEPTH:
             raise WireError(f"containers are nested more than {MAX_DEPTH} deep")
         count: int = self._unpack(_LENGTH)[0]
@@ -310,11 +315,11 @@ class Cursor:
         return count
 
     def key(self) -> Any:
-        """A dict's key."""
+        """Read a dict's key."""
         return self.scalar(self.tag())
 
     def leaf(self) -> LeafSpec:
-        """The rest of a leaf; of a described one its extent is not checked: only NumPy knows its item size."""
+        """Read a leaf whose tag was read. The extent of a described one is not checked: NumPy knows its item size."""
         self.at -= 1
         _, code, flags, ndim, storage, offset = self._unpack(_LEAF)
         if flags & ~(TORCH | STRIDES) or ndim > MAX_NDIM:
@@ -333,7 +338,7 @@ class Cursor:
         return LeafSpec(row, is_torch, shape, strides, offset, storage)
 
     def composite(self) -> tuple[str, tuple[int, ...]]:
-        """Kind and parameters of a composite."""
+        """Read the kind and the parameters of a composite whose tag was read."""
         self.at -= 1
         _, code, parameters, children = self._unpack(_COMPOSITE)
         kind = COMPOSITE_OF.get(code)
@@ -348,7 +353,7 @@ class Cursor:
         return kind, found
 
     def plain(self, depth: int = 0) -> Any:
-        """A value as JSON has them."""
+        """Read a value that JSON can express."""
         tag = self.tag()
         if tag == LIST:
             return [self.plain(depth + 1) for _ in range(self.count(depth))]
@@ -366,7 +371,7 @@ class Cursor:
         return found
 
     def meta(self) -> Any:
-        """The meta, and the end."""
+        """Read the meta; nothing may follow it."""
         start = self.at
         found = self.plain()
         if not (found is None or isinstance(found, dict)) or self.at - start > MAX_META:
@@ -388,7 +393,7 @@ def is_single(description: bytes) -> bool:
 
 
 def check_extent(leaf: LeafSpec, itemsize: int) -> int:
-    """Bytes from the leaf's offset to its end; `WireError` if shape, strides or offset cannot be."""
+    """Bytes from the leaf's offset to its end. Raises `WireError` if its shape, strides or offset are impossible."""
     size = itemsize
     for length in leaf.shape:
         size *= max(length, 1)  # a dimension of 0 must not hide an absurd other one

@@ -46,12 +46,16 @@ def _surviving_a_crash(body, pipe) -> None:
 
 
 def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, options: dict) -> None:
-    """Send `count` numbered messages, telling the test each one whose `send` returned. `prey` in the options: another
-    member's pid, which dies when this one joins."""
-    _arm(plan)
+    """Send `count` numbered messages, telling the test each one whose `send` returned.
+
+    `prey` in the options: another member's pid, which dies when this one joins: while this process holds the channel's
+    lock, so that no other process can sweep it. The plan begins there: what is swept before is of other channels.
+    """
     first, prey = options.pop("first", 1), options.pop("prey", 0)
-    if prey:  # dies while this process holds the channel's lock: nobody else can sweep it
-        points.arm("join.locked", lambda: (os.kill(prey, signal.SIGKILL), wait_for_end(prey)))
+    if prey:
+        points.arm("join.locked", lambda: (os.kill(prey, signal.SIGKILL), wait_for_end(prey), _arm(plan)))
+    else:
+        _arm(plan)
     make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
 
     def body() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 
+import shmtensor.endpoints.waiters  # noqa: F401  # here, as an interrupted import leaves files open: importlib's matter
 from shmtensor import native
 
 SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))

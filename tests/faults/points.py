@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "shmtensor"
 _CACHE = Path(__file__).parent / "__pycache__" / "points"
 _MARKER = re.compile(r"^(\s*)# crash: ([a-z.]+)$", re.MULTILINE)
 _MACRO = re.compile(r'\bCRASH_POINT\("([a-z.]+)"\)')
-_MODULE = "shmtensor.native._codec"
+_MODULE = "shmtensor.native._core"
 
 BUILD = "SHMTENSOR_TEST_BUILD"
 """The environment variable that names the test build; read here alone."""

@@ -1,4 +1,4 @@
-"""Executable models of protocols.md and checkpoint-protocol.md (docs/internals), explored by tests/test_models.py."""
+"""Executable models of protocols.md and checkpoint-protocol.md (docs/internals), explored by test_models.py."""
 
 from .channel import Channel, ChannelDeath, ChannelOutlive, ChannelThree
 from .claims import (

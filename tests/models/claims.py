@@ -1,7 +1,7 @@
 """protocols.md section 5: claim and redelivery in the work queue, and the producer's reuse of slots.
 
 In C: protocol/writer.c (is_free, writer_reclaim, writer_publish), protocol/reader.c (claim, take_competing,
-feed_scan, feed_acknowledge, feed_give_back).
+reader_scan, reader_acknowledge, reader_give_back).
 """
 
 from __future__ import annotations

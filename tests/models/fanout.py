@@ -1,7 +1,7 @@
 """protocols.md section 1: publish and give back, with reuse of slots, leaving receivers and deaths.
 
 In C: protocol/writer.c (all_gave_back, is_free, writer_acquire, writer_publish), protocol/reader.c (take_broadcast,
-feed_give_back).
+reader_give_back).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Modelled is the variant without a gap: when the publisher notices the new receiv
 `HISTORY` messages too (start := published+1-HISTORY). Until then the receiver takes history under shared locks, and
 stores its lease words as a recipient does, so that nothing is delivered twice.
 
-In C: protocol/writer.c (writer_welcome, is_free), protocol/reader.c (feed_begin, has_started, lock_shared).
+In C: protocol/writer.c (writer_welcome, is_free), protocol/reader.c (reader_begin, has_started, lock_shared).
 """
 
 from __future__ import annotations

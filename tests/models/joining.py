@@ -1,6 +1,6 @@
 """protocols.md section 2: which messages are mine? A receiver joins, dies, and another one takes its index.
 
-In C: protocol/reader.c (has_started, feed_next).
+In C: protocol/reader.c (has_started, reader_next).
 """
 
 from __future__ import annotations

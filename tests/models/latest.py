@@ -1,6 +1,6 @@
 """protocols.md section 6: take-back from latest-only readers.
 
-In C: protocol/writer.c (is_free), protocol/reader.c (lock_shared, take_broadcast, feed_give_back).
+In C: protocol/writer.c (is_free), protocol/reader.c (lock_shared, take_broadcast, reader_give_back).
 """
 
 from __future__ import annotations

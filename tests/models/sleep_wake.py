@@ -42,16 +42,16 @@ class Publisher(Process):
         return "peek" if self.broken == "peek_before_publish" else "publish"
 
 
-class Ringer(Process):
+class Notifier(Process):
     """Another thread of the publisher's, which does what it was given, later."""
 
     start = "take"
 
     def take(self, mem, me):
         sys = mem.sys
-        if not sys["errand"]:
+        if not sys["job"]:
             return WAIT
-        sys["errand"] = 0
+        sys["job"] = 0
         return "write"
 
     def write(self, mem, me):
@@ -149,12 +149,12 @@ class SleepWake(Model):
 class SleepWakeRinger(SleepWake):
     """The doorbells are written by another thread: they may come in a later sleep than the one they were for."""
 
-    rings_at = "errand"
+    rings_at = "job"
 
     def __init__(self, broken=None):
         super().__init__(broken)
-        self.sys["errand"] = 0
-        self.processes.append(Ringer("thread of P"))
+        self.sys["job"] = 0
+        self.processes.append(Notifier("thread of P"))
 
 
 class SleepWakeDeath(SleepWake):

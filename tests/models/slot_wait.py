@@ -1,6 +1,6 @@
 """protocols.md section 4: a sender waits for a slot that receivers give back.
 
-In C: protocol/reader.c (feed_give_back).
+In C: protocol/reader.c (reader_give_back).
 """
 
 from __future__ import annotations

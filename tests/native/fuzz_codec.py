@@ -1,6 +1,6 @@
 """Damaged messages for the compiled codec under sanitizers: `fuzz_codec.py PACKAGE_DIRECTORY SEED COUNT`.
 
-Run by tests/test_codec_sanitized.py, in a process whose compiled module was built for it.
+Run by tests/codec/test_sanitized.py, in a process whose compiled module was built for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ warnings.simplefilter("ignore")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from shmtensor.codec import implementation as chosen  # noqa: E402
+from shmtensor.codec.decode import decode as reference_decode  # noqa: E402
 from shmtensor.errors import WireError  # noqa: E402
-from shmtensor.views import implementation as chosen  # noqa: E402
-from shmtensor.views.decode import decode as reference_decode  # noqa: E402
-from tests.test_codec import KINDS, METAS  # noqa: E402
-from tests.test_spec_fuzz import BAD, looks, seeds  # noqa: E402
+from tests.codec.test_codec import KINDS, METAS  # noqa: E402
+from tests.wire.test_spec_fuzz import BAD, looks, seeds  # noqa: E402
 
 NUMBERS = [0, 1, 2, 63, 64, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 

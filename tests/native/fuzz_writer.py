@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 import shmtensor  # noqa: E402
-from tests import test_writer as writer  # noqa: E402
+from tests.ring import test_writer as writer  # noqa: E402
 
 assert shmtensor.__file__.startswith(package)
 assert shmtensor.native.module is not None

@@ -1,5 +1,5 @@
 /* The protocol files with threads in the place of processes: every thread has mappings' addresses in common and open file
- * descriptions of its own. Built by tests/test_protocol.py, also under sanitizers.
+ * descriptions of its own. Built by tests/ring/test_protocol.py, also under sanitizers.
  *
  *     threads MODE READERS MESSAGES SLOTS HISTORY FILE      MODE: all, latest, queue
  *
@@ -40,7 +40,7 @@ static ring the_ring(void) {
     uint64_t row = (run.slots + 7) & ~7ull;
     return (ring){
         .words = run.ring_words, .data = run.data, .slots = run.slots, .slot_bytes = SLOT_BYTES,
-        .state = HEADER_WORDS + run.slots * RECORD_WORDS, .row = run.mode == FEED_COMPETING ? 0 : row, .index = 0,
+        .state = HEADER_WORDS + run.slots * RECORD_WORDS, .row = run.mode == READER_COMPETING ? 0 : row, .index = 0,
     };
 }
 
@@ -66,12 +66,12 @@ static void *write_all(void *unused) {
     writer_ring mine;
     if (writer_ring_init(&mine, &shared)) fail("memory", 0, 0);
     writer w = {
-        .table = the_table(), .lock_fd = open_file(), .competing = run.mode == FEED_COMPETING,
-        .lockable = run.mode == FEED_LATEST || run.history, .history = run.history, .rings = &mine, .nrings = 1,
+        .table = the_table(), .lock_fd = open_file(), .competing = run.mode == READER_COMPETING,
+        .lockable = run.mode == READER_LATEST || run.history, .history = run.history, .rings = &mine, .nrings = 1,
     };
-    if (run.mode != FEED_COMPETING)
+    if (run.mode != READER_COMPETING)
         for (uint32_t i = 1; i <= (uint32_t)run.readers; i++) {
-            if (run.mode == FEED_ALL) member_add(&w.recipients, i);
+            if (run.mode == READER_ALL) member_add(&w.recipients, i);
             store(w.table.words + T_MEMBERS + 2 * i, 1);
             store(w.table.words + T_MEMBERS + 2 * i + 1, 1000 + i);
         }
@@ -97,7 +97,7 @@ static void *write_all(void *unused) {
     return NULL;
 }
 
-static uint64_t check(const feed *f, const taken *t) {
+static uint64_t check(const reader *f, const taken *t) {
     const uint64_t *payload = (const uint64_t *)payload_of(f, t);
     const unsigned char *description = description_of(f, t);
     if (t->head.nbytes != nbytes_of(t->seq) || t->head.length != length_of(t->seq)) fail("head", t->seq, t->head.nbytes);
@@ -113,8 +113,8 @@ static void *read_all(void *argument) {
     ring shared = the_ring();
     reader_ring mine;
     if (reader_ring_init(&mine, &shared)) fail("memory", 0, 0);
-    feed f = {
-        .mode = (feed_mode)run.mode, .table = the_table(), .lock_fd = open_file(), .history = run.history, .member = member,
+    reader f = {
+        .mode = (reader_mode)run.mode, .table = the_table(), .lock_fd = open_file(), .history = run.history, .member = member,
         .member_uid = 1000 + member, .asleep = &run.asleep, .rings = &mine, .nrings = 1, .most_attempts = 5,
     };
     taken held[2];
@@ -122,55 +122,55 @@ static void *read_all(void *argument) {
     for (;;) {
         int over = (int)atomic_load(&run.over);
         taken t;
-        take_result result = feed_take(&f, &t);
+        take_result result = reader_take(&f, &t);
         if (result == TAKE_DAMAGED || result == TAKE_ATTACH) fail("take", (uint64_t)result, t.seq);
         if (result == TAKE_RETRY) {
             missed += t.missed;
             continue;
         }
         if (result == TAKE_NOTHING) {
-            if (run.mode == FEED_COMPETING && (f.scanned = 0, feed_scan(&f, &t)) == TAKE_TAKEN) result = TAKE_TAKEN;
-            else if (run.mode == FEED_COMPETING ? atomic_load(&run.done) == run.messages : over) break;
+            if (run.mode == READER_COMPETING && (f.scanned = 0, reader_scan(&f, &t)) == TAKE_TAKEN) result = TAKE_TAKEN;
+            else if (run.mode == READER_COMPETING ? atomic_load(&run.done) == run.messages : over) break;
             else {
                 if (nheld) {
                     taken *h = &held[--nheld];
-                    feed_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
+                    reader_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
                 }
                 sched_yield();
                 continue;
             }
         }
-        if (run.mode != FEED_COMPETING && t.seq <= last) fail("order", last, t.seq);
-        if (run.mode == FEED_ALL && t.seq != last + 1) fail("gap", last, t.seq);
+        if (run.mode != READER_COMPETING && t.seq <= last) fail("order", last, t.seq);
+        if (run.mode == READER_ALL && t.seq != last + 1) fail("gap", last, t.seq);
         last = t.seq;
         words += check(&f, &t);
-        if (t.seq % 31 == 3 && t.attempt == 1 && run.mode != FEED_LATEST && t.seq != untaken) { /* it comes again */
+        if (t.seq % 31 == 3 && t.attempt == 1 && run.mode != READER_LATEST && t.seq != untaken) { /* it comes again */
             uint64_t before = f.position;
             untaken = t.seq;
-            feed_untake(&f, &t);
-            if (run.mode == FEED_ALL) {
+            reader_untake(&f, &t);
+            if (run.mode == READER_ALL) {
                 last = t.seq - 1;
                 if (f.position != before - 1) fail("position", before, f.position);
-                if (feed_take(&f, &t) != TAKE_TAKEN || t.seq != last + 1) fail("again", t.seq, last);
+                if (reader_take(&f, &t) != TAKE_TAKEN || t.seq != last + 1) fail("again", t.seq, last);
                 last = t.seq;
             } else continue;
         }
         messages++;
         missed += t.missed;
-        if (run.mode == FEED_COMPETING) {
+        if (run.mode == READER_COMPETING) {
             if (t.seq % 11 == 0 && t.attempt == 1) { /* given back unfinished: somebody gets it again */
                 messages--;
-                feed_give_back(&f, t.ring, t.slot, t.seq, t.locked, 0);
+                reader_give_back(&f, t.ring, t.slot, t.seq, t.locked, 0);
                 continue;
             }
             if (atomic_fetch_add(&run.seen[t.seq], 1)) fail("twice", t.seq, t.attempt);
-            feed_acknowledge(&f, t.ring, t.slot, t.seq);
+            reader_acknowledge(&f, t.ring, t.slot, t.seq);
             atomic_fetch_add(&run.done, 1);
         }
         if (nheld == 2) {
             taken *h = &held[0];
             check(&f, h);
-            feed_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
+            reader_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
             held[0] = held[1];
             nheld = 1;
         }
@@ -179,7 +179,7 @@ static void *read_all(void *argument) {
     while (nheld) {
         taken *h = &held[--nheld];
         check(&f, h);
-        feed_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
+        reader_give_back(&f, h->ring, h->slot, h->seq, h->locked, 1);
     }
     printf("%llu %llu %llu\n", (unsigned long long)messages, (unsigned long long)words, (unsigned long long)missed);
     reader_ring_free(&mine);
@@ -189,7 +189,7 @@ static void *read_all(void *argument) {
 
 int main(int argc, char **argv) {
     if (argc != 7) return 2;
-    run.mode = !strcmp(argv[1], "all") ? FEED_ALL : !strcmp(argv[1], "latest") ? FEED_LATEST : FEED_COMPETING;
+    run.mode = !strcmp(argv[1], "all") ? READER_ALL : !strcmp(argv[1], "latest") ? READER_LATEST : READER_COMPETING;
     run.readers = atoi(argv[2]);
     run.messages = strtoull(argv[3], NULL, 10);
     run.slots = strtoull(argv[4], NULL, 10);

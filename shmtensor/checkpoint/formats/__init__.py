@@ -16,7 +16,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(
 
 
 def get_format(name: str) -> Format:
-    """The format of a name. `ArgumentError` if there is none."""
+    """The format with a name. `ArgumentError` if there is none."""
     try:
         return FORMATS[name]
     except KeyError:
@@ -24,7 +24,7 @@ def get_format(name: str) -> Format:
 
 
 def detect(path: Path) -> Format:
-    """The format of an existing file or directory, from what it holds. `CheckpointError` if it is none of these."""
+    """The format of an existing file or directory, by its contents. `CheckpointError` if it is none of these."""
     start = b""
     if path.is_file():
         with path.open("rb") as file:

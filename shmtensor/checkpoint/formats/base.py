@@ -1,11 +1,11 @@
-"""What a format is: where the regions of a plan lie in files, and which other bytes there are.
+"""The interface of a format: where the regions of a plan are in files, and the other bytes of the files.
 
     Format.layout(plan) -> Layout       for writing: sizes and places first, digests last
     Format.open(path)   -> Opened       for reading: places and digests, checked against the sizes of the files
 
-A writer makes each file of a layout as one run of bytes, piece after piece (`Layout.pieces`), and sums up each region
-on the way; `Layout.finish` then says which bytes remain to be written, at places and of sizes that do not depend on
-the sums. A format is one module with a subclass of `Format`, listed in `shmtensor.checkpoint.formats`.
+A writer writes each file of a layout piece after piece (`Layout.pieces`), and computes the digest of each region on the
+way; `Layout.finish` then returns the bytes that remain to be written, at places and of sizes that do not depend on the
+digests. A format is one module with a subclass of `Format`, listed in `shmtensor.checkpoint.formats`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """Where everything lies.
+    """Where everything is in the files.
 
     single:    one file (`<name>.<suffix>`); else the files of a directory `<name>/`
     files:     their names and exact sizes
     places:    per region (file, offset); regions never overlap, and lie in one file each
-    fill:      bytes that are known already
-    needs_crc: whether `finish` wants the CRC-32 of each region as well
+    fill:      bytes that are known beforehand
+    needs_crc: whether `finish` needs the CRC-32 of each region as well
     holds:     `holds(description)`: whether another plan with this description, of the same tensors and regions, has
                the same files and places (`finish` is always this plan's). None: no other has
     """
@@ -103,12 +103,12 @@ class Layout:
             at = piece.offset + piece.nbytes
 
     def finish(self, digests: Sequence[int], crcs: Sequence[int] = ()) -> list[Write]:
-        """The last writes, of (file, offset, bytes): headers and tables that hold the regions' digests and CRCs."""
+        """The last writes, (file, offset, bytes): headers and tables with the regions' digests and CRCs."""
         return self._finish(digests, crcs)
 
 
 class Stored(NamedTuple):
-    """Where a file has a region as it is.
+    """The place of a region that a file has unpacked.
 
     strides: bytes, of the region's only tensor, if the file has it in another order than the plan; else None
     """
@@ -123,13 +123,13 @@ class Opened:
     """A checkpoint on disk.
 
     format:  name of the format
-    made:    what it holds, or what makes that plan; its regions have bytes only if `places` is None
+    made:    its plan, or a function that makes it; its regions have bytes only if `places` is None
     files:   paths
     sizes:   bytes of each file
     places:  per region (file, offset), inside the files; None: read by the format's own library, into memory
     digests: per region, None if the file has none
-    native:  written by this library, so that the state comes back as it was; else a flat dict or what the file says
-    state:   `state(map)`: the state as the format's own library gives it; None: it is made of the plan
+    native:  written by this library, so that the state is restored; else a flat dict, or what the file has
+    state:   `state(map)`: the state as the format's own library loads it; None: it is built from the plan
     parts:   if `places` is None: per region where a part of it can be read all the same, or None
     """
 
@@ -145,14 +145,14 @@ class Opened:
 
     @property
     def stored(self) -> list[Stored | None]:
-        """Per region where the files have it, None where it can only be had whole."""
+        """The place of each region in the files; None if it can only be read whole."""
         if self.places is not None:
             return [Stored(file, offset) for file, offset in self.places]
         return self.parts or [None] * len(self.plan.regions)
 
     @cached_property
     def plan(self) -> Plan:
-        """What it holds. Raises `CheckpointError` for a state of others that a plan cannot say."""
+        """Its contents. Raises `CheckpointError` for a state of another program that a plan cannot describe."""
         return self.made if isinstance(self.made, Plan) else self.made()
 
 
@@ -168,7 +168,7 @@ class Format(ABC):
 
     @abstractmethod
     def layout(self, plan: Plan, max_shard: int | None = None) -> Layout:
-        """Where the plan's regions lie. `max_shard` (bytes) asks for several files of about at most that size.
+        """Lay out the plan's regions. With `max_shard` (bytes), in several files of about at most that size.
 
         The plan may have come as a description. Raises `ArgumentError` if the format has no shards, or cannot hold
         the plan.
@@ -180,7 +180,7 @@ class Format(ABC):
 
     @abstractmethod
     def open(self, path: Path) -> Opened:
-        """Read what describes a checkpoint, not its tensors. Raises `CheckpointError` for what cannot be."""
+        """Read the description of a checkpoint, not its tensors. Raises `CheckpointError` if it is invalid."""
 
 
 def align(value: int, to: int) -> int:

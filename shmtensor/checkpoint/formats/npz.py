@@ -2,11 +2,11 @@
 
 | member | what |
 |---|---|
-| `<name>.npy` | one region each, under the name of the tensor that shows all of it; its data at a multiple of 64 |
+| `<name>.npy` | one region each, under the name of the tensor that covers it; its data at a multiple of 64 |
 | `shmtensor.json` | the description, with the digests; `numpy.load` gives it as bytes |
 
-Types that NumPy lacks are integers of the same size; a region of which no tensor shows all, and a dtype that the
-header of an npy cannot say, are bytes.
+Types that NumPy lacks are integers of the same size; a region that no tensor covers, and a dtype that an npy header
+cannot have, are bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ...codec.leaf import Refused, c_strides
+from ...codec.numpy import MAX_NDIM, Array
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
-from ...views.leaf import Refused, c_strides
-from ...views.numpy import MAX_NDIM, Array
+from ..description import Described
 from ..limits import PAGE
 from ..plan import Entry, Plan, stored_shape, unique_names
 from ..regions import Region
 from ..structure import dtype_name
-from ..texts import Described
 from .base import Format, Layout, Opened, Stored
 from .zip_directory import Directory, ZipMember, damaged, has_member, locate, read_directory, read_pieces
 from .zips import ALIGNMENT, DESCRIPTION, Archive
@@ -83,7 +83,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _member(name: str, taken: set[str]) -> str:
-    """A name that no other member has, and that leads to no other folder when somebody unpacks the archive."""
+    """A unique name of a member, without slashes, so that it unpacks into the same folder."""
     name = name.replace("/", "|")
     unique, count = f"{name}.npy", 1
     while unique in taken:
@@ -121,8 +121,8 @@ def _npy(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _plan_of(path: Path, directory: Directory) -> tuple[Plan, list[Stored | None]]:
-    """The plan of an archive of others, a flat dict of arrays, each read when its bytes are asked for; and where the
-    bytes lie of those that are not packed."""
+    """The plan of an archive of another program, a flat dict of arrays, each read when its bytes are needed; and the
+    places of those that are not packed."""
     tensors: list[Entry] = []
     regions: list[Region] = []
     parts: list[Stored | None] = []
@@ -141,7 +141,7 @@ def _plan_of(path: Path, directory: Directory) -> tuple[Plan, list[Stored | None
 
 
 class _Header(NamedTuple):
-    """What the header of an npy says; `nbytes` is its own size."""
+    """The header of an npy; `nbytes` is its own size."""
 
     dtype: Any
     description: Any
@@ -151,7 +151,7 @@ class _Header(NamedTuple):
 
 
 def _read_header(path: Path, member: ZipMember, label: str) -> _Header:
-    """The header of a member, if the array that it speaks of has the size of the rest."""
+    """Read the header of a member. `CheckpointError` unless the member has the size of its array."""
     try:
         with path.open("rb") as file:
             start = b""
@@ -170,7 +170,7 @@ def _read_header(path: Path, member: ZipMember, label: str) -> _Header:
         raise
     except Refused as refused:
         raise CheckpointError(f"{label}: {refused.reason}") from None
-    except Exception as error:  # tokenize.TokenError, SyntaxError: whatever a crafted header brings about
+    except Exception as error:  # tokenize.TokenError, SyntaxError: whatever a crafted header causes
         raise CheckpointError(f"{label}: {type(error).__name__}: {error}") from None
     size = dtype.itemsize
     for length in shape:
@@ -183,7 +183,7 @@ def _read_header(path: Path, member: ZipMember, label: str) -> _Header:
 
 
 def _npy_header_bytes(start: bytes) -> int:
-    """How long the header of an npy says that it is."""
+    """The size of an npy's header, by its own length field."""
     size = 2 if start[6:7] == b"\1" else 4
     return 8 + size + int.from_bytes(start[8 : 8 + size], "little")
 

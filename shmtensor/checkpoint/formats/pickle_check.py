@@ -1,8 +1,8 @@
-"""Whether a pickle may be given to `torch.load(weights_only=True)`: what it would cost, found out before it is spent.
+"""Check what a pickle would cost in `torch.load(weights_only=True)`, before it is loaded.
 
-torch bounds which functions a pickle calls, not how much they take: `bytearray(1 << 40)`, a storage or a shape beyond
+torch limits which functions a pickle calls, but not what they cost: `bytearray(1 << 40)`, a storage or a shape beyond
 the file, a set made of one list a thousand times, a tuple of tuples whose hash takes 2**64 steps. So the opcodes that
-torch knows are gone through here first, with sizes in place of values:
+torch knows are first run here, with sizes in place of values:
 
     ints and short strings    themselves
     tuples                    their items, how many they have when each shared one counts every time, how deep they are
@@ -10,8 +10,8 @@ torch knows are gone through here first, with sizes in place of values:
     storages                  bytes, from the name that the pickle has for them
     tensors                   elements, and whether they repeat bytes of their storage
 
-Anything else is `_OTHER`: whether it is allowed is torch's part. What is linear in the file stays possible, and of the
-rest nothing is.
+Anything else is `_OTHER`; torch decides whether it is allowed. Costs linear in the size of the file are allowed, and no
+others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORAGES: Final = {
 _CLASSES: Final = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)\Z")  # which make memory of their arguments
 _PLAIN_ENCODINGS: Final = ("latin1", "latin-1", "iso-8859-1", "iso8859-1", "utf-8", "utf8", "ascii")
 _MAX_DEPTH: Final = 64  # of a tuple that is a key
-_MAX_STACK: Final = 1 << 19  # values that wait to be put somewhere: picklers put every thousand, but for tuples
+_MAX_STACK: Final = 1 << 19  # values on the stack: picklers use them after each thousand, but for tuples
 _FREE: Final = 1 << 20  # steps, and bytes, that any pickle may take
 _SHORT: Final = 256  # characters of a string that is kept
 _MANY: Final = 1 << 62
@@ -43,7 +43,7 @@ _REBUILD: Final = "torch._utils._rebuild_"
 
 
 class _Other:
-    """A value that nothing depends on."""
+    """A value whose size does not matter."""
 
 
 class _Text:
@@ -98,14 +98,16 @@ CheckStorage = Callable[[str, int], None]
 
 
 class PickleCheck:
-    """Goes through pickles of one file.
+    """Runs the pickles of one file.
 
-    nbytes: how much the pickle may be of; check_storage: told of every storage that is asked for. Raises
-    `CheckpointError`.
+    nbytes: most bytes of the pickle; check_storage: called for every storage that it names; old: the bytes of storages
+    follow the pickles. Raises `CheckpointError`.
     """
 
-    def __init__(self, file: BinaryIO, nbytes: int, check_storage: CheckStorage, label: str) -> None:
-        self._file, self._label = file, label
+    def __init__(
+        self, file: BinaryIO, nbytes: int, check_storage: CheckStorage, label: str, *, old: bool = False
+    ) -> None:
+        self._file, self._label, self._old = file, label, old
         self._room = 64 * nbytes + _FREE
         self._nbytes = nbytes
         self._made = 0
@@ -118,7 +120,7 @@ class PickleCheck:
         self._actions = _actions(self)
 
     def run(self) -> None:
-        """One pickle, from where the file stands to its end."""
+        """Run one pickle, from the file's position to the end of the pickle."""
         self._stack, self._marks, self._memo = [], [], {}
         read, actions = self._file.read, self._actions
         try:
@@ -148,7 +150,7 @@ class PickleCheck:
             f"{self._file.tell()} of the pickle)"
         )
 
-    # --- what it takes
+    # --- costs
 
     def _spend(self, steps: int) -> None:
         self._room -= steps
@@ -378,6 +380,8 @@ class PickleCheck:
                     raise self._bad("a tensor that is larger than its storage, to be copied")
                 self._make(items[0].nbytes // 8)
             return items[0]
+        if name == "nested_tensor" and self._old:
+            raise self._bad("a nested tensor of the old format, whose sizes torch uses before it has read them")
         if name == "wrapper_subclass" and type(items[0]) is _Global and _CLASSES.match(items[0].name):
             raise self._bad(f"a wrapper of class {items[0].name}")
         return _OTHER  # sparse, nested, meta: of tensors that were made before, or without memory

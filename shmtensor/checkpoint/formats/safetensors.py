@@ -3,23 +3,22 @@
 | bytes | what |
 |---|---|
 | 8 | size of the header |
-| | the header: JSON, filled up with spaces so that the data begin at a multiple of 4096 |
+| | the header: JSON, padded with spaces so that the data begin at a multiple of 4096 |
 | rest | the regions: those of whole pages first, then of whole cache lines (64 bytes), then the others |
 
-The header's `__metadata__` has, besides `format` = `pt`, what brings the whole state back:
+Besides `format` = `pt`, the header's `__metadata__` has what restores the whole state:
 
 | key | value |
 |---|---|
 | `shmtensor` | JSON `{"plan": description, "stored": [name per region], "xxh3": [16 hex digits per region]}` |
 | `shmtensor.xxh3` | digest of that text, 16 hex digits |
 
-A region is stored under the name of the tensor that shows all of it; tied and overlapping views of it are in the
+A region is stored under the name of the tensor that covers it; aliased and overlapping views of it are in the
 description only. A dtype that safetensors lacks is stored as U8 with the bytes of an element as last dimension; a
-region of which no tensor shows all is stored as U8 under `<name>#storage`. With `max_shard`, the same two keys are in
-the index's `metadata` instead, `stored` names tensors of any shard, and each shard has `shmtensor.index`, the index's
-name.
+region that no tensor covers is stored as U8 under `<name>#storage`. With `max_shard`, the same two keys are in the
+index's `metadata` instead, `stored` names tensors of any shard, and each shard has `shmtensor.index`, the index's name.
 
-Shards of others are found by any index (`*.safetensors.index*.json`), or by their names (`-00001-of-00003`) alone.
+Shards of other programs are found by any index (`*.safetensors.index*.json`), or by names (`-00001-of-00003`) alone.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ArgumentError, CheckpointError
+from ..description import Described, read_described
 from ..limits import LINE, PAGE
 from ..plan import Entry, Plan, stored_shape
 from ..regions import Region
-from ..texts import Described, read_described
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
 from .safetensors_header import (
     DESCRIBED,
@@ -50,7 +49,7 @@ from .shards import INDEX, MAX_SHARDS, all_of, check_shard_names, is_index, read
 
 _KEY, _SUM = DESCRIBED, "shmtensor.xxh3"
 _INDEXED: Final = "shmtensor.index"
-"""In each shard: the name of the index, without which a shard is not what was saved."""
+"""In each shard: the name of the index, which has the description."""
 _STARTS: Final = (b"{", b" ", b"\t", b"\n", b"\r")
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -79,7 +78,7 @@ class Safetensors(Format):
         return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] in _STARTS
 
     def open(self, path: Path) -> Opened:
-        """Of a shard, all of the checkpoint that it belongs to: by the index that names it, or else by their names."""
+        """Open a checkpoint; for a shard, all of its shards: by the index that names it, or else by their names."""
         if path.is_dir():
             path = path / INDEX
         if is_index(path.name):
@@ -93,7 +92,7 @@ class Safetensors(Format):
         return _opened(self.name, path, [path], [header], stored, header, described)
 
     def _open_group(self, path: Path) -> Opened:
-        """Shards without an index: every one that their names speak of has to be there."""
+        """Open shards without an index: all that their names count must be there."""
         files = all_of(path)
         headers = [read_header(file) for file in files]
         stored: dict[str, tuple[int, StoredTensor]] = {}
@@ -149,7 +148,7 @@ def _opened(
     says: Header | None,
     read: Callable[[], str] | None,
 ) -> Opened:
-    """`says` is where the description's digest stands, `read` what gives the description itself."""
+    """`says` has the description's digest, `read` returns the description itself."""
     sizes = [header.file_bytes for header in headers]
     checksum = says.metadata.get(_SUM) if says is not None else None
     if read is None and checksum is None:
@@ -174,7 +173,7 @@ def _opened(
 
 
 def _plan_of(stored: dict[str, tuple[int, StoredTensor]]) -> tuple[Plan, list[Place]]:
-    """The plan of files that somebody else wrote: a flat dict of torch tensors."""
+    """The plan of files of another program: a flat dict of torch tensors."""
     tensors: list[Entry] = []
     regions: list[Region] = []
     places: list[Place] = []
@@ -196,7 +195,7 @@ def _plan_of(stored: dict[str, tuple[int, StoredTensor]]) -> tuple[Plan, list[Pl
 
 
 class _Draft:
-    """A plan on its way into safetensors files."""
+    """The layout of a plan in safetensors files."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -204,8 +203,8 @@ class _Draft:
         taken = {entry.name for entry in plan.tensors}
         self.stored = [_stored(plan, region, taken) for region in range(len(plan.regions))]
         self.described = Described(plan.describe(), [name for name, _, _ in self.stored])
-        # What needs the largest alignment first, and last what would disturb the alignment of the next; whole pages
-        # before whole cache lines before the rest, so that large ones lie where they can go past the page cache.
+        # The largest alignment first, and sizes that would break the alignment of the next last; whole pages before
+        # whole cache lines before the rest, so that large regions are placed for direct I/O.
         self.order = sorted(
             range(len(self.sizes)),
             key=lambda index: (

@@ -1,4 +1,4 @@
-"""The header of one safetensors file, read by somebody who trusts nobody."""
+"""Read the header of an untrusted safetensors file."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What one file says about itself. `metadata` has the short texts only; `described` is the digest of the text under
-    `DESCRIBED` as it stands there, None if there is none."""
+    """The header of one file. `metadata` has only the short texts; `described` is the computed digest of the text under
+    `DESCRIBED`, None if there is none."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
@@ -52,7 +52,7 @@ _COUNTED: Final = 1 << 22  # bytes of a header, from which on its tensors are co
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. `CheckpointError` unless tensors fill the file exactly: no holes, no overlap."""
+    """Read the header of a file. `CheckpointError` unless its tensors fill the file exactly: no gaps, no overlap."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -97,7 +97,7 @@ def read_header(path: Path) -> Header:
 def _entries(
     pieces: JsonPieces, start: int, path: Path, metadata: Metadata | None
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of a header, in its order; what is not one goes to the metadata."""
+    """The tensors of a header, in order; other entries go to `metadata`."""
     met = False
     for name in pieces.entries():
         if name != "__metadata__":
@@ -117,7 +117,7 @@ def _entries(
 
 
 class Metadata:
-    """What an object says beside tensors: texts, of which only the short ones are kept."""
+    """The texts of an object that are not tensors. Only short ones are kept."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -125,7 +125,7 @@ class Metadata:
         self.described: str | None = None
 
     def take(self, pieces: JsonPieces, *, only_texts: bool) -> None:
-        """Go through the object that comes now."""
+        """Read the next object."""
         for count, key in enumerate(pieces.entries()):
             if count >= _MOST_TEXTS:
                 raise CheckpointError(f"{self._label}: more than {_MOST_TEXTS} texts are in its metadata")
@@ -161,7 +161,7 @@ _MOST_TEXTS: Final = 100_000  # that there may be
 
 
 def read_description(path: Path, offset: int, nbytes: int) -> str:
-    """The text under `DESCRIBED`, in an object that is a value of the one that a file has there."""
+    """The text under `DESCRIBED`, in an object inside the object at this place of a file."""
     with path.open("rb") as file:
         pieces = JsonPieces(file.fileno(), offset, nbytes, str(path))
         parts: list[str] = []

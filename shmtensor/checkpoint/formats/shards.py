@@ -1,4 +1,4 @@
-"""Checkpoints of several files: which index a directory has, and which files `-00001-of-00003` belong together."""
+"""Checkpoints of several files: the index of a directory, and shards that belong together (`-00001-of-00003`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Shard(NamedTuple):
-    """What a file's name says: that it is number `number` of `total`, of the files that share stem, total and rest."""
+    """The parts of a shard's name: it is number `number` of `total` files with the same stem, total and rest."""
 
     stem: str
     number: int
@@ -42,7 +42,7 @@ def is_index(name: str) -> bool:
 
 
 def shard_of(name: str) -> Shard | None:
-    """What the name of a shard says; None if it is none."""
+    """The parts of a shard's name; None if it is no shard."""
     match = _SHARD.fullmatch(name)
     if match is None or not match["rest"].endswith(_SUFFIXES):
         return None
@@ -50,8 +50,8 @@ def shard_of(name: str) -> Shard | None:
 
 
 def find_index(directory: Path) -> Path | None:
-    """The index of a directory: of several, `model.safetensors.index.json`, or else the only one without a variant and
-    of safetensors. `CheckpointError` if more than one is as good as another."""
+    """The index of a directory; of several, `model.safetensors.index.json`, or else the only one without a variant and
+    of safetensors. `CheckpointError` if it is ambiguous."""
     found = sorted(path for path in directory.iterdir() if is_index(path.name) and path.is_file())
     if (directory / INDEX) in found:
         return directory / INDEX
@@ -74,7 +74,7 @@ def _is_plain(name: str) -> bool:
 
 
 def find_groups(names: Iterable[str]) -> dict[tuple[str, str, str], list[str]]:
-    """The shards among some names, those that belong together in one list, in the order of their numbers."""
+    """The shards among some names, grouped, each group in the order of its numbers."""
     groups: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for name in names:
         shard = shard_of(name)
@@ -108,10 +108,10 @@ def all_of(path: Path) -> list[Path]:
 
 
 def read_index(index: Path, metadata: Callable[[JsonPieces], object] | None = None) -> Iterator[tuple[str, str]]:
-    """The names in an index's `weight_map`, and the file of each, one after the other.
+    """Yield the names in an index's `weight_map`, and the file of each.
 
-    Any other object in the index is for `metadata`, wherever it is: a description that is there and overlooked would
-    make a flat dict of a state. `CheckpointError` for what is no index.
+    `metadata` is called for any other object in the index, wherever it is: if a description were overlooked, the state
+    would be loaded as a flat dict. `CheckpointError` for what is no index.
     """
     with index.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -149,7 +149,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def check_shard_names(index: Path, names: Sequence[str]) -> list[Path]:
-    """The files that an index names, which lie beside it. `CheckpointError` if one lies elsewhere or is missing."""
+    """The files that an index names. `CheckpointError` if one is not beside the index, or missing."""
     for name in names:
         if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(f"{index} names the shard {name!r:.80}, which is not beside it")

@@ -1,4 +1,4 @@
-"""torch: the zip archive of `torch.save`, which `torch.load(path, weights_only=True)` opens with the right structure.
+"""torch: the zip archive of `torch.save`, which `torch.load(path, weights_only=True)` opens with its structure.
 
 | member | what |
 |---|---|
@@ -8,10 +8,10 @@
 | `archive/data/empty<tensor>` | nothing: the storage of a tensor without bytes |
 | `archive/.data/shmtensor.json` | the description, with the digests |
 
-This library reads the description, never the pickle. An archive without one is left to `torch.load`, with
-`weights_only=True`, after a look at what its pickle would take (`shmtensor.checkpoint.formats.pickle_check`).
+This library reads the description, never the pickle. An archive without one is opened by `torch.load`, with
+`weights_only=True`, after a check of what its pickle would cost (`shmtensor.checkpoint.formats.pickle_check`).
 
-What torch alone sees differently: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are
+What torch alone loads differs: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are
 plain numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, a `bytearray` of more than 4
 KiB is a tensor, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars and parts.
 """
@@ -23,11 +23,11 @@ import pickle
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from ...codec.libraries import import_torch
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
-from ...views.libraries import import_torch
+from ..description import Described
 from ..objects import check_objects
 from ..plan import Plan, plan
-from ..texts import Described
 from .base import Format, Layout, Opened
 from .pickle_check import PickleCheck
 from .shards import all_of, check_shard_names, is_index, shard_names
@@ -39,7 +39,7 @@ _DESCRIPTION: Final = "archive/.data/shmtensor.json"
 _SMALL: Final = {"version", "byteorder", ".format_version", ".storage_alignment", "serialization_id"}
 _MAX_SMALL: Final = 4096  # bytes of these members, which torch reads whatever the pickle says
 _FREELY_UNPACKED: Final = 1 << 20  # bytes of a packed pickle
-_SHARED: Final = 1 << 16  # times that objects of a state may be met again, where it is written out
+_SHARED: Final = 1 << 16  # values that shared objects may add when a state is written out
 _OLD_PICKLES: Final = 5  # magic number, version, system, the state, the storages' names
 
 
@@ -86,7 +86,7 @@ class Torch(Format):
         return self._open_foreign(all_of(path))
 
     def _open_foreign(self, files: list[Path]) -> Opened:
-        """Files that torch itself wrote: several are shards, each a dict of its own part of the names."""
+        """Open files that torch itself wrote. Several are shards, each a dict of some of the names."""
         for file in files:
             _check(file)
 
@@ -110,7 +110,8 @@ def _is_zip(path: Path) -> bool:
 
 
 def _check(path: Path) -> None:
-    """`CheckpointError` unless the file can be given to torch: what it asks for is in it, and no more than it holds."""
+    """`CheckpointError` unless torch can safely open the file: its storages are in it, and its pickle takes no more
+    memory than it should."""
     with path.open("rb") as file:
         if not _is_zip(path):
             _check_old(path, file)
@@ -149,7 +150,7 @@ def _check(path: Path) -> None:
 
 
 def _check_old(path: Path, file: BinaryIO) -> None:
-    """The same for what torch wrote before 1.6: a row of pickles, then the storages."""
+    """The same for files of torch before 1.6: several pickles, then the storages."""
     size = path.stat().st_size
     asked = 0
 
@@ -159,13 +160,13 @@ def _check_old(path: Path, file: BinaryIO) -> None:
         if asked > size:
             raise CheckpointError(f"{path}: its storages should have {asked} bytes at least, the file has {size}")
 
-    check = PickleCheck(file, size, ask, str(path))
+    check = PickleCheck(file, size, ask, str(path), old=True)
     for _ in range(_OLD_PICKLES):
         check.run()
 
 
 def _joined(files: list[Path], *, mmap: bool) -> dict[str, Any]:
-    """The dict that several shards are parts of."""
+    """Load several shards into one dict."""
     state: dict[str, Any] = {}
     for file in files:
         part = _load(file, mmap=mmap)

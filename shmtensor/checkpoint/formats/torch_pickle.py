@@ -32,7 +32,7 @@ class Pickler:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._out: list[bytes] = []
-        # a storage has one type, whoever looks at it
+        # a storage has one type for all its tensors
         self._types = [_storage_type({_torch_dtype(plan.tensors[n]) for n in members}) for members in plan.members]
 
     def dump(self) -> bytes:
@@ -103,7 +103,7 @@ class Pickler:
             self._call("torch", "device", lambda: self._text(body))
 
     def _numpy(self, value: Any) -> None:
-        """A NumPy scalar, as the plain value that it stands for, or in words."""
+        """A NumPy scalar, as a plain value or as text."""
         plain = value.item() if hasattr(value, "item") else value
         if isinstance(plain, bool):
             self._node(plain)
@@ -227,7 +227,7 @@ class Pickler:
         self._call("torch._utils", "_rebuild_tensor_v2" if kind else "_rebuild_tensor_v3", arguments)
 
     def _storage(self, region: int, number: int, kind: str | None, itemsize: int) -> None:
-        """Storages are named by their region; those without bytes by the tensor."""
+        """Write a storage, named by its region, or by its tensor if it has no bytes."""
         nbytes = self._plan.regions[region].nbytes if region >= 0 else 0
         self._out.append(_MARK)
         self._text("storage")

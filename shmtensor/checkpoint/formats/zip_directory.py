@@ -1,7 +1,7 @@
-"""The table of contents of a zip archive, read by somebody who trusts nobody.
+"""Read the table of contents of an untrusted zip archive.
 
-It is read piece by piece, and of its members only those are kept that somebody asks for: neither a table that claims
-much nor one that is long takes memory. What a packed member says that it unpacks to is believed up to a limit.
+It is read piece by piece, and only members that are asked for are kept, so that neither a long table nor one with large
+numbers takes memory. The unpacked sizes of packed members are limited.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import BinaryIO, Final, NamedTuple
 import numpy as np
 
 from ...errors import CheckpointError
+from ..description import ReadDescription, read_described_file
 from ..digests import Summer, digest, text
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
-from ..texts import ReadDescription, read_described_file
 
 _LOCAL = struct.Struct("<I22xHH")
 _SIZES = struct.Struct("<I2xH10xIIHH")  # the same with flags and sizes
@@ -33,8 +33,8 @@ _UTF8 = 0x800
 _STORED, _DEFLATED = 0, 8
 _MAX_MEMBERS: Final = MAX_TENSORS + 16
 _MOST_DEFLATED: Final = 1032  # times its own size: deflate cannot do more
-FREELY_UNPACKED: Final = 32 << 20  # bytes that packed members may unpack to, whatever their own size
-MOST_UNPACKED: Final = 100  # times the file's size, that they may unpack to beyond that
+FREELY_UNPACKED: Final = 32 << 20  # bytes that packed members may always unpack to
+MOST_UNPACKED: Final = 100  # times the file's size that they may unpack to in addition
 
 
 class ZipMember(NamedTuple):
@@ -54,7 +54,7 @@ class ZipMember(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """What one archive holds."""
+    """The members of an archive that were asked for."""
 
     members: dict[str, ZipMember]
     file_bytes: int
@@ -69,8 +69,8 @@ class _Table(NamedTuple):
 
 
 def read_directory(path: Path, wanted: Callable[[str], bool]) -> Directory:
-    """Those members of an archive whose names are wanted, after a check of all: each inside the file, no two in one
-    place or of one name. `CheckpointError` for what is no zip archive, or damaged."""
+    """The members of an archive whose names are wanted, after a check of all: each is inside the file, none overlaps
+    another or has its name. `CheckpointError` for what is no zip archive, or damaged."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         members: dict[str, ZipMember] = {}
@@ -120,7 +120,7 @@ class _Entry(NamedTuple):
 
 def _find_table(fd: int, path: Path, size: int) -> _Table:
     """The record at the end of an archive, which says where its table of contents is."""
-    for room in (PAGE, _MAX16 + _END.size):  # a comment behind it may be long, and hardly ever is
+    for room in (PAGE, _MAX16 + _END.size):  # a comment after it may be long, but is rare
         first = max(0, size - room)
         tail = os.pread(fd, room, first)
         at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
@@ -202,8 +202,8 @@ def _large(extra: bytes) -> list[int]:
 
 
 def _cut_off(path: Path) -> str | None:
-    """Which member an archive without its table of contents ends in, by the headers before the members; None if they do
-    not say: they need not know the sizes."""
+    """The error text for an archive that is truncated inside a member, by the headers before the members; None if these
+    have no sizes."""
     with path.open("rb") as file:
         fd, size, at = file.fileno(), os.fstat(file.fileno()).st_size, 0
         for _ in range(MAX_TENSORS):
@@ -224,7 +224,7 @@ def _cut_off(path: Path) -> str | None:
 
 
 def _members(fd: int, path: Path, size: int) -> Iterator[tuple[ZipMember, int]]:
-    """Each member, checked against what stands before its bytes; and where that is."""
+    """Each member, checked against its local header, and the offset of that header."""
     for entry in _entries(fd, path, size):
         label = f"{path}: member {entry.name!r:.80} at offset {entry.header}"
         if entry.flags & 1:
@@ -250,7 +250,7 @@ def _members(fd: int, path: Path, size: int) -> Iterator[tuple[ZipMember, int]]:
 
 
 def read_pieces(file: BinaryIO, member: ZipMember, label: str, size: int = PIECE) -> Iterator[bytes]:
-    """The bytes of a member, unpacked, at most `size` at a time. `CheckpointError` unless it has as many as it says."""
+    """The unpacked bytes of a member, at most `size` at a time. `CheckpointError` if its size is another one."""
     inflate = None if member.offset is not None else zlib.decompressobj(-zlib.MAX_WBITS)
     at, end, done = member.start, member.start + member.packed, 0
     data = b""
@@ -294,7 +294,7 @@ def damaged(path: Path, member: ZipMember) -> CheckpointError:
 
 
 def locate(path: Path, member: ZipMember) -> tuple[ReadDescription, list[tuple[int, int]]]:
-    """The description in an archive, and where its regions lie: at the end of the members that it names."""
+    """The description in an archive, and the places of its regions: at the end of the members that it names."""
     described = read_described_file(_read_signed(path, member), str(path))
     stored = frozenset(described.stored)
     members = read_directory(path, stored.__contains__).members
@@ -314,7 +314,7 @@ def locate(path: Path, member: ZipMember) -> tuple[ReadDescription, list[tuple[i
 
 
 def _read_signed(path: Path, member: ZipMember) -> bytes:
-    """The bytes of a description: only after a look whether it has the digest that stands at its beginning."""
+    """The bytes of a description, after comparing it with the digest at its beginning."""
     if member.offset is None or member.nbytes > 4 * MAX_DESCRIPTION:
         raise CheckpointError(f"{path}: member {member.name!r:.80} is packed, or has {member.nbytes} bytes")
     with path.open("rb") as file:

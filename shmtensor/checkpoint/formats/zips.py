@@ -1,9 +1,9 @@
-"""Zip archives of stored, aligned members, whose sizes and places are known before their bytes are.
+"""Write zip archives of stored, aligned members, whose sizes and places are known before their bytes.
 
     [header | padding][member] [header | padding][member] ... [description] [table of contents] [end]
                       ^ a multiple of 64                      '------ written by finish ------'
 
-The headers of members that hold regions are written at the end as well, because they name the CRC-32.
+The headers of members with regions are written at the end as well, because they have the CRC-32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from ..description import Described
 from ..plan import Plan
-from ..texts import Described
 from .base import FileSpec, Layout, Place, Write, align
 
 ALIGNMENT: Final = 64  # bytes, as torch has it
@@ -54,15 +54,15 @@ class Archive:
         self.members: list[Member] = []
 
     def add(self, name: str, data: bytes) -> None:
-        """A member whose bytes are known."""
+        """Add a member whose bytes are known."""
         self.members.append(Member(name, data, -1, len(data)))
 
     def add_region(self, name: str, region: int, data: bytes = b"") -> None:
-        """A member that is a region, behind some bytes that are known."""
+        """Add a member that is a region, preceded by known bytes."""
         self.members.append(Member(name, data, region, len(data) + self._plan.regions[region].nbytes))
 
     def layout(self, described: Described, description: str) -> Layout:
-        """Where everything lies; `description` is the name of the member that the description becomes."""
+        """The layout of the archive; `description` is the name of the description's member."""
         placed = []
         at = 0
         places: list[Place] = [(0, 0)] * len(self._plan.regions)
@@ -97,7 +97,7 @@ class Archive:
 
 
 def _extra_room(member: Member) -> int:
-    """Bytes of the header's extra fields at the least."""
+    """Least number of bytes of the header's extra fields."""
     return (20 if member.nbytes >= _MAX32 else 0) + 4
 
 
@@ -144,7 +144,7 @@ def _central(placed: _Placed, crc: int) -> bytes:
 
 
 def _tail(placed: Sequence[_Placed], at: int, crcs: Sequence[int], data: bytes, name: str) -> bytes:
-    """The description as a last member, the table of contents, and the end."""
+    """The description as the last member, the table of contents, and the end."""
     member = Member(name, data, -1, len(data))
     start = align(at + _LOCAL.size + len(name.encode()) + _extra_room(member), ALIGNMENT)
     last = _Placed(member, at, start)
@@ -189,7 +189,7 @@ _POWERS = _powers()
 
 
 def combine_crc(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two runs of bytes, from theirs; the second has `nbytes`.
+    """The CRC-32 of two concatenated byte strings, from the CRC-32 of each; the second has `nbytes`.
 
     >>> combine_crc(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True

@@ -1,1 +1,1 @@
-"""`shmtensor demo`: real frames to several readers, every byte checked, beside the queues that everybody has."""
+"""`shmtensor demo`: real frames to several readers, every byte checked, compared with the standard queues."""

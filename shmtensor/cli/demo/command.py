@@ -1,4 +1,4 @@
-"""`shmtensor demo`: the same frames to the same readers over each transport, and what came of it."""
+"""`shmtensor demo`: send the same frames to the same readers over each transport, and compare the results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ...codec.libraries import import_torch
 from ...memory.segment import free_bytes
-from ...units import format_bytes
-from ...views.libraries import import_torch
+from ...options import format_bytes
 from ..output import console, fail, guarded, print_json
 from .frames import InputError, paths
 from .processes import Plan, ProcessError, Processes, Report, Round
@@ -35,7 +35,7 @@ _ENOUGH: Final = 0.75
 
 @dataclass
 class Result:
-    """What the rounds of one transport have shown."""
+    """The results of one transport."""
 
     name: str
     frames: int = 0
@@ -43,7 +43,7 @@ class Result:
     nbytes: int = 0
     """Bytes that readers received in the timed rounds: each frame counts once for each reader."""
     checked: int = 0
-    """Bytes that readers have compared with the sender's, apart from the timed rounds."""
+    """Bytes that readers have compared with the sender's, in untimed rounds."""
     lost: int = 0
     damaged: int = 0
     latencies: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Result:
     """Frames a second of each timed round."""
 
     def add(self, order: Round, reports: dict[str, Report]) -> list[str]:
-        """Add a round; returns what was wrong with it."""
+        """Add a round; returns its errors."""
         sent = reports["sender"]["sent"]
         readers = {name: report for name, report in reports.items() if name != "sender"}
         nbytes = sum(report["bytes"] for report in readers.values())
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def frames_per_second(self) -> float:
-        """The median round's."""
+        """Of the median round."""
         return sorted(self.speeds)[len(self.speeds) // 2]
 
     @property
@@ -107,13 +107,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Load:
-    """How much of the machine other programs leave to the demo."""
+    """How busy other programs keep the machine."""
 
     cpus: int
     idle: float
     """CPUs that were idle while the processes of the demo waited: the smaller of before and after the rounds."""
     needed: int
-    """One for each process, as far as there are so many."""
+    """One for each process, at most all of them."""
 
     @property
     def too_busy(self) -> bool:
@@ -182,10 +182,10 @@ def demo(
 
 
 def _run(plan: Plan, seconds: float, out: Console) -> tuple[Report, list[Result], list[str], Load]:
-    """All rounds: the sender's frames, a result for each transport, what went wrong, and how busy the machine was."""
+    """Run all rounds; returns the sender's frames, a result for each transport, errors, and the load of the machine."""
     results = {name: Result(name) for name in TRANSPORTS}
     length = seconds / (_TURNS * len(TRANSPORTS))
-    timed = [(name, length) for _ in range(_TURNS) for name in TRANSPORTS]  # by turns: a busy moment meets all of them
+    timed = [(name, length) for _ in range(_TURNS) for name in TRANSPORTS]  # in turns: a busy moment affects all
     rounds = [Round(number, *each) for number, each in enumerate([*((name, None) for name in TRANSPORTS), *timed])]
     errors: list[str] = []
     with _progress(len(rounds), f"starting {1 + plan.readers} processes") as tell, Processes(plan) as processes:
@@ -211,7 +211,7 @@ def _run(plan: Plan, seconds: float, out: Console) -> tuple[Report, list[Result]
 
 
 def _idle_cpus() -> float:
-    """How many CPUs were idle for a moment in which the demo itself did nothing; all of them if it cannot be told."""
+    """CPUs that are idle while the demo itself does nothing; all of them if that cannot be measured."""
 
     def idle_seconds() -> float:
         with open("/proc/stat") as lines:
@@ -227,7 +227,7 @@ def _idle_cpus() -> float:
 
 
 def speedups(results: list[Result]) -> dict[str, float]:
-    """How many times more frames a second than each of the others."""
+    """Our frames per second, divided by those of each other transport."""
     ours, *others = results
     return {other.name: ours.frames_per_second / other.frames_per_second for other in others}
 

@@ -1,4 +1,4 @@
-"""Real data: the images that ship in scikit-image's wheel, or the user's own files. Nothing is downloaded."""
+"""Frames of the demo: images that ship with scikit-image, or the user's own files. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Frame = tuple[str, Any]
 
 
 class InputError(Exception):
-    """The frames cannot be had; the text says what to do."""
+    """There are no frames; the text says what to do."""
 
 
 def paths(source: str | None) -> list[Path]:
@@ -107,7 +107,7 @@ def _image(path: Path) -> Any:
 
 
 def _tensors(name: str, value: Any) -> Iterator[Frame]:
-    """The dense tensors of whatever a .pt file holds."""
+    """The dense tensors in a .pt file."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The child processes of a demo: started by spawn, watched all the time, never left behind; and what they do."""
+"""The child processes of a demo, and the parent's side: start them by spawn, watch them, and end them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
-from ...channel import sweep
+from ...channel import cleanup
 from ...channel.names import socket_dir
 from ...errors import ShmTensorError
 from .frames import InputError, load
@@ -36,7 +36,7 @@ Play = Callable[[Transport, "Round"], Report]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every process of a run agrees on."""
+    """The options of a run, for all processes."""
 
     run: str
     """First part of every channel name."""
@@ -73,7 +73,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         try:
-            with _no_interrupts():  # inherited: Ctrl-C is the main process's to handle
+            with _no_interrupts():  # inherited: only the main process handles Ctrl-C
                 self._start("sender", None)
                 for index in range(self.plan.readers):
                     self._start(f"reader {index}", index)
@@ -95,7 +95,7 @@ class Processes:
         self._processes[name], self._pipes[name] = process, ours
 
     def order(self, order: Round) -> None:
-        """Tell every process to play a round."""
+        """Tell every process to run a round."""
         for name, pipe in self._pipes.items():
             try:
                 pipe.send(order)
@@ -103,7 +103,7 @@ class Processes:
                 raise ProcessError(self._died(name)) from None
 
     def gather(self, patience: float) -> dict[str, Report]:
-        """One report of every process, by name. Raises as soon as one has failed or died."""
+        """Wait for one report of every process, by name. Raises as soon as one has failed or died."""
         deadline, reports = time.monotonic() + patience, dict[str, Report]()
         while len(reports) < len(self._processes):
             if time.monotonic() > deadline:
@@ -158,9 +158,9 @@ class Processes:
                 queue.close()
             with contextlib.suppress(OSError, ShmTensorError):
                 directory = socket_dir()
-                for channel in sweep.channels():
+                for channel in cleanup.channels():
                     if channel.startswith(f"{self.plan.run}-"):
-                        sweep.sweep_channel(channel, directory, patience=1.0)
+                        cleanup.sweep_channel(channel, directory, patience=1.0)
 
 
 @contextmanager
@@ -176,11 +176,11 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def serve(pipe: Connection[Any, Any], plan: Plan, index: int | None, queues: Queues) -> None:
-    """Play the rounds that are ordered, as the sender or as reader `index`. Ends by SIGTERM, or with its parent."""
+    """Run rounds, as the sender or as reader `index`. Ends by SIGTERM, or with its parent."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=_follow_parent, daemon=True).start()
     for queue in queues:
-        queue.cancel_join_thread()  # nobody reads what is still in a queue when this process is told to end
+        queue.cancel_join_thread()  # at the end of this process no reader is left for what is in a queue
     try:
         import torch
 
@@ -238,8 +238,8 @@ def _make_sender(plan: Plan) -> tuple[Play, Report]:
 
 
 def _make_reader(index: int) -> tuple[Play, Report]:
-    """Receive every frame. A round that checks compares the bytes with the checksum that came along; a timed one reads
-    the last element, so that the tensor is there to be used."""
+    """Receive every frame. An untimed round compares the bytes with the checksum of the message; a timed one reads the
+    last element, to use the tensor."""
     import torch
 
     wrong_at = 2 if os.environ.get(CORRUPT) else -1

@@ -1,6 +1,6 @@
-"""Three ways to give the same tensors to several processes: this library, and the two queues that everybody has.
+"""Three ways to send the same tensors to several processes: this library, and the two standard queues.
 
-What readers get are torch tensors; they use each and drop it before they ask for the next one.
+Readers get torch tensors; they use each and drop it before they ask for the next one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PATIENCE: Final = 60.0
 
 
 class Transport(Protocol):
-    """One way, for one round. The `meta` of a message gets the time at which it was sent as `"t"`."""
+    """One transport, for one round. The `meta` of a message has the time at which it was sent as `"t"`."""
 
     def sender(self, readers: int) -> AbstractContextManager[Send]:
-        """The sender's end: what is sent goes to every reader. Leaving it ends their streams."""
+        """The sender's end, which sends to every reader. Leaving it ends their streams."""
 
     def reader(self, index: int) -> AbstractContextManager[Frames]:
         """A reader's end."""
@@ -56,7 +56,7 @@ class ShmTransport:
 def _frames(sub: shmtensor.Subscriber) -> Frames:
     for msg in sub:
         yield msg.value, msg.meta
-        msg.release()  # before the next one is waited for
+        msg.release()  # before waiting for the next one
 
 
 class QueueTransport:
@@ -66,7 +66,7 @@ class QueueTransport:
         self._queues = queues
 
     def pack(self, frame: Any, meta: Meta) -> tuple[Any, Meta]:
-        """What is put for a tensor."""
+        """The object to put for a tensor."""
         import torch
 
         try:
@@ -76,7 +76,7 @@ class QueueTransport:
             return frame.reshape(-1).view(torch.uint8).numpy(), meta
 
     def unpack(self, value: Any, meta: Meta) -> Any:
-        """The tensor of what was got."""
+        """The tensor of an object that was got."""
         import torch
 
         tensor = torch.from_numpy(value)
@@ -128,4 +128,4 @@ TRANSPORTS: Final[dict[str, Callable[[str, int, Queues], Transport]]] = {
     "multiprocessing.Queue": QueueTransport,
     "torch.multiprocessing.Queue": TorchTransport,
 }
-"""By name; the first is what the others are compared with."""
+"""By name; the others are compared with the first."""

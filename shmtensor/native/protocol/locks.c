@@ -7,7 +7,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* The kernel orders what one holder of a lock did before what the next one does; the thread sanitizer has to be told. */
+/* The kernel orders the accesses of successive holders of a lock; these calls tell the thread sanitizer so. */
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 static char ordered[1024];

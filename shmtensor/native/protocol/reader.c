@@ -15,45 +15,45 @@ void reader_ring_free(reader_ring *r) {
 
 /* --- which message comes next --------------------------------------------------------------------------------------- */
 
-/* The newest message. While there are others before it, the word that the sender stores for each is left alone. */
-static uint64_t newest_of(feed *f) {
-    if (f->seen <= f->position || f->mode == FEED_LATEST) {
+/* The newest message. While older ones are not taken yet, `published` is not loaded: its cache line stays with the sender. */
+static uint64_t newest_of(reader *f) {
+    if (f->seen <= f->position || f->mode == READER_LATEST) {
         f->seen = published(&f->table);
         if (f->seen >= MOST_MESSAGES) f->seen = 0; /* damaged */
     }
     return f->seen;
 }
 
-/* Whether the producer counts this receiver; asked after `published` was read: docs/internals/protocols.md, section 2. */
-static int has_started(feed *f) {
+/* Whether the producer counts this receiver. Call it after reading `published`: docs/internals/protocols.md, section 2. */
+static int has_started(reader *f) {
     if (f->start) return 1;
-    const word *said = f->table.words + T_MEMBERS + 2 * (uint64_t)f->member;
-    if (load(said + 1) != f->member_uid) return 0; /* pairs with the producer's store of it, after the start */
-    f->start = load(said);
+    const word *entry = f->table.words + T_MEMBERS + 2 * (uint64_t)f->member;
+    if (load(entry + 1) != f->member_uid) return 0; /* pairs with the producer's store of it, after the start */
+    f->start = load(entry);
     uint64_t before = f->start - 1;
     if (!f->history || before > f->position) f->position = before;
     return 1;
 }
 
-void feed_begin(feed *f) {
-    uint64_t newest = published(&f->table); /* before `start` is asked for */
+void reader_begin(reader *f) {
+    uint64_t newest = published(&f->table); /* before `start` is read */
     if (!has_started(f)) f->position = newest > f->history ? newest - f->history : 0;
 }
 
-uint64_t feed_next(feed *f) {
+uint64_t reader_next(reader *f) {
     uint64_t newest = newest_of(f);
     switch (f->mode) {
-    case FEED_ALL:
+    case READER_ALL:
         if (!has_started(f) && !f->history) f->position = newest; /* sent before the producer saw this receiver */
         if (newest > f->position && newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* damaged */
         return newest > f->position ? f->position + 1 : 0;
-    case FEED_LATEST:
+    case READER_LATEST:
         if (f->history || (has_started(f) && newest >= f->start)) return newest > f->position ? newest : 0;
-        if (newest > f->position) f->position = newest; /* the producer takes these back without asking */
+        if (newest > f->position) f->position = newest; /* the producer reuses their slots without trying the lock */
         return 0;
     default:
         if (newest <= f->position) return 0;
-        if (newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* others took what was there */
+        if (newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* others took those messages */
         return f->position + 1;
     }
 }
@@ -62,7 +62,7 @@ uint64_t feed_next(feed *f) {
 
 typedef enum { FOUND, GONE, DAMAGED, OTHER_VERSION, UNKNOWN_RING } found;
 
-/* Whether a head may stand at this place of such a ring: wire/record.py, `check_head`. */
+/* Whether a head is valid at this slot of the ring: wire/record.py, `check_head`. */
 static int is_valid(const record_head *head, const ring *r, uint64_t slot) {
     if (head->version != RECORD_VERSION || head->ring != r->index || head->slot != slot) return 0;
     if (head->flags & ~SPILLED || head->reserved) return 0;
@@ -73,20 +73,27 @@ static int is_valid(const record_head *head, const ring *r, uint64_t slot) {
     return !head->flags || (padded(head->nbytes) <= room && head->length <= room - padded(head->nbytes));
 }
 
-/* The first record of a producer: whether this library reads what it sends at all. */
-static found check_first(feed *f, const ring *r, uint64_t slot, taken *out) {
+/* Read a byte that the producer may be overwriting, since nothing holds the message. Returns 0 if it may be a newer message's;
+ * the caller then does not use it, which the thread sanitizer cannot know. */
+__attribute__((no_sanitize("thread"), noinline)) static int peek(const unsigned char *at, const word *record, uint64_t seq, uint8_t *byte) {
+    *byte = *(const volatile unsigned char *)at;
+    atomic_thread_fence(memory_order_acquire);
+    return load_relaxed(record) == seq;
+}
+
+/* Check the first record of a producer: whether its version is this library's. */
+static found check_first(reader *f, const ring *r, uint64_t slot, taken *out) {
     out->other = 0;
     if (out->head.version != RECORD_VERSION) return OTHER_VERSION;
     if (!is_valid(&out->head, r, slot)) return DAMAGED;
-    if (out->head.length) out->other = *description_of(f, out);
-    if (f->description_version && out->other != f->description_version)
-        return load(record_of(r, slot)) == out->seq ? OTHER_VERSION : GONE; /* one behind the payload may be a newer one's */
+    if (out->head.length && !peek(description_of(f, out), record_of(r, slot), out->seq, &out->other)) return GONE;
+    if (f->description_version && out->other != f->description_version) return OTHER_VERSION;
     f->known = 1;
     return FOUND;
 }
 
-/* Copy message `seq`'s record, if it is still that. */
-static found read_record(feed *f, uint64_t seq, uint64_t ring_index, uint64_t slot, taken *out) {
+/* Copy the record of message `seq`, if it is still there. */
+static found read_record(reader *f, uint64_t seq, uint64_t ring_index, uint64_t slot, taken *out) {
     const ring *r = &f->rings[ring_index].shared;
     if (slot >= r->slots) return DAMAGED;
     const word *record = record_of(r, slot);
@@ -97,7 +104,7 @@ static found read_record(feed *f, uint64_t seq, uint64_t ring_index, uint64_t sl
     memcpy(&out->head, head, sizeof head);
     uint32_t length = out->head.length < INLINE_BYTES ? out->head.length : INLINE_BYTES;
     for (uint32_t i = 0; i < (length + 7) / 8; i++) out->description[i] = load_relaxed(record + 2 + sizeof head / 8 + i);
-    atomic_thread_fence(memory_order_acquire); /* what was read above is of `seq`, if it still stands there */
+    atomic_thread_fence(memory_order_acquire); /* the words above belong to `seq` if the next load still finds it */
     if (load_relaxed(record) != seq) return GONE;
     out->seq = seq;
     out->ring = (uint32_t)ring_index;
@@ -106,7 +113,7 @@ static found read_record(feed *f, uint64_t seq, uint64_t ring_index, uint64_t sl
     return is_valid(&out->head, r, slot) ? FOUND : DAMAGED;
 }
 
-static found locate(feed *f, uint64_t seq, taken *out) {
+static found locate(reader *f, uint64_t seq, taken *out) {
     uint64_t entry = load(entry_of(&f->table, seq));
     out->seq = seq;
     out->ring = (uint32_t)(entry >> 32);
@@ -115,8 +122,8 @@ static found locate(feed *f, uint64_t seq, taken *out) {
     return read_record(f, seq, entry >> 32, entry & UINT32_MAX, out);
 }
 
-/* The record after the one that was taken, on its way into this processor's cache while the caller looks at this one. */
-static void prefetch_next(const feed *f) {
+/* Prefetch the record after the one that was taken into this processor's cache, while the caller handles the first. */
+static void prefetch_next(const reader *f) {
     if (f->seen <= f->position) return;
     uint64_t entry = load(entry_of(&f->table, f->position + 1)), slot = entry & UINT32_MAX;
     if (entry >> 32 >= f->nrings || slot >= f->rings[entry >> 32].shared.slots) return;
@@ -125,15 +132,15 @@ static void prefetch_next(const feed *f) {
     __builtin_prefetch((const void *)(record + 8));
 }
 
-static int is_current(const feed *f, const taken *at) {
+static int is_current(const reader *f, const taken *at) {
     if (at->ring >= f->nrings || at->slot >= f->rings[at->ring].shared.slots) return 1;
     return load(record_of(&f->rings[at->ring].shared, at->slot)) == at->seq;
 }
 
 /* --- fan-out -------------------------------------------------------------------------------------------------------- */
 
-/* Hold a message that its producer may take back. 0: it is gone. */
-static int lock_shared(feed *f, const taken *at) {
+/* Lock a message that its producer may take back. 0: it is gone. */
+static int lock_shared(reader *f, const taken *at) {
     if (set_lock(f->lock_fd, LOCK_SHARED, at->seq)) return 0;
     CRASH_POINT("take.shared");
     if (load(record_of(&f->rings[at->ring].shared, at->slot)) == at->seq) return 1;
@@ -142,14 +149,14 @@ static int lock_shared(feed *f, const taken *at) {
     return 0;
 }
 
-static void give_unread(feed *f, const taken *at) {
-    if (f->mode == FEED_ALL && f->start && at->ring < f->nrings && at->slot < f->rings[at->ring].shared.slots)
+static void give_unread(reader *f, const taken *at) {
+    if (f->mode == READER_ALL && f->start && at->ring < f->nrings && at->slot < f->rings[at->ring].shared.slots)
         store(lease_word(&f->rings[at->ring].shared, f->member, at->slot), 2 * at->seq + 1);
 }
 
-static take_result take_broadcast(feed *f, taken *out) {
+static take_result take_broadcast(reader *f, taken *out) {
     uint64_t seq;
-    while ((seq = feed_next(f))) {
+    while ((seq = reader_next(f))) {
         uint64_t missed = seq - f->position - 1;
         found where = locate(f, seq, out);
         if (where == UNKNOWN_RING) return TAKE_ATTACH;
@@ -159,21 +166,21 @@ static take_result take_broadcast(feed *f, taken *out) {
             give_unread(f, out);
             return TAKE_DAMAGED;
         }
-        int must_lock = f->mode == FEED_LATEST || !f->start;
+        int must_lock = f->mode == READER_LATEST || !f->start;
         CRASH_POINT("take.found");
         if (where == FOUND && (!must_lock || lock_shared(f, out))) {
             reader_ring *r = &f->rings[out->ring];
-            if (f->mode == FEED_ALL) store(lease_word(&r->shared, f->member, out->slot), 2 * seq);
+            if (f->mode == READER_ALL) store(lease_word(&r->shared, f->member, out->slot), 2 * seq);
             CRASH_POINT("take.leased");
             r->held[out->slot] = seq;
             f->position = seq;
-            out->missed = f->mode == FEED_LATEST ? missed : 0;
+            out->missed = f->mode == READER_LATEST ? missed : 0;
             out->attempt = 1;
             out->locked = (uint8_t)must_lock;
             return TAKE_TAKEN;
         }
-        /* not ours: the producer took it back */
-        if (f->mode == FEED_ALL) f->position = seq;
+        /* the producer took it back */
+        if (f->mode == READER_ALL) f->position = seq;
         else if (published(&f->table) == seq) { /* and has published nothing newer */
             f->position = seq;
             out->missed = missed + 1;
@@ -188,10 +195,10 @@ static take_result take_broadcast(feed *f, taken *out) {
 typedef enum { CLAIM_MINE, CLAIM_OTHERS } claim_result;
 
 /* Lock the message and count the attempt. */
-static claim_result claim(feed *f, taken *at) {
+static claim_result claim(reader *f, taken *at) {
     reader_ring *r = &f->rings[at->ring];
     word *state = state_of(&r->shared, at->slot);
-    if (r->held[at->slot] == at->seq) return CLAIM_OTHERS; /* a lock of our own would be granted again */
+    if (r->held[at->slot] == at->seq) return CLAIM_OTHERS; /* the kernel would grant our own lock again */
     CRASH_POINT("claim.found");
     if (set_lock(f->lock_fd, LOCK_EXCLUSIVE, at->seq)) return CLAIM_OTHERS;
     CRASH_POINT("claim.locked");
@@ -212,8 +219,8 @@ static claim_result claim(feed *f, taken *at) {
     return CLAIM_MINE;
 }
 
-/* Finish a claimed message that nobody gets. */
-static void finish(feed *f, const taken *at) {
+/* Finish a claimed message without delivering it. */
+static void finish(reader *f, const taken *at) {
     reader_ring *r = &f->rings[at->ring];
     word *state = state_of(&r->shared, at->slot);
     store(state + DONE, at->seq);
@@ -222,21 +229,21 @@ static void finish(feed *f, const taken *at) {
     set_lock(f->lock_fd, UNLOCK, at->seq);
 }
 
-static take_result delivered(feed *f, taken *out) {
+static take_result delivered(reader *f, taken *out) {
     if (out->attempt <= f->most_attempts) return TAKE_TAKEN;
     finish(f, out);
     out->attempt = 0;
     return TAKE_DAMAGED;
 }
 
-static int is_open(const feed *f, const taken *at, int walking) {
+static int is_open(const reader *f, const taken *at, int walking) {
     const word *state = state_of(&f->rings[at->ring].shared, at->slot);
     return load(state + DONE) != at->seq && !(walking && load(state + CLAIMED) == at->seq);
 }
 
-static take_result take_competing(feed *f, taken *out) {
+static take_result take_competing(reader *f, taken *out) {
     uint64_t seq;
-    while ((seq = feed_next(f))) {
+    while ((seq = reader_next(f))) {
         found where = locate(f, seq, out);
         if (where == UNKNOWN_RING) return TAKE_ATTACH;
         if (where == OTHER_VERSION) return TAKE_OTHER;
@@ -253,13 +260,13 @@ static take_result take_competing(feed *f, taken *out) {
     return TAKE_NOTHING;
 }
 
-take_result feed_take(feed *f, taken *out) {
-    take_result result = f->mode == FEED_COMPETING ? take_competing(f, out) : take_broadcast(f, out);
+take_result reader_take(reader *f, taken *out) {
+    take_result result = f->mode == READER_COMPETING ? take_competing(f, out) : take_broadcast(f, out);
     if (result == TAKE_TAKEN) prefetch_next(f);
     return result;
 }
 
-take_result feed_take_one(feed *f, uint64_t seq, taken *out) {
+take_result reader_take_one(reader *f, uint64_t seq, taken *out) {
     found where = locate(f, seq, out);
     if (where == UNKNOWN_RING) return TAKE_ATTACH;
     if (where == OTHER_VERSION) return TAKE_OTHER;
@@ -270,10 +277,10 @@ take_result feed_take_one(feed *f, uint64_t seq, taken *out) {
     return delivered(f, out);
 }
 
-uint64_t feed_age(feed *f) {
+uint64_t reader_age(reader *f) {
     uint64_t seq;
     taken at;
-    while ((seq = feed_next(f))) {
+    while ((seq = reader_next(f))) {
         found where = locate(f, seq, &at);
         if (where == FOUND && is_open(f, &at, 1)) return at.sent_ns;
         if (where != FOUND && where != GONE) return 0;
@@ -282,7 +289,7 @@ uint64_t feed_age(feed *f) {
     return UINT64_MAX;
 }
 
-take_result feed_scan(feed *f, taken *out) {
+take_result reader_scan(reader *f, taken *out) {
     uint64_t newest = published(&f->table);
     if (newest >= MOST_MESSAGES) return TAKE_NOTHING; /* damaged */
     for (;;) {
@@ -311,7 +318,7 @@ take_result feed_scan(feed *f, taken *out) {
     }
 }
 
-void feed_acknowledge(feed *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
+void reader_acknowledge(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
     CRASH_POINT("done.before");
     store(state_of(&f->rings[ring_index].shared, slot) + DONE, seq);
     CRASH_POINT("done.stored");
@@ -321,56 +328,56 @@ void feed_acknowledge(feed *f, uint32_t ring_index, uint32_t slot, uint64_t seq)
 
 enum { MOST_KEPT = 64 }; /* locks of finished messages */
 
-void feed_unlock_finished(feed *f) {
+void reader_unlock_finished(reader *f) {
     if (f->kept_from) unlock_all(f->lock_fd, f->kept_from, f->kept_to);
     f->kept_from = f->kept_to = 0;
 }
 
-/* A finished message's lock stands in nobody's way: the next message in its slot has a byte of its own. */
-static void unlock_later(feed *f, uint64_t seq) {
+/* The lock of a finished message may be dropped later: the next message in its slot has a lock byte of its own. */
+static void unlock_later(reader *f, uint64_t seq) {
     if (f->kept_from && seq == f->kept_to + 1) f->kept_to = seq;
     else {
-        feed_unlock_finished(f);
+        reader_unlock_finished(f);
         f->kept_from = f->kept_to = seq;
     }
-    if (f->kept_to - f->kept_from + 1 >= MOST_KEPT) feed_unlock_finished(f);
+    if (f->kept_to - f->kept_from + 1 >= MOST_KEPT) reader_unlock_finished(f);
 }
 
-int feed_give_back(feed *f, uint32_t ring_index, uint32_t slot, uint64_t seq, int locked, int done) {
+int reader_give_back(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq, int locked, int done) {
     reader_ring *r = &f->rings[ring_index];
     CRASH_POINT("release.ended");
     if (r->held[slot] == seq) r->held[slot] = 0;
-    if (f->mode == FEED_COMPETING) {
+    if (f->mode == READER_COMPETING) {
         if (done) {
             store(state_of(&r->shared, slot) + RELEASED, seq);
             CRASH_POINT("release.stored");
         }
-    } else if (f->mode == FEED_ALL) {
+    } else if (f->mode == READER_ALL) {
         store(lease_word(&r->shared, f->member, slot), 2 * seq + 1); /* pairs with the load in the writer's search */
         CRASH_POINT("release.stored");
     }
-    if (locked && done && f->mode == FEED_COMPETING) unlock_later(f, seq);
+    if (locked && done && f->mode == READER_COMPETING) unlock_later(f, seq);
     else if (locked) set_lock(f->lock_fd, UNLOCK, seq);
-    atomic_signal_fence(memory_order_seq_cst); /* the processor's part of this fence is paid by who goes to sleep */
+    atomic_signal_fence(memory_order_seq_cst); /* for the compiler; the processor's fence is the sleeper's barrier */
     return load(f->asleep) & 1;
 }
 
-int feed_drop(feed *f, const taken *message) {
-    if (f->mode == FEED_COMPETING) {
+int reader_drop(reader *f, const taken *message) {
+    if (f->mode == READER_COMPETING) {
         finish(f, message);
         return load(f->asleep) & 1;
     }
-    return feed_give_back(f, message->ring, message->slot, message->seq, message->locked, 0);
+    return reader_give_back(f, message->ring, message->slot, message->seq, message->locked, 0);
 }
 
-void feed_untake(feed *f, const taken *message) {
+void reader_untake(reader *f, const taken *message) {
     reader_ring *r = &f->rings[message->ring];
     r->held[message->slot] = 0;
-    if (f->mode == FEED_COMPETING) {
+    if (f->mode == READER_COMPETING) {
         word *state = state_of(&r->shared, message->slot);
         if (load(state + DONE) != message->seq) store(state + ATTEMPT, message->seq << 8 | (message->attempt - 1));
-    } else if (f->mode == FEED_ALL)
+    } else if (f->mode == READER_ALL)
         store(lease_word(&r->shared, f->member, message->slot), 0); /* as before it was taken */
     if (message->locked) set_lock(f->lock_fd, UNLOCK, message->seq);
-    if (f->mode != FEED_COMPETING && f->position == message->seq) f->position = message->seq - 1;
+    if (f->mode != READER_COMPETING && f->position == message->seq) f->position = message->seq - 1;
 }

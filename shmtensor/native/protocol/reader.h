@@ -1,7 +1,7 @@
 /* The receiving end of one producer: find the next message, take it, give it back. docs/internals/core.md. No Python.
  *
- * One thread at a time calls what looks for a message (all that move `position`); that is the caller's to see to. `feed_give_back` and
- * `feed_acknowledge` may come from any thread, once each for a message, and one thread at a time.
+ * The caller makes sure that only one thread at a time calls the functions that move `position`. `reader_give_back` and
+ * `reader_acknowledge` may be called by any thread, one at a time, once each for a message.
  */
 
 #ifndef SHMTENSOR_READER_H
@@ -10,18 +10,18 @@
 #include "ring.h"
 
 typedef enum {
-    FEED_ALL,       /* fan-out: every message */
-    FEED_LATEST,    /* fan-out: the newest, under a shared lock, holding nobody back */
-    FEED_COMPETING, /* work queue: each message to whoever locks its byte first */
-} feed_mode;
+    READER_ALL,       /* fan-out: every message */
+    READER_LATEST,    /* fan-out: the newest, under a shared lock; the producer never waits for it */
+    READER_COMPETING, /* work queue: each message to the consumer that locks its byte first */
+} reader_mode;
 
 typedef enum {
     TAKE_NOTHING,  /* there is no message now */
     TAKE_TAKEN,
     TAKE_ATTACH,   /* ring `taken.ring` has to be attached first; nothing was done */
-    TAKE_DAMAGED,  /* message `taken.seq` cannot be read: passed over, its slot given back where that can be done */
+    TAKE_DAMAGED,  /* message `taken.seq` cannot be read: skipped, and its slot given back if possible */
     TAKE_OTHER,    /* the first record, or its description, is of another version (`other`): nothing was done */
-    TAKE_RETRY,    /* newest-only: it was taken back in that moment, and there is nothing newer */
+    TAKE_RETRY,    /* newest-only: it was taken back at that moment, and there is nothing newer */
 } take_result;
 
 /* A ring as a reader has it. */
@@ -31,33 +31,33 @@ typedef struct {
 } reader_ring;
 
 typedef struct {
-    feed_mode mode;
+    reader_mode mode;
     sequence_table table;
     int lock_fd;             /* a description of the table's file that is used for locks alone */
     uint64_t history;
-    uint32_t member;         /* of the channel: this receiver */
+    uint32_t member;         /* this receiver's index in the channel */
     uint64_t member_uid;
     const word *asleep;      /* whether the producer sleeps */
     reader_ring *rings;      /* the caller's; they do not move while it calls */
     uint32_t nrings;
-    uint64_t position;       /* the newest message that was looked at */
-    uint64_t seen;           /* `published` as it was when it was last read: no other load is needed up to there */
-    uint64_t start;          /* fan-out: from here on every message waits for this receiver; 0: the producer has not said */
+    uint64_t position;       /* the newest message that was taken or skipped */
+    uint64_t seen;           /* the value of `published` when it was last read: up to there it is not loaded again */
+    uint64_t start;          /* fan-out: from here on every message waits for this receiver; 0: the producer has not stored it */
     uint32_t most_attempts;  /* work queue */
     uint64_t kept_from, kept_to; /* work queue: finished messages whose locks are still held; 0: none */
-    uint64_t scanned;        /* work queue: the newest message that `feed_scan` has looked at in this look through all */
+    uint64_t scanned;        /* work queue: the newest message that this scan by `reader_scan` has reached */
     uint8_t description_version; /* what the first description must begin with; 0: anything */
-    uint8_t known;           /* one of its records was read: what follows is of this version, or damaged */
-    uint8_t contended;       /* a lock was held for a moment for nothing: the producer, which may sleep, may have met it */
-} feed;
+    uint8_t known;           /* a record of this producer was read: all others are of this version, or damaged */
+    uint8_t contended;       /* a lock was held briefly in vain: it may have made the producer fail, which may sleep now */
+} reader;
 
 typedef struct {
     uint64_t seq, sent_ns;
     uint32_t ring, slot;
     record_head head;
-    uint64_t description[INLINE_BYTES / 8]; /* as it lay in the record */
-    uint64_t missed;         /* FEED_LATEST: how many were passed over */
-    uint32_t attempt;        /* work queue: the how many-th delivery; 0: dropped, it was delivered `most_attempts` times */
+    uint64_t description[INLINE_BYTES / 8]; /* copied from the record */
+    uint64_t missed;         /* READER_LATEST: how many were skipped */
+    uint32_t attempt;        /* work queue: the number of this delivery; 0: dropped after `most_attempts` deliveries */
     uint8_t locked;          /* held by a lock on byte `seq` */
     uint8_t other;           /* TAKE_OTHER: the first byte of the description */
 } taken;
@@ -65,50 +65,50 @@ typedef struct {
 int reader_ring_init(reader_ring *r, const ring *shared); /* 0, or -1: no memory */
 void reader_ring_free(reader_ring *r);
 
-/* A new feed, all set but for its position: fan-out begins with what the producer keeps for it. After a barrier. */
-void feed_begin(feed *f);
+/* Set the position of a new fan-out reader to before the messages that the producer keeps for it. Call it after a barrier. */
+void reader_begin(reader *f);
 
-/* The sequence number to look at next; 0: there is none. */
-uint64_t feed_next(feed *f);
+/* The sequence number of the next message; 0: there is none. */
+uint64_t reader_next(reader *f);
 
 /* Take the next message. */
-take_result feed_take(feed *f, taken *out);
+take_result reader_take(reader *f, taken *out);
 
-/* Work queue: take this message, whoever else may want it. TAKE_DAMAGED: nothing was done. */
-take_result feed_take_one(feed *f, uint64_t seq, taken *out);
+/* Work queue: take this message, out of order. TAKE_DAMAGED: nothing was done. */
+take_result reader_take_one(reader *f, uint64_t seq, taken *out);
 
-/* Work queue: when the next message that nobody has was published; passes over the others. 0: `feed_take` has to tell;
- * UINT64_MAX: there is none. */
-uint64_t feed_age(feed *f);
+/* Work queue: when the next unclaimed message was published. Skips claimed ones. 0: only `reader_take` can tell; UINT64_MAX:
+ * there is none. */
+uint64_t reader_age(reader *f);
 
-/* Work queue: take the oldest message, up to `position`, that somebody claimed and did not finish. Looks through all
- * records once; begin anew with `scanned` = 0. */
-take_result feed_scan(feed *f, taken *out);
+/* Work queue: take the oldest message, up to `position`, that a consumer claimed and did not finish. Scans all records; set
+ * `scanned` = 0 to begin a new scan. */
+take_result reader_scan(reader *f, taken *out);
 
-/* Work queue: nobody gets the message again. Its bytes stay until `feed_give_back`. */
-void feed_acknowledge(feed *f, uint32_t ring, uint32_t slot, uint64_t seq);
+/* Work queue: mark the message as done: it is not delivered again. Its bytes stay until `reader_give_back`. */
+void reader_acknowledge(reader *f, uint32_t ring, uint32_t slot, uint64_t seq);
 
-/* The views of a message are gone. `done`: it was acknowledged; else others may claim it from here on. Returns whether the
- * producer sleeps and has to be woken. */
-int feed_give_back(feed *f, uint32_t ring, uint32_t slot, uint64_t seq, int locked, int done);
+/* Give a slot back, when the views of its message are gone. `done`: it was acknowledged; else others may claim it from here on.
+ * Returns whether the producer sleeps and has to be woken. */
+int reader_give_back(reader *f, uint32_t ring, uint32_t slot, uint64_t seq, int locked, int done);
 
-/* Work queue: drop the locks of finished messages, which `feed_give_back` keeps where they follow one another: one call of the
- * kernel then ends many. Whoever finds no message calls it. */
-void feed_unlock_finished(feed *f);
+/* Work queue: drop the locks of finished messages. `reader_give_back` keeps those of consecutive ones, so that one system call
+ * drops many. To be called when there is no message. */
+void reader_unlock_finished(reader *f);
 
-/* A message that was taken turned out to be damaged: finish it. */
-int feed_drop(feed *f, const taken *message);
+/* Finish a message that was taken and turned out to be damaged. Returns whether the producer sleeps. */
+int reader_drop(reader *f, const taken *message);
 
-/* What `feed_take` did is undone: the message comes again. */
-void feed_untake(feed *f, const taken *message);
+/* Undo `reader_take`: the message will be taken again. */
+void reader_untake(reader *f, const taken *message);
 
-static inline const unsigned char *payload_of(const feed *f, const taken *message) {
+static inline const unsigned char *payload_of(const reader *f, const taken *message) {
     const ring *r = &f->rings[message->ring].shared;
     return r->data + (uint64_t)message->slot * r->slot_bytes;
 }
 
 /* The bytes that describe a message's value. */
-static inline const unsigned char *description_of(const feed *f, const taken *message) {
+static inline const unsigned char *description_of(const reader *f, const taken *message) {
     return message->head.flags & SPILLED ? payload_of(f, message) + padded(message->head.nbytes)
                                          : (const unsigned char *)message->description;
 }

@@ -1,7 +1,7 @@
-/* Where the words of a producer's segments lie: ring/layout.py and wire/record.py draw them; a test compares the numbers.
+/* The layout of a producer's segments: ring/layout.py and wire/record.py draw it; a test compares the numbers.
  *
- * A `ring` and a `sequence_table` are views of mappings that the caller keeps. Whoever attaches them has checked the
- * headers, so that every index below `slots` lies inside. No Python.
+ * A `ring` and a `sequence_table` are views of mappings that the caller keeps. The caller has checked the headers, so that
+ * every index below `slots` lies inside. No Python.
  */
 
 #ifndef SHMTENSOR_RING_H
@@ -21,7 +21,7 @@ enum {
     PAYLOAD_ALIGNMENT = 64,
 };
 
-/* So many a producer can send: with a number above it goes, in some words, a byte of something else. */
+/* The most messages of a producer: some words hold a byte of other data beside the number. */
 static const uint64_t MOST_MESSAGES = (uint64_t)1 << 56;
 
 /* Words of a work queue's slot state. */
@@ -45,7 +45,7 @@ typedef struct {
     uint64_t order; /* word index of the entries */
 } sequence_table;
 
-/* A record but for `seq` and `sent_ns`: what the sender says of a message. */
+/* The head of a record without `seq` and `sent_ns`. */
 typedef struct {
     uint16_t version, flags;
     uint32_t ring, slot, span;
@@ -58,7 +58,7 @@ _Static_assert(sizeof(record_head) == 32, "bytes 16 to 48 of a record");
 
 static inline word *record_of(const ring *r, uint64_t slot) { return r->words + HEADER_WORDS + slot * RECORD_WORDS; }
 
-/* Fan-out: the word that says what a receiver has done with a slot. */
+/* Fan-out: the word of a receiver for a slot: leased, released, or unread. */
 static inline word *lease_word(const ring *r, uint64_t member, uint64_t slot) {
     return r->words + r->state + member * r->row + slot;
 }

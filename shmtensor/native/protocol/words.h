@@ -16,11 +16,11 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "a word is loaded and stored without
 static inline uint64_t load(const word *at) { return atomic_load_explicit(at, memory_order_acquire); }
 static inline void store(word *at, uint64_t value) { atomic_store_explicit(at, value, memory_order_release); }
 
-/* Words that another one guards: a record's, which `seq` says to be whole. */
+/* For words that another word guards: those of a record, which is whole if its `seq` is unchanged. */
 static inline uint64_t load_relaxed(const word *at) { return atomic_load_explicit(at, memory_order_relaxed); }
 static inline void store_relaxed(word *at, uint64_t value) { atomic_store_explicit(at, value, memory_order_relaxed); }
 
-/* What a spinner does between two looks. */
+/* To be called between two polls of a spinning loop. */
 static inline void cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();

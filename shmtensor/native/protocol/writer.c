@@ -5,43 +5,43 @@
 
 int writer_ring_init(writer_ring *r, const ring *shared) {
     *r = (writer_ring){.shared = *shared};
-    r->flights = calloc(shared->slots, sizeof *r->flights);
+    r->messages = calloc(shared->slots, sizeof *r->messages);
     r->first = malloc(shared->slots * sizeof *r->first);
-    if (!r->flights || !r->first) {
+    if (!r->messages || !r->first) {
         writer_ring_free(r);
         return -1;
     }
-    for (uint64_t slot = 0; slot < shared->slots; slot++) r->first[slot] = NO_FLIGHT;
+    for (uint64_t slot = 0; slot < shared->slots; slot++) r->first[slot] = FREE_SLOT;
     return 0;
 }
 
 void writer_ring_free(writer_ring *r) {
-    free(r->flights);
+    free(r->messages);
     free(r->first);
-    r->flights = NULL;
+    r->messages = NULL;
     r->first = NULL;
 }
 
 /* --- which slots are free ------------------------------------------------------------------------------------------- */
 
-static void put_flight(writer_ring *r, uint64_t slot, const flight *f) {
-    r->flights[slot] = *f;
+static void put_message(writer_ring *r, uint64_t slot, const message_in_flight *f) {
+    r->messages[slot] = *f;
     for (uint64_t i = 0; i < f->span; i++) r->first[slot + i] = (uint32_t)slot;
 }
 
-static void drop_flight(writer_ring *r, uint64_t slot) {
-    uint64_t span = r->flights[slot].span;
-    for (uint64_t i = 0; i < span; i++) r->first[slot + i] = NO_FLIGHT;
+static void drop_message(writer_ring *r, uint64_t slot) {
+    uint64_t span = r->messages[slot].span;
+    for (uint64_t i = 0; i < span; i++) r->first[slot + i] = FREE_SLOT;
 }
 
-/* Fan-out: whether every recipient has given a message back. Who has is not asked again. */
-static int all_gave_back(const writer *w, const ring *shared, flight *f, uint64_t slot) {
+/* Fan-out: whether every recipient has given a message back. The word of one that has is not read again. */
+static int all_gave_back(const writer *w, const ring *shared, message_in_flight *f, uint64_t slot) {
     for (int i = 0; i < MEMBER_WORDS; i++)
         while (f->waits.bits[i]) {
             int bit = __builtin_ctzll(f->waits.bits[i]);
             uint32_t member = (uint32_t)(i * 64 + bit);
-            uint64_t said = load(lease_word(shared, member, slot)); /* pairs with the store that ends a lease */
-            int gone = said == 2 * f->seq + 1 || (said != 2 * f->seq && member_in(&w->leaving, member));
+            uint64_t lease = load(lease_word(shared, member, slot)); /* pairs with the store that ends a lease */
+            int gone = lease == 2 * f->seq + 1 || (lease != 2 * f->seq && member_in(&w->leaving, member));
             if (!gone) return 0;
             f->waits.bits[i] &= ~((uint64_t)1 << bit);
         }
@@ -49,16 +49,16 @@ static int all_gave_back(const writer *w, const ring *shared, flight *f, uint64_
 }
 
 /* Work queue: whether the sender has yet to read the verdict on a message. */
-static int is_unjudged(const writer *w, const ring *shared, const flight *f, uint64_t slot) {
+static int is_unjudged(const writer *w, const ring *shared, const message_in_flight *f, uint64_t slot) {
     return w->heeds_verdicts && !f->judged && load(state_of(shared, slot) + VERDICT) >> 8 == f->seq;
 }
 
-/* Whether a message's slots may be used again. One that receivers may hold by a shared lock is taken back from those that
- * have not taken it yet: unless `look`, which takes nothing. */
+/* Whether a message's slots may be used again. A message that receivers may hold by a shared lock is taken back, from those
+ * that have not taken it yet; with `look` it is not, and only whether that is possible is returned. */
 static int is_free(const writer *w, writer_ring *r, uint64_t slot, int look) {
-    flight *f = &r->flights[slot];
+    message_in_flight *f = &r->messages[slot];
     if (f->lent) return 0;
-    if (!f->seq) return 1; /* a loan that was given up */
+    if (!f->seq) return 1; /* never published */
     if (w->competing) {
         return load(state_of(&r->shared, slot) + RELEASED) == f->seq && !is_unjudged(w, &r->shared, f, slot);
     }
@@ -67,17 +67,17 @@ static int is_free(const writer *w, writer_ring *r, uint64_t slot, int look) {
     if (!f->lockable) return 1;
     if (look) return held_by_other(w->lock_fd, f->seq) == 0;
     if (set_lock(w->lock_fd, LOCK_EXCLUSIVE, f->seq)) return 0;
-    store(record_of(&r->shared, slot), 0); /* under the lock: who takes it next finds nothing */
+    store(record_of(&r->shared, slot), 0); /* under the lock: a receiver that locks it next finds no message */
     CRASH_POINT("takeback.cleared");
     set_lock(w->lock_fd, UNLOCK, f->seq);
     return 1;
 }
 
-/* The slot to look at first: slot 0 if it is free, since caches still hold the first few where receivers keep up; else the
- * next one. Where messages can be taken back, the oldest comes first. */
+/* The slot at which a search begins: slot 0 if it is free, else the one after the last used. If receivers keep up, few slots are
+ * used, which stay in the caches. If messages can be taken back, the oldest comes first. */
 static uint64_t first_look(const writer *w, writer_ring *r) {
     uint32_t slot = r->first[0];
-    return slot == NO_FLIGHT || (!r->flights[slot].lockable && is_free(w, r, slot, 1)) ? 0 : r->cursor;
+    return slot == FREE_SLOT || (!r->messages[slot].lockable && is_free(w, r, slot, 1)) ? 0 : r->cursor;
 }
 
 /* The first of `span` consecutive free slots at or after `first_look`, wrapping once; -1: there are none. */
@@ -87,13 +87,13 @@ static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look) {
     for (uint64_t steps = 0; steps < slots + span; steps++) {
         if (slot == slots) slot = run = 0;
         uint32_t first = r->first[slot];
-        if (first != NO_FLIGHT) {
+        if (first != FREE_SLOT) {
             if (!is_free(w, r, first, look)) {
                 run = 0;
                 slot++;
                 continue;
             }
-            if (!look) drop_flight(r, first);
+            if (!look) drop_message(r, first);
         }
         run++;
         slot++;
@@ -105,7 +105,7 @@ static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look) {
     return -1;
 }
 
-/* Which of two rings a message of `nbytes` is put into: one whose slots are large enough, and of these the closest. */
+/* Whether ring `a` fits a message of `nbytes` better than `b`: slots that are large enough come first, then the closest size. */
 static int fits_better(const ring *a, const ring *b, uint64_t nbytes) {
     int small_a = a->slot_bytes < nbytes, small_b = b->slot_bytes < nbytes;
     uint64_t off_a = small_a ? nbytes - a->slot_bytes : a->slot_bytes - nbytes;
@@ -113,13 +113,13 @@ static int fits_better(const ring *a, const ring *b, uint64_t nbytes) {
     return small_a != small_b ? small_a < small_b : off_a < off_b;
 }
 
-/* The rings that may hold a message, the one that fits best first. */
+/* The indices of the rings that can hold a message, the one that fits best first. Returns their number. */
 static uint32_t fitting(const writer *w, uint64_t nbytes, uint32_t *order) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < w->nrings; i++) {
         const ring *r = &w->rings[i].shared;
         uint64_t span = span_of(r, nbytes);
-        if (span > 1 && (span > r->slots || w->history)) continue; /* retained: one slot each, so that one stays free */
+        if (span > 1 && (span > r->slots || w->history)) continue; /* with history each message takes one slot, so that one stays free */
         uint32_t at = count++;
         for (; at && fits_better(r, &w->rings[order[at - 1]].shared, nbytes); at--) order[at] = order[at - 1];
         order[at] = i;
@@ -151,42 +151,42 @@ int writer_may_have_room(writer *w) {
     for (uint32_t i = 0; i < w->nrings; i++) {
         writer_ring *r = &w->rings[i];
         uint32_t slot = r->first[first_look(w, r)];
-        if (slot == NO_FLIGHT || is_free(w, r, slot, 1)) return 1;
+        if (slot == FREE_SLOT || is_free(w, r, slot, 1)) return 1;
     }
     return 0;
 }
 
 int writer_acquire(writer *w, uint64_t nbytes, int ring_index, allocation *out) {
-    /* receivers of the newest only keep what they may still take, unless a newer message takes its place */
+    /* a message that latest-only receivers may still take is dropped only if a newer one replaces it */
     if (w->lockable && !writer_has_room(w, nbytes, ring_index)) return 0;
     if (!search(w, nbytes, ring_index, 0, out)) return 0;
     writer_ring *r = &w->rings[out->ring];
-    flight writing = {.span = out->span};
-    put_flight(r, out->slot, &writing);
-    store(record_of(&r->shared, out->slot), 0); /* nobody takes the old record for a new one */
-    atomic_thread_fence(memory_order_release);  /* before what is written into record and payload from here on */
+    message_in_flight writing = {.span = out->span};
+    put_message(r, out->slot, &writing);
+    store(record_of(&r->shared, out->slot), 0); /* no receiver takes the old record for a new one */
+    atomic_thread_fence(memory_order_release);  /* the store above comes before all later writes to record and payload */
     return 1;
 }
 
-void writer_discard(writer *w, const allocation *at) { drop_flight(&w->rings[at->ring], at->slot); }
+void writer_discard(writer *w, const allocation *at) { drop_message(&w->rings[at->ring], at->slot); }
 
-void writer_lend(writer *w, const allocation *at) { w->rings[at->ring].flights[at->slot].lent = 1; }
+void writer_lend(writer *w, const allocation *at) { w->rings[at->ring].messages[at->slot].lent = 1; }
 
 void writer_returned(writer *w, const allocation *at) {
     writer_ring *r = &w->rings[at->ring];
-    if (r->first[at->slot] == at->slot) r->flights[at->slot].lent = 0;
+    if (r->first[at->slot] == at->slot) r->messages[at->slot].lent = 0;
 }
 
 void writer_judge(writer *w, uint32_t ring_index, uint32_t slot) {
     writer_ring *r = &w->rings[ring_index];
-    if (r->first[slot] == slot) r->flights[slot].judged = 1;
+    if (r->first[slot] == slot) r->messages[slot].judged = 1;
 }
 
 void writer_welcome(writer *w, uint32_t member, uint64_t start) {
     for (uint32_t i = 0; i < w->nrings; i++) {
         writer_ring *r = &w->rings[i];
         for (uint64_t slot = 0; slot < r->shared.slots; slot++)
-            if (r->first[slot] == slot && r->flights[slot].seq >= start) member_add(&r->flights[slot].waits, member);
+            if (r->first[slot] == slot && r->messages[slot].seq >= start) member_add(&r->messages[slot].waits, member);
     }
 }
 
@@ -219,7 +219,7 @@ uint64_t writer_publish(writer *w, const allocation *at, uint64_t nbytes, const 
     store(record, seq);
     store(entry_of(&w->table, seq), (uint64_t)r->shared.index << 32 | at->slot);
     CRASH_POINT("publish.ordered");
-    flight *f = &r->flights[at->slot];
+    message_in_flight *f = &r->messages[at->slot];
     f->seq = seq;
     f->waits = w->recipients;
     f->lockable = (uint8_t)w->lockable;
@@ -237,7 +237,7 @@ void writer_forget(writer *w, uint32_t member) {
     for (uint32_t i = 0; i < w->nrings; i++) {
         writer_ring *r = &w->rings[i];
         for (uint64_t slot = 0; slot < r->shared.slots; slot++)
-            if (r->first[slot] == slot) member_remove(&r->flights[slot].waits, member);
+            if (r->first[slot] == slot) member_remove(&r->messages[slot].waits, member);
     }
 }
 
@@ -246,11 +246,11 @@ int writer_reclaim(writer *w) {
     for (uint32_t i = 0; i < w->nrings; i++) {
         writer_ring *r = &w->rings[i];
         for (uint64_t slot = 0; slot < r->shared.slots; slot++) {
-            const flight *f = &r->flights[slot];
+            const message_in_flight *f = &r->messages[slot];
             if (r->first[slot] != slot || f->lent || !f->seq || is_unjudged(w, &r->shared, f, slot)) continue;
             /* `done` before the lock: the other way round, it could be claimed, and done with views alive, in between */
             if (load(state_of(&r->shared, slot) + DONE) != f->seq || held_by_other(w->lock_fd, f->seq) != 0) continue;
-            drop_flight(r, slot);
+            drop_message(r, slot);
             freed = 1;
         }
     }
@@ -261,7 +261,7 @@ int writer_is_settled(const writer *w, const members *local) {
     for (uint32_t i = 0; i < w->nrings; i++) {
         writer_ring *r = &w->rings[i];
         for (uint64_t slot = 0; slot < r->shared.slots; slot++) {
-            const flight *f = &r->flights[slot];
+            const message_in_flight *f = &r->messages[slot];
             if (r->first[slot] != slot || !f->seq) continue;
             if (w->competing) {
                 if (load(state_of(&r->shared, slot) + DONE) != f->seq) return 0;
@@ -281,7 +281,7 @@ uint64_t writer_free_slots(writer *w, uint32_t ring_index) {
     uint64_t count = 0;
     for (uint64_t slot = 0; slot < r->shared.slots; slot++) {
         uint32_t first = r->first[slot];
-        count += first == NO_FLIGHT || is_free(w, r, first, 1);
+        count += first == FREE_SLOT || is_free(w, r, first, 1);
     }
     return count;
 }
@@ -290,7 +290,7 @@ uint64_t writer_in_flight(const writer *w) {
     uint64_t count = 0;
     for (uint32_t i = 0; i < w->nrings; i++)
         for (uint64_t slot = 0; slot < w->rings[i].shared.slots; slot++) {
-            const flight *f = &w->rings[i].flights[slot];
+            const message_in_flight *f = &w->rings[i].messages[slot];
             if (w->rings[i].first[slot] == slot && (f->seq || f->lent)) count += f->span;
         }
     return count;

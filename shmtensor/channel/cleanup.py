@@ -1,0 +1,403 @@
+"""The one clean-up: the files of a member, of a channel, or of all the user's channels.
+
+`close`, a peer that notices a crash, the next join and `shmtensor gc` all use it. Everything is decided under the
+control lock, from life locks. Files are removed before the entry that lists them, so that the next clean-up repeats
+what a death interrupts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ..errors import ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
+from ..memory import segment as shm
+from ..memory.locks import LockFile
+from ..memory.semaphores import semaphore_path, unlink_semaphore
+from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from ..ring.ring import Ring
+from ..ring.sequence_table import SequenceTable
+from . import control as ctl
+from .control import Control, Entry
+from .control_lock import exclusively
+from .names import (
+    PREFIX,
+    control_name,
+    is_socket_name,
+    parse_file,
+    ring_name,
+    semaphore_name,
+    sequence_table_name,
+    socket_path,
+)
+
+log = logging.getLogger("shmtensor")
+
+_FRESH_NS = 5_000_000_000
+
+
+def unlink_member(channel: str, uid: int, directory: str) -> None:
+    """Remove every name that a member may own: inbox, semaphore, rings, sequence table."""
+    with contextlib.suppress(OSError):
+        os.unlink(socket_path(directory, uid))
+    unlink_semaphore(sequence_table_name(channel, uid))
+    # crash: sweep.names
+    # last to first: after a death in between, the next clean-up counts from 0 and finds the rest
+    for number in reversed(range(_count(lambda number: semaphore_path(semaphore_name(channel, uid, number))))):
+        unlink_semaphore(semaphore_name(channel, uid, number))
+    for index in reversed(range(_count(lambda index: shm.SHM_DIR + ring_name(channel, uid, index)))):
+        shm.unlink(ring_name(channel, uid, index))
+    shm.unlink(sequence_table_name(channel, uid))
+
+
+def _count(path: Callable[[int], str]) -> int:
+    """How many files of a numbered kind exist."""
+    return next((number for number in range(MAX_RINGS) if not os.path.exists(path(number))), MAX_RINGS)
+
+
+def unlink_channel(control: Control, directory: str) -> None:
+    """Remove every name of the channel, the control segment last. Under the lock, when no other member lives."""
+    for index in range(control.capacity):
+        if owner := control.owner(index):
+            unlink_member(control.channel, owner, directory)
+    # crash: sweep.channel
+    shm.unlink(control.name)
+
+
+def reap(control: Control, directory: str, me: int | None) -> None:
+    """Under the lock: remove every dead member but those whose messages a living member still needs.
+
+    `me` is the caller's own index: the kernel cannot be asked about one's own lock.
+    """
+    dead = list(_expendable(control, me))
+    for index in dead:
+        unlink_member(control.channel, control.owner(index), directory)
+        # crash: sweep.unlinked
+        control.clear(index)
+    if dead:
+        control.advance()
+
+
+def _expendable(control: Control, me: int | None) -> Iterator[int]:
+    """Indices of the dead members whose messages no living member needs."""
+    members = {entry.index: entry for entry in control.members()}
+    alive = [entry for entry in members.values() if entry.index == me or control.is_alive(entry.index)]
+    for index in range(control.capacity):
+        if control.owner(index) and index != me and not control.is_alive(index):
+            entry = members.get(index)
+            if entry is None or entry.role != ctl.SENDER or not _is_needed(control, entry, alive):
+                yield index
+
+
+def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
+    """Whether a dead or closed sender has messages that living members have not taken; True if that is unknown."""
+    try:
+        sequences = SequenceTable.attach(sequence_table_name(control.channel, sender.uid), sender.uid, control.capacity)
+    except (FileNotFoundError, WireError):
+        return False
+    except ResourceError:
+        return True
+    try:
+        if control.kind == FAN_OUT:
+            return any(
+                sequences.start(entry.index, entry.uid) is not None and sequences.finished(entry.index) != entry.uid
+                for entry in alive
+                if entry.role == ctl.RECEIVER and not entry.leaving and not entry.flags & ctl.LATEST
+            )
+        return has_undone(control, sequences)
+    finally:
+        sequences.close()
+
+
+def has_undone(control: Control, sequences: SequenceTable) -> bool:
+    """Whether a work-queue producer's rings hold, or may hold, a published message that is not done."""
+    try:
+        return any(True for _ in _undone(control, sequences))
+    except ResourceError:
+        return True
+
+
+def _undone(control: Control, sequences: SequenceTable) -> Iterator[int]:
+    """The sequence number of every such message. Raises `ResourceError` if a ring cannot be mapped."""
+    published = sequences.published
+    for index in range(min(sequences.rings, MAX_RINGS)):
+        try:
+            ring = Ring.attach(
+                ring_name(control.channel, sequences.uid, index), sequences.uid, index,
+                kind=control.ring_kind, capacity=control.capacity, writable=False,
+            )  # fmt: skip
+        except (FileNotFoundError, WireError):
+            continue
+        for slot in range(ring.slots):
+            seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
+            if 0 < seq <= published and ring.words[ring.state + 8 * slot + DONE] != seq:
+                yield seq
+
+
+def _count_undone(control: Control) -> int:
+    """How many messages of all senders of a work queue, closed and dead ones included, are not done."""
+    count = 0
+    for entry in control.members():
+        if entry.role == ctl.SENDER:
+            with contextlib.suppress(FileNotFoundError, WireError, ResourceError):
+                sequences = SequenceTable.attach(
+                    sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity
+                )
+                try:
+                    count += sum(1 for _ in _undone(control, sequences))
+                finally:
+                    sequences.close()
+    return count
+
+
+def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool, count: bool = False) -> int:
+    """Under the lock: remove a member, unless `keep` (others still need it), then the channel if no other member lives.
+
+    With `count`, returns how many messages of a work queue are lost with the channel, else 0.
+    """
+    if control.owner(index) != uid:
+        return 0  # it has left, and the entry may be another member's
+    if not keep:
+        unlink_member(control.channel, uid, directory)
+        # crash: leave.unlinked
+        control.clear(index)
+    control.advance()
+    # crash: leave.cleared
+    # before the others are checked: of two that leave together, the second must not see the first
+    control.locks.unlock(ctl.LIFE + index)
+    if control.anybody_alive():
+        reap(control, directory, None)
+        return 0
+    lost = _count_undone(control) if count else 0
+    unlink_channel(control, directory)
+    return lost
+
+
+class Leftover(NamedTuple):
+    """A file that no living member owns."""
+
+    channel: str
+    path: str
+    nbytes: int
+
+
+def channels() -> list[str]:
+    """Every channel that has files in `/dev/shm`, of any user."""
+    found: dict[str, None] = {}
+    for name in shm.listing():
+        parsed = parse_file(name)
+        if parsed and parsed[0] not in found and (info := shm.status("/" + name)) and stat.S_ISREG(info.st_mode):
+            found[parsed[0]] = None
+    return sorted(found)
+
+
+def _files(only: str | None = None) -> dict[str, list[Leftover]]:
+    """This user's files by channel. Other users' files, and what is no regular file, are skipped."""
+    found: dict[str, list[Leftover]] = {}
+    for name in shm.listing():
+        parsed = parse_file(name)
+        if parsed and only in (None, parsed[0]):
+            info = shm.status("/" + name)
+            if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
+                leftover = Leftover(parsed[0], f"{shm.SHM_DIR}/{name}", info.st_size)
+                found.setdefault(parsed[0], []).append(leftover)
+    return found
+
+
+def sweep_channel(
+    channel: str,
+    directory: str,
+    *,
+    dry_run: bool = False,
+    patience: float = 0.0,
+    files: list[Leftover] | None = None,
+) -> list[Leftover]:
+    """Remove what a channel's dead members left; the whole channel if no member lives. Returns what was removed.
+
+    Nothing that living members need is touched. Waits `patience` seconds for the channel's lock; a channel that is
+    locked for longer is in use and left alone. `files`: the channel's files, if the caller has listed them already.
+    """
+    name = control_name(channel)
+    found = _files(channel).get(channel, []) if files is None else files
+    before = [leftover for leftover in found if _owner_of(leftover.path) is not None]
+    if not shm.is_ours(name):
+        # A control segment is made first and unlinked last: if there is none, the files listed before have no owner.
+        return _remove(before, dry_run=dry_run)
+    try:
+        segment = shm.attach(name)
+    except FileNotFoundError:
+        return _remove(before, dry_run=dry_run)
+    except (ResourceError, WireError):
+        return []  # it cannot be read, so it may have living members
+    with segment:
+        locks = segment.locks()
+        try:
+            return exclusively(
+                locks, patience, f'channel "{channel}"',
+                lambda: _sweep_locked(channel, segment, locks, directory, dry_run=dry_run),
+            )  # fmt: skip
+        except (TimedOut, ReentrantError):
+            return []
+        finally:
+            locks.close()
+
+
+def _sweep_locked(
+    channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool
+) -> list[Leftover]:
+    if not segment.is_still(control_name(channel)):
+        return []
+    segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it before we had the lock
+    control = None
+    if segment.nbytes:
+        if segment.nbytes != Control.nbytes() or segment.read(0, 1)[0] not in (0, ctl.MAGIC):
+            return []  # another version's or another program's: left alone
+        if segment.is_sparse():
+            return []  # not ours either: ours have every page reserved, and touching a missing one may kill (SIGBUS)
+        control = Control(channel, segment, locks)
+    files = _files(channel).get(channel, [])
+    if control is not None and control.is_ready:
+        try:
+            control.check()
+        except WireError:
+            return []  # another version's
+        directory = control.directory(directory)
+        if control.anybody_alive():
+            expendable = {control.owner(index) for index in _expendable(control, None)}
+            owners = {control.owner(index) for index in range(control.capacity)} - expendable
+            gone = [found for found in files if (uid := _owner_of(found.path)) is not None and uid not in owners]
+            inboxes = (socket_path(directory, uid) for uid in expendable)
+            gone += [Leftover(channel, path, 0) for path in inboxes if os.path.exists(path)]
+            if not dry_run:
+                reap(control, directory, None)
+            return _remove(gone, dry_run=dry_run)
+        if not dry_run:
+            for index in range(control.capacity):
+                if owner := control.owner(index):
+                    unlink_member(channel, owner, directory)
+    main = shm.SHM_DIR + control_name(channel)
+    return _remove(sorted(files, key=lambda leftover: leftover.path == main), dry_run=dry_run)
+
+
+def _owner_of(path: str) -> int | None:
+    found = parse_file(os.path.basename(path))
+    return found[1] if found else None
+
+
+def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
+    if not dry_run:
+        for leftover in leftovers:
+            with contextlib.suppress(OSError):
+                os.unlink(leftover.path)
+    return leftovers
+
+
+def sweep_all(
+    directory: str, *, dry_run: bool = False, skip: str | None = None, patience: float = 0.0
+) -> list[Leftover]:
+    """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped."""
+    gone = []
+    for channel, files in _files().items():
+        if channel == skip:
+            continue
+        try:
+            gone += sweep_channel(channel, directory, dry_run=dry_run, patience=patience, files=files)
+        except (ShmTensorError, OSError, ValueError, LookupError, ArithmeticError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, TimedOut):
+                raise  # a signal handler's
+            log.debug("channel %s could not be swept: %s", channel, error, exc_info=True)
+    return gone + _sweep_sockets(directory, dry_run=dry_run)
+
+
+def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
+    try:
+        names = [name for name in os.listdir(directory) if is_socket_name(name)]
+    except OSError as error:
+        raise ResourceError(error.errno, f"socket directory {directory}: {error.strerror}") from None
+    old = [found for name in names if (found := _stale(f"{directory}/{name}")) is not None]
+    if not old:
+        return []
+    owners: set[int] = set()
+    for channel in _files():
+        name = control_name(channel)
+        if not shm.is_ours(name):
+            continue  # it has no members of this user
+        try:
+            with shm.attach(name) as segment:
+                owners.update(_owners(segment))
+        except FileNotFoundError:
+            continue
+        except (OSError, WireError):
+            return []  # a channel that cannot be read may own any of them
+    return _remove([Leftover("", path, 0) for path, uid in old if uid not in owners], dry_run=dry_run)
+
+
+def _stale(path: str) -> tuple[str, int] | None:
+    """(path, uid) if this is an inbox or FIFO of this user, and not one that is just being made."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return None
+    if not (stat.S_ISSOCK(info.st_mode) or stat.S_ISFIFO(info.st_mode)) or info.st_uid != os.geteuid():
+        return None  # not ours
+    return (path, int(os.path.basename(path), 16)) if time.time_ns() - info.st_mtime_ns >= _FRESH_NS else None
+
+
+def _owners(segment: shm.Segment) -> set[int]:
+    """The uids that a channel's control segment lists. Raises `WireError` if it is of another version."""
+    if segment.nbytes == 0:
+        return set()  # being made: it has no members yet
+    magic, version = segment.read(0, 2) if segment.nbytes >= 16 else (0, 0)
+    if magic != ctl.MAGIC:
+        return set()  # no channel
+    if segment.nbytes != Control.nbytes() or version != ctl.VERSION:
+        raise WireError(f"segment {segment.name} has layout version {version}, this library reads {ctl.VERSION}")
+    words = segment.read(0, Control.nbytes() // 8)
+    return {words[ctl.base(index) + ctl.M_OWNER] for index in range(ctl.CAPACITY)}
+
+
+_PREFIXES: Final = (PREFIX[1:], f"sem.{PREFIX[1:]}")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Something under one of the library's names that is not the library's. It is skipped, and does no harm."""
+
+    path: str
+    """Characters that cannot be printed are written as escapes."""
+    owner: int
+    """User id, -1 if it is unknown."""
+    what: str
+
+
+def foreign(directory: str | None = None) -> list[Foreign]:
+    """What lies in a socket directory, or in `/dev/shm` under names like the library's, but is not the library's."""
+    found = []
+    for name in sorted(shm.listing()):
+        if name.startswith(_PREFIXES):
+            known = parse_file(name) is not None
+            info = shm.status("/" + name)
+            if info is None or not (known and stat.S_ISREG(info.st_mode)):
+                found.append(_foreign(f"{shm.SHM_DIR}/{name}", info, "" if known else ", not a name of this library's"))
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory) if directory is not None else []):
+            path = f"{directory}/{name}"
+            try:
+                info = os.lstat(path)
+            except OSError:
+                continue
+            if not (is_socket_name(name) and (stat.S_ISSOCK(info.st_mode) or stat.S_ISFIFO(info.st_mode))):
+                found.append(_foreign(path, info, ""))
+    return found
+
+
+def _foreign(path: str, info: os.stat_result | None, more: str) -> Foreign:
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
+    what = "cannot be looked at" if info is None else f"{shm.kind_of(info.st_mode)}{more}"
+    return Foreign(printable, -1 if info is None else info.st_uid, what)

@@ -1,0 +1,92 @@
+"""The description in a checkpoint, the same in every format: the plan, the names of its regions, the digests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from .digests import digest, text
+from .limits import MAX_DESCRIPTION
+from .plan import Plan
+
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Described:
+    """The description of a plan that is being written. Its size does not depend on the digests."""
+
+    def __init__(self, plan: bytes, stored: Sequence[str]) -> None:
+        self._start = f'{{"plan":{plan.decode("ascii")},"stored":{_encode_json(stored)},"xxh3":"'
+        self._regions = len(stored)
+
+    def text(self, digests: Sequence[int] | None) -> tuple[str, str]:
+        """The text and its own digest. Without digests it has zeros, to know the size."""
+        if digests is None:
+            digests = [0] * self._regions
+        whole = f'{self._start}{"".join(map(text, digests))}"}}'
+        return whole, text(digest(whole.encode("ascii")))
+
+    def file(self, digests: Sequence[int] | None) -> bytes:
+        """The same as one file: the digest, a newline, the text."""
+        whole, checksum = self.text(digests)
+        return f"{checksum}\n{whole}".encode("ascii")
+
+
+class ReadDescription(NamedTuple):
+    """A description that was read. `stored` has the name of each region in the format."""
+
+    plan: Plan
+    stored: list[str]
+    digests: list[int]
+
+
+def read_described(data: Any, checksum: Any, label: str) -> ReadDescription:
+    """Read a description. `CheckpointError` if it is invalid, or does not have its digest."""
+    if not isinstance(data, str) or not data.isascii():
+        raise CheckpointError(f"{label}: its description is no ASCII text")
+    if text(digest(data.encode("ascii"))) != checksum:
+        raise CheckpointError(f"{label}: its description is damaged: it does not have the digest {checksum!r:.20}")
+    if len(data) > 3 * MAX_DESCRIPTION:
+        raise CheckpointError(f"{label}: its description has {len(data)} bytes")
+    parts = parse_object(data.encode("ascii"), label)
+    stored, sums = parts.get("stored"), parts.get("xxh3")
+    if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+        raise CheckpointError(f"{label}: its description does not say where the regions are")
+    if not isinstance(sums, str) or not re.fullmatch(r"([0-9a-f]{16})*", sums) or len(sums) != 16 * len(stored):
+        raise CheckpointError(f"{label}: its description has no digests")
+    if len(set(stored)) != len(stored):
+        raise CheckpointError(f"{label}: two regions are stored under one name")
+    plan = Plan.from_parts(parts.get("plan"))
+    if len(plan.regions) != len(stored):
+        raise CheckpointError(f"{label}: {len(plan.regions)} regions, {len(stored)} are stored")
+    return ReadDescription(plan, stored, [int(sums[at : at + 16], 16) for at in range(0, len(sums), 16)])
+
+
+def read_described_file(data: bytes, label: str) -> ReadDescription:
+    """Read a file that `Described.file` made."""
+    checksum, _, rest = data.partition(b"\n")
+    try:
+        return read_described(rest.decode("ascii"), checksum.decode("ascii"), label)
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{label}: its description is no ASCII text") from None
+
+
+def parse_object(data: bytes, label: str) -> dict[str, Any]:
+    """The dict of a JSON text. `CheckpointError` if it is no dict, or has a key twice."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{label}: invalid JSON of {len(data)} bytes: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{label}: its header is no JSON object")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key appears twice")
+    return value

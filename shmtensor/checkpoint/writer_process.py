@@ -1,0 +1,356 @@
+"""The writing process: receives snapshots and makes durable files of them, one after the other.
+
+Started by `process_handle.py`, once per `CheckpointWriter`, and again if it dies. It outlives its trainer until
+everything that was staged is written. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, Final
+
+from ..endpoints.message import Message
+from ..endpoints.producer import Producer
+from ..errors import RingFull, ShmTensorError, TimedOut
+from .directory import Directory
+from .output import Disk
+from .part import PartSnapshot
+from .process_handle import results_channel
+from .ranks import Outcome, RankDirectory
+from .slots import ABANDON, HEAD, Taker
+from .snapshot import WRITES, Snapshot
+from .votes import Votes, finish_older_runs
+
+_CHECK_INTERVAL: Final = 1.0
+_PAUSE: Final = 0.05
+"""Seconds between two checks whether the writing process of an earlier trainer has finished."""
+_LEAVING_INTERVAL: Final = 0.005
+"""Seconds between two checks whether the trainer has left."""
+_LAST_REPORTS_TIMEOUT: Final = 10.0
+"""Seconds to wait at the end for a trainer that lives and does not receive reports."""
+_VOTES_INTERVAL: Final = 0.02
+"""Seconds between two checks of the votes of other ranks."""
+_AWAITED_INTERVAL: Final = 1.0
+"""Seconds between two reports of the ranks whose parts are missing."""
+_PROGRESS_INTERVAL: Final = 0.05
+"""Seconds between two reports of the progress of a save."""
+
+
+class _Reports(Producer):
+    """The sender of reports to the trainer, which may have left."""
+
+    _counts_lost = False
+
+
+class Worker:
+    """The state of the writing process."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._writer: str = settings["writer"]
+        self._directory, self._votes = self._open(settings)
+        self._voted: list[PartSnapshot] = []  # durable parts that wait for other ranks, oldest first
+        self._awaited = 0.0
+        self._snapshots: dict[int, Snapshot] = {}
+        self._strays: dict[int, list[Message]] = {}  # chunks of snapshots whose head has not come yet
+        self._dropped: set[int] = set()
+        self._unsent: list[dict[str, Any]] = []
+        self._swept = False
+        self._progress_reported = 0.0
+        self._disk = Disk(WRITES)
+        self._reports = _Reports(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
+        self._taker = Taker(settings["channel"])
+
+    @staticmethod
+    def _open(settings: dict[str, Any]) -> tuple[Directory, Votes | None]:
+        """The directory, and the votes if several ranks save into it."""
+        if "run" not in settings:
+            return Directory(settings["directory"]), None
+        directory = RankDirectory(
+            settings["directory"], settings["rank"], settings["world_size"], settings["writer"], settings["run"]
+        )
+        return directory, Votes(directory, (settings["keep_last"], settings["keep_every"], settings["keep_best"]))
+
+    def run(self) -> None:
+        """Work until the trainer has closed or died and everything that it staged is finished."""
+        with contextlib.suppress(OSError):  # if it fails, each save reports why
+            self._may_write()
+        self._report(r="ready")
+        # crash: worker.ready
+        messages = self._taker.take_first()
+        while True:
+            for message in messages:
+                self._take_in(message)
+            messages.clear()
+            self._flush()
+            snapshot = self._current()
+            if snapshot is not None:
+                self._work_on(snapshot)
+            elif self._taker.over:
+                self._drop_all()
+                if not self._voted:
+                    break
+                time.sleep(_VOTES_INTERVAL)
+            elif self._is_alone():
+                messages = self._taker.take_first()  # everything that the trainer left is there by now
+                if messages:
+                    continue
+                self._drop_all()
+                if not self._voted:
+                    break
+                time.sleep(_VOTES_INTERVAL)
+            self._check_votes()
+            messages = self._taker.take(
+                0 if self._current() is not None else _VOTES_INTERVAL if self._voted else _CHECK_INTERVAL
+            )
+        self._drop_all()
+        with contextlib.suppress(OSError):
+            if self._directory.try_write():
+                self._directory.sweep(self._writer, lambda number: True)
+        # crash: worker.finished
+        self._report(r="over")  # the trainer leaves when it receives this, and then waits for our end
+        deadline = time.monotonic() + _LAST_REPORTS_TIMEOUT
+        while self._unsent and self._trainer_is_connected() and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            self._flush()
+        # crash: worker.over
+        self._wait_to_be_last(deadline)
+        self._reports.close()
+        self._taker.close()
+        self._directory.close()
+
+    def _wait_to_be_last(self, deadline: float) -> None:
+        """Wait until this process is the last member of both channels: the last one removes them.
+
+        The trainer leaves them before it waits for our end. If it dies instead, the kernel drops its locks one by one,
+        so that it may seem dead on one channel and alive on the other.
+        """
+        while self._trainer_is_connected() or not self._taker.is_alone:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LEAVING_INTERVAL)
+
+    def _trainer_is_connected(self) -> bool:
+        """Whether the trainer is still a member of the channel of reports."""
+        try:
+            self._reports.wait_for_consumers(1, timeout=0)
+        except TimedOut:
+            return False
+        return True
+
+    def _is_alone(self) -> bool:
+        """Whether the trainer has signalled the end, or died before this process could join its channel."""
+        return bool(_ending) or not self._trainer_is_connected()
+
+    def _current(self) -> Snapshot | None:
+        """The oldest snapshot, if there is something to do for it now."""
+        oldest = self._snapshots.get(min(self._snapshots, default=0))
+        return oldest if oldest is not None and oldest.can_step else None
+
+    def _take_in(self, message: Message) -> None:
+        """Add a message to its snapshot, or carry out an `abandon`."""
+        kind, number = message.meta["k"], message.meta["n"]
+        if kind == ABANDON:
+            self._abandon(number, force=message.meta["force"])
+            # crash: abandon.done
+            message.release()
+        elif self._is_over(number):
+            message.release()
+        elif kind == HEAD:
+            snapshot = Snapshot(message) if self._votes is None else PartSnapshot(message, self._votes)
+            self._snapshots[number] = snapshot
+            if message.attempt > 1:
+                snapshot.staged = snapshot.was_recorded(self._directory, self._writer)
+            for stray in self._strays.pop(number, ()):
+                snapshot.add(stray)
+        elif number in self._snapshots:
+            self._snapshots[number].add(message)
+        else:
+            self._strays.setdefault(number, []).append(message)
+
+    def _is_over(self, number: int) -> bool:
+        """Whether a save has ended, in this process or, as the trainer reported, in an earlier one."""
+        if number in self._dropped:
+            return True
+        return number < self._settings["next"] and number not in self._settings["live"]
+
+    def _abandon(self, number: int, *, force: bool) -> None:
+        """Drop a snapshot. Without `force`, one that is being written already goes on."""
+        snapshot = self._snapshots.get(number)
+        if snapshot is not None and (force or not snapshot.begun):
+            self._report(r="replaced", n=number)  # first: if we die at the next step, the next process finds it ended
+            self._refuse(snapshot, "its save was taken back")
+            self._drop(snapshot)
+        elif snapshot is None and force:
+            self._dropped.add(number)
+            for stray in self._strays.pop(number, ()):
+                stray.release()
+
+    def _drop_all(self) -> None:
+        """Drop the snapshots that the trainer was copying when it died."""
+        for snapshot in list(self._snapshots.values()):
+            self._refuse(snapshot, "its trainer died inside save")
+            self._drop(snapshot)
+
+    def _refuse(self, snapshot: Snapshot, reason: str) -> None:
+        if isinstance(snapshot, PartSnapshot):
+            with contextlib.suppress(OSError):  # else the others see that this rank is gone, or has saved another since
+                if self._may_write():
+                    snapshot.refuse(reason)
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._dropped.add(snapshot.number)
+        del self._snapshots[snapshot.number]
+        snapshot.discard()
+
+    def _work_on(self, snapshot: Snapshot) -> None:
+        """One step: begin, write a chunk, or finish."""
+        try:
+            if not snapshot.begun:
+                if not self._may_write():
+                    time.sleep(_PAUSE)
+                    return
+                self._report(r="begun", n=snapshot.number)
+                entry = snapshot.begin(self._directory, self._writer)
+                if entry is None:
+                    return
+            elif not snapshot.is_written:
+                snapshot.write_next(self._disk)
+                self._report_progress(snapshot)
+                return
+            else:
+                entry = snapshot.complete()
+            snapshot.commit(entry)
+        except (OSError, ShmTensorError) as error:
+            self._fail(snapshot, error)
+            return
+        if isinstance(snapshot, PartSnapshot):
+            self._wait_for_others(snapshot)
+            return
+        # crash: finish.before
+        snapshot.release_chunks()  # before the report, after which the trainer expects room for the next one
+        # crash: finish.released
+        keep = self._settings
+        deleted, failed = snapshot.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
+        unsynced = snapshot.unsynced
+        if unsynced is None:
+            self._report(
+                r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
+                digest=entry.digest, seconds=snapshot.seconds, deleted=len(deleted), undeleted="; ".join(failed[:3]),
+                unlinked=snapshot.unlinked,
+            )  # fmt: skip
+        else:
+            self._report(r="complete", n=snapshot.number, errno=unsynced.errno or 0, text=str(unsynced))
+        # crash: finish.reported
+        del self._snapshots[snapshot.number]
+        self._dropped.add(snapshot.number)
+        snapshot.release()
+        # crash: finish.done
+
+    def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
+        snapshot.discard_files()
+        text = error.strerror if isinstance(error, OSError) and error.errno == errno.ECANCELED else str(error)
+        self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=text)
+        self._refuse(snapshot, str(text))
+        self._drop(snapshot)
+
+    # --- several ranks
+
+    def _wait_for_others(self, snapshot: PartSnapshot) -> None:
+        # crash: part.before
+        snapshot.release_chunks()
+        # crash: part.released
+        snapshot.drop_log()
+        del self._snapshots[snapshot.number]
+        self._voted.append(snapshot)
+        self._report(r="voted", n=snapshot.number)
+        self._check_votes()
+
+    def _check_votes(self) -> None:
+        """Check the oldest first: a decision about a checkpoint follows those about earlier ones."""
+        for snapshot in list(self._voted):
+            try:
+                found = snapshot.look(alone=self._taker.over or bool(_ending) or not self._trainer_is_connected())
+            except (OSError, ShmTensorError) as error:
+                self._voted.remove(snapshot)
+                self._snapshots[snapshot.number] = snapshot
+                self._fail(snapshot, error)
+                return
+            if isinstance(found, Outcome):
+                self._conclude(snapshot, found)
+                continue
+            if found is not None and time.monotonic() - self._awaited >= _AWAITED_INTERVAL and not self._unsent:
+                self._awaited = time.monotonic()
+                self._report(r="awaited", n=snapshot.number, ranks=sorted(found.missing.items()))
+            return
+
+    def _conclude(self, snapshot: PartSnapshot, outcome: Outcome) -> None:
+        votes, entry = self._votes, snapshot.entry
+        if outcome.name and votes is not None and entry is not None:
+            deleted, votes.deleted = len(votes.deleted), []
+            self._report(
+                r="durable", n=snapshot.number, path=self._directory.at(outcome.name), nbytes=entry.nbytes,
+                digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
+                undeleted="; ".join(votes.undeleted[:3]), unlinked=votes.unlinked,
+            )  # fmt: skip
+        else:
+            self._report(r="error", n=snapshot.number, errno=errno.ECANCELED, text=outcome.reason)
+        # crash: part.reported
+        self._voted.remove(snapshot)
+        self._dropped.add(snapshot.number)
+        snapshot.release()
+        # crash: part.done
+
+    def _may_write(self) -> bool:
+        """Become the only process that writes in the directory; False while that of an earlier trainer does."""
+        if not self._directory.try_write():
+            return False
+        if not self._swept:
+            self._directory.sweep(self._writer, self._is_over)
+            if self._votes is not None:
+                self._votes.finish_older_runs()
+            else:
+                finish_older_runs(self._directory)
+            self._swept = True
+        return True
+
+    # --- reports
+
+    def _report(self, **report: Any) -> None:
+        self._unsent.append(report)
+        self._flush()
+
+    def _report_progress(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        if now - self._progress_reported >= _PROGRESS_INTERVAL and not self._unsent:
+            self._progress_reported = now
+            self._report(r="progress", n=snapshot.number, written=snapshot.written)
+
+    def _flush(self) -> None:
+        """Send pending reports, without waiting for a trainer that is stopped or dead."""
+        while self._unsent:
+            try:
+                self._reports.send({}, self._unsent[0], timeout=0)
+            except RingFull:
+                return
+            del self._unsent[0]
+
+
+_ending: list[int] = []
+
+
+def main(settings: str) -> None:
+    """The program of the writing process."""
+    options = json.loads(settings)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends by itself, after its trainer
+    signal.signal(signal.SIGUSR1, lambda number, _: _ending.append(number))
+    os.nice(options["nice"])
+    Worker(options).run()
+    sys.stderr.flush()

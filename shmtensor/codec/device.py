@@ -1,0 +1,191 @@
+"""Copies between a payload and tensors on a CUDA device. Every copy is one of plain bytes, put into a stream.
+
+Imported only when a CUDA tensor is first sent or requested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ..cuda.runtime import device_of, runtime
+from ..errors import ArgumentTypeError
+from ..wire.spec import GROUP_ALIGNMENT
+from .numpy import Array
+from .values import map_leaves
+
+Parts = Callable[[int, int], Sequence[tuple[memoryview, int, int]] | None]
+"""The pieces of a range of host memory to copy from or to: see `cuda/pinning.py`; None if it lies in no ring."""
+
+
+class DeviceJob:
+    """A copy of bytes from a CUDA tensor to `offset` of a payload.
+
+    `at` is their offset in the tensor's storage; None: the elements must be put in C order first.
+    """
+
+    __slots__ = ("at", "nbytes", "offset", "source")
+
+    def __init__(self, source: torch.Tensor, offset: int, nbytes: int, at: int | None) -> None:
+        self.source, self.offset, self.nbytes, self.at = source, offset, nbytes, at
+
+    @property
+    def device(self) -> int:
+        return device_of(self.source)
+
+    def __call__(self, payload: Array) -> None:
+        """Copy, and wait until it is done."""
+        stream = runtime().current_stream(self.device)
+        base = int(payload.__array_interface__["data"][0])
+        held = self.start(stream, base, lambda address, nbytes: [(payload.data, address - base, nbytes)])
+        runtime().synchronize(stream)
+        del held
+
+    def start(self, stream: Any, base: int, parts: Parts) -> Any:
+        """Put the copy into a stream; `base` is the payload's address. Returns what must live until it is done."""
+        cuda = runtime()
+        source, at = self.source, self.at
+        if at is None:
+            source = cuda.dense(source, stream)
+            at = source.data_ptr() - source.untyped_storage().data_ptr()
+        run, done = cuda.run(source, at, self.nbytes), 0
+        for buffer, offset, nbytes in parts(base + self.offset, self.nbytes) or ():
+            cuda.copy(_host(buffer, offset, nbytes), run[done : done + nbytes], stream)
+            done += nbytes
+        return source, run
+
+
+def job_of(source: torch.Tensor, offset: int, nbytes: int, at: int | None = None) -> DeviceJob:
+    """The copy of a whole tensor, or with `at` of a run of its storage."""
+    if at is None and (source.is_contiguous() or _is_dense(source)):
+        at = source.data_ptr() - source.untyped_storage().data_ptr()
+    return DeviceJob(source, offset, nbytes, at)
+
+
+def copy_out(
+    value: object, device: int, stream: Any, parts: Parts, held: list[Any]
+) -> tuple[object, list[torch.Tensor]]:
+    """The value with its tensors on a device, and the new memory there, which was allocated on the stream.
+
+    The copies are put into `stream`; objects that must live until they are done are appended to `held`, also if a later
+    copy fails. Tensors that share memory share it there as well. NumPy arrays stay unchanged.
+    """
+    cuda = runtime()
+    blocks: list[torch.Tensor] = []
+    spans = _spans(value)
+    copies: dict[int, tuple[int, Any]] = {}
+
+    def block_of(low: int, high: int, leaf: torch.Tensor) -> tuple[int, Any]:
+        found = copies.get(low)
+        if found is None:
+            block = cuda.empty((high - low,), torch.uint8, device, stream)
+            done = 0
+            for buffer, offset, nbytes in parts(low, high - low) or ():
+                cuda.copy(block[done : done + nbytes], _host(buffer, offset, nbytes), stream)
+                done += nbytes
+            if not done:  # private memory
+                storage = leaf.untyped_storage()
+                source = torch.empty(0, dtype=torch.uint8).set_(storage, low - storage.data_ptr(), (high - low,), (1,))
+                cuda.copy(block, source, stream)
+            blocks.append(block)
+            found = copies[low] = low, block
+        return found
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        if device_of(leaf) >= 0 or not _is_plain(leaf):
+            held.append(leaf)
+            moved = cuda.move(leaf, device, stream)
+            if moved is not leaf:
+                blocks.extend(_parts_of(moved))
+            return moved
+        if not leaf.numel():
+            return cuda.empty(tuple(leaf.shape), leaf.dtype, device, stream)
+        held.append(leaf)
+        low, high = spans[leaf.data_ptr()]
+        start, block = block_of(low, high, leaf)
+        return cuda.view(block, leaf.data_ptr() - start, leaf.dtype, tuple(leaf.shape), leaf.stride())
+
+    return map_leaves(move, value), blocks
+
+
+def _spans(value: object) -> dict[int, tuple[int, int]]:
+    """Start of each plain leaf -> the run of bytes that is copied for it: its own, or that of all that overlap."""
+    ranges: list[tuple[int, int]] = []
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) and device_of(leaf) < 0 and _is_plain(leaf) and leaf.numel():
+            last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+            ranges.append((leaf.data_ptr(), leaf.data_ptr() + (last + 1) * leaf.element_size()))
+        return leaf
+
+    map_leaves(note, value)
+    found: dict[int, tuple[int, int]] = {}
+    group: list[int] = []
+    low = high = 0
+    for start, end in [*sorted(ranges), (1 << 64, 1 << 64)]:
+        if group and start >= high:
+            if len(group) > 1:  # rounded down as the group's storage is, so that every member stays aligned
+                low -= low % GROUP_ALIGNMENT
+            found.update(dict.fromkeys(group, (low, high)))
+            group = []
+        if not group:
+            low, high = start, end
+        group.append(start)
+        high = max(high, end)
+    return found
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+
+
+_PARTS: Final = {
+    "sparse_coo": ("_indices", "_values"), "jagged": ("values", "offsets", "lengths"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"), "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"), "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}  # fmt: skip
+
+
+_PER_CHANNEL: Final = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+
+
+def _parts_of(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's memory: `record_stream` of torch works on these only."""
+    names = _PARTS.get(str(leaf.layout).removeprefix("torch."))
+    if names is not None:
+        parts = [getattr(leaf, name)() for name in names]
+        return [part for part in parts if part is not None]  # a jagged one may have no lengths
+    if not leaf.is_quantized and not leaf.is_nested:
+        return [leaf]
+    block = runtime().run(leaf, 0, leaf.untyped_storage().nbytes())
+    if not leaf.is_quantized or leaf.qscheme() not in _PER_CHANNEL:
+        return [block]
+    scales = leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points()
+    return [block, *(part for part in scales if device_of(part) >= 0)]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    from .leaf import is_dense
+
+    return is_dense(tuple(tensor.shape), tensor.stride(), 1)
+
+
+def _host(buffer: Any, offset: int, nbytes: int) -> torch.Tensor:
+    return torch.from_numpy(np.ndarray((nbytes,), np.uint8, buffer, offset))
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether this names a CUDA device. Raises `ArgumentTypeError` if it names no device."""
+    if torch.version.hip is not None:
+        return False  # ROCm: torch's own copies are used, which wait
+    if isinstance(device, int):
+        return True
+    try:
+        return torch.device(device).type == "cuda"
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentTypeError(f"device={device!r}: {error}") from None

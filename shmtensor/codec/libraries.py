@@ -1,0 +1,61 @@
+"""torch, without importing it before it is needed: a test for tensors, and the modules that handle them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+from ..errors import DependencyError
+
+EXTRA: Final = "pip install 'shmtensor[torch]'"
+"""The command that installs torch with this package."""
+
+
+def is_tensor(value: object) -> bool:
+    """Whether the value is a torch tensor of any type; does not import torch."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def import_torch() -> Any:
+    """The module `torch`; `DependencyError` where it is not installed."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
+    return torch
+
+
+def torch_views() -> Any:
+    """The module `shmtensor.codec.torch`; imports torch, `DependencyError` where it is not installed."""
+    try:
+        from . import torch
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
+    return torch
+
+
+def device_views() -> Any:
+    """The module `shmtensor.codec.device`; imports torch, `DependencyError` where it is not installed."""
+    try:
+        from . import device
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
+    return device
+
+
+def _explained(error: ModuleNotFoundError) -> ImportError:
+    """The error to raise: it names the command to run, if torch itself is missing."""
+    if error.name != "torch":
+        return error
+    return DependencyError(f"this needs torch, which is not installed: {EXTRA}", name="torch")
+
+
+def is_cuda_name(device: str) -> bool:
+    """Whether `codec/device.py` copies the leaves of this device: CUDA's, but not ROCm's, which have the same name."""
+    return device.startswith("cuda") and sys.modules["torch"].version.hip is None
+
+
+def device_job(source: Any, offset: int, nbytes: int, at: int | None = None) -> Any:
+    """The copy of a CUDA tensor, or of a run of its storage, into a payload: see `codec/device.py`."""
+    return device_views().job_of(source, offset, nbytes, at)

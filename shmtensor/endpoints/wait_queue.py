@@ -1,0 +1,318 @@
+"""The tasks of one event loop that wait at one endpoint: first come, first served, woken by a descriptor, no threads.
+
+The tasks form a queue, and only the state of the first one matters:
+
+    busy    the first waiter has been notified, or is looking: `asleep` is even
+    asleep  `asleep` is odd, the loop watches the descriptor, a liveness check is due: docs/internals/protocols.md,
+            section 8
+
+What a task waits for is taken by that task itself, in the same step in which it leaves the queue and returns; nothing
+is ever handed to it through a future. So a cancelled task has taken nothing. A waiter that leaves the queue, for
+whatever reason, notifies the next one or puts the queue to sleep on its behalf.
+
+The endpoint's mutex is never waited for. A thread that is inside a call keeps it for as long as that lasts; the queue
+tries again after 1 ms, rising to `LIVENESS_INTERVAL`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..memory.descriptors import OpenFile
+from .base import BUSY, LIVENESS_INTERVAL, NOTHING, AsleepWord
+
+_RETRY_S: Final = 0.001
+
+
+class Waiter:
+    """A task in the queue."""
+
+    __slots__ = ("_notified", "expired", "look", "woken")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], Any]) -> None:
+        self.look = look
+        self.expired = self.woken = False
+        self._notified: asyncio.Future[None] = loop.create_future()
+
+    def notify(self) -> None:
+        """Let the task look, if it is the first."""
+        if not self._notified.done():
+            self._notified.set_result(None)
+
+    def wake(self) -> None:
+        """Let the task look, also if it is not the first."""
+        self.woken = True
+        self.notify()
+
+    def expire(self) -> None:
+        """Its time is up: let the task look a last time."""
+        self.expired = True
+        self.wake()
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until notified."""
+        await self._notified
+        self._notified = loop.create_future()
+
+
+class WaitQueue(ABC):
+    """Base of `MessageWaiters` and `SlotWaiters`: the queue, the watched descriptor, the liveness checks.
+
+    Args:
+        word: the endpoint's `asleep` word.
+        try_run: the endpoint's `_try_run`. The queue does not keep the endpoint alive.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, word: AsleepWord, try_run: Callable[..., Any]) -> None:
+        self.loop = loop
+        self._word = word
+        self._try_run = weakref.WeakMethod(try_run)
+        self._descriptor = OpenFile()  # its own: closing the endpoint in another thread takes nothing from the loop
+        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+        self._asleep = self._watched = self._ended = False
+        self.liveness_check_due = False  # no wake-up has come for a while: the next attempt checks for the dead
+        self._asleep_since = 0.0
+        self._liveness_timer: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._retry_s = _RETRY_S
+
+    # --- what the kinds of endpoints do differently; all of it under the mutex
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open the descriptor: one that is readable after a wake-up."""
+
+    @abstractmethod
+    def _fall_asleep(self, look: Callable[[], Any]) -> bool:
+        """Forget late wake-ups, `asleep` := odd, barrier, look once more; False, and awake, if something is there."""
+
+    @abstractmethod
+    def _wake_up(self) -> None:
+        """`asleep` := even."""
+
+    @abstractmethod
+    def _pass_on(self) -> None:
+        """The last task has left without taking what the endpoint may have been woken for: wake another process."""
+
+    @abstractmethod
+    def _take_wakeups(self) -> bool:
+        """Read the wake-ups that have come, since the descriptor is readable; whether there were any."""
+
+    # --- the queue
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no task waits."""
+        return not self._waiters
+
+    async def attend(
+        self,
+        attempt: Callable[[], Any],
+        look: Callable[[], Any],
+        timeout: float | None,
+        waiter: Waiter | None = None,
+    ) -> Any:
+        """Wait in the queue until `attempt()` returns something, and return that; `NOTHING` if the time is up.
+
+        `attempt` is called with nothing awaited between it and the return, whenever this task is the first one and
+        there may be something for it, or its `waiter` was woken. `look`, under the mutex, says whether there is
+        something for the first one. The caller keeps the endpoint alive.
+        """
+        loop, served = self.loop, False
+        waiter = waiter or Waiter(loop, look)
+        timer = None if timeout is None else loop.call_later(timeout, waiter.expire)
+        self._waiters[waiter] = None
+        try:
+            while True:
+                if self._first() is waiter or waiter.woken:
+                    waiter.woken = False
+                    found = attempt()
+                    if found is not NOTHING and found is not BUSY:
+                        served = True
+                        return found
+                    if waiter.expired:
+                        return NOTHING
+                    if found is BUSY:
+                        self._retry_later()
+                    elif self._first() is waiter and not self._sleep(waiter):
+                        await asyncio.sleep(0)
+                        continue
+                await waiter.wait(loop)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            first = self._first() is waiter
+            del self._waiters[waiter]
+            if first:
+                self._after_first(served)
+
+    def _first(self) -> Waiter | None:
+        return next(iter(self._waiters), None)
+
+    def notify_all(self) -> None:
+        """Something has changed for every task here: notify the first; each that leaves notifies the next."""
+        self._notify_first()
+
+    def _notify_first(self) -> None:
+        first = self._first()
+        if first is not None:
+            first.notify()
+
+    def _after_first(self, served: bool) -> None:
+        """The first task has left the queue."""
+        following = self._first()
+        if following is None or self.loop.is_closed():  # what waits in a closed loop is garbage, with its loop
+            self._after_last(served)
+        elif not served or not self._sleep(following):
+            following.notify()
+
+    def _sleep(self, first: Waiter) -> bool:
+        """Fall asleep for the first task; False if there is something for it."""
+
+        def fall_asleep() -> bool:
+            self._asleep = False
+            if self._ended:
+                return False
+            if self._descriptor.fd < 0:
+                self._open()
+            return self._fall_asleep(first.look)
+
+        fell_asleep = self._run_at_once(fall_asleep)
+        if fell_asleep is BUSY:
+            self._retry_later()
+            return True
+        if not fell_asleep or self._descriptor.fd < 0:
+            return False
+        self._asleep, self._asleep_since, self._retry_s = True, self.loop.time(), _RETRY_S
+        if not self._watched:
+            self.loop.add_reader(self._descriptor.fd, _readable, weakref.ref(self))
+            self._watched = True
+        if self._liveness_timer is None:
+            self._liveness_timer = self.loop.call_later(LIVENESS_INTERVAL, self._check_liveness)
+        return True
+
+    def _after_last(self, served: bool) -> None:
+        """No task waits: be awake, and pass on what no task here will take."""
+        if served and not self._asleep:
+            return
+
+        def wake_up() -> None:
+            if self._asleep and not self._ended:
+                self._wake_up()
+            self._asleep = False
+            if not served and not self._ended:
+                self._pass_on()
+
+        if self._run_at_once(wake_up) is BUSY:
+            self._retry_later()
+
+    def _run_at_once(self, call: Callable[[], Any]) -> Any:
+        """`call()` under the endpoint's mutex; `BUSY` if a thread has it, None if the endpoint is gone."""
+        try_run = self._try_run()
+        return None if try_run is None else try_run(call)
+
+    # --- events of the loop
+
+    def on_readable(self) -> None:
+        """The descriptor is readable."""
+        if not self._waiters or self._try_run() is None:
+            self._unwatch()  # a late wake-up; the next sleep reads it and watches again
+            return
+
+        def wake_up() -> bool:
+            if self._ended or not self._take_wakeups():
+                return False
+            self._asleep = False
+            self._wake_up()
+            return True
+
+        woken = self._run_at_once(wake_up)
+        if woken is BUSY:
+            self._unwatch()
+            self._retry_later()
+        elif woken:
+            self._notify_first()
+
+    def _check_liveness(self) -> None:
+        """The timer: have the first task look for the dead, if no wake-up has come for `LIVENESS_INTERVAL`."""
+        self._liveness_timer = None
+        if not self._waiters or self._try_run() is None:
+            return
+        wait = self._asleep_since + LIVENESS_INTERVAL - self.loop.time() if self._asleep else LIVENESS_INTERVAL
+        if wait > 0:
+            self._liveness_timer = self.loop.call_later(wait, self._check_liveness)
+            return
+
+        def wake_up() -> None:
+            if self._asleep and not self._ended:
+                self._wake_up()
+            self._asleep, self.liveness_check_due = False, True
+
+        if self._run_at_once(wake_up) is BUSY:
+            self._retry_later()
+        else:
+            self._notify_first()
+
+    def _retry_later(self) -> None:
+        if self._retry_timer is None and not self.loop.is_closed():
+            self._retry_timer = self.loop.call_later(self._retry_s, self._retry)
+            self._retry_s = min(2 * self._retry_s, LIVENESS_INTERVAL)
+
+    def _retry(self) -> None:
+        self._retry_timer = None
+        if self._waiters:
+            self._notify_first()
+        else:
+            self._after_last(True)
+
+    def disturb(self) -> None:
+        """From any thread, under the mutex: it has slept at the same endpoint, so that the queue is awake now."""
+        if self._waiters:
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                self.loop.call_soon_threadsafe(self._notify_first)
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            if self._descriptor.fd >= 0 and not self.loop.is_closed():
+                self.loop.remove_reader(self._descriptor.fd)
+
+    # --- the end
+
+    def end(self) -> None:
+        """From any thread, under the mutex: the endpoint is closed. The tasks here find that out."""
+        self._ended = True
+        if self.loop.is_closed():
+            self._descriptor.close()
+        elif asyncio._get_running_loop() is self.loop or not self.loop.is_running():
+            self._end()
+        else:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._unwatch()
+        for timer in (self._liveness_timer, self._retry_timer):
+            if timer is not None:
+                timer.cancel()
+        self._liveness_timer = self._retry_timer = None
+        self._descriptor.close()
+        self._asleep = False
+        self._notify_first()
+
+    def drop_in_child(self) -> None:
+        """A forked child: the loop is the parent's, and so is what its selector watches."""
+        self._ended = True
+        self._descriptor.close()
+
+
+def _readable(wait_queue: weakref.ref[WaitQueue]) -> None:
+    found = wait_queue()
+    if found is not None:
+        found.on_readable()

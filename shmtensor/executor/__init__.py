@@ -1,0 +1,1 @@
+"""`ProcessPoolExecutor`: the standard library's executor, with tensors and arrays in shared memory."""

@@ -1,0 +1,257 @@
+"""The parent's side of a pool: the two channels that it shares with its workers, and the calls in flight."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, LOGGER, PENDING
+from typing import Any, Final
+
+from ..errors import RingFull
+from ..mp.pickle_streams import loads, nbytes_of
+from ..mp.to_device import Transfer, Transfers
+from ..shielded import Condition, aside
+from .direct import DirectConsumer, DirectProducer, MessageRef
+from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
+
+AT_ONCE_MOST: Final = 4 << 20
+"""Calls of at most so many bytes are copied into a slot by the thread that also takes results; more would delay it."""
+
+
+class WouldWait(Exception):
+    """A call cannot be sent without a wait: there is no room now, or copying it takes long."""
+
+
+class Task(Future[Any]):
+    """The future that `submit` returns. An `Attempt` runs it; a retry is another attempt.
+
+    A task that is cancelled does not cancel its attempt: a worker gets an empty call instead. (Before Python 3.12 a
+    cancelled future that waits when the pool breaks ends the management thread, and all others wait for ever.)
+
+    An asynchronous exception leaves no lock held and no waiter without notice: `cancel` finishes what it has begun.
+    """
+
+    _state: str
+    _waiters: list[Any]
+    _done_callbacks: list[Callable[[Future[Any]], object]]
+
+    def __init__(self, value: list[Any]) -> None:
+        super().__init__()
+        self._condition = Condition()
+        self.value: list[Any] | None = value
+        """The pickled call, until the task has ended: its tensors are the caller's own, no copies."""
+        self._transfer: Transfer | None = None
+        self.deaths = 0
+        """How many workers died while running it."""
+        self._reported = False
+        """Whether waiters of `concurrent.futures.wait` and the like were notified that it was cancelled."""
+
+    def cancel(self) -> bool:
+        """Cancel the call unless a worker was chosen for it. True if it is cancelled."""
+        try:
+            return self._cancel()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _cancel(self) -> bool:
+        """May be interrupted, and called again."""
+        with self._condition:
+            if self._state == PENDING:
+                self._state = CANCELLED_AND_NOTIFIED  # waiters need not wait until the executor comes to it
+            elif self._state != CANCELLED_AND_NOTIFIED:
+                return False
+            self._condition.notify_all()
+        self.value = None
+        if self._waiters and not self._reported:
+            aside(self._report, "shmtensor cancelled", wait=False)
+        self._invoke_callbacks()
+        return True
+
+    def _report(self) -> None:
+        with self._condition:
+            if not self._reported:
+                self._reported = True
+                for waiter in self._waiters:
+                    waiter.add_cancelled(self)
+
+    def _invoke_callbacks(self) -> None:
+        """Call each once, also where it is called again after an exception."""
+        callbacks = self._done_callbacks
+        while callbacks:
+            callback = callbacks[0]  # from here until the call there is no interrupt and no thread switch
+            del callbacks[0]
+            try:
+                callback(self)
+            except Exception:
+                LOGGER.exception("exception calling callback for %r", self)
+
+    def begin(self) -> bool:
+        """Note that a worker was chosen. False if there is nothing to run: it was cancelled, or its pool broke."""
+        with self._condition:
+            if self._state == PENDING:
+                self.set_running_or_notify_cancel()
+        return self.running()
+
+    def finish(self, result: object, transfer: Transfer | None = None) -> None:
+        """Set the result; `transfer` if its tensors are being copied to a device."""
+        self.value = None
+        self._transfer = transfer
+        self.set_result(result)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As for the standard future. Tensors on a device are safe on the stream that is current here."""
+        result = super().result(timeout)
+        if self._transfer is not None:
+            self._transfer.hand_over()
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """Set the error: the call raised it, or cannot be run."""
+        self.value = None
+        try:
+            self.set_exception(error)
+        except InvalidStateError:  # cancelled just now
+            pass
+
+
+class CallChannels:
+    """The parent's endpoints on both channels of a pool. Closed by `close`, or when it is garbage collected."""
+
+    def __init__(self, max_bytes: int | None, transfers: Transfers | None, *, slots_only: bool) -> None:
+        name = f"executor-{os.getpid()}-{secrets.token_hex(4)}"
+        self._max_bytes, self._transfers, self._slots_only = max_bytes, transfers, slots_only
+        self._producer = DirectProducer(f"{name}.calls", max_bytes)
+        try:
+            self._consumer = DirectConsumer(f"{name}.results")
+        except BaseException:
+            self._producer.close()
+            raise
+        self._under_way: set[Attempt] = set()
+        self.address = Address(f"{name}.calls", f"{name}.results", self._producer.index, max_bytes)
+
+    def send(self, attempt: Attempt, wait: bool) -> Packed:
+        """Put a call into a slot, or pack it for the socket message if it is small.
+
+        If there is no room, it waits as long as other calls are in flight, and then raises `ResourceError`; without
+        `wait` it raises `WouldWait`.
+        """
+        value = attempt.task.value
+        if value is None or not attempt.task.begin():
+            return NOTHING
+        packed = None if self._slots_only else inline(value)
+        if packed is not None:
+            return packed
+        holder = "calls that run, and by arguments that workers keep"
+        try:
+            if wait:
+                attempt.ref = self._producer.post(value, lambda: self._may_get_room(attempt), "a call", holder)
+            elif nbytes_of(value) <= AT_ONCE_MOST:
+                attempt.ref = self._producer.post_now(value)
+            else:
+                raise WouldWait
+        except RingFull:
+            raise WouldWait from None
+        except Exception:
+            if attempt.over:
+                return NOTHING  # the pool broke meanwhile: handling an error would wait for its lock
+            raise
+        self._under_way.add(attempt)
+        return attempt.ref
+
+    def _may_get_room(self, attempt: Attempt) -> bool:
+        return bool(self._under_way) and not attempt.over
+
+    def returned(self, attempt: Attempt) -> None:
+        """Note that an attempt has ended."""
+        attempt.over = True
+        self._under_way.discard(attempt)
+
+    def killed(self, attempt: Attempt) -> bool:
+        """Whether a worker took the call and died. Only valid while the other workers live."""
+        return attempt.ref is not None and self._producer.was_lost(attempt.ref)
+
+    def open(self, packed: Packed | None) -> tuple[Any, Transfer | None]:
+        """The object that a worker sent. Large tensors and arrays in it are views of the worker's slot, or are being
+        copied to the device: then there is a transfer."""
+        if isinstance(packed, bytes):
+            return unfold(packed), None
+        if packed is None:
+            raise AttributeError("the call raised an exception that is false as a truth value")
+        message = self._consumer.take(packed)
+        try:
+            value = message.copy() if message.nbytes <= COPY_MOST else message.value
+            if self._transfers is None:
+                return loads(value), None
+            value, transfer = self._transfers.start(value, self._consumer)
+            return loads(value), transfer
+        finally:
+            message.release()
+
+    def close(self) -> None:
+        """Leave both channels. Living results stay valid. Idempotent."""
+        self._producer.close()
+        self._consumer.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self.close()
+
+
+Settle = Callable[["Attempt", Packed | None, Any], None]
+
+
+class Attempt:
+    """One try of a task. The standard executor carries it until the call is sent (`transport.py`).
+
+    The call is sent when a worker will soon be free, not in `submit`, so that a thousand waiting calls take no slots.
+    For the standard executor it is also the call's future, which it asks whether to begin and on which it sets the
+    outcome.
+    """
+
+    ref: MessageRef | None = None
+    over = False
+    """Whether the attempt has ended, perhaps before it was sent."""
+
+    def __init__(
+        self, channels: CallChannels, task: Task, on_end: Callable[[Attempt, Packed | None, Any], None]
+    ) -> None:
+        self.channels, self.task, self._on_end = channels, task, on_end
+        self.begun = False
+        self._end = _thread.allocate_lock()
+
+    def send(self, wait: bool) -> Packed:
+        """See `CallChannels.send`."""
+        return self.channels.send(self, wait)
+
+    # --- the future of the standard executor, for its management thread and the feeder thread of `CallSocket`
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Begin, unless it was cancelled."""
+        self.begun = True
+        return not self.over
+
+    def cancel(self) -> bool:
+        """Called by `shutdown`: end it unless it has begun."""
+        if self.begun:
+            return False
+        self._ended(None, CancelledError())
+        return True
+
+    def set_result(self, packed: Packed) -> None:
+        """Set what the worker has sent."""
+        self._ended(packed, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Set the error: the call raised it, or cannot be run."""
+        self._ended(None, error)
+
+    def _ended(self, packed: Packed | None, error: BaseException | None) -> None:
+        if self._end.acquire(False):  # when a pool breaks, two threads may call this
+            try:
+                self._on_end(self, packed, error)
+            except Exception:
+                LOGGER.exception("exception at the end of a call")

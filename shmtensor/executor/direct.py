@@ -1,0 +1,198 @@
+"""Messages from one process to one other, through the rings of a work queue.
+
+A work queue gives a message to the consumer that takes it first. In an executor each call is for one worker and each
+result for the parent. So no process scans these queues or sleeps on them: a sender names its message (`MessageRef`) in
+the socket message that wakes the receiver anyway, and the receiver claims exactly that one. The rest is as in any work
+queue: the lock that is the claim, the lease that ends with the last view, the clean-up after a death.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from ..channel.membership import Member
+from ..channel.wakeup import Doorbells
+from ..endpoints.base import LIVENESS_INTERVAL
+from ..endpoints.message import Message
+from ..endpoints.producer import Producer
+from ..errors import PeerDied, ResourceError, RingFull, WireError
+from ..memory.segment import PAGE, free_bytes
+from ..mp.pickle_streams import nbytes_of
+from ..mp.to_device import DeviceConsumer
+from ..options import format_bytes
+from ..ring.competing import state_word
+from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
+from ..ring.pool import Pool, Sizing
+from ..ring.reader import ATTACH, GIVEN_UP
+
+_RING_BYTES: Final = 8 << 20
+"""Size of a sender's first rings; later ones have a quarter of what it has."""
+_MOST_SLOTS: Final = 1024
+
+
+class MessageRef(NamedTuple):
+    """Names one message."""
+
+    sender: int
+    """The sending endpoint's uid."""
+    seq: int
+
+
+def check_fits(value: list[Any], max_bytes: int | None, what: str) -> None:
+    """Raise `ResourceError` for a value that is larger than `max_bytes`."""
+    nbytes = nbytes_of(value)
+    if max_bytes is not None and nbytes > max_bytes:
+        raise ResourceError(
+            errno.ENOMEM,
+            f"{what} of {format_bytes(nbytes)} is larger than max_bytes={format_bytes(max_bytes)}: "
+            "pass a larger max_bytes= or send less at a time",
+        )
+
+
+class _FittedPool(Pool):
+    """Sizes each ring for the message that needed it, so that a few huge messages do not make all slots huge."""
+
+    __slots__ = ()
+
+    def _shape(self, nbytes: int) -> RingShape:
+        # rounded, so that similar sizes share slots: at most an eighth is wasted
+        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+        slot_bytes = round_slot(nbytes if nbytes <= PAGE // 2 else (nbytes + step - 1) // step * step)
+        room = min(max(_RING_BYTES, self.nbytes // 4), free_bytes() // 2)
+        if self._max_bytes is not None:
+            room = min(room, self._max_bytes - self.nbytes)
+        slots = max(1, min(room // slot_bytes, _MOST_SLOTS, self._sequences.mask - self.slots))
+        shape = RingShape(self._kind, slots, slot_bytes, self._capacity)
+        if slots == 1 and shape.nbytes > room:
+            return RingShape(self._kind, 1, round_slot(nbytes), self._capacity)
+        while shape.slots > 1 and shape.nbytes > room:
+            shape = RingShape(self._kind, shape.slots - (shape.slots + 7) // 8, slot_bytes, self._capacity)
+        return shape
+
+    def may_grow(self, nbytes: int) -> bool:
+        """Whether a ring may be added: it takes at most half of what is free in `/dev/shm`."""
+        return super().may_grow(nbytes) and self._shape(nbytes).nbytes <= free_bytes() // 2
+
+
+class DirectProducer(Producer):
+    """Sends each message to one named consumer. Its rings grow up to `max_bytes`, or as far as `/dev/shm` allows."""
+
+    _counts_lost = False
+    _pool_type = _FittedPool
+    _sizing = Sizing.exactly(1)
+
+    def __init__(self, channel: str, max_bytes: int | None) -> None:
+        super().__init__(channel, full="grow", max_bytes=max_bytes)
+
+    def post(self, value: list[Any], may_get_room: Callable[[], bool], what: str, holder: str) -> MessageRef:
+        """Send a value that `pickle_streams.dumps` made.
+
+        Waits for room as long as `may_get_room()`; then raises `ResourceError`, which says that `what` has no room and
+        that `holder` has it.
+        """
+        check_fits(value, self._max_bytes, what)
+        while True:
+            try:
+                return MessageRef(self._member.uid, self.send(value, timeout=LIVENESS_INTERVAL))
+            except RingFull:
+                if not may_get_room():
+                    raise ResourceError(errno.ENOMEM, self._shortage(nbytes_of(value), what, holder)) from None
+
+    def post_now(self, value: list[Any]) -> MessageRef:
+        """As `post`, but raises `RingFull` instead of a wait."""
+        return MessageRef(self._member.uid, self.send(value, timeout=0))
+
+    def _shortage(self, nbytes: int, what: str, holder: str) -> str:
+        now = self.statistics()
+        limit = "none" if self._max_bytes is None else format_bytes(self._max_bytes)
+        return (
+            f"no room for {what} of {format_bytes(nbytes)}: {now.slots_busy} of {now.slots} slots "
+            f"({format_bytes(now.ring_bytes)} of shared memory) are held by {holder}; max_bytes={limit}, /dev/shm has "
+            f"{format_bytes(free_bytes())} free: drop tensors, copy those that you keep, or pass a larger max_bytes="
+        )
+
+    @property
+    def index(self) -> int:
+        """This member's index in the channel's table, for `DirectConsumer.is_alive`."""
+        return self._member.index
+
+    def is_consumed(self) -> bool:
+        """Whether every message was taken and marked as done; views of them may be alive."""
+        return bool(self._run(self._is_settled))
+
+    def was_lost(self, ref: MessageRef) -> bool:
+        """Whether the process that took the message has died, before or after it marked it as done."""
+        place = self._words[self._order + (ref.seq & self._mask)]
+        ring, slot = self._rings[place >> 32], place & 0xFFFFFFFF
+        words, state = ring.words, state_word(ring, slot)
+        if words[R_RECORDS + slot * RECORD_WORDS] != ref.seq or words[state + DONE] == ref.seq:
+            return True
+        return words[state + CLAIMED] == ref.seq and not self._sequences.locks.held_by_other(ref.seq)
+
+
+class _NoInbox:
+    """No process sleeps on these queues, so there is no socket for wake-ups."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class DirectConsumer(DeviceConsumer):
+    """Takes messages by name. Do not call `recv`."""
+
+    _counts_lost = False
+
+    def __init__(self, channel: str) -> None:
+        super().__init__(channel, acknowledge="release")
+
+    def _prepare(self, member: Member) -> None:
+        self._member = member
+        self._bells = Doorbells(member.directory)
+        self._inbox = _NoInbox()  # type: ignore[assignment]
+
+    def take(self, ref: MessageRef) -> Message:
+        """The message that `ref` names. `release()` marks it as done; its slot comes back with the last view's end.
+
+        Raises `PeerDied` if it is not there, `WireError` if its bytes are not valid.
+        """
+        return self._run(self._take_inside, ref)  # type: ignore[no-any-return]
+
+    def _take_inside(self, ref: MessageRef) -> Message:
+        if self._state:
+            self._refuse()
+        if (now := time.monotonic()) >= self._look_around_due:  # no thread waits here that would do it
+            self._look_around_due = now + LIVENESS_INTERVAL
+            self._end_dead_leases()
+        reader = self._reader(ref.sender)
+        if reader is not None:
+            try:
+                while type(found := reader.take_named(ref.seq, self, self._undelivered)) is tuple:
+                    if found[0] == ATTACH:
+                        reader.ring(found[2])
+                    elif found[0] == GIVEN_UP:
+                        self._handle(reader, found)
+                    else:
+                        raise WireError(reader.explain(found))
+                if found is not None:
+                    self._undelivered.clear()
+                    return found  # type: ignore[no-any-return]
+            except BaseException:
+                reader.abandon()
+                found = None
+                self._undelivered.clear()  # it may be taken again
+                raise
+        raise PeerDied(f'channel "{self.name}": message {ref.seq} of member {ref.sender:016x} is gone')
+
+    def _reader(self, sender: int) -> Any:
+        reader = next((reader for reader in self._readers if reader.uid == sender), None)
+        if reader is None:
+            self._refresh()
+            reader = next((reader for reader in self._readers if reader.uid == sender), None)
+        return reader
+
+    def is_alive(self, index: int) -> bool:
+        """Whether the member at an index of the channel's table lives. Callable from any thread."""
+        return self._member.control.is_alive(index)

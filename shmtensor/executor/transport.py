@@ -1,0 +1,319 @@
+"""Transport of calls to a pool's workers and of results back, in place of the standard executor's two queues.
+
+Each direction is a pair of Unix sockets of type SEQPACKET that all workers share: the kernel gives each message, whole,
+to one reader, and keeps messages of several writers apart. So there is no lock that a dying process could keep, and no
+thread between the executor's management thread and a worker.
+
+    management thread --- calls ---> any worker             at most `2 * workers + 1` calls are queued or running
+    management thread <-- results -- all workers
+
+A message is a header and bytes:
+
+    kind u8 | work id u64 | a u64 | b u64 | bytes
+
+    INLINE   a call or a result: the bytes are its stream; no bytes: see `worker.NOTHING`
+    IN_SLOT  a call or a result that is in a slot: a, b name it (`MessageRef`)
+    PART     a piece of anything else that a worker sends, pickled; a: its sender; b: whether it is the last one
+    END      to one worker: exit
+
+All versions of the standard executor use these methods of their own queues, and find them here: `full`, `put`,
+`put_nowait`, `close`, `join_thread`, `_reader`, `_terminate_broken`; `get` and `put` in workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import pickle
+import queue
+import socket
+import struct
+import threading
+from concurrent.futures import process as standard
+from multiprocessing import context, reduction
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+from .calls import WouldWait
+from .direct import MessageRef
+from .worker import INLINE_MOST, Packed, run
+
+_HEAD: Final = struct.Struct("<BQQQ")
+_INLINE, _IN_SLOT, _PART, _END = range(4)
+_MOST: Final = INLINE_MOST + _HEAD.size
+"""Bytes of the largest message: a socket's buffer holds several."""
+_HUNG_UP: Final = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF}
+
+
+class _End:
+    """A socket's descriptor in a spawned worker. A `socket` object made of it would get Python's default time-out, and
+    that changes the flags that all workers share."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def recv(self, most: int) -> bytes:
+        """Wait for a message; b"" if the other end is closed."""
+        return os.read(self._fd, most)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; waits for room."""
+        os.write(self._fd, message)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _SocketPair:
+    """Both sockets of one direction. A worker keeps the one that it needs."""
+
+    _receiver: Any = None
+    _sender: Any = None
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._receiver, self._sender):
+            end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
+
+    def hang_up(self) -> None:
+        """Shut the connection down, which wakes every process that sends or receives."""
+        with contextlib.suppress(OSError):  # closed already
+            self._receiver.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this process's ends. Idempotent."""
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.close()
+
+    def __del__(self) -> None:
+        _SocketPair.close(self)
+
+
+def _message(work_id: int, packed: Packed) -> bytes:
+    if isinstance(packed, MessageRef):
+        return _HEAD.pack(_IN_SLOT, work_id, *packed)
+    return _HEAD.pack(_INLINE, work_id, 0, 0) + packed
+
+
+def _packed(kind: int, a: int, b: int, message: bytes) -> Packed:
+    return MessageRef(a, b) if kind == _IN_SLOT else message[_HEAD.size :]
+
+
+class CallSocket(_SocketPair):
+    """Calls to workers.
+
+    The management thread sends each one itself. If it would have to wait, for room in shared memory or in the socket or
+    for a long copy, the feeder thread sends it, and all calls that follow until it has caught up.
+
+    Args:
+        workers: how many share the sockets.
+        replaced: the standard executor's call queue, whose error handler gets calls that cannot be sent.
+    """
+
+    def __init__(self, workers: int, replaced: Any) -> None:
+        super().__init__()
+        self._replaced = replaced
+        self._most = 2 * workers + standard.EXTRA_QUEUED_CALLS
+        self.under_way: set[int] = set()
+        """Work ids of calls that were put and whose results have not come back."""
+        self._late: collections.deque[tuple[Any, bytes | None]] = collections.deque()
+        self._lateness = threading.Condition(threading.Lock())
+        self._feeder: threading.Thread | None = None
+        self._over = False
+
+    # --- the management thread's side
+
+    def full(self) -> bool:
+        """Whether enough calls are queued: others wait in the executor, where they can be cancelled."""
+        return len(self.under_way) >= self._most
+
+    def put(self, item: Any, block: bool = True) -> None:
+        """Send a call. Does not wait."""
+        self.under_way.add(item.work_id)
+        if self._feeder is None:  # in advance: no thread can be started while the interpreter exits
+            feeder = threading.Thread(target=self._feed, name="shmtensor feeder", daemon=True)
+            feeder.start()
+            self._feeder = feeder
+        message = None
+        if not self._late:  # only this thread adds to it
+            try:
+                message = _message(item.work_id, item.args[0].send(wait=False))
+                if self._sent(message):
+                    return
+            except WouldWait:
+                pass
+            except Exception as error:
+                self._fail(item, error)
+                return
+        with self._lateness:
+            self._late.append((item, message))
+            self._lateness.notify()
+
+    def _fail(self, item: Any, error: Exception) -> None:
+        """Set the error of a call that cannot be sent."""
+        self.under_way.discard(item.work_id)
+        self._replaced._on_queue_feeder_error(error, item)
+
+    def put_nowait(self, item: None) -> None:
+        """Tell one worker to exit; `queue.Full` if there is no room to."""
+        if not self._sent(_HEAD.pack(_END, 0, 0, 0)):
+            raise queue.Full
+
+    def _sent(self, message: bytes, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Send a message; False if there is no room. After `hang_up` messages are dropped."""
+        try:
+            self._sender.send(message, flags)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _HUNG_UP:
+                raise
+        return True
+
+    def _feed(self) -> None:
+        while True:
+            with self._lateness:
+                self._lateness.wait_for(lambda: self._late or self._over)
+                if self._over:
+                    return
+                item, message = self._late[0]  # it stays in the queue until it is sent: `put` keeps the order
+            try:
+                if message is None:
+                    message = _message(item.work_id, item.args[0].send(wait=True))
+                self._sent(message, 0)
+            except Exception as error:
+                self._fail(item, error)
+            self._late.popleft()
+            del item, message
+
+    def close(self) -> None:
+        """Stop the feeder thread and close the sockets. Idempotent."""
+        with self._lateness:
+            self._over = True
+            self._lateness.notify()
+        if self._late:
+            self.hang_up()
+        if self._feeder is None or not self._feeder.is_alive():
+            super().close()
+
+    def join_thread(self) -> None:
+        """After `close`: wait for the feeder thread."""
+        if self._feeder is not None:
+            self._feeder.join()
+        self._replaced.pending_work_items = {}  # cancelled calls would keep the pool's channels alive
+        super().close()
+
+    @property
+    def _reader(self) -> _BreakHook:
+        return _BreakHook(self)
+
+    def _terminate_broken(self) -> None:
+        self.hang_up()
+        self.close()
+        self.join_thread()
+
+    # --- a worker's side
+
+    def __getstate__(self) -> dict[str, Any]:
+        context.assert_spawning(self)
+        return {"_receiver": reduction.DupFd(self._receiver.fileno()), "_sender": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._receiver = _End(state["_receiver"].detach())
+
+    def get(self, block: bool = True) -> Any:
+        """Wait for a call; None: exit."""
+        if self._sender is not None:  # a forked worker: only the parent keeps this end open
+            self._sender.close()
+            self._sender = None
+        message = self._receiver.recv(_MOST)
+        if not message:
+            os._exit(1)  # the parent is gone
+        kind, work_id, a, b = _HEAD.unpack_from(message)
+        if kind == _END:
+            return None
+        return standard._CallItem(work_id, run, (_packed(kind, a, b, message),), {})
+
+
+class _BreakHook:
+    """The standard executor closes the call queue's reader when its pool breaks: this shuts the connection down."""
+
+    def __init__(self, pair: _SocketPair) -> None:
+        self._pair = pair
+
+    def close(self) -> None:
+        self._pair.hang_up()
+
+
+class ResultSocket(_SocketPair):
+    """Results of workers."""
+
+    def __init__(self, calls: CallSocket) -> None:
+        super().__init__()
+        self._calls = calls
+        self._parts: dict[int, list[bytes]] = {}  # by sender
+
+    @property
+    def _reader(self) -> ResultSocket:
+        return self
+
+    def fileno(self) -> int:
+        """Readable when there is a message."""
+        return self._receiver.fileno()  # type: ignore[no-any-return]
+
+    def recv(self) -> Any:
+        """One message: a result, the pid of a worker that exits, or None for a piece of something larger."""
+        message = self._receiver.recv(_MOST)
+        kind, work_id, a, b = _HEAD.unpack_from(message)
+        if kind == _PART:
+            parts = self._parts.setdefault(a, [])
+            parts.append(message[_HEAD.size :])
+            if not b:
+                return None
+            item = pickle.loads(b"".join(self._parts.pop(a)))
+        else:
+            item = standard._ResultItem(work_id, result=_packed(kind, a, b, message))
+        if not isinstance(item, int):
+            self._calls.under_way.discard(item.work_id)
+        return item
+
+    # --- a worker's side
+
+    def __getstate__(self) -> dict[str, Any]:
+        context.assert_spawning(self)
+        return {"_receiver": None, "_sender": reduction.DupFd(self._sender.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._sender = _End(state["_sender"].detach())
+
+    def put(self, item: Any) -> None:
+        """Send a result, or the worker's pid. Raises what pickling it raises."""
+        if self._receiver is not None:  # a forked worker: only the parent keeps this end open
+            self._receiver.close()
+            self._receiver = None
+        plain = not isinstance(item, int) and item.exception is None
+        if plain and getattr(item, "exit_pid", None) is None:  # which Python 3.10 does not have
+            self._sender.send(_message(item.work_id, item.result))
+            return
+        pickled, sender = bytes(ForkingPickler.dumps(item)), os.getpid()
+        for start in range(0, len(pickled), INLINE_MOST):
+            part = pickled[start : start + INLINE_MOST]
+            last = start + INLINE_MOST >= len(pickled)
+            self._sender.send(_HEAD.pack(_PART, 0, sender, last) + part)
+
+
+def install(executor: Any) -> None:
+    """Replace the queues of a standard executor that has not started a worker."""
+    queued, results = executor._call_queue, executor._result_queue
+    calls = executor._call_queue = CallSocket(executor._max_workers, queued)
+    executor._result_queue = ResultSocket(calls)
+    queued.close()
+    queued._reader.close()
+    queued._writer.close()
+    results.close()

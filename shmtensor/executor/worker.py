@@ -1,0 +1,185 @@
+"""A worker process of the executor: takes a call out of its slot, runs it, and puts the result into a slot of its own.
+
+The standard executor's worker loop does the rest; it calls nothing but `run`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, util
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..errors import ClosedError
+from ..memory import heap
+from ..mp.pickle_streams import dumps, loads
+from .direct import DirectConsumer, DirectProducer, MessageRef
+
+INTERRUPTED: Final = 130
+"""Exit code of a worker that Ctrl-C ended while it was idle: nothing is retried."""
+NOTHING: Final = b""
+"""Sent in place of a call that has ended before it was sent, and in place of its result."""
+INLINE_MOST: Final = 32 << 10
+"""Streams of at most so many bytes, without a tensor, are sent in the socket message, which is cheaper than a slot."""
+COPY_MOST: Final = 64 << 10
+"""Values of at most so many bytes are copied out of their slot on arrival, so that keeping them holds no slots."""
+
+KEPT_MOST: Final = 64 << 20
+"""Freed memory [bytes] that a worker keeps for its next call."""
+
+_PATIENCE: Final = 5.0
+_LOOK: Final = 0.5
+
+Packed = bytes | MessageRef
+"""A pickled value in a socket message: its bytes, or the slot that has it."""
+
+
+class Address(NamedTuple):
+    """How a worker finds its pool."""
+
+    calls: str
+    """Channel of the calls."""
+    results: str
+    """Channel of the results."""
+    parent: int
+    """The parent's index in the table of the channel of calls."""
+    max_bytes: int | None
+
+
+def start(address: Address, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    """The executor's initializer: join the pool, then run the user's initializer."""
+    global _worker
+    _worker = Worker(address)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    if initializer is not None:
+        _worker.busy = True
+        initializer(*initargs)
+        _worker.busy = False
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Ctrl-C reaches every process of a terminal. It ends the call that runs here. An idle worker ignores it and lets
+    the parent end the pool: it might die with a lock of the pool's and block the other workers."""
+    if _worker.busy:
+        raise KeyboardInterrupt
+
+
+def run(packed: Packed) -> Packed:
+    """Run one call. Any error, also of pickling, fails this call's future only."""
+    _worker.busy = True
+    try:
+        return _worker.run(packed) if packed else NOTHING
+    except BrokenProcessPool as error:
+        error.raised_by_call = True  # type: ignore[attr-defined]
+        raise
+    finally:
+        _worker.busy = False
+
+
+def raised(error: BrokenProcessPool) -> bool:
+    """Whether the call itself raised this error, by a pool of its own, and no worker was lost."""
+    return getattr(error, "raised_by_call", False)
+
+
+def inline(value: list[Any]) -> bytes | None:
+    """The pickled value for the socket message, if it is small and holds no tensor."""
+    stream = value[0]
+    if len(value) > 1 or type(stream) is list or stream.nbytes > INLINE_MOST:
+        return None
+    return stream.tobytes()  # type: ignore[no-any-return]
+
+
+def unfold(packed: bytes) -> Any:
+    """The object of a pickled value that came in the socket message."""
+    return loads([np.frombuffer(packed, np.uint8)])
+
+
+class Worker:
+    """The state of a worker process."""
+
+    def __init__(self, address: Address) -> None:
+        self.busy = False  # with a call, which Ctrl-C ends
+        self._address = address
+        self._consumer = DirectConsumer(address.calls)
+        self._producer: DirectProducer | None = None
+        heap.keep_freed(KEPT_MOST)
+        util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
+        threading.Thread(target=self._exit_with_parent, name="shmtensor parent watch", daemon=True).start()
+
+    def run(self, packed: Packed) -> Packed:
+        if isinstance(packed, bytes):
+            function, args, kwargs = unfold(packed)
+            return self._pack(function(*args, **kwargs))
+        # crash: call.named
+        message = self._consumer.take(packed)
+        # crash: call.taken
+        try:
+            function, args, kwargs = loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
+            # crash: call.read
+            result = function(*args, **kwargs)
+            # crash: call.returned
+            return self._pack(result)
+        finally:
+            message.release()  # done; its slot comes back when the last view of the arguments dies
+            # crash: call.done
+
+    def _pack(self, result: object) -> Packed:
+        value = dumps(result)
+        packed = inline(value)
+        if packed is not None:
+            return packed
+        if self._producer is None:
+            self._producer = DirectProducer(self._address.results, self._address.max_bytes)
+        holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
+        ref = self._producer.post(value, _Patience(self._producer), "a result", holder)
+        # crash: call.answered
+        return ref
+
+    def _exit_with_parent(self) -> None:
+        """Exit when the parent has died: no process would take a result or end this one.
+
+        The parent's life lock decides. Its sentinel is only faster: a forked sibling may hold the other end of it.
+        """
+        sentinel = multiprocessing.parent_process().sentinel  # type: ignore[union-attr]
+        try:
+            while not connection.wait([sentinel], _LOOK) and self._consumer.is_alive(self._address.parent):
+                pass
+        except ClosedError:
+            return  # this process is ending
+        os._exit(1)
+
+
+class _Patience:
+    """Whether a worker without room keeps waiting: while its parent has not taken all results, and `_PATIENCE` longer.
+
+    The parent may keep results for ever, and may wait for the very result that finds no room.
+    """
+
+    def __init__(self, producer: DirectProducer) -> None:
+        self._producer = producer
+        self._since = time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._producer.is_consumed():
+            self._since = now
+        return now - self._since < _PATIENCE
+
+
+def _end_quietly() -> None:
+    """Exit without a traceback if Ctrl-C has ended this idle worker."""
+    if sys.exc_info()[0] is KeyboardInterrupt:
+        util._flush_std_streams()  # type: ignore[attr-defined]
+        os._exit(INTERRUPTED)
+
+
+_worker: Worker

@@ -1,0 +1,59 @@
+"""What a forked child drops: locks, so that it does not keep a dead parent alive, and its parent's leases.
+
+All that the library does in a forked child starts here: first the owners of locks and leases, then the functions, in
+the order in which they were registered. If one fails, that is logged, and the others run all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger("shmtensor")
+
+
+class Forkable(Protocol):
+    """Something that owns lock descriptors or leases, and can drop them in a forked child."""
+
+    def drop_in_child(self) -> None:
+        """Called in a forked child; once more if an exception interrupted it."""
+
+
+_owners: set[weakref.ref[Forkable]] = set()
+_functions: list[Callable[[], None]] = []
+inherited: set[int] = set()
+"""Descriptors of locks that forked children keep: a queue lives as long as one of them is open."""
+
+
+def track(owner: Forkable) -> None:
+    """Call `owner.drop_in_child()` in every child that is forked from now on, for as long as `owner` lives."""
+    _owners.add(weakref.ref(owner, _owners.discard))
+
+
+def call_in_child(function: Callable[[], None]) -> None:
+    """Call a function of a module in every child that is forked from now on."""
+    _functions.append(function)
+
+
+def _after_fork() -> None:
+    owners = [owner for reference in _owners.copy() if (owner := reference()) is not None]
+    _owners.clear()
+    left: list[Callable[[], None]] = [owner.drop_in_child for owner in owners] + _functions
+    left.reverse()
+    again = False  # an exception of a signal handler may come between any two calls: each call gets a second try
+    while left:
+        try:
+            while left:
+                left[-1]()
+                left.pop()
+                again = False
+        except BaseException:
+            if again:
+                log.exception("in a forked child, %r failed: what it owns may still belong to its parent", left.pop())
+            again = not again
+
+
+os.register_at_fork(after_in_child=_after_fork)

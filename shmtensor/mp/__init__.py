@@ -1,0 +1,1 @@
+"""Drop-in replacements of `multiprocessing`'s queues and contexts."""

@@ -1,0 +1,249 @@
+"""Any object as a value that a sender takes, and back: pickle's stream as one array, and tensors and arrays beside it.
+
+The drop-ins promise the standard library's semantics, so this is the only place of the package where received bytes
+are unpickled. The stream is pickle protocol 5 with `multiprocessing`'s reductions. A tensor or array in the object,
+however deep, is only named in the stream and sent beside it (pickle calls that out of band):
+
+1. CPU tensors, dense, quantized or sparse, and arrays of a dtype that the library sends: as themselves.
+2. Objects made of such tensors (parameters, subclasses, storages): their own reduction, the tensors in it as in 1. A
+   storage that a reduction names is a uint8 tensor of its bytes.
+3. Anything else that offers buffers to pickle (array subclasses, data frames): each buffer as a uint8 array.
+
+`torch.multiprocessing` registers reductions that share a tensor's memory through a file descriptor; these are replaced
+here, as the bytes are copied into a slot. Each reducer runs only for objects of its own type: pickling plain objects
+costs what it costs without it.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+import numpy as np
+
+from ..codec.leaf import Refused
+from ..codec.libraries import torch_views
+from ..codec.numpy import ROW, Array, array_leaf
+from ..cuda.runtime import device_of
+
+_PROTOCOL = 5
+
+_Reduced = tuple[Any, ...] | str
+_reducers: dict[type, Callable[[Any], _Reduced]] = {}
+"""By exact type, in place of what is registered with `multiprocessing`."""
+_torch_types = False
+_reductions = collections.ChainMap(_reducers, ForkingPickler._extra_reducers, copyreg.dispatch_table)  # type: ignore
+"""The pickler's dispatch table. It includes reducers that a program registers later."""
+_SCALARS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_layouts: frozenset[Any] = frozenset()
+"""Layouts of tensors that are sent as themselves. (torch's reduction of a sparse tensor leaks what it rebuilds.)"""
+
+
+class _Stand(bytearray):
+    """A placeholder for a leaf: an empty buffer, so that pickle sends it out of band."""
+
+    __slots__ = ("leaf",)
+    leaf: Any
+
+
+def dump(obj: object, file: Any) -> list[Any]:
+    """Write the stream to anything with `write`; returns the leaves in the order in which the stream names them."""
+    if not _torch_types and "torch" in sys.modules:
+        _add_torch_types()
+    leaves: list[Any] = []
+
+    def note(buffer: pickle.PickleBuffer) -> None:
+        exporter = memoryview(buffer).obj
+        leaves.append(exporter.leaf if type(exporter) is _Stand else np.frombuffer(buffer.raw(), np.uint8))
+
+    pickler = pickle.Pickler(file, _PROTOCOL, buffer_callback=note)
+    pickler.dispatch_table = _reductions
+    pickler.dump(obj)
+    return leaves
+
+
+def dumps(obj: object) -> list[Any]:
+    """Pickle an object as a value that `Producer.send` takes: `[stream, leaf, leaf, ...]`.
+
+    Args:
+        obj: anything that pickles.
+
+    Returns:
+        The stream, a uint8 array [bytes], then the tensors and arrays that go beside it. They are the object's own, no
+        copies: change nothing of it until the value is sent.
+
+    Raises whatever pickling the object raises.
+
+    >>> import numpy as np
+    >>> value = dumps({"x": np.arange(3), "name": "a"})
+    >>> len(value), value[1].tolist()
+    (2, [0, 1, 2])
+    >>> loads(value)
+    {'x': array([0, 1, 2]), 'name': 'a'}
+    """
+    file = io.BytesIO()
+    leaves = dump(obj, file)
+    return [_array(file), *leaves]
+
+
+def _array(file: io.BytesIO) -> Array:
+    return np.frombuffer(file.getbuffer(), np.uint8)
+
+
+def loads(value: list[Any]) -> Any:
+    """The object of a value that `dumps` made, after it was received.
+
+    Tensors and arrays of the object are the leaves of the value itself: the owner of its memory decides how long they
+    may be used and whether they may be written. Raises whatever unpickling raises. Use it only for values of trusted
+    processes: unpickling may run any code.
+    """
+    return pickle.loads(value[0], buffers=value[1:])
+
+
+def pack(obj: object) -> Any:
+    """As `dumps`, but a lone tensor or array is sent as it is, and an object without any as its stream alone.
+
+    A lone stream is `bytes`, sent as a uint8 array of one dimension. An item that is such an array itself is sent
+    beside a stream, so that the two cannot be confused.
+    """
+    kind = type(obj)
+    if kind in _SCALARS:
+        return pickle.dumps(obj, _PROTOCOL)
+    if kind is np.ndarray:
+        array: Any = obj
+        if array.dtype in ROW and (array.ndim != 1 or array.dtype != np.uint8):
+            return array
+    elif _torch_types and kind is sys.modules["torch"].Tensor:
+        tensor: Any = obj
+        if not tensor.requires_grad and _is_plain(tensor):
+            return tensor
+    file = io.BytesIO()
+    leaves = dump(obj, file)
+    return [_array(file), *leaves] if leaves else file.getvalue()
+
+
+def is_stream(value: Any) -> bool:
+    """Whether a received value is a lone stream."""
+    return type(value) is np.ndarray and value.ndim == 1 and value.dtype == np.uint8
+
+
+def unpack(value: Any) -> Any:
+    """The object of a value that `pack` made, after it was received. As for `loads` otherwise."""
+    if type(value) is list:
+        return loads(value)
+    if is_stream(value):
+        return pickle.loads(value)
+    return value
+
+
+# --- how a leaf is named in the stream
+
+
+def _given(leaf: Any) -> Any:
+    """The function in the stream that the unpickler calls with the next leaf."""
+    return leaf
+
+
+def _beside(leaf: Any) -> _Reduced:
+    stand = _Stand()
+    stand.leaf = leaf
+    return _given, (pickle.PickleBuffer(stand),)
+
+
+def _reduce_array(array: Array) -> _Reduced:
+    if array.dtype not in ROW:
+        try:
+            array_leaf(array)
+        except Refused:  # objects, or a dtype that the library does not send
+            return array.__reduce_ex__(_PROTOCOL)
+    return _beside(array)
+
+
+_reducers[np.ndarray] = _reduce_array
+
+
+# --- torch: nothing here runs before the program has imported it
+
+
+def _add_torch_types() -> None:
+    """Add the reducers of torch's types, once torch is imported completely."""
+    global _layouts, _torch_types
+    torch: Any = sys.modules["torch"]
+    registered = getattr(sys.modules.get("torch.multiprocessing.reductions"), "reduce_tensor", None)
+    if registered is None or torch.Tensor not in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
+        return  # another thread is still importing it, so there are no tensors yet
+    _reducers[torch.nn.Parameter] = _reduce_parameter
+    for kind in (*torch._storage_classes, torch.storage.TypedStorage):
+        _reducers[kind] = _reduce_typed_storage
+    _reducers[torch.UntypedStorage] = _reduce_storage
+    _reducers[torch.Tensor] = _reduce_tensor
+    names = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+    _layouts = frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+    _torch_types = True
+
+
+def _reduce_tensor(tensor: Any) -> _Reduced:
+    if tensor.requires_grad:
+        _check_leaf(tensor)
+        if not _is_plain(tensor):
+            return tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-any-return]
+        return _with_grad, (tensor.detach(),)
+    return _beside(tensor) if _is_plain(tensor) else tensor.__reduce_ex__(_PROTOCOL)
+
+
+def _reduce_parameter(parameter: Any) -> _Reduced:
+    _check_leaf(parameter)
+    return parameter.__reduce_ex__(_PROTOCOL)  # type: ignore[no-any-return]
+
+
+def _check_leaf(tensor: Any) -> None:
+    """Refuse and warn of what `torch.multiprocessing` does."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "a tensor that is not a leaf of the autograd graph and requires grad is not sent, since autograd does not "
+            "cross process boundaries: send tensor.detach()"
+        )
+    sys.modules["torch.utils.hooks"].warn_if_has_hooks(tensor)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor whose type is exactly `torch.Tensor` is no more than elements in host memory."""
+    return (
+        tensor.is_cpu
+        and tensor.layout in _layouts
+        and not tensor.is_nested
+        and tensor.dtype in torch_views().ROW
+        and not getattr(tensor, "__dict__", None)
+    )
+
+
+def _with_grad(tensor: Any) -> Any:
+    return tensor.requires_grad_()
+
+
+def _reduce_storage(storage: Any) -> _Reduced:
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return storage.__reduce__()  # type: ignore[no-any-return]
+    torch: Any = sys.modules["torch"]
+    return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
+
+
+def _storage_of(tensor: Any) -> Any:
+    """Exactly the tensor's bytes as a storage, even if they share a larger one with another tensor of the message."""
+    if device_of(tensor) >= 0:  # it was copied to a device, into memory of its own
+        return tensor.untyped_storage()
+    return sys.modules["torch"].from_numpy(tensor.numpy()).untyped_storage()
+
+
+def _reduce_typed_storage(storage: Any) -> _Reduced:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    return sys.modules["torch"].storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

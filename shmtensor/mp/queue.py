@@ -1,0 +1,528 @@
+"""`Queue`, `JoinableQueue` and `SimpleQueue`: the interface of `multiprocessing`'s queues on top of a work queue.
+
+How they differ from the standard library's, and why, is listed in docs/guide/queues.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import context, util
+from queue import Empty, Full
+from typing import TYPE_CHECKING, Any, Final, Generic
+
+import numpy as np
+
+from ..endpoints.base import LIVENESS_INTERVAL, has_left
+from ..endpoints.message import Message
+from ..endpoints.spinning import Spin
+from ..errors import ArgumentTypeError, TimedOut, WireError
+from ..memory import lifecycle
+from ..memory.counters import MOST, Counter
+from ..options import context_of, parse_bytes
+from . import pickling
+from .queue_handle import ONCE, QueueHandle, deadline_of, locked, remaining
+from .to_device import Transfers
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, so that `Queue()` needs no annotation
+
+    T = TypeVar("T", default=Any)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+_EXIT_PRIORITY: Final = -10
+"""Of the finalizers: after `multiprocessing` has joined its children. The last process to leave removes the queue."""
+
+_MISSING: Final = object()
+
+_queues: weakref.WeakSet[SimpleQueue[Any]] = weakref.WeakSet()
+_handles: dict[int, tuple[weakref.ref[Any], QueueHandle]] = {}
+"""Of every queue: by the identity of the reference, a weak reference to its `_hold` and its handle.
+
+When the hold dies the handle is closed. It is an array because the garbage collector does not track arrays: it dies
+after every `__del__` that may still use the queue. torch's DataLoader iterator stops its workers in one.
+"""
+
+
+class PendingGet:
+    """An item that is being got, by the call that holds its lock; or left behind by a call that an exception ended."""
+
+    __slots__ = ("gave", "lock", "steps")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.steps: list[Any] = []
+        """Its message, its object, and one more entry for each step that is done."""
+        self.gave: list[Any] = []
+        """`JoinableQueue`: one entry, once its room in the queue is given back."""
+
+
+class SimpleQueue(Generic[T]):
+    """`multiprocessing.SimpleQueue` through shared memory: put, get, empty, close.
+
+    Args:
+        ctx: a `multiprocessing` context or a start method's name; None for the default one. It must
+            be that of the processes that get the queue.
+        max_bytes: shared memory that each putting process may use, in bytes or like `"4GiB"`; None for half of
+            `/dev/shm`.
+        device: such as `"cuda"`: tensors that the process which creates the queue gets from it are CUDA tensors, safe
+            on the current stream. Arrays, and items that other processes get, stay in host memory.
+
+    Tensors and arrays in an item, however deep, are copied once, into a slot; what `get` returns are writable views
+    of the slot, which belong to the getter alone, and which hold the memory of their whole item as long as they live.
+
+    >>> import shmtensor, torch
+    >>> queue = shmtensor.SimpleQueue()
+    >>> queue.put({"image": torch.ones(2, 2), "name": "a"})
+    >>> queue.get()["image"].sum().item()
+    4.0
+    >>> queue.close()
+    """
+
+    _handle: QueueHandle
+
+    _transfers: Transfers | None = None
+    """Copies tensors to a device; only in the process that created the queue, so that no other one uses CUDA."""
+
+    def __init__(self, *, ctx: Any = None, max_bytes: int | str | None = None, device: Any = None) -> None:
+        transfers = Transfers.to(device)
+        spawns = context_of(ctx, "ctx").get_start_method() != "fork"
+        limit = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
+        self._start(*QueueHandle.create(limit, self._counts(), named=spawns))
+        self._transfers = transfers
+
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        """First value and limit of each of the queue's semaphores."""
+        return ((0, MOST),)
+
+    def _start(self, handle: QueueHandle, counters: list[Counter]) -> None:
+        """Begin to use a handle in this process."""
+        self._handle, self._counters = handle, counters
+        self._items = counters[0]
+        """Posted once per item, to wake a getter."""
+        handle.abandoned = self._when_abandoned()
+        self._hold = np.empty(0)
+        hold = weakref.ref(self._hold, _close_handle)
+        _handles[id(hold)] = hold, handle
+        self._closed = False
+        self._begin()
+        _queues.add(self)
+
+    def _begin(self) -> None:
+        """Set the state of this process; a forked child calls it again."""
+        self._putting = threading.Lock()
+        self._transfers = None
+        self._spin, self._spin_for_room = Spin(), Spin()
+        self._pending: list[PendingGet] = []
+        """Items being got. No lock is held over all of them: unpickling an item may get others, in any thread."""
+        self._undelivered: list[Any] = []
+        """Objects of items that this process has taken. The next `get` returns what an interrupted one left."""
+        self._handle.keep(self._undelivered, self._room_for_returned())
+
+    def _when_abandoned(self) -> Any:
+        """A function without a reference to the queue, to call when an item is dropped after too many attempts."""
+        return _do_nothing
+
+    def _room_for_returned(self) -> Any:
+        """A function without a reference to the queue, to call for each undelivered object that is put back."""
+        return _do_nothing
+
+    # --- pickling for child processes
+
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        self._check_open()
+        return self._handle.name, self._handle.max_bytes, self._handle.keeper_for_child(), self._counters
+
+    def __setstate__(self, state: Any) -> None:
+        name, max_bytes, keeper, counters = state
+        descriptor = keeper.detach()
+        os.set_inheritable(descriptor, False)
+        self._start(QueueHandle(name, descriptor, max_bytes), counters)
+
+    # --- items
+
+    def put(self, obj: T) -> None:
+        """Put any object that pickles; its tensors and arrays are copied before `put` returns.
+
+        Raises:
+            Exception: whatever pickling the object raises.
+            ResourceError: the item is larger than `max_bytes`, or tensors that were got keep all of it.
+            ValueError: the queue is closed.
+        """
+        self._check_open()
+        self._send(pickling.pack(obj), None)
+
+    def get(self) -> T:
+        """The oldest item; waits until there is one.
+
+        Raises:
+            Exception: whatever unpickling the item raises; it is gone then.
+            WireError: the only putters left run another version of the library, and cannot be read; their items stay.
+            ValueError: the queue is closed.
+        """
+        self._check_open()
+        while True:
+            undelivered: list[T] = self._undelivered
+            if undelivered:  # from here to the return there is no interrupt and no thread switch
+                item = undelivered[0]
+                del undelivered[0]
+                return item
+            self._fetch(None)
+
+    def empty(self) -> bool:
+        """Whether there is nothing to get now; others may put or get at any time."""
+        self._check_open()
+        left = any(pending.steps and not pending.lock.locked() for pending in self._pending)
+        return not left and not self._undelivered and self._handle.getter.is_empty()
+
+    def _send(self, value: Any, deadline: float | None) -> None:
+        entered = False
+        if has_left():  # called by a finalizer at exit: as the standard queue once its feeder thread has ended
+            return
+        try:
+            with locked(self._putting, deadline):
+                entered = True
+                self._check_open()
+                self._put(value, deadline)
+        except StopIteration:
+            if entered:
+                raise
+            raise Full("another thread of this process waits for room") from None
+
+    def _put(self, value: Any, deadline: float | None) -> None:
+        """Put an item and count it; whatever is raised, both are done or neither."""
+        putter = self._handle.putter
+        before, reserved = putter.published, []  # type: ignore[var-annotated]
+        try:
+            self._reserve(reserved, deadline)
+            putter.put(value, deadline)
+        except BaseException:
+            if putter.published == before:
+                self._undo(reserved)
+            else:
+                self._items.release()
+            raise
+        self._items.release()
+
+    def _reserve(self, reserved: list[Any], deadline: float | None) -> None:
+        """Count an item before it is sent. Each count and its entry in `reserved` are made by one C call."""
+
+    def _undo(self, reserved: list[Any]) -> None:
+        """Undo `_reserve`: the item was not sent."""
+
+    def _fetch(self, deadline: float | None) -> None:
+        """Fill `_undelivered`, or raise `Empty`; `WireError` if there are only items that cannot be read here.
+
+        `_items` wakes a getter for each item, but shared memory decides: the item of a killed getter is not posted
+        again, and is found by a look at least every `LIVENESS_INTERVAL`.
+        """
+        items = self._items
+        posted = items.acquire(False) or (deadline != 0 and _comes_soon(self._spin, items))
+        while True:
+            if not self._pending and self._pop():
+                return
+            try:
+                received = self._receive()
+            except WireError:
+                if posted:
+                    items.release()  # for a getter that can read it
+                raise
+            if received:
+                return
+            if not posted and deadline is not None and time.monotonic() >= deadline:
+                raise Empty
+            posted = items.acquire(True, remaining(deadline, LIVENESS_INTERVAL))
+            self._check_open()
+
+    def _pop(self) -> bool:
+        """Take the next item in one uninterruptible call, if the compiled module is there."""
+        return self._transfers is None and self._handle.getter.pop(pickling.unpack, self._undelivered, self._when_got())
+
+    def _when_got(self) -> Callable[[], object] | None:
+        """A function to call when an item is got."""
+        return None
+
+    def _receive(self) -> bool:
+        """Take an item that an interrupted call has left, else the next one; False if there is none."""
+        new = PendingGet()
+        for pending in (*self._pending, new):
+            entered = False
+            try:
+                with locked(pending.lock, 0.0):
+                    entered = True
+                    if pending is new:
+                        self._pending.append(new)
+                    elif pending not in self._pending:  # got meanwhile
+                        continue
+                    if not self._fill(pending):
+                        continue
+                    self._take(pending)
+                    return True
+            except StopIteration:
+                if entered:
+                    raise  # else another call holds it
+        return False
+
+    def _fill(self, pending: PendingGet) -> bool:
+        """Receive its message, if it has none; False if there is no message, and then it is removed."""
+        try:
+            if not pending.steps:
+                pending.steps += itertools.starmap(partial(self._handle.getter.recv, timeout=0), ONCE)
+        except TimedOut:
+            pass
+        finally:
+            if not pending.steps:
+                self._pending.remove(pending)
+        return bool(pending.steps)
+
+    def _take(self, pending: PendingGet) -> None:
+        """Unpickle the message's object, and continue with the steps from where an exception stopped them."""
+        steps = pending.steps
+        if len(steps) == 1:
+            try:
+                steps.append(self._unpack(steps[0]))
+            except BaseException:
+                # its own error, or an asynchronous exception: a second try shows which
+                try:
+                    if len(steps) == 1:
+                        steps.append(self._unpack(steps[0]))
+                except KeyboardInterrupt:
+                    pass  # twice: it stays pending
+                except BaseException:
+                    steps.append(_MISSING)
+                    self._complete(pending)
+                raise
+        self._complete(pending)
+
+    def _complete(self, pending: PendingGet) -> None:
+        """Make the item this process's own: the remaining steps, then `_undelivered`."""
+        steps = pending.steps
+        for step in self._steps(steps[0])[len(steps) - 2 :]:
+            try:
+                steps += itertools.starmap(step, ONCE)
+            except ValueError:  # the counter is at its limit: a process that was killed left it one too high
+                steps.append(None)
+        if steps[1] is not _MISSING:  # from here on there is no interrupt
+            self._undelivered += [steps[1]]
+        self._pending.remove(pending)
+
+    def _steps(self, message: Message) -> tuple[Any, ...]:
+        """The steps that make an item this process's own. Each is done once, or does nothing when repeated."""
+        return (message.release,)
+
+    def _unpack(self, message: Message) -> Any:
+        if self._transfers is not None:
+            return self._transfers.unpack(message, self._handle.getter)
+        return pickling.unpack(message.value)
+
+    # --- the end
+
+    def close(self) -> None:
+        """Close the queue in this process. Idempotent; tensors that were got stay valid."""
+        self._closed = True
+        self._finish_pending()
+        self._handle.close()
+
+    def _finish_pending(self) -> None:
+        """Finish items that interrupted calls have left. Those that are this process's own become undelivered, and are
+        put back with the others; the rest goes back with its message."""
+        for pending in list(self._pending):
+            with contextlib.suppress(StopIteration), locked(pending.lock, 0.0):  # else a call holds it
+                if pending in self._pending and len(pending.steps) > 2:
+                    self._complete(pending)
+                elif pending in self._pending:
+                    self._pending.remove(pending)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{type(self).__name__} {self!r} is closed")
+
+    def __repr__(self) -> str:
+        return f'<{type(self).__name__} "{self._handle.name}" {"closed" if self._closed else "open"}>'
+
+
+class Queue(SimpleQueue[T]):
+    """`multiprocessing.Queue` through shared memory; the interface and the meaning of all its methods.
+
+    Args:
+        maxsize: how many items it holds at most; 0 or less for no limit but that of memory.
+        ctx, max_bytes, device: as for `SimpleQueue`.
+
+    An item belongs to the process in which `get` has returned. If a process is killed inside `get`, another gets it.
+
+    >>> import shmtensor, torch
+    >>> queue = shmtensor.Queue(maxsize=2)
+    >>> queue.put([torch.arange(3), "three"], timeout=1)
+    >>> tensor, name = queue.get(timeout=5)
+    >>> tensor += 1  # writable, and seen by no other process
+    >>> tensor.tolist(), name, queue.empty()
+    ([1, 2, 3], 'three', True)
+    >>> queue.close()
+    """
+
+    def __init__(
+        self, maxsize: int = 0, *, ctx: Any = None, max_bytes: int | str | None = None, device: Any = None
+    ) -> None:
+        if not isinstance(maxsize, int):
+            raise ArgumentTypeError(f"maxsize must be an int, not {type(maxsize).__name__}")
+        self._maxsize = maxsize if maxsize > 0 else MOST
+        super().__init__(ctx=ctx, max_bytes=max_bytes, device=device)
+
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        return *super()._counts(), (self._maxsize, self._maxsize)
+
+    def _start(self, handle: QueueHandle, counters: list[Counter]) -> None:
+        self._room = counters[1]
+        super()._start(handle, counters)
+
+    def _when_abandoned(self) -> Any:
+        return self._room.give
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__(), self._maxsize
+
+    def __setstate__(self, state: Any) -> None:
+        handle, self._maxsize = state
+        super().__setstate__(handle)
+
+    def put(self, obj: T, block: bool = True, timeout: float | None = None) -> None:
+        """Put any object that pickles; its tensors and arrays are copied before `put` returns.
+
+        Args:
+            obj: the item.
+            block: whether to wait for room.
+            timeout: seconds to wait at most; None waits for ever.
+
+        Raises:
+            queue.Full: there was no room, by `maxsize` or by `max_bytes`.
+            Exception: whatever pickling the object raises; nothing is put.
+            ResourceError: the item is larger than `max_bytes`, or tensors that were got keep all of it.
+            ValueError: the queue is closed.
+        """
+        self._check_open()
+        self._send(pickling.pack(obj), deadline_of(block, timeout))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        """The oldest item.
+
+        Args:
+            block: whether to wait for one.
+            timeout: seconds to wait at most; None waits for ever.
+
+        Raises:
+            queue.Empty: there was none.
+            Exception: whatever unpickling the item raises; it is gone then.
+            WireError: as for `SimpleQueue.get`.
+            ValueError: the queue is closed.
+        """
+        self._check_open()
+        deadline = deadline_of(block, timeout)
+        while True:
+            undelivered: list[T] = self._undelivered
+            if undelivered:  # as in `SimpleQueue.get`
+                item = undelivered[0]
+                del undelivered[0]
+                return item
+            self._fetch(deadline)
+
+    def _reserve(self, reserved: list[Any], deadline: float | None) -> None:
+        def take(_: int) -> bool | None:
+            reserved[:] = map(self._room.acquire, (False,))  # acquired and recorded in one C call
+            return reserved[0] or None
+
+        if take(0) or (deadline != 0 and self._spin_for_room.wait(take)):
+            return
+        while True:
+            reserved[:] = map(self._room.acquire, (True,), (remaining(deadline, LIVENESS_INTERVAL),))
+            if reserved[0]:
+                return
+            self._check_open()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise Full
+
+    def _undo(self, reserved: list[Any]) -> None:
+        if reserved and reserved[0]:
+            self._room.give()
+
+    def _when_got(self) -> Callable[[], object] | None:
+        return self._room.release  # type: ignore[no-any-return]
+
+    def _steps(self, message: Message) -> tuple[Any, ...]:
+        return message.release, self._room.release
+
+    def _room_for_returned(self) -> Any:
+        return partial(self._room.acquire, False)
+
+    def put_nowait(self, obj: T) -> None:
+        """`put(obj, block=False)`."""
+        self.put(obj, False)
+
+    def get_nowait(self) -> T:
+        """`get(block=False)`."""
+        return self.get(False)
+
+    def qsize(self) -> int:
+        """How many items there are now; others may put or get at any time."""
+        return int(self._maxsize - self._room.value())
+
+    def full(self) -> bool:
+        """Whether there are `maxsize` items now."""
+        return bool(self._room.value() == 0)
+
+    def join_thread(self) -> None:
+        """Do nothing: `put` has copied its item when it returns, there is no thread.
+
+        Raises `ValueError` unless the queue is closed, as the standard library does.
+        """
+        if not self._closed:
+            raise ValueError(f"{type(self).__name__} {self!r} is not closed")
+
+    def cancel_join_thread(self) -> None:
+        """Do nothing: no thread keeps the process from ending, and items that were put are not lost."""
+
+
+def _comes_soon(spin: Spin, semaphore: Any) -> bool:
+    """Whether the semaphore was acquired by spinning, before it pays to sleep."""
+    return spin.wait(lambda _: semaphore.acquire(False) or None) is not None
+
+
+def _do_nothing() -> None:
+    """Called where items are not counted."""
+
+
+def _watch(*_: object) -> None:
+    """Have every handle closed when this process ends."""
+    util.Finalize(None, _end_all, exitpriority=_EXIT_PRIORITY)
+
+
+def _close_handle(hold: weakref.ref[Any]) -> None:
+    """Close the handle of a queue that was garbage collected."""
+    _, handle = _handles.pop(id(hold))
+    handle.close()
+
+
+def _end_all() -> None:
+    for _, handle in list(_handles.values()):
+        handle.end()
+
+
+def _after_fork() -> None:
+    for queue in list(_queues):
+        queue._handle.start_anew()
+        queue._begin()
+    _watch()
+
+
+_watch()
+util.register_after_fork(_watch, _watch)  # children of `multiprocessing` drop finalizers as they start
+lifecycle.call_in_child(_after_fork)

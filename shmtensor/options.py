@@ -1,0 +1,66 @@
+"""Options that several interfaces share: sizes such as `"64MiB"`, and `multiprocessing` contexts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from typing import Any
+
+from .errors import ArgumentError, ArgumentTypeError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Bytes from an int or a string such as `"64MiB"`, `"1.5GB"` or `"4096"`.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ArgumentTypeError(f'{name} must be an int (bytes) or a string like "64MiB", not {type(size).__name__}')
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        factor = _FACTORS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ArgumentError(f'{name}={size!r} is not a size: write an int (bytes) or a string like "64MiB"')
+        size = int(float(match[1]) * factor)
+    if size <= 0:
+        raise ArgumentError(f"{name} must be positive, not {size}")
+    return size
+
+
+def format_bytes(nbytes: float) -> str:
+    """A size as text.
+
+    >>> format_bytes(64 << 20)
+    '64.0 MiB'
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def context_of(ctx: Any, option: str) -> Any:
+    """The `multiprocessing` context of an option: the default one, that of a start method, or the one that was passed.
+
+    `option` is the name of the argument, for errors: `ArgumentError` if there is no such start method,
+    `ArgumentTypeError` if it is neither a name nor a context.
+    """
+    if ctx is None or isinstance(ctx, str):
+        try:
+            return multiprocessing.get_context(ctx)
+        except ValueError as error:
+            raise ArgumentError(f"{option}={ctx!r}: {error}") from None
+    if not hasattr(ctx, "get_start_method") or not hasattr(ctx, "Process"):
+        raise ArgumentTypeError(f"{option} must be a multiprocessing context or a start method's name, not {ctx!r}")
+    return ctx

@@ -1,0 +1,450 @@
+"""A receiver's end of one producer: its sequence table, its rings, the position in them, and the leases.
+
+`Reader` is the interface; docs/internals/core.md has it as a table. It is implemented twice: by the reference
+(`ReferenceReader` with `broadcast.py` and `competing.py`), and by the compiled module (`compiled.py`,
+`native/reader.c`). `implementation.py` chooses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import WireError
+from ..memory import lifecycle
+from ..memory.fifos import Rouser
+from ..memory.semaphores import is_woken_by
+from ..memory.words import WEAKLY_ORDERED, settle
+from ..wire import record, spec
+from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
+from .layout import (
+    DEVICE_SLOT,
+    DONE,
+    L_PUBLISHED,
+    MAX_RINGS,
+    MOST_MESSAGES,
+    R_RECORDS,
+    RECORD_WORDS,
+    OtherVersion,
+    check_version,
+)
+from .lease import Lease
+from .ring import Ring
+from .sequence_table import SequenceTable
+
+ALL, LATEST, COMPETING = range(3)
+"""Modes: a receiver takes every message; the newest one; each one that no other consumer has."""
+
+ATTACH, OTHER, PASSED_OVER, GIVEN_UP = range(1, 5)
+"""Events, each (code, sequence number, detail): what `take` returns if something else has to be done first.
+
+ATTACH: ring `detail` has to be mapped first, nothing was done. OTHER: the sender is of another version, nothing was
+done. PASSED_OVER: the message cannot be read and was skipped. GIVEN_UP: it was delivered `detail` times without being
+finished, and is dropped.
+"""
+
+
+class Reception(NamedTuple):
+    """What the readers of one receiver share."""
+
+    mode: int
+    control: memoryview
+    """The words of the control segment."""
+    decode: Any = None
+    """(description, payload, readonly=) -> value, meta: `codec/implementation.py`."""
+    codec: Any = None
+    """The compiled one, or None."""
+    message: Any = None
+    """The class of its messages."""
+    counts: Any = None
+    """Its counters: a `Counts`."""
+    is_locked: Any = None
+    """() -> whether a thread holds the receiver's mutex."""
+    epoch_at: int = 0
+    member: int = 0
+    member_uid: int = 0
+    owner: object = None
+    """Kept alive by the readers: it holds the receiver's life lock."""
+    readonly: bool = True
+    max_attempts: int = 0
+
+
+class Reader(ABC):
+    """One attached producer."""
+
+    if not TYPE_CHECKING:  # subclasses declare them: the base of the compiled one has a layout of its own
+        __slots__ = ()
+
+    SLOTS = (
+        "__weakref__", "_asleep", "_control", "_rouser", "attach_ring", "device", "emptied", "gone", "index", "mask",
+        "member", "order", "reception", "rings", "sequences", "uid", "words",
+    )  # fmt: skip
+    """The slots of every implementation."""
+
+    direct = False
+    """Whether there is a `recv`: `take` for a caller without the receiver's mutex."""
+
+    rings: list[Ring]
+    position: int
+    """The newest message that was taken or skipped."""
+    closing: bool
+    """This receiver reads no more; `emptied` is called when the last lease ends."""
+    gone: bool
+    """The producer is closed or dead: nothing follows what is published."""
+    emptied: Callable[[], None]
+    epoch: int
+    """The epoch whose members the receiver has read; for `recv`."""
+    more: bool
+    """Work queue: `recv` has left messages while another consumer slept."""
+    _posted: int
+    """The producer's `asleep` word for which this reader has woken it last."""
+
+    def _set_up(
+        self, reception: Reception, sequences: SequenceTable, index: int, asleep: int, rouser: Rouser | None,
+        attach_ring: Callable[[int], Ring],
+    ) -> None:  # fmt: skip
+        """Set the attributes. None may refer to the receiver, which leaves its channel when it is collected."""
+        self.reception, self.sequences, self.uid, self.index = reception, sequences, sequences.uid, index
+        self.member, self.words, self.mask, self.order = (
+            reception.member, sequences.words, sequences.mask, sequences.shape.order,
+        )  # fmt: skip
+        self.device = sequences.device  # its messages lie in device memory: `endpoints/device_fanout.py` takes them
+        self._control, self._asleep, self._rouser = reception.control, asleep, rouser
+        self.attach_ring = attach_ring
+        self.emptied = _do_nothing  # replaced once the receiver waits for the end of the leases
+        self.rings = []
+        self.gone = False
+        lifecycle.track(self)
+
+    # --- receiving
+
+    @abstractmethod
+    def take(self, receiver: Any, undelivered: dict[Any, Any], patience: int) -> Any:
+        """Take the next message and put it into `undelivered`. Returns it, or an event, or None.
+
+        `patience`: nanoseconds to spin for one, if the implementation can do so without letting other threads run.
+        """
+
+    @abstractmethod
+    def next(self) -> int:
+        """The sequence number of the next message; 0 if there is none."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Undo a take that an exception interrupted: the message will be taken again."""
+
+    def newest(self) -> int:
+        """The newest message; 0 if the number is impossible."""
+        published = self.words[L_PUBLISHED]
+        return published if published < MOST_MESSAGES else 0
+
+    @property
+    def behind(self) -> int:
+        """How many messages are published and not yet taken or skipped."""
+        return self.words[L_PUBLISHED] - self.position
+
+    def explain(self, event: Any) -> str:
+        """The text that says why the message of an event cannot be read."""
+        code, _, detail = event
+        if isinstance(detail, str):
+            return detail
+        index, slot, head, first = detail
+        head = unpack_constant(head)
+        try:
+            if code == OTHER:
+                check_version("its first record", head[0], record.VERSION)
+                check_version("its first description", first, spec.VERSION)
+            self._check_index(index)
+            ring = self.rings[index]
+            if slot >= ring.slots:
+                raise WireError(f"its order entry names slot {slot} of {ring.slots}")
+            check_head(head, index, slot, ring.slots, ring.slot_bytes)
+        except WireError as error:
+            return str(error)
+        return "its record was overwritten while it was claimed"
+
+    # --- rings
+
+    def ring(self, index: int) -> Ring:
+        """Ring `index` of the producer, mapped at first use."""
+        while index >= len(self.rings):
+            self._check_index(index)
+            self._mapped(self.attach_ring(len(self.rings)))
+        return self.rings[index]
+
+    def _check_index(self, index: int) -> None:
+        if index >= min(self.sequences.rings, MAX_RINGS):
+            raise WireError(
+                f"producer {self.uid:016x} has {self.sequences.rings} rings, its sequence table names ring {index}"
+            )
+
+    def _mapped(self, ring: Ring) -> None:
+        """Append a ring that was mapped to `rings`."""
+        self.rings.append(ring)
+
+    def map_all(self) -> None:
+        """Map every ring that exists. A missing one was removed by its producer, since everything in it is done."""
+        try:
+            for index in range(self.sequences.rings):
+                self.ring(index)
+        except (FileNotFoundError, WireError):  # a damaged one is `take`'s to report
+            pass
+
+    def unmap(self) -> None:
+        """Take no more messages from device memory. It is unmapped when the last view of it has died."""
+        for ring in self.rings:
+            if ring.device is not None:
+                ring.device.unmap()
+
+    # --- work queue
+
+    def _begin_queue(self) -> None:
+        """Begin at the oldest message that is not done."""
+        published = self.words[L_PUBLISHED]
+        if self.sequences.rings:
+            try:
+                self.ring(0)
+            except OtherVersion:
+                raise
+            except (FileNotFoundError, WireError):
+                pass  # `take` reports damage; if the ring is gone, all its messages are done
+        self.position = next((seq - 1 for _, _, seq in self.unfinished()), published)
+
+    def unfinished(self) -> Iterator[tuple[Ring, int, int]]:
+        """Scan all records: (ring, slot, seq) of every published message that is not done, oldest first."""
+        published = self.newest()
+        self.map_all()
+        found = []
+        for index, ring in enumerate(self.rings):
+            words, state = ring.words, ring.state
+            for slot in range(ring.slots):
+                seq = words[R_RECORDS + slot * RECORD_WORDS]
+                if 0 < seq <= published and words[state + 8 * slot + DONE] != seq:
+                    found.append((seq, index, slot))
+        found.sort()
+        return ((self.rings[index], slot, seq) for seq, index, slot in found)
+
+    # --- leases
+
+    @property
+    @abstractmethod
+    def lease_count(self) -> int:
+        """How many messages are leased."""
+
+    def end_dead(self) -> None:  # noqa: B027
+        """End the leases whose views are dead but whose callback an exception interrupted."""
+
+    def wake_sender(self) -> None:
+        """Wake the producer if it sleeps, once per sleep; to be called after a slot was given back."""
+        asleep = self._control[self._asleep]
+        if asleep & 1 and asleep != self._posted and self._rouser is not None:
+            self._posted = asleep
+            self._rouser.rouse(asleep)
+
+    def settle(self) -> None:
+        """Drop `emptied`: no one waits for the end of the leases any more. Else reader and receiver keep each other."""
+        self.emptied = _do_nothing
+
+    @abstractmethod
+    def drop_in_child(self) -> None:
+        """In a forked child: forget the leases, which are the parent's to end."""
+
+    def close(self) -> None:
+        """Take no more messages. Leases, and the lock file with them, live on until the last one ends."""
+        self.closing = True
+        self.unmap()
+        if not self.lease_count:
+            self.sequences.close()
+            if self._rouser is not None:
+                self._rouser.close()
+
+
+def _do_nothing() -> None:
+    """The value of `emptied` while no one waits for the end of the leases."""
+
+
+# --- the reference
+
+
+class Found(NamedTuple):
+    """A validated record."""
+
+    ring: Ring
+    slot: int
+    description: bytes
+    nbytes: int
+
+    @property
+    def offset(self) -> int:
+        """Where its payload starts in the ring's data."""
+        return self.slot * self.ring.slot_bytes
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The one array over a message's bytes: when it dies, the lease ends."""
+        return np.ndarray((self.nbytes,), np.uint8, self.ring.buffer, self.offset)
+
+
+held: set[ReferenceReader] = set()
+"""Readers with leases, kept alive although nothing else may refer to them. If the garbage collector freed such a reader
+with its dropped receiver, it would clear the weak references and close the lock file while views live on."""
+
+
+class ReferenceReader(Reader):
+    """The reference. Subclasses implement how a message is taken and given back."""
+
+    __slots__ = (*Reader.SLOTS, "_posted", "closing", "epoch", "known", "leases", "more", "position", "taking")
+
+    leases: dict[int, Lease]
+    """By sequence number."""
+    known: bool
+    """Whether a record of this producer was read: all others are of this version, or damaged."""
+    taking: Any
+    """What `abandon` needs to undo the current take; None if there is none."""
+
+    def __init__(self, *args: Any) -> None:
+        self.leases, self.known, self.taking, self.closing, self.position = {}, False, None, False, 0
+        self.epoch, self.more, self._posted = 0, False, 0
+        self._set_up(*args)
+
+    @property
+    def lease_count(self) -> int:
+        return len(self.leases)
+
+    def drop_in_child(self) -> None:
+        self.leases.clear()
+        held.discard(self)
+
+    # --- records
+
+    def locate(self, seq: int) -> Found | None:
+        """The record of message `seq`; None if its slot holds another message by now."""
+        entry = self.words[self.order + (seq & self.mask)]
+        return self.read(self.ring(entry >> 32), entry & 0xFFFFFFFF, seq)
+
+    def read(self, ring: Ring, slot: int, seq: int) -> Found | None:
+        """The validated record in a slot; None if the slot does not hold message `seq`."""
+        if slot >= ring.slots:
+            raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
+        if WEAKLY_ORDERED:
+            settle()
+        if not self.holds(ring, slot, seq):
+            return None
+        at = ring.records + slot * SIZE
+        try:
+            found = self._parse(ring, slot, ring.map[at + CONSTANT_OFFSET : at + SIZE])
+            if not self.known:
+                check_version("its first description", found.description[0] if found.description else 0, spec.VERSION)
+                self.known = self.holds(ring, slot, seq)  # else the bytes may be a newer message's
+                return found if self.known else None
+        except WireError:
+            if self.holds(ring, slot, seq):
+                raise
+            return None  # read while the producer was reusing the slot
+        return found
+
+    def _parse(self, ring: Ring, slot: int, raw: bytes) -> Found:
+        head = unpack_constant(raw)
+        device = ring.device
+        version, flags, _, _, _, length, _, nbytes = head
+        if not self.known:
+            check_version("its first record", version, record.VERSION)
+        check_head(head, ring.index, slot, ring.slots, ring.slot_bytes + (device is not None) * DEVICE_SLOT)
+        if device is not None and nbytes > head[4] * ring.slot_bytes:
+            raise WireError(f"message of {nbytes} bytes in {head[4]} device slots of {ring.slot_bytes} bytes")
+        if not flags & SPILLED:
+            at = INLINE_OFFSET - CONSTANT_OFFSET
+            return Found(ring, slot, raw[at : at + length], nbytes)
+        if device is not None:
+            return Found(ring, slot, device.text(slot, length), nbytes)
+        at = slot * ring.slot_bytes + padded(nbytes)
+        return Found(ring, slot, bytes(ring.buffer[at : at + length]), nbytes)
+
+    def holds(self, ring: Ring, slot: int, seq: int) -> bool:
+        """Whether a slot still holds message `seq`."""
+        return ring.words[R_RECORDS + slot * RECORD_WORDS] == seq
+
+    def is_current(self, seq: int) -> bool:
+        """Whether message `seq` still lies where the sequence table says; True as well if that cannot be checked."""
+        entry = self.words[self.order + (seq & self.mask)]
+        index, slot = entry >> 32, entry & 0xFFFFFFFF
+        known = index < len(self.rings) and slot < self.rings[index].slots
+        return not known or self.holds(self.rings[index], slot, seq)
+
+    # --- leases
+
+    def hold(self, lease: Lease) -> None:
+        """Record a lease that begins."""
+        lease.ending = False
+        self.leases[lease.seq] = lease
+        held.add(self)
+
+    def _ended(self, lease: Any) -> None:
+        """The storage died: give the slot back. Runs in the thread that drops the last reference; takes no lock.
+
+        The interpreter swallows an exception that arrives in here. So an interrupted step is repeated here, or by
+        `end_dead` if the exception arrived at the very entry.
+        """
+        try:
+            self._end(lease)
+        except BaseException:
+            self._end(lease)
+            raise
+
+    def _end(self, lease: Any) -> None:
+        seq: int = lease.seq
+        leases = self.leases
+        is_held = leases.get(seq) is lease
+        if is_held:  # False for a forked child's copy of its parent's lease, one that was abandoned, and a repetition
+            if lease.ending:
+                return  # another thread gives it back
+            lease.ending = True  # no boundary since the test
+            try:
+                self.give_back(lease)
+                if seq in leases and leases[seq] is lease:  # given back unfinished, it may be this receiver's again
+                    del leases[seq]
+            except BaseException:
+                lease.ending = False
+                raise
+        if not leases:
+            held.discard(self)
+            if leases:  # another thread took a message just now
+                held.add(self)
+        asleep = self._control[self._asleep]
+        if asleep & 1 and is_woken_by(asleep, seq):
+            self.wake_sender()
+        if self.closing and not leases:
+            self.close()
+            self.emptied()
+
+    def end_dead(self) -> None:
+        for lease in list(self.leases.values()):
+            if not lease.ending and lease() is None:
+                self._ended(lease)
+
+    @abstractmethod
+    def give_back(self, lease: Lease) -> None:
+        """Store that this receiver no longer needs the slot."""
+
+
+class Received:
+    """The base of messages."""
+
+    __slots__ = ("_hold", "_lease", "_receiver", "attempt", "meta", "missed", "nbytes", "seq", "value")
+
+    def __init__(
+        self, value: Any, meta: Any, seq: int, nbytes: int, attempt: int, missed: int, hold: Any, lease: Any,
+        receiver: Any,
+    ) -> None:  # fmt: skip
+        self.value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
+        self.attempt, self.missed, self._hold, self._lease, self._receiver = attempt, missed, hold, lease, receiver
+
+
+class Counts:
+    """A receiver's counters."""
+
+    __slots__ = ("missed", "received", "received_bytes", "redelivered")
+
+    def __init__(self) -> None:
+        self.received = self.received_bytes = self.missed = self.redelivered = 0

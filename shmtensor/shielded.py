@@ -1,0 +1,261 @@
+"""Calls that run on a thread of their own, one after the other, where no asynchronous exception arrives.
+
+An asynchronous exception (Ctrl-C, a signal handler that raises, a time-out library) is raised in the thread that makes
+a public call, between any two steps of it. So there a call only puts a `Call` into a queue and waits for its end, both
+without a lock that could stay held. The queue's thread makes all effects (locks, slots, processes, files). A caller
+whose wait is interrupted abandons the call: it is not begun any more, or it ends soon, and its effects are undone or
+complete.
+
+A signal handler that makes a call while its thread is inside one waits in the same queue. No deadlock: the interrupted
+call holds nothing.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import starmap
+from operator import attrgetter
+from queue import SimpleQueue
+from threading import Thread, get_ident
+from typing import Any, Final, Generic, TypeVar
+
+from .errors import TimedOut
+
+_T = TypeVar("_T")
+_ONCE: Final = ((),)
+"""`record += starmap(call, _ONCE)` calls a C function and appends what it returns, with nothing in between."""
+_LIVENESS_INTERVAL: Final = 0.25
+"""Longest single wait, seconds: the handler of a signal that comes just before the wait runs after it."""
+_THREAD: Final = "thread"
+_CALLER: Final = "caller"
+
+
+class Condition(threading.Condition):
+    """A condition for the standard library's futures whose lock no asynchronous exception leaves held.
+
+    `with` enters and leaves it in one C call each. (The standard methods are Python functions, and can be interrupted
+    after the lock is acquired and before the `with` statement has begun.)
+    """
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+    _waiters: deque[_thread.LockType]
+    _release_save: Callable[[], Any]
+    _acquire_restore: Callable[[Any], None]
+    _is_owned: Callable[[], bool]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As for the standard one. Whatever is raised, the lock is held afterwards."""
+        if not self._is_owned():
+            raise RuntimeError("cannot wait on un-acquired lock")
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        released: list[Any] = []
+        self._waiters.append(waiter)
+        try:
+            released += starmap(self._release_save, _ONCE)
+            return waiter.acquire(True, -1 if timeout is None else max(0.0, timeout))
+        finally:
+            if released:
+                self._acquire_restore(released[0])
+            try:
+                self._waiters.remove(waiter)
+            except ValueError:  # it was notified
+                pass
+
+
+class Flag:
+    """`threading.Event` without a lock that an exception in a wait could leave held."""
+
+    __slots__ = ("_is_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: deque[_thread.LockType] = deque()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        while True:
+            try:
+                waiter = self._waiters.popleft()
+            except IndexError:
+                return
+            waiter.release()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set, after at most `timeout` seconds."""
+        if self._is_set:
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)  # before the check below: a later `set` finds this waiter
+        left: float = _LIVENESS_INTERVAL
+        while not self._is_set:
+            if deadline is not None and (left := deadline - time.monotonic()) <= 0:
+                break
+            if waiter.acquire(True, min(left, _LIVENESS_INTERVAL)):
+                return True
+        try:
+            self._waiters.remove(waiter)
+        except ValueError:  # it has just been set
+            pass
+        return self._is_set
+
+
+class Call(Generic[_T]):
+    """One call: its thread runs `function(call)`."""
+
+    def __init__(self, function: Callable[[Call[_T]], _T]) -> None:
+        self._function: Callable[[Call[_T]], _T] | None = function
+        self._claim: dict[str, str] = {}  # of the first: the thread, to begin, or the caller, to cancel
+        self._replied, self._over = Flag(), Flag()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.abandoned = False
+        """The caller's wait was ended by an exception."""
+
+    def run(self) -> None:
+        """Run it, unless the caller has cancelled it. For the thread."""
+        function, self._function = self._function, None
+        if function is None or not self._claimed_by(_THREAD):
+            return
+        try:
+            self.reply(function(self))
+        except BaseException as error:
+            self._error = error
+        finally:
+            del function
+            self._replied.set()
+            self._over.set()
+
+    def reply(self, result: _T) -> None:
+        """Return a result to the caller before the function has ended. Only the first reply counts."""
+        if not self._replied.is_set():
+            self._result = result
+            self._replied.set()
+
+    def wait(self, deadline: float | None, busy: Callable[[], str]) -> _T:
+        """Wait for the result, and return it or raise the error. For the caller.
+
+        Raises `TimedOut(busy())` at the deadline if it has not begun; once begun, the function checks the time itself.
+        """
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._replied.wait(left):
+            if self._claimed_by(_CALLER):
+                raise TimedOut(busy())
+            self._replied.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+        result: _T = self._result
+        return result
+
+    def abandon(self) -> None:
+        """After an exception: cancel it, or wait until it has ended, which it does soon."""
+        self.abandoned = True
+        if not self._claimed_by(_CALLER):
+            self._over.wait()
+
+    def _claimed_by(self, who: str) -> bool:
+        return self._claim.setdefault("first", who) == who  # one C call; gives the same answer when repeated
+
+
+class OwnThread(Thread):
+    """A thread of the library that no other code knows, so that no exception is set in it."""
+
+
+class CallQueue:
+    """A queue of calls and the thread that runs them. With `stays` the thread lives from the first call until `stop`;
+    without, it ends when the queue is empty, and the next call starts another one."""
+
+    def __init__(self, name: str, *, stays: bool = True, daemon: bool = True) -> None:
+        self._name, self._stays, self._daemon = name, stays, daemon
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._serving = _thread.allocate_lock()
+        self._ident = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the current thread is the queue's own: it must not wait for its own calls."""
+        return self._serving.locked() and self._ident == get_ident()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no thread, and the queue is empty."""
+        return not self._serving.locked() and self._queue.empty()
+
+    def put(self, function: Callable[[], None] | None) -> None:
+        """Have the function called by the thread. If no thread can be started, it is called here, now."""
+        self._queue.put(function)
+        if not self._serving.locked():
+            try:
+                _thread.start_new_thread(self._begin, ())  # one C call; two threads at once do no harm
+            except RuntimeError:  # no more threads can be started, or the interpreter exits
+                self._serve(stays=False)
+
+    def stop(self) -> None:
+        """End the thread when all calls before are done."""
+        if not self.is_idle:
+            self.put(None)
+
+    def _begin(self) -> None:
+        """In a thread that the caller started by one C call: start the one that `threading` knows."""
+        try:
+            OwnThread(target=self._serve, args=(self._stays,), name=self._name, daemon=self._daemon).start()
+        except RuntimeError:
+            self._serve(self._stays)
+
+    def _serve(self, stays: bool) -> None:
+        while self._serving.acquire(False):
+            self._ident = get_ident()
+            try:
+                go_on = not self._queue.empty()  # else another thread has run everything
+                while go_on:
+                    function = self._queue.get()
+                    if function is not None:
+                        function()
+                    go_on = function is not None and (stays or not self._queue.empty())
+                    del function
+            finally:
+                self._ident = 0
+                self._serving.release()
+            if self._queue.empty():  # else a call was put in before the lock was released
+                return
+
+
+def aside(function: Callable[[], _T], name: str, *, wait: bool = True, complete: bool = True) -> _T | None:
+    """Have the function called on a thread of its own; returns what it returns, raises what it raises.
+
+    Args:
+        wait: otherwise returns None at once.
+        complete: an asynchronous exception is raised when the function has ended or will not begin; otherwise it is
+            raised at once, and the function goes on.
+
+    If this is such a thread already, or no thread can be started, the function is called here, now. Threads that the
+    function starts are no daemons by default.
+    """
+    if isinstance(threading.current_thread(), OwnThread):
+        return function()
+    call: Call[_T] = Call(lambda _: function())
+    try:
+        CallQueue(name, stays=False, daemon=False).put(call.run)
+        return call.wait(None, str) if wait else None
+    except BaseException:
+        if complete:
+            call.abandon()
+        raise

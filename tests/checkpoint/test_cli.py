@@ -1,0 +1,161 @@
+"""`shmtensor checkpoint`: exit codes, JSON, and what it tells people."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from shmtensor import CheckpointError, load_checkpoint
+from shmtensor.checkpoint.formats import detect
+from shmtensor.cli.main import app
+
+from .state_files import SUFFIX, same, save
+
+
+@pytest.fixture
+def run():
+    def invoke(*arguments, code=0, columns=200):
+        environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+        result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env=environment)
+        assert result.exit_code == code, (result.output, result.exception)
+        return result.output
+
+    return invoke
+
+
+@pytest.fixture
+def state():
+    weight = torch.randn(30, 40)
+    return {"model": {"w": weight, "t": weight.t()}, "rng": np.arange(9), "step": 3, "e": torch.empty(0)}
+
+
+def test_info(run, state, tmp_path):
+    path = save(state, tmp_path / "a.safetensors", meta={"run": "x[y]"})
+    text = run("info", path)
+    assert "safetensors" in text
+    assert "4 tensors" in text
+    assert "x[y]" in text
+    assert any(line.split() == ["model.w", "float32", "[30,", "40]", "4800"] for line in text.splitlines())
+    parts = json.loads(run("info", path, "--json"))
+    assert parts["native"] is True
+    assert parts["meta"] == {"run": "x[y]"}
+    assert [each["name"] for each in parts["tensors"]] == ["model.w", "model.t", "rng", "e"]
+    assert parts["tensors"][0]["offset"] == parts["tensors"][1]["offset"] == detect(path).open(path).places[0][1]
+    safetensors.torch.save_file({f"x{n}": torch.ones(1) for n in range(50)}, tmp_path / "b.safetensors")
+    assert "and 10 more: --all" in run("info", tmp_path / "b.safetensors")
+    assert "x49" in run("info", tmp_path / "b.safetensors", "--all")
+    assert "no such checkpoint" in run("info", tmp_path / "none", code=1)
+    (tmp_path / "c.pt").write_bytes(b"PK\x03\x04")
+    assert "error: " in run("info", tmp_path / "c.pt", code=1)
+
+
+@pytest.mark.parametrize("format", sorted(SUFFIX))
+def test_verify(format, run, state, tmp_path):
+    path = save(state, tmp_path / f"a{SUFFIX[format]}", format)
+    assert f"ok {path}" in run("verify", path)
+    assert json.loads(run("verify", path, "--json"))["checkpoints"][0]["ok"] is True
+    offset = detect(path).open(path).places[0][1]
+    data = bytearray(path.read_bytes())
+    data[offset + 5] ^= 1
+    path.write_bytes(data)
+    text = run("verify", path, code=1)
+    assert f'tensor "model.w", "model.t" at offset {offset} is damaged' in text
+    (report,) = json.loads(run("verify", path, "--json", "--readers", 3, code=1))["checkpoints"]
+    assert (report["ok"], report["error"], report["damaged"][0]["offset"]) == (False, None, offset)
+    path.write_bytes(data[:-5000])
+    assert f"bad {path}" in run("verify", path, tmp_path / "none", code=1)
+
+
+def test_verify_files_of_others(run, tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    torch.save({"a": torch.ones(999)}, tmp_path / "a.pt")
+    np.savez(tmp_path / "a.npz", a=np.ones(999))
+    for name in ("a.safetensors", "a.pt", "a.npz"):
+        assert "no digests: only its structure was checked" in run("verify", tmp_path / name)
+    data = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(data[:3000] + b"x" + data[3001:])
+    assert "bad" in run("verify", tmp_path / "a.npz", code=1)
+    run("verify", tmp_path / "a.pt", "--readers", 0, code=2)
+
+
+@pytest.mark.parametrize("source", sorted(SUFFIX))
+def test_convert_keeps_the_state(source, run, state, tmp_path):
+    path = save(state, tmp_path / f"a{SUFFIX[source]}", source, meta={"m": 1})
+    digests = set()
+    for target, suffix in SUFFIX.items():
+        made = json.loads(run("convert", path, tmp_path / f"b{suffix}", "--json"))
+        digests.add(made["digest"])
+        assert os.path.getsize(made["path"]) == made["bytes"]
+        opened = detect(tmp_path / f"b{suffix}").open(tmp_path / f"b{suffix}")
+        assert (opened.format, opened.plan.meta) == (target, {"m": 1})
+        assert same(load_checkpoint(tmp_path / f"b{suffix}", map=False), state)
+    assert len(digests) == 1
+    run("convert", path, tmp_path / "sharded", "--max-shard", "4KiB")
+    assert same(load_checkpoint(tmp_path / "sharded", map=False), state)
+    assert json.loads(run("info", tmp_path / "sharded", "--json"))["digest"] in digests
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_convert_files_of_others(run, tmp_path):
+    tensors = {"a": torch.randn(5), "b": torch.arange(3)}
+    torch.save({"model": tensors, "n": 4}, tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert same(load_checkpoint(tmp_path / "a.safetensors", map=False), {"model": tensors, "n": 4})
+    assert same(safetensors.torch.load_file(tmp_path / "a.safetensors")["model.a"], tensors["a"])
+
+
+def test_convert_refuses(run, state, tmp_path):
+    path = save(state, tmp_path / "a.safetensors")
+    before = path.read_bytes()
+    assert "exists" in run("convert", path, path, code=1)
+    assert "no suffix that says the format" in run("convert", path, tmp_path / "b.bin", code=2)
+    assert "is not known" in run("convert", path, tmp_path / "b.bin", "--format", "hdf5", code=2)
+    assert "is not a size" in run("convert", path, tmp_path / "b", "--max-shard", "much", code=2)
+    assert "a .pt is one file" in run("convert", path, tmp_path / "b.pt", "--max-shard", "1MiB", code=2)
+    assert "No such file" in run("convert", path, tmp_path / "no" / "b.pt", code=1)
+    data = bytearray(before)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "is damaged" in run("convert", path, tmp_path / "b.pt", code=1)
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors"]
+    path.write_bytes(before)
+    run("convert", path, tmp_path / "b.pt")
+    run("convert", path, tmp_path / "b.pt", "--overwrite")
+    assert same(load_checkpoint(tmp_path / "b.pt"), state)
+
+
+def test_ls(run, state, tmp_path):
+    assert "no checkpoints" in run("ls", tmp_path)
+    for number in (1, 2):
+        path = save(state, tmp_path / f"step-{number}.safetensors")
+        os.utime(path, ns=(0, number * 10**9))
+    (tmp_path / "step-3.npz").write_bytes(b"PK\x03\x04 torn")
+    os.utime(tmp_path / "step-3.npz", ns=(0, 3 * 10**9))
+    (tmp_path / "latest").symlink_to("step-2.safetensors")
+    rows = json.loads(run("ls", tmp_path, "--json"))["checkpoints"]
+    assert [row["name"] for row in rows] == ["step-3.npz", "step-2.safetensors", "step-1.safetensors"]
+    assert [row["latest"] for row in rows] == [False, True, False]
+    assert rows[0]["error"]
+    assert (rows[1]["format"], rows[1]["tensors"], rows[1]["error"]) == ("safetensors", 4, None)
+    text = run("ls", tmp_path)
+    assert "latest" in text.splitlines()[2]
+    narrow = run("ls", tmp_path, columns=80).splitlines()
+    header, damaged, newest, oldest, *rest = narrow
+    for row, name, cells in (
+        (damaged, "step-3.npz", ("damaged",)),
+        (newest, "step-2.safetensors", ("safetensors", "4", "latest")),
+        (oldest, "step-1.safetensors", ("safetensors", "4")),
+    ):
+        assert row.startswith(name)
+        assert [cell for cell in cells if cell in row.split()] == list(cells)
+        assert row.index(cells[0], len(name)) >= header.index("format")
+    assert " ".join(rest).split() == ["step-3.npz:", *rows[0]["error"].split()]
+    run("ls", tmp_path / "none", code=1)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "step-3.npz")

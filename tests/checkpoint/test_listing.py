@@ -1,0 +1,345 @@
+"""What training loops expect of a directory: a list with metrics, the best ones kept, names that move, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shmtensor import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointWriter,
+    list_checkpoints,
+    load_arrays,
+    load_newest,
+)
+from shmtensor.checkpoint import index, names
+from shmtensor.checkpoint.directory import Directory
+from shmtensor.checkpoint.index import Saved
+from shmtensor.cli.main import app
+
+from .state_files import save
+
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def own_channels(monkeypatch, channel):
+    """Channel names that the leak check knows as this run's own."""
+    monkeypatch.setattr(names, "PREFIX", channel)
+
+
+def state_of(number: int) -> dict:
+    return {"w": np.full(1000, number), "step": number}
+
+
+def put(path: Path, step: int, *, alias: str = "", name: str = "", **metrics: float) -> Saved:
+    """A save as the writing process commits it, without that process."""
+    directory = Directory(str(path))
+    file = save(state_of(step), path / (name or f"step-{step:08d}.safetensors"))
+    entry = Saved(
+        file.name, "0" * 16, step, step, file.stat().st_size, "0" * 16,
+        (("", file.stat().st_size, file.stat().st_mtime_ns),), metrics, alias,
+    )  # fmt: skip
+    directory.record(entry)
+    assert directory.point_latest(file.name) == directory.point_aliases() == ""
+    return entry
+
+
+def steps_in(path: Path) -> list[int]:
+    return sorted(int(each.name[5:13]) for each in path.glob("step-*"))
+
+
+# --- the list
+
+
+@pytest.mark.slow
+def test_a_writer_s_checkpoints_are_listed(tmp_path, own_channels):
+    path = tmp_path / "a"
+    with CheckpointWriter(path, keep_last=1, keep_best=("loss", "min", 2)) as writer:
+        for step, loss in enumerate([0.9, 0.4, math.nan, 0.6, np.float32(0.75), torch.tensor(0.8)]):
+            writer.save(state_of(step), metrics={"loss": loss}, alias="best" if step in (0, 1) else None)
+        best = path / "best"
+        writer.save(state_of(6), metrics={f"{number:0200d}": number for number in range(100)}).durable.result(PATIENCE)
+    found = list_checkpoints(path)
+    assert [info.step for info in found] == [6, 3, 1]
+    assert [info.aliases for info in found] == [("latest",), (), ("best",)]
+    assert [info.metrics for info in found][1:] == [{"loss": 0.6}, {"loss": 0.4}]
+    assert len(found[0].metrics) == 100
+    assert load_arrays(best)["step"] == 1
+    for info in found:
+        assert (info.format, info.error, info.path) == ("safetensors", None, str(path / info.name))
+        assert info.nbytes == os.path.getsize(info.path)
+        assert info.time == os.stat(info.path).st_mtime_ns / 1e9
+    assert load_newest(path)["step"] == 6
+
+
+@pytest.mark.slow
+def test_another_run_goes_on_with_the_list(tmp_path, own_channels):
+    """A name moves from a file to a directory of shards."""
+    for step, loss in enumerate([0.6, 0.4, 0.9]):
+        put(tmp_path, step, loss=loss, alias="best" if step == 1 else "")
+    with CheckpointWriter(tmp_path, keep_last=1, keep_best=("loss", "max", 1), max_shard=4000) as writer:
+        handle = writer.save(state_of(9), metrics={"loss": 0.5}, alias="best")
+        assert handle.durable.result(PATIENCE)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [9, 2]
+    assert load_arrays(tmp_path / "best")["step"] == 9
+    assert (tmp_path / os.readlink(tmp_path / "best")).is_dir()
+    assert writer.statistics().deleted == 2
+
+
+def test_files_that_nobody_listed_and_damaged_ones(tmp_path):
+    put(tmp_path, 3, loss=0.5, top=math.inf)
+    save(state_of(7), tmp_path / "copied.safetensors")
+    save({"w": np.ones(3)}, tmp_path / "meta.safetensors", meta={"step": 5})
+    save(np.ones(3), tmp_path / "bare.npz", "npz")
+    torch.save({"w": torch.ones(3)}, tmp_path / "foreign.pt")
+    (tmp_path / "torn.safetensors").write_bytes(b"torn")
+    (tmp_path / "index.safetensors").mkdir()
+    (tmp_path / "index.safetensors" / "model.safetensors.index.json").write_text("{}")
+    found = {info.name: info for info in list_checkpoints(tmp_path)}
+    assert {name: info.step for name, info in found.items()} == {
+        "step-00000003.safetensors": 3, "copied.safetensors": 7, "meta.safetensors": 5, "bare.npz": None,
+        "foreign.pt": None, "torn.safetensors": None, "index.safetensors": None,
+    }  # fmt: skip
+    assert [name for name, info in found.items() if info.error] == [
+        name for name in found if name in ("torn.safetensors", "index.safetensors")
+    ]
+    assert found["step-00000003.safetensors"].metrics == {"loss": 0.5, "top": math.inf}
+    assert found["copied.safetensors"].metrics == {}
+    assert next(iter(found)) == "step-00000003.safetensors"  # what is in the list comes first
+    done = CliRunner().invoke(app, ["checkpoint", "ls", str(tmp_path), "--json"])
+    rows = {row["name"]: row for row in json.loads(done.output, parse_constant=pytest.fail)["checkpoints"]}
+    assert rows["step-00000003.safetensors"]["metrics"] == {"loss": 0.5, "top": "inf"}
+    assert rows["step-00000003.safetensors"]["aliases"] == ["latest"]
+    assert rows["torn.safetensors"]["error"]
+    shown = CliRunner().invoke(app, ["checkpoint", "ls", str(tmp_path)], env={"COLUMNS": "200"}).output
+    assert "loss=0.5, top=inf" in shown
+    with pytest.raises(FileNotFoundError):
+        list_checkpoints(tmp_path / "none")
+
+
+def test_a_file_in_place_of_a_listed_one_has_not_its_metrics(tmp_path):
+    put(tmp_path, 3, loss=0.5)
+    save({"w": np.ones(9), "step": 8}, tmp_path / "step-00000003.safetensors")
+    (info,) = list_checkpoints(tmp_path)
+    assert (info.step, info.metrics) == (8, {})
+
+
+def test_a_copied_directory_keeps_its_metrics(tmp_path):
+    put(tmp_path, 3, loss=0.5)
+    os.utime(tmp_path / "step-00000003.safetensors", ns=(5, 5))
+    assert list_checkpoints(tmp_path)[0].metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"metrics": []}, {"metrics": {"a": "x"}}, {"metrics": {"a": None}}, {"metrics": {"a": True}},
+     {"metrics": {"a": []}},
+     {"metrics": {str(number): 1 for number in range(1000)}}, {"alias": "../x"},
+     {"alias": ".x"}, {"alias": 7},
+     {"alias": None}, {"metrics": {"a": 10**400}}],
+    ids=lambda change: f"{change!r:.40}",
+)  # fmt: skip
+def test_hostile_metrics_and_names_are_no_list(tmp_path, change, caplog):
+    put(tmp_path, 3, loss=0.5)
+    document = json.loads((tmp_path / index.INDEX).read_text())
+    document["saves"][0] |= change
+    (tmp_path / index.INDEX).write_text(json.dumps(document))
+    assert index.read(str(tmp_path)) == []
+    assert "cannot be read" in caplog.text
+    assert list_checkpoints(tmp_path)[0].metrics == {}
+
+
+def test_a_list_of_an_earlier_release(tmp_path):
+    """Without metrics and second names."""
+    put(tmp_path, 3)
+    document = json.loads((tmp_path / index.INDEX).read_text())
+    del document["saves"][0]["metrics"], document["saves"][0]["alias"]
+    (tmp_path / index.INDEX).write_text(json.dumps(document))
+    (entry,) = index.read(str(tmp_path))
+    assert (entry.metrics, entry.alias) == ({}, "")
+
+
+# --- what stays
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "left"),
+    [(None, [5, 6]), (("loss", "min", 1), [1, 5, 6]), (("loss", "min", 3), [0, 1, 2, 5, 6]),
+     (("loss", "max", 2), [3, 4, 5, 6]), (("other", "max", 2), [5, 6]), (("loss", "min", 100), [0, 1, 2, 3, 4, 5, 6])],
+)  # fmt: skip
+def test_the_best_stay(tmp_path, keep_best, left):
+    """Of equal ones the older (1, not 2); what has no metric, or nan, is never one of them."""
+    for step, loss in enumerate([0.5, 0.1, 0.1, 0.9, math.inf, math.nan]):
+        put(tmp_path, step, loss=loss)
+    put(tmp_path, 6)
+    directory = Directory(str(tmp_path))
+    deleted, failed = directory.retain(2, None, keep_best)
+    assert (len(deleted), failed) == (7 - len(left), [])
+    assert steps_in(tmp_path) == left
+    assert [entry.step for entry in index.read(str(tmp_path))] == left
+    assert directory.retain(2, None, keep_best) == ([], [])
+
+
+def test_what_a_name_leads_to_stays(tmp_path):
+    for step in range(5):
+        put(tmp_path, step, alias={0: "first", 1: "best", 2: "best"}.get(step, ""))
+    (tmp_path / "first").unlink()  # the list still says whose it is
+    Directory(str(tmp_path)).retain(1, None)
+    assert steps_in(tmp_path) == [0, 2, 4]
+    assert load_arrays(tmp_path / "best")["step"] == 2
+    assert load_arrays(tmp_path / "first")["step"] == 0
+    put(tmp_path, 7, alias="first")
+    Directory(str(tmp_path)).retain(1, None)
+    assert steps_in(tmp_path) == [2, 7]
+    assert load_arrays(tmp_path / "first")["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"keep_best": ("loss", "min", 3)}, "pass keep_last as well"),
+        ({"keep_last": 1, "keep_best": ("loss", "least", 3)}, "pass the name of a metric"),
+        ({"keep_last": 1, "keep_best": ("loss", "min", 0)}, "pass the name of a metric"),
+        ({"keep_last": 1, "keep_best": ("loss", "min", True)}, "pass the name of a metric"),
+        ({"keep_last": 1, "keep_best": ("loss", "min")}, "pass the name of a metric"),
+        ({"keep_last": 1, "keep_best": "loss"}, "pass the name of a metric"),
+    ],
+)
+def test_what_keep_best_does_not_take(tmp_path, options, error):
+    with pytest.raises(ArgumentError, match=error):
+        CheckpointWriter(tmp_path, **options)
+
+
+# --- names that move
+
+
+def test_without_links_the_list_says_what_a_name_means(tmp_path, monkeypatch):
+    put(tmp_path, 1, alias="best")
+    put(tmp_path, 2)
+
+    def refuse(*args):
+        raise PermissionError(1, "no links here", args[1])
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    path = save(state_of(3), tmp_path / "step-00000003.safetensors")
+    size, changed = path.stat().st_size, path.stat().st_mtime_ns
+    directory = Directory(str(tmp_path))
+    directory.record(Saved(path.name, "0" * 16, 3, 3, size, "0" * 16, (("", size, changed),), {}, "best"))
+    assert "no links here" in directory.point_aliases()
+    assert not os.path.lexists(tmp_path / "best")  # it led to an older one
+    assert load_arrays(tmp_path / "best")["step"] == 3
+    assert list_checkpoints(tmp_path)[0].aliases == ("best",)
+    monkeypatch.undo()
+    put(tmp_path, 4)  # any later save completes what failed
+    assert os.readlink(tmp_path / "best") == path.name
+
+
+def test_a_name_whose_checkpoint_is_gone_means_no_other(tmp_path):
+    entry = put(tmp_path, 1, alias="best")
+    put(tmp_path, 2)
+    (tmp_path / entry.name).unlink()
+    with pytest.raises(FileNotFoundError, match="step-00000001"):
+        load_arrays(tmp_path / "best")
+    assert load_arrays(tmp_path)["step"] == 2
+    put(tmp_path, 3, alias="best")
+    assert load_arrays(tmp_path / "best")["step"] == 3
+
+
+@pytest.mark.slow
+def test_what_save_refuses(tmp_path, own_channels):
+    (tmp_path / "mine").write_text("somebody's")
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(state_of(1), name="a", alias="best")
+        for alias in ("mine", "a.safetensors", "b.safetensors"):
+            with pytest.raises(ArgumentError, match="pass another"):
+                writer.save(state_of(2), name="b", alias=alias)
+        for alias in ("latest", "../x", "", ".x", "x" * 300):
+            with pytest.raises(ArgumentError, match="checkpoint alias"):
+                writer.save(state_of(2), alias=alias)
+        with pytest.raises(ArgumentTypeError, match="alias must be a string"):
+            writer.save(state_of(2), alias=7)
+        for metrics in ({"a": "0.5"}, {"a": None}, {"a": np.ones(3)}, {1: 2.0}, [("a", 1)], {"a": 1j}, {"a": 10**400}):
+            with pytest.raises(ArgumentTypeError, match="metrics"):
+                writer.save(state_of(2), metrics=metrics)
+        for metrics in ({"x" * 201: 1}, dict.fromkeys(map(str, range(101)), 0.5)):
+            with pytest.raises(ArgumentError, match="metrics has"):
+                writer.save(state_of(2), metrics=metrics)
+        writer.save(state_of(2), alias="c.safetensors")
+        with pytest.raises(ArgumentError, match="exists"):  # also while it is no link yet
+            writer.save(state_of(3), name="c")
+    assert (tmp_path / "mine").read_text() == "somebody's"
+    assert load_arrays(tmp_path / "best")["step"] == 1
+
+
+# --- resuming
+
+
+def test_there_is_nothing_to_resume_from(tmp_path):
+    assert load_newest(tmp_path / "none") is None
+    assert load_newest(tmp_path) is None
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / ".step-1.safetensors.0000000000000000-1.tmp").write_bytes(b"unfinished")
+    assert load_newest(tmp_path) is None
+    with pytest.raises(ArgumentError, match="is a file"):
+        load_newest(tmp_path / "notes.txt")
+    with pytest.raises(ArgumentError, match="URL"):
+        load_newest("s3://bucket/run")
+    with pytest.raises(ArgumentError, match="verify"):
+        load_newest(tmp_path, verify="some")
+
+
+def test_the_newest_complete_one_is_resumed_from(tmp_path):
+    """Whatever `latest` leads to; damaged ones are passed over as far as what is read tells."""
+    for step in (1, 2, 3):
+        put(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step-00000001.safetensors")
+    assert load_newest(tmp_path)["step"] == 3
+    assert list(load_newest(tmp_path, keys="w")) == ["w"]
+    data = bytearray((tmp_path / "step-00000003.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "step-00000003.safetensors").write_bytes(data)
+    for options in ({"map": False}, {"verify": "all"}):
+        with pytest.warns(RuntimeWarning, match="passed over: .*is damaged"):
+            assert load_newest(tmp_path, **options)["step"] == 2
+    (tmp_path / "step-00000003.safetensors").write_bytes(data[:-9])
+    (tmp_path / "step-00000002.safetensors").write_bytes(b"torn")
+    with pytest.warns(RuntimeWarning, match="passed over") as warned:
+        assert load_newest(tmp_path)["step"] == 1
+    assert len(warned) == 2
+    assert all(each.filename == __file__ for each in warned)
+    (tmp_path / "step-00000001.safetensors").unlink()
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert load_newest(tmp_path) is None
+
+
+def test_what_is_deleted_while_it_is_looked_at_is_looked_for_again(tmp_path, monkeypatch):
+    from shmtensor.checkpoint import listing
+
+    put(tmp_path, 1)
+    put(tmp_path, 2)
+    plain, gone = listing.load_checkpoint, []
+
+    def load(path, **options):
+        if not options.get("from_memory") and len(gone) < 2:
+            gone.append(path)
+            put(tmp_path, 9)
+            raise FileNotFoundError(2, "deleted by keep_last", str(path))
+        return plain(path, **options)
+
+    monkeypatch.setattr(listing, "load_checkpoint", load)
+    assert load_newest(tmp_path)["step"] == 9
+
+
+def test_a_directory_of_shards_is_the_only_one(tmp_path):
+    path = save(state_of(4), tmp_path / "a", max_shard=1000)
+    assert load_newest(path)["step"] == 4

@@ -1,0 +1,688 @@
+"""Checkpoints that several ranks save together: one commit or none, whoever dies; and how they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import shmtensor
+from shmtensor.checkpoint import in_flight, index, manifest, names, process_handle, ranks, votes
+from shmtensor.checkpoint.manifest import MANIFEST
+from shmtensor.checkpoint.writer import CheckpointWriter
+from shmtensor.cli.main import app
+
+from ..conftest import descriptors
+from ..faults.interrupts import each_boundary, interrupted
+from ..scenes import ROOT, files
+from ..waiting import stop, wait_for_end, wait_until
+from .test_deaths import RANK_POINTS, SOAK, names_in, own_channels  # noqa: F401
+
+PATIENCE = 120.0
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
+
+
+def part_of(rank: int, step: int) -> dict:
+    return {"w": np.full(20_000, 1000 * step + rank), "again": [np.full(3, rank)], "step": step}
+
+
+def open_writers(path: Path, count: int, **more) -> list[CheckpointWriter]:
+    return [CheckpointWriter(path, rank=rank, world_size=count, **more) for rank in range(count)]
+
+
+def save_all(writers, step: int, **more) -> list:
+    return [writer.save(part_of(rank, step), **more) for rank, writer in enumerate(writers)]
+
+
+def close_all(writers) -> None:
+    for writer in writers:
+        writer.close()
+
+
+def check(path: Path, steps: list[int], count: int, *, swept: bool = True) -> None:
+    """These checkpoints are there and no others, each with every rank's part of this step; nothing is left."""
+    found = {name for name in names_in(path) if swept or not name.startswith(".")}
+    assert found == {f"step-{step:08d}" for step in steps}
+    for step in steps:
+        check_one(path / f"step-{step:08d}", step, count)
+    if steps:
+        assert os.readlink(path / "latest") == f"step-{max(steps):08d}"
+
+
+def check_one(path: Path, step: int, count: int) -> None:
+    state = shmtensor.load_arrays(path, verify="all")
+    assert list(state) == list(range(count))
+    for rank, part in state.items():
+        expected = part_of(rank, step)
+        assert part["step"] == step
+        assert part["w"].tobytes() == expected["w"].tobytes()
+        assert part["again"][0].tobytes() == expected["again"][0].tobytes()
+
+
+# --- saving and loading
+
+
+def test_all_ranks_make_one_checkpoint(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 3, keep_last=2)
+    for step in (1, 2, 3):
+        for handle in save_all(writers, step, metrics={"loss": 1 / step}):
+            assert handle.durable.result(PATIENCE).path == str(path / f"step-{step:08d}") == handle.path
+    close_all(writers)
+    check(path, [2, 3], 3)
+    (newest, older) = shmtensor.list_checkpoints(path)
+    assert (newest.step, newest.metrics, newest.aliases) == (3, {"loss": 1 / 3}, ("latest",))
+    assert (older.step, older.error) == (2, None)
+    assert {writer.statistics().durable for writer in writers} == {3}
+    assert sum(writer.statistics().deleted for writer in writers) == 1
+
+
+def test_reading_a_part_or_the_whole(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    save_all(writers, 7, meta={"step": 7})
+    close_all(writers)
+    one = shmtensor.load_arrays(path, rank=1)
+    assert one["w"].tobytes() == part_of(1, 7)["w"].tobytes()
+    assert shmtensor.load_arrays(path / "latest", rank=0, keys="step") == {"step": 7}
+    assert list(shmtensor.load_arrays(path, keys=["1.w"])) == [1]
+    some = shmtensor.load_arrays(path, slices={"1.w": np.s_[:2]}, map=False)
+    assert some[1]["w"].tolist() == [7001, 7001]
+    assert some[0]["w"].tolist() == part_of(0, 7)["w"].tolist()
+    with shmtensor.open_checkpoint(path, arrays=True) as opened:
+        assert set(opened) == {"0.w", "0.again.0", "1.w", "1.again.0"}
+        assert opened["1.w"].read(np.s_[5]) == 7001
+    with pytest.raises(shmtensor.ArgumentError, match="2 ranks"):
+        shmtensor.load_checkpoint(path, rank=2)
+    with pytest.raises(shmtensor.ArgumentTypeError, match="int"):
+        shmtensor.load_checkpoint(path, rank="1")
+    assert shmtensor.load_newest(path)[1]["step"] == 7
+
+
+def test_the_commands_take_a_checkpoint_of_several_ranks(tmp_path):
+    writers = open_writers(tmp_path, 2)
+    for handle in save_all(writers, 3):
+        handle.durable.result(PATIENCE)
+    close_all(writers)
+    latest, single = str(tmp_path / "latest"), str(tmp_path / "single.safetensors")
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["checkpoint", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    found = json.loads(run("info", latest, "--json"))
+    assert {tensor["name"].partition(".")[0] for tensor in found["tensors"]} == {"0", "1"}
+    assert "ok" in run("verify", latest)
+    assert "step-00000003" in run("ls", str(tmp_path))
+    run("convert", latest, single)
+    whole, again = shmtensor.load_checkpoint(latest), shmtensor.load_checkpoint(single)
+    assert {key: sorted(part) for key, part in whole.items()} == {int(key): sorted(part) for key, part in again.items()}
+
+
+def test_a_rank_of_what_one_process_saved_is_refused(tmp_path):
+    with CheckpointWriter(tmp_path / "a") as writer:
+        writer.save({"w": np.ones(3), "step": 1})
+    with pytest.raises(shmtensor.ArgumentError, match="leave out rank="):
+        shmtensor.load_checkpoint(tmp_path / "a", rank=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"rank": 0}, shmtensor.ArgumentTypeError), ({"world_size": 2}, shmtensor.ArgumentTypeError),
+        ({"rank": True, "world_size": 2}, shmtensor.ArgumentTypeError),
+        ({"rank": 2, "world_size": 2}, shmtensor.ArgumentError),
+        ({"rank": -1, "world_size": 2}, shmtensor.ArgumentError),
+        ({"rank": 0, "world_size": 1 << 17}, shmtensor.ArgumentError),
+        ({"rank": 0, "world_size": 2, "busy": "skip"}, shmtensor.ArgumentError),
+        ({"rank": 0, "world_size": 2, "max_shard": 1 << 20}, shmtensor.ArgumentError),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(tmp_path, options, error):
+    with pytest.raises(error):
+        CheckpointWriter(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+def test_names_are_those_that_all_ranks_agree_on(tmp_path):
+    path = tmp_path / "a"
+    for _ in range(2):  # a training that goes on from an older step saves some a second time
+        writers = open_writers(path, 2)
+        for handle in [*save_all(writers, 1), *save_all(writers, 1), *save_all(writers, 2, name="mine")][:4]:
+            handle.durable.result(PATIENCE)
+        found = [writer.save({"w": np.ones(3)}) for writer in writers]
+        assert len({handle.durable.result(PATIENCE).path for handle in found}) == 1
+        if _ == 0:
+            with pytest.raises(shmtensor.ArgumentError, match="exists"):
+                writers[0].save(part_of(0, 3), name="mine")
+            close_all(writers)
+            (path / "mine").rename(tmp_path / "mine")
+        else:
+            close_all(writers)
+    found = names_in(path)
+    assert found == {
+        "step-00000001", "step-00000001-2", "step-00000001-3", "step-00000001-2-2", "mine", "save-00000004",
+        "save-00000005",
+    }  # fmt: skip
+
+
+# --- who is missing
+
+
+def test_latest_is_what_all_ranks_have(tmp_path):
+    """A rank that is late holds up its own checkpoint and those after it; nothing older is deleted meanwhile."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2, keep_last=1)
+    for handle in save_all(writers, 1):
+        handle.durable.result(PATIENCE)
+    pid = writers[1].statistics().pid
+    stop(pid)
+    try:
+        first = save_all(writers, 2)
+        second = writers[0].save(part_of(0, 3))
+        wait_until(lambda: second.missing == first[0].missing == {1: "late"})
+        check(path, [1], 2, swept=False)
+        with pytest.raises(shmtensor.TimedOut, match="late: rank 1"):
+            writers[0].save(part_of(0, 4), timeout=0.1)
+        with pytest.raises(shmtensor.TimedOut, match="late: rank 1"):
+            writers[0].close(timeout=0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    writers[1].save(part_of(1, 3))
+    close_all(writers)
+    assert (first[0].status, second.status, second.missing) == ("durable", "durable", {})
+    check(path, [3], 2)
+
+
+def test_a_rank_that_has_not_opened_is_said_to_be_so(tmp_path):
+    path = tmp_path / "a"
+    with CheckpointWriter(path, rank=1, world_size=2) as one:
+        handle = one.save(part_of(1, 1))
+        wait_until(lambda: handle.missing == {0: "not open"})
+        with CheckpointWriter(path, rank=0, world_size=2) as other:
+            other.save(part_of(0, 1))
+    check(path, [1], 2)
+
+
+def test_a_late_rank_is_named_in_the_log(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(in_flight, "_LATE", 0.0)
+    path = tmp_path / "a"
+    with CheckpointWriter(path, rank=0, world_size=2) as one:
+        one.save(part_of(0, 1))
+        wait_until(lambda: "not open: rank 1" in caplog.text)
+        with CheckpointWriter(path, rank=1, world_size=2) as other:
+            other.save(part_of(1, 1))
+
+
+def test_a_rank_that_fails_fails_all(tmp_path, monkeypatch):
+    """The others learn why at once; the next checkpoint is whole, and nothing is left of the first."""
+    path = tmp_path / "a"
+    monkeypatch.chdir(ROOT)
+    fails = (
+        "import json, sys; from shmtensor.checkpoint.output import Output as O; old = O.finish\n"
+        "def finish(self):\n"
+        "    if json.loads(sys.argv[1])['rank'] == 1 and 'step-00000001' in self.path: raise OSError(28, 'no room')\n"
+        "    return old(self)\n"
+        "O.finish = finish\n"
+    )
+    monkeypatch.setattr(process_handle, "LAUNCH", fails + process_handle.LAUNCH)
+    writers = open_writers(path, 2)
+    handles = save_all(writers, 1)
+    assert "no room" in str(handles[1].durable.exception(PATIENCE))
+    assert "rank 1: " in str(handles[0].durable.exception(PATIENCE))
+    assert "no room" in str(handles[0].durable.exception(PATIENCE))
+    save_all(writers, 2)
+    close_all(writers)
+    check(path, [2], 2)
+
+
+def test_a_checkpoint_that_one_rank_leaves_out_is_given_up(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    alone = writers[0].save(part_of(0, 1))
+    save_all(writers, 2)
+    assert "ranks 1 have not saved it" in str(alone.durable.exception(PATIENCE))
+    close_all(writers)
+    check(path, [2], 2)
+
+
+def test_a_name_that_somebody_took(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    first = writers[0].save(part_of(0, 1), name="mine")
+    wait_until(lambda: first.status == "voted")
+    last = None
+    (path / "mine").write_bytes(b"somebody's")
+    with contextlib.suppress(shmtensor.ArgumentError):
+        last = writers[1].save(part_of(1, 1), name="mine")
+    assert last is None
+    save_all(writers, 2)
+    assert first.durable.exception(PATIENCE) is not None
+    close_all(writers)
+    assert (path / "mine").read_bytes() == b"somebody's"
+    assert names_in(path) == {"mine", "step-00000002"}
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_name_that_somebody_takes_before_the_commit(dies, tmp_path, decided):
+    """Also between the decision and the rename."""
+    path = tmp_path / "a"
+    if decided:
+        dies("ranks.decided")
+    writers = open_writers(path, 2)
+    for writer in writers:
+        writer.start()
+    pid = writers[1].statistics().pid
+    if not decided:
+        stop(pid)
+    handles = save_all(writers, 1, name="mine")
+    if decided:
+        wait_until((tmp_path / "flag").exists)
+    (path / "mine").write_bytes(b"somebody's")
+    if not decided:
+        os.kill(pid, signal.SIGCONT)
+    failed = [handle.durable.exception(PATIENCE) for handle in handles]
+    if not decided:
+        assert all("exists" in str(error) for error in failed)
+    save_all(writers, 2)
+    close_all(writers)
+    assert (path / "mine").read_bytes() == b"somebody's" or not any(failed)
+    assert names_in(path) == {"mine", "step-00000002"}
+
+
+# --- who may open
+
+
+def test_a_second_launcher_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_OPENING", 0.1)
+    path = tmp_path / "a"
+    with CheckpointWriter(path, rank=0, world_size=2):
+        with pytest.raises(shmtensor.ResourceError, match="of rank 0 is open"):
+            CheckpointWriter(path, rank=0, world_size=2)
+        with pytest.raises(shmtensor.ResourceError, match="ranks 0 of a run of 2"):
+            CheckpointWriter(path, rank=2, world_size=4)
+        with pytest.raises(shmtensor.ResourceError, match="another CheckpointWriter"):
+            CheckpointWriter(path)
+    with CheckpointWriter(path), pytest.raises(shmtensor.ResourceError, match="without rank="):
+        CheckpointWriter(path, rank=0, world_size=2)
+
+
+def test_a_rank_that_opens_anew_needs_all_to_do_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_OPENING", 0.1)
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    save_all(writers, 1)
+    writers[1].close()
+    with pytest.raises(shmtensor.ResourceError, match="All ranks open"):
+        CheckpointWriter(path, rank=1, world_size=2)
+    writers[0].close()
+    writers = open_writers(path, 2)
+    save_all(writers, 2)
+    close_all(writers)
+    check(path, [1, 2], 2)
+
+
+def test_a_rank_that_has_saved_nothing_may_open_again(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    writers[1].close()
+    writers[1] = CheckpointWriter(path, rank=1, world_size=2)
+    save_all(writers, 1)
+    close_all(writers)
+    check(path, [1], 2)
+
+
+# --- interrupts
+
+
+def test_every_boundary_of_a_rank_s_constructor(tmp_path):
+    """Nothing is left: neither a lock nor a place in the run."""
+    path = tmp_path / "a"
+    with CheckpointWriter(path, rank=0, world_size=2):
+        before = descriptors()
+        for attempt in each_boundary(lambda: CheckpointWriter(path, rank=1, world_size=2)):
+            attempt.result = None
+            gc.collect()
+            assert descriptors() == before
+            CheckpointWriter(path, rank=1, world_size=2).close()
+        assert attempt.at > 100
+
+
+def test_boundaries_of_a_rank_s_save(tmp_path):
+    """An interrupted save is one of all ranks or of none; the next is whole, and nothing is left."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2, keep_last=2, memory="2MiB")
+    for handle in save_all(writers, 0):
+        handle.durable.result(PATIENCE)
+    at, reached = 1, True
+    while reached:
+        name = f"cut-{at}"
+        reached = interrupted(lambda name=name: writers[0].save(part_of(0, at), name=name), at).reached  # noqa: B023
+        other = writers[1].save(part_of(1, at), name=name)
+        for handle in save_all(writers, at):
+            handle.durable.result(PATIENCE)
+        if other.durable.exception(PATIENCE) is None and (path / name).exists():
+            check_one(path / name, at, 2)
+        assert not (path / name).exists() or other.status == "durable"
+        at += 1 if SOAK else 7
+    assert at > 50
+    close_all(writers)
+    assert not [name for name in names_in(path) if name.startswith(".")]
+
+
+# --- deaths
+
+
+def once_at(point: str, flag: Path, rank: int | None = None) -> str:
+    """Code for the start of each writing process: the first one that comes by the point dies there."""
+    condition = "True" if rank is None else f"json.loads(sys.argv[1]).get('rank') == {rank}"
+    return (
+        "import json, os, signal, sys; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "def die():\n"
+        f"    try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
+        "    except FileExistsError: points.hits.clear(); points.hits.update(dict.fromkeys(points.armed, 0)); return\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"if {condition}: points.arm({point!r}, die, 1)\n"
+    )
+
+
+@pytest.fixture
+def dies(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
+
+    def arrange(point: str, rank: int | None = None) -> None:
+        monkeypatch.setattr(process_handle, "LAUNCH", once_at(point, tmp_path / "flag", rank) + process_handle.LAUNCH)
+
+    return arrange
+
+
+QUICK = ["vote.written", "vote.added", "ranks.manifest", "ranks.decided", "ranks.cleared", "ranks.renamed"]
+
+
+@pytest.mark.parametrize("memory", ["8MiB", *["1MiB"] * SOAK])
+@pytest.mark.parametrize("point", RANK_POINTS if SOAK else QUICK)
+def test_a_writing_process_dies(dies, tmp_path, point, memory):
+    """It is started again, or another rank's goes on where it was: every checkpoint is durable all the same."""
+    path = tmp_path / "a"
+    dies(point)
+    writers = open_writers(path, 2, keep_last=2, memory=memory)
+    for step in (1, 2, 3):
+        for handle in save_all(writers, step):
+            handle.durable.result(PATIENCE)
+    assert sum(writer.statistics().restarts for writer in writers) == 1
+    close_all(writers)
+    check(path, [2, 3], 2)
+
+
+@pytest.mark.parametrize("point", ["giveup.before", "giveup.decided"])
+def test_a_writing_process_dies_while_it_gives_a_checkpoint_up(dies, tmp_path, point):
+    path = tmp_path / "a"
+    dies(point)
+    writers = open_writers(path, 2)
+    alone = writers[0].save(part_of(0, 1))
+    save_all(writers, 2)
+    assert alone.durable.exception(PATIENCE) is not None
+    close_all(writers)
+    check(path, [2], 2)
+
+
+TRAINERS = """
+    import os, signal, sys
+    prefix, path, count, launch, end = sys.argv[1:]
+    from shmtensor.checkpoint import names, process_handle
+    from shmtensor.checkpoint.writer import CheckpointWriter
+    from tests.checkpoint.test_ranks import part_of, save_all
+    from tests.waiting import stop, wait_until
+    names.PREFIX = prefix
+    writers = [CheckpointWriter(path, rank=rank, world_size=int(count)) for rank in range(int(count))]
+    for handle in save_all(writers, 1):
+        handle.durable.result(120)
+    process_handle.LAUNCH = launch + process_handle.LAUNCH
+    exec(end)
+    print(*(writer.statistics().pid for writer in writers), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def trainers(path: Path, end: str, *, count: int = 2, launch: str = "") -> list[int]:
+    """Run a process that is the trainer of all ranks, and dies; the process ids of the writing processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRAINERS), names.PREFIX, str(path), str(count), launch, end],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def test_all_trainers_die_after_save(tmp_path):
+    for pid in trainers(tmp_path / "a", "save_all(writers, 2)"):
+        wait_for_end(pid)
+    check(tmp_path / "a", [1, 2], 2)
+
+
+def test_a_trainer_dies_and_another_rank_was_never_opened(tmp_path):
+    """Its writing process does not wait for ever."""
+    path = tmp_path / "a"
+    end = """
+for w in writers: w.close()
+writers = [CheckpointWriter(path, rank=0, world_size=2)]
+writers[0].save(part_of(0, 2))
+"""
+    for pid in trainers(path, end, count=1):
+        wait_for_end(pid)
+    check(path, [1], 1)
+    assert "ranks 1" in ranks.read(str(path)).outcomes[-1].reason
+
+
+def test_a_rank_dies_before_its_part_is_durable(tmp_path):
+    """Trainer and writing process of one rank: the others give the checkpoint up; `latest` stays."""
+    path = tmp_path / "a"
+    kills = "save_all(writers, 2)\nos.kill(writers[1].statistics().pid, signal.SIGKILL)"
+    for pid in trainers(path, f"stop(writers[1].statistics().pid)\n{kills}"):
+        wait_for_end(pid)
+    check(path, [1], 2)
+    assert "ranks are missing" in ranks.read(str(path)).outcomes[-1].reason
+    with CheckpointWriter(path, rank=0, world_size=1) as writer:  # which removes what both left in shared memory
+        writer.start(timeout=PATIENCE)
+
+
+def test_all_die_and_the_next_run_has_another_world_size(tmp_path):
+    """What they left is swept; a checkpoint whose parts were all there is finished."""
+    path = tmp_path / "a"
+    kill = "\nfor w in writers: os.kill(w.statistics().pid, signal.SIGKILL)"
+    for pid in trainers(path, f"stop(writers[1].statistics().pid)\nsave_all(writers, 2){kill}"):
+        wait_for_end(pid)
+    check(path, [1], 2, swept=False)
+    writers = open_writers(path, 3)
+    save_all(writers, 5)
+    close_all(writers)
+    assert names_in(path) == {"step-00000001", "step-00000005"}
+    check_one(path / "step-00000001", 1, 2)
+    check_one(path / "step-00000005", 5, 3)
+
+
+@pytest.mark.parametrize("single", [False, *[True] * SOAK])
+@pytest.mark.parametrize("point", RANK_POINTS if SOAK else ["vote.added", "ranks.decided", "ranks.renamed"])
+def test_all_die(tmp_path, point, single):
+    """Every process, at a point of one that decides: what has its name is whole, and the next run finishes the rest."""
+    path = tmp_path / "a"
+    die = (
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        f"import os, signal, sys, json; points.arm({point!r}, 'kill')\n"
+    )
+    end = f"""
+from shmtensor.checkpoint.writer import CheckpointWriter
+from shmtensor.cli.main import app
+for w in writers: w.close()
+process_handle.LAUNCH = {die!r} + process_handle.LAUNCH
+writers = [CheckpointWriter(path, rank=rank, world_size=2) for rank in range(2)]
+for w in writers: w.start()
+pids = [w.statistics().pid for w in writers]
+for pid in pids: stop(pid)
+save_all(writers, 2)
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pids = trainers(path, end)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    for pid in pids:
+        wait_for_end(pid)
+    check_one(path / "step-00000001", 1, 2)
+    visible = {name for name in names_in(path) if not name.startswith(".")}
+    if "step-00000002" in visible:
+        check_one(path / "step-00000002", 2, 2)
+    if single:
+        with CheckpointWriter(path) as writer:
+            writer.save({"w": np.ones(3), "step": 5})
+        there = names_in(path)
+        assert there - {"step-00000002"} == {"step-00000001", "step-00000005.safetensors"}
+    else:
+        writers = open_writers(path, 2)
+        save_all(writers, 5)
+        close_all(writers)
+        there = names_in(path)
+        assert there - {"step-00000002"} == {"step-00000001", "step-00000005"}
+        check_one(path / "step-00000005", 5, 2)
+        assert os.readlink(path / "latest") == "step-00000005"
+    assert visible - {"step-00000005"} <= there
+    decided = RANK_POINTS.index(point) >= RANK_POINTS.index("vote.added")
+    assert ("step-00000002" in there) == decided
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_writing_process_dies_while_it_finishes_what_others_left(dies, tmp_path, whole):
+    path = tmp_path / "a"
+    stopped = "" if whole else "stop(writers[1].statistics().pid)\n"
+    kill = "for w in writers: os.kill(w.statistics().pid, signal.SIGKILL)"
+    for pid in trainers(path, f"{stopped}save_all(writers, 2)\n{kill}"):
+        wait_for_end(pid)
+    left = [name for name in names_in(path) if name.endswith(".ranks")]
+    dies("settle.before")
+    writers = open_writers(path, 2)
+    save_all(writers, 3)
+    close_all(writers)
+    assert sum(writer.statistics().restarts for writer in writers) == bool(left)
+    there = names_in(path)
+    assert there - {"step-00000002"} == {"step-00000001", "step-00000003"}
+    for name in there:
+        check_one(path / name, int(name[-8:]), 2)
+
+
+def test_a_trainer_dies_while_it_begins_a_run(tmp_path):
+    path = tmp_path / "a"
+    code = (
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "from shmtensor.checkpoint.writer import CheckpointWriter\n"
+        f"points.arm('run.begun', 'kill'); CheckpointWriter({str(path)!r}, rank=0, world_size=2)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, timeout=PATIENCE)
+        assert done.returncode == -signal.SIGKILL
+        assert names_in(path) == set()
+    writers = open_writers(path, 2)
+    save_all(writers, 1)
+    close_all(writers)
+    check(path, [1], 2)
+
+
+def test_the_next_run_waits_for_what_the_one_before_has_to_finish(tmp_path):
+    path = tmp_path / "a"
+    pids = trainers(path, "for w in writers: stop(w.statistics().pid)\nsave_all(writers, 2)")
+    writers = open_writers(path, 2)
+    handles = save_all(writers, 3)
+    wait_until(lambda: all(handle.status == "voted" for handle in handles))
+    with pytest.raises(TimeoutError):
+        handles[0].durable.result(0.3)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    for handle in handles:
+        handle.durable.result(PATIENCE)
+    close_all(writers)
+    for pid in pids:
+        wait_for_end(pid)
+    check(path, [1, 2, 3], 2)
+    assert [entry.step for entry in index.read(str(path))] == [1, 2, 3]
+
+
+# --- what others wrote
+
+HOSTILE = [
+    b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "parts": []}', b"[" * 100_000,
+    b'{"version":1,"world_size":1,"step":0,"metrics":{},"alias":"","parts":[["../x",1,"a"]]}',
+    b'{"version":1,"world_size":1,"step":0,"metrics":{},"alias":"","parts":[["rank-00001.pt",1,"a"]]}',
+    b'{"version":1,"world_size":9,"step":0,"metrics":{},"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
+    b'{"version":1,"world_size":1,"step":-1,"metrics":{},"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
+    b'{"version":1,"world_size":1,"step":0,"metrics":[],"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
+    b'{"version":1,"world_size":1,"step":0,"metrics":{},"alias":"","parts":[["rank-00000.pt",1e99,"a"]]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE)
+def test_a_hostile_manifest_is_refused(tmp_path, data):
+    (tmp_path / MANIFEST).write_bytes(data)
+    with pytest.raises(shmtensor.CheckpointError):
+        shmtensor.load_checkpoint(tmp_path)
+
+
+def test_a_large_manifest_is_not_read(tmp_path):
+    with open(tmp_path / MANIFEST, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(shmtensor.CheckpointError, match="more than"):
+        shmtensor.load_checkpoint(tmp_path)
+
+
+def test_a_part_that_is_missing_or_changed_is_named(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    save_all(writers, 1)
+    close_all(writers)
+    made = path / "step-00000001"
+    part = made / "rank-00001.safetensors"
+    data = part.read_bytes()
+    part.write_bytes(data + b"x")
+    with pytest.raises(shmtensor.CheckpointError, match="rank-00001"):
+        shmtensor.load_checkpoint(made)
+    part.unlink()
+    with pytest.raises(shmtensor.CheckpointError, match=r"rank-00001.safetensors is missing"):
+        shmtensor.load_checkpoint(made)
+    assert shmtensor.load_arrays(made, rank=0)["step"] == 1
+
+
+def test_a_part_that_names_tensors_of_another_is_damaged():
+    moved = manifest._shifted({"k": [[["i", "0x0"], {"x": 0}], ["a", {"z": ["s", [], [], [1, 7]]}]]}, 5, 2)
+    assert moved == {"k": [[["i", "0x0"], {"x": 5}], ["a", {"z": ["s", [], [], [6, -1]]}]]}
+    assert manifest._shifted({"x": 2}, 5, 2) == {"x": -1}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rank": 1}', "[" * 100_000, '{"rank":0,"file":"../x"}'])
+def test_a_vote_that_cannot_be_read_counts_as_none(tmp_path, text):
+    (tmp_path / "rank-00000.vote").write_text(text)
+    assert votes._votes(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 3}', json.dumps({"version": 1, "run": -1})])
+def test_a_damaged_run_is_said_to_be_so(tmp_path, text):
+    (tmp_path / ranks.RUN).write_text(text)
+    with pytest.raises(shmtensor.ResourceError, match="damaged"):
+        CheckpointWriter(tmp_path, rank=0, world_size=1)
+
+
+def test_nothing_is_left_in_shared_memory(tmp_path):
+    writers = open_writers(tmp_path / "a", 2)
+    save_all(writers, 1)
+    close_all(writers)
+    assert files(names.PREFIX) == set()

@@ -1,0 +1,340 @@
+"""`shmtensor ls`, `gc` and `doctor`: on live channels, on the dead, and on damaged segments."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import shmtensor
+from shmtensor.channel import cleanup
+from shmtensor.channel import inspect as look_inside
+from shmtensor.cli import doctor, machine
+from shmtensor.cli.main import app
+from shmtensor.cli.output import FAIL, Finding
+from shmtensor.errors import ResourceError
+from shmtensor.memory import segment as shm
+
+from ..scenes import unswept
+
+PATIENCE = 120.0
+TRIES = 50
+"""How often a test tries to be faster than whoever else sweeps."""
+
+
+def cli(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout
+
+
+def seen(channel: str) -> dict:
+    (found,) = json.loads(cli("ls", channel, "--json"))["channels"]
+    assert found["name"] == channel
+    return found
+
+
+def hold_one(channel: str, pipe) -> None:
+    """Take one message, keep its view, and wait to be killed."""
+    rx = shmtensor.Subscriber(channel)
+    pipe.send("joined")
+    value = rx.recv(timeout=PATIENCE).value
+    pipe.send(int(value[0]))
+    signal.pause()
+
+
+@pytest.fixture
+def victim(channel):
+    """A subscriber in a process of its own: (process, pipe)."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold_one, args=(channel, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(PATIENCE)
+    assert ours.recv() == "joined"
+    yield process, ours
+    process.kill()
+    process.join()
+    process.close()
+    ours.close()
+
+
+def test_help_and_version():
+    assert "ls" in cli("--help")
+    for command in ("ls", "gc", "doctor", "demo"):
+        assert "--json" in cli(command, "--help")
+    assert shmtensor.__version__ in cli("--version")
+    run = subprocess.run([sys.executable, "-m", "shmtensor", "--version"], capture_output=True, text=True, check=True)
+    assert shmtensor.__version__ in run.stdout
+
+
+def test_ls_fan_out(channel):
+    with (
+        shmtensor.Publisher(channel, slots=8, slot_bytes=4096) as pub,
+        shmtensor.Subscriber(channel) as sub,
+        shmtensor.Subscriber(channel, delivery="latest") as late,
+    ):
+        for number in range(3):
+            pub.send(np.full(100, number))
+        first, newest = sub.recv(timeout=PATIENCE), late.recv(timeout=PATIENCE)
+        before = {name: os.stat(f"/dev/shm/{name}").st_mtime_ns for name in os.listdir("/dev/shm") if channel in name}
+        found = seen(channel)
+        after = {name: os.stat(f"/dev/shm/{name}").st_mtime_ns for name in os.listdir("/dev/shm") if channel in name}
+        assert before == after
+        assert found["kind"] == "fan-out"
+        assert found["living"] == 3
+        assert found["notes"] == []
+        assert found["bytes"] == sum(os.stat(path).st_size for path in found["files"])
+        roles = [(m["role"], m["delivery"], m["pid"], m["alive"], m["leaving"]) for m in found["members"]]
+        me = os.getpid()
+        assert roles == [
+            ("sender", None, me, True, False),
+            ("receiver", "all", me, True, False),
+            ("receiver", "latest", me, True, False),
+        ]
+        (ring,) = found["members"][0]["rings"]
+        assert (ring["slots"], ring["slot_bytes"], ring["slots_used"], ring["bytes_used"]) == (8, 4096, 3, 2400)
+        assert found["members"][0]["published"] == 3
+        messages = {m["seq"]: m for m in found["messages"]}
+        assert [messages[seq]["state"] for seq in (1, 2, 3)] == ["leased", "unread", "leased"]
+        assert messages[1]["holders"][0]["uid"] == found["members"][1]["uid"]
+        assert {holder["how"] for holder in messages[3]["holders"]} == {"unread", "leased"}
+        assert messages[1]["age"] >= messages[3]["age"] >= 0
+        text = cli("ls", channel)
+        assert channel in text
+        assert "leased" in text
+        del first, newest
+        sub.recv(timeout=PATIENCE).release()
+        sub.recv(timeout=PATIENCE).release()
+        assert seen(channel)["messages"] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
+def test_ls_work_queue(channel):
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel, acknowledge="release") as rx:
+        for number in range(3):
+            tx.send(np.full(100, number))
+        claimed, done = rx.recv(timeout=PATIENCE), rx.recv(timeout=PATIENCE)
+        view = done.value
+        done.release()
+        found = seen(channel)
+        assert found["kind"] == "work queue"
+        messages = {m["seq"]: m for m in found["messages"]}
+        assert [messages[seq]["state"] for seq in (1, 2, 3)] == ["claimed", "done", "waiting"]
+        assert messages[1]["attempt"] == 1
+        assert messages[1]["holders"] == [
+            {"uid": found["members"][1]["uid"], "pid": os.getpid(), "how": "claimed", "alive": True}
+        ]
+        assert "nobody yet" in cli("ls", channel)
+        del view
+        claimed.release()
+        assert [m["seq"] for m in seen(channel)["messages"]] == [3]
+
+
+def test_ls_history(channel):
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=4096, history=1) as pub:
+        pub.send(np.zeros(10))
+        pub.send(np.zeros(10))
+        (message,) = seen(channel)["messages"]
+        assert (message["seq"], message["state"], message["span"]) == (2, "history", 1)
+
+
+def test_ls_long_messages(channel):
+    with shmtensor.Publisher(channel, slots=9, slot_bytes=4096) as pub, shmtensor.Subscriber(channel):
+        pub.send(np.zeros(1500))
+        (message,) = seen(channel)["messages"]
+        assert (message["seq"], message["state"], message["span"], message["bytes"]) == (1, "unread", 3, 12000)
+
+
+@pytest.mark.slow
+def test_the_dead(channel, victim):
+    process, pipe = victim
+    with shmtensor.Publisher(channel, slots=4) as pub:
+        pub.wait_for_subscribers(1, timeout=PATIENCE)
+        pub.send(np.full(100, 5))
+        assert pipe.poll(PATIENCE)
+        assert pipe.recv() == 5
+        with unswept(channel):
+            process.kill()
+            process.join()
+            found = seen(channel)
+            assert "dead" in cli("ls", channel)
+        assert found["living"] == 1
+        (member,) = (m for m in found["members"] if m["role"] == "receiver")
+        assert (member["pid"], member["alive"]) == (process.pid, False)
+        (message,) = found["messages"]
+        assert message["holders"] == [{"uid": member["uid"], "pid": process.pid, "how": "leased", "alive": False}]
+        cli("gc")
+        found = seen(channel)  # the live publisher stays, the dead subscriber goes
+        assert [m["role"] for m in found["members"]] == ["sender"]
+        assert found["messages"] == []
+
+
+@pytest.mark.slow
+def test_gc_after_a_death(channel):
+    """Any other program that makes an endpoint may have swept before: then somebody else dies."""
+    live = channel + "-live"
+    with shmtensor.Publisher(live, slots=2, slot_bytes=64) as pub:
+        assert any(gc_finds_the_dead(f"{channel}-{number}", live) for number in range(TRIES))
+        pub.send(np.zeros(4))
+
+
+def gc_finds_the_dead(channel: str, live: str) -> bool:
+    """Whether it was `gc` that removed what a death had left. If so, it said what."""
+    script = (
+        "import signal, sys, numpy, shmtensor\n"
+        "tx = shmtensor.Producer(sys.argv[1]); rx = shmtensor.Consumer(sys.argv[1])\n"
+        "tx.send(numpy.zeros(1000)); print('sent', flush=True); signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, channel], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "sent\n"
+        with unswept(channel):
+            process.kill()
+            process.wait()
+            files = seen(channel)["files"]
+            assert len(files) == 4  # control, sequences, semaphore, ring
+    dry, text = json.loads(cli("gc", "--dry-run", "--json")), cli("gc", "--dry-run")
+    are_there = all(map(os.path.exists, files))
+    swept = json.loads(cli("gc", "--json"))
+    assert not any(map(os.path.exists, files))
+    cli("ls", channel, code=1)
+    removed = {it["path"]: it for it in swept["removed"]}
+    if not are_there or not set(files) <= set(removed):
+        return False
+    assert dry["dry_run"]
+    assert set(files) <= {it["path"] for it in dry["removed"]}
+    assert "would remove" in text
+    assert all(removed[path]["channel"] == channel for path in files)
+    assert swept["bytes"] == sum(it["bytes"] for it in swept["removed"]) > 8000
+    (left,) = (it for it in swept["left"] if it["channel"] == live)
+    assert str(os.getpid()) in left["why"]
+    return True
+
+
+def test_ls_damaged_segments(channel):
+    with shmtensor.Publisher(channel, slots=4) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(np.zeros(10))
+        uid = seen(channel)["members"][0]["uid"]
+        os.rename(f"/dev/shm/shmtensor.{channel},{uid},0", f"/dev/shm/shmtensor.{channel},{uid},9")
+        found = seen(channel)
+        assert "ring 0" in found["notes"][0]
+        os.rename(f"/dev/shm/shmtensor.{channel},{uid},9", f"/dev/shm/shmtensor.{channel},{uid},0")
+        assert seen(channel)["notes"] == []
+        sub.recv(timeout=PATIENCE).release()
+    main, stray = f"/dev/shm/shmtensor.{channel}", f"/dev/shm/shmtensor.{channel},{1:016x}"
+    for size in (0, 100, 1 << 20):  # no control segment at all
+        notes, text = seen_before_it_is_swept(channel, main, size)
+        assert notes
+        assert "note:" in text
+    notes, _ = seen_before_it_is_swept(channel, stray, 0)
+    assert "no control segment" in notes[0]
+
+
+def seen_before_it_is_swept(channel: str, path: str, size: int) -> tuple[list[str], str]:
+    """What `ls` says of a file that nobody owns. Any other program that makes an endpoint removes it."""
+    for _ in range(TRIES):
+        with open(path, "wb") as file:
+            file.truncate(size)
+        found = CliRunner().invoke(app, ["ls", channel, "--json"]), CliRunner().invoke(app, ["ls", channel])
+        if os.path.exists(path):
+            os.unlink(path)
+            assert [each.exit_code for each in found] == [0, 0]
+            return json.loads(found[0].stdout)["channels"][0]["notes"], found[1].stdout
+    raise AssertionError(f"{path} was swept each time")
+
+
+def test_ls_while_a_segment_is_cut(channel, monkeypatch):
+    with shmtensor.Publisher(channel, slots=4) as pub, shmtensor.Subscriber(channel):
+        pub.send(np.zeros(10))
+        real = os.pread
+        calls, intact = [], [0]
+
+        def short(fd: int, size: int, offset: int) -> bytes:
+            calls.append(size)
+            return real(fd, size, offset)[: size // 2 if len(calls) > intact[0] else size]
+
+        monkeypatch.setattr(look_inside.os, "pread", short)
+        for number in range(8):
+            calls.clear()
+            intact[0] = number
+            seen(channel)  # never raises, whichever read is cut short
+
+
+def test_other_users_segments(channel, monkeypatch):
+    with shmtensor.Publisher(channel) as pub:
+
+        def denied(name: str) -> shm.Segment:
+            raise ResourceError(13, f"segment {name} belongs to user 4242, you are user 1: use another channel name")
+
+        monkeypatch.setattr(shm, "look_at", denied)
+        assert "belongs to user 4242" in seen(channel)["notes"][0]
+        monkeypatch.undo()
+        pub.close()
+
+
+def test_ls_of_a_name_that_is_not_ours(channel):
+    path = f"/dev/shm/shmtensor.{channel}"
+    os.mkdir(path)
+    try:
+        run = CliRunner().invoke(app, ["ls", channel])
+        assert (run.exit_code, "what lies under its name is not the library's" in run.output) == (1, True)
+        assert f"not ours: {path}: a directory" in run.output
+        (found,) = json.loads(cli("ls", channel, "--json", code=1))["foreign"]
+        assert (found["path"], found["what"]) == (path, "a directory")
+        assert "not ours" not in cli("ls", channel + "-x", code=1)
+    finally:
+        os.rmdir(path)
+
+
+def test_ls_names(channel):
+    cli("ls", channel, code=1)
+    cli("ls", "no/such", code=2)
+    assert isinstance(json.loads(cli("ls", "--json"))["channels"], list)
+
+
+def test_doctor():
+    report = json.loads(cli("doctor", "--json"))
+    assert report["ok"] is True
+    names = {it["name"] for it in report["findings"]}
+    assert {"/dev/shm", "OFD locks", "membarrier", "POSIX semaphores", "socket directory", "leftovers"} <= names
+    assert all(it["status"] in ("ok", "warn", "fail") and it["meaning"] for it in report["findings"])
+    assert "checks" in cli("doctor")
+
+
+def test_doctor_fails_and_survives_broken_checks(monkeypatch):
+    def broken():
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(machine, "CHECKS", (broken, lambda: iter([Finding("x", FAIL, "1", "2")])))
+    monkeypatch.setattr(doctor.software, "CHECKS", ())
+    report = json.loads(cli("doctor", "--json", code=1))
+    assert [it["status"] for it in report["findings"]] == ["fail", "fail"]
+
+
+def test_doctor_bad_socket_directory(monkeypatch, tmp_path):
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("SHMTENSOR_DIR", str(tmp_path))
+    report = json.loads(cli("doctor", "--json", code=1))
+    (finding,) = (it for it in report["findings"] if it["name"] == "socket directory")
+    assert finding["status"] == "fail"
+    assert "chmod 700" in finding["value"]
+    result = CliRunner().invoke(app, ["gc"])
+    assert result.exit_code == 1
+    assert "chmod 700" in result.stderr
+
+
+def test_interrupt(monkeypatch):
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cleanup, "channels", interrupted)
+    cli("ls", code=130)

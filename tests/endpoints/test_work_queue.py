@@ -1,0 +1,570 @@
+"""Producer and Consumer: exactly one consumer per message, acknowledgement, redelivery, poison."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import shmtensor
+from shmtensor import Consumer, Producer
+
+from ..scenes import unswept
+from ..waiting import PATIENCE, wait_until
+
+PROLOGUE = "import sys, os, numpy as np, shmtensor\nrx = shmtensor.Consumer(sys.argv[1])\n"
+
+
+def child(channel: str, body: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROLOGUE + body, channel], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    return process
+
+
+def end(process: subprocess.Popen[str], code: int = 0) -> None:
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+
+
+def test_each_message_goes_to_exactly_one_consumer(channel):
+    with Producer(channel, slots=64) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        for number in range(50):
+            tx.send(np.array(number))
+        got = []
+        for rx in (one, two) * 25:
+            got.append(int(rx.recv(timeout=PATIENCE).value))
+        assert sorted(got) == list(range(50))
+        for rx in (one, two):
+            with pytest.raises(shmtensor.TimedOut):
+                rx.recv(timeout=0)
+
+
+def test_messages_wait_for_a_consumer(channel):
+    with Producer(channel) as tx:
+        for number in range(10):
+            tx.send(np.array(number))
+        with Consumer(channel) as rx:
+            assert [int(rx.recv(timeout=PATIENCE).value) for _ in range(10)] == list(range(10))
+
+
+def test_values_are_writable(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.zeros(3))
+        msg = rx.recv(timeout=PATIENCE)
+        msg.value[1] = 5
+        assert msg.value.tolist() == [0, 5, 0]
+
+
+def test_order_of_one_consumer_and_many_producers(channel):
+    with Consumer(channel) as rx, Producer(channel) as one, Producer(channel) as two:
+        for number in range(8):
+            one.send(np.array(number))
+            two.send(np.array(100 + number))
+        got = [int(rx.recv(timeout=PATIENCE).value) for _ in range(16)]
+        assert [n for n in got if n < 100] == list(range(8))
+        assert [n for n in got if n >= 100] == list(range(100, 108))
+
+
+def test_slots_come_back_and_views_keep_theirs(channel):
+    with Producer(channel, slots=3) as tx, Consumer(channel) as rx:
+        kept = []
+        for number in range(40):
+            tx.send(np.full(4, number), timeout=PATIENCE)
+            msg = rx.recv(timeout=PATIENCE)
+            if number in (5, 17):
+                kept.append(msg.value)
+            msg.release()
+        assert [int(value[0]) for value in kept] == [5, 17]
+
+
+def test_asking_for_the_next_acknowledges_the_one_before(channel):
+    """A consumer that dies gives back only what it had not asked past."""
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        process = child(channel, "rx.recv(); rx.recv(); m = rx.recv(); print('got', flush=True); sys.stdin.read()")
+        tx.wait_for_consumers(2, timeout=PATIENCE)
+        rx.close()
+        for number in range(4):
+            tx.send(np.array(number))
+        assert process.stdout.readline() == "got\n"
+        process.kill()
+        end(process, -9)
+        with Consumer(channel) as rx:
+            got = [(int(msg.value), msg.attempt) for msg in (rx.recv(timeout=PATIENCE) for _ in range(2))]
+        assert sorted(got) == [(2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["array", "tensor"])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+def test_closing_acknowledges_the_message_in_hand(channel, kind, keep):
+    """Also if the caller has dropped it by then: the consumer keeps it until it is done."""
+    with Producer(channel, slots=2) as tx, Consumer(channel) as rx:
+        for number in range(6):  # the later ones by the compiled module, if there is one
+            tx.send(kind([number]))
+            msg = rx.recv(timeout=PATIENCE)
+            assert msg.value.tolist() == [number]
+        if not keep:
+            del msg
+        rx.close()
+        with Consumer(channel) as other, pytest.raises(shmtensor.TimedOut):
+            other.recv(timeout=0.6)
+
+
+def test_release_acknowledges_and_with_rejects_on_an_exception(channel):
+    with Producer(channel) as tx, Consumer(channel, acknowledge="release") as rx:
+        for number in range(3):
+            tx.send(np.array(number))
+        rx.recv(timeout=PATIENCE).release()
+        with pytest.raises(KeyError), rx.recv(timeout=PATIENCE) as msg:
+            assert int(msg.value) == 1
+            raise KeyError
+        del msg
+        assert int(rx.recv(timeout=PATIENCE).value) == 2  # dropped unacknowledged: comes again as well
+        again = [rx.recv(timeout=PATIENCE) for _ in range(2)]
+        assert sorted((int(msg.value), msg.attempt) for msg in again) == [(1, 2), (2, 2)]
+        for msg in again:
+            msg.release()
+        assert rx.statistics().redelivered == 2
+
+
+def test_a_rejected_message_is_not_delivered_again_while_a_view_of_it_lives(channel):
+    with Producer(channel) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        tx.send(np.array([7]))
+        with pytest.raises(KeyError), one.recv(timeout=PATIENCE) as msg:
+            view = msg.value
+            raise KeyError
+        with pytest.raises(shmtensor.TimedOut):
+            two.recv(timeout=0.6)
+        del view
+        again = two.recv(timeout=PATIENCE)
+        assert (again.value.tolist(), again.attempt) == ([7], 2)
+
+
+def test_poison_is_dropped_after_max_attempts(channel, caplog):
+    with Producer(channel) as tx, Consumer(channel, max_attempts=2, acknowledge="release") as rx:
+        tx.send(np.array(666))
+        tx.send(np.array(1))
+        got = []
+        for _ in range(3):
+            msg = rx.recv(timeout=PATIENCE)
+            got.append((int(msg.value), msg.attempt))
+            if msg.value == 1:
+                msg.release()
+            del msg
+        assert sorted(got) == [(1, 1), (666, 1), (666, 2)]
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)
+        assert rx.statistics().abandoned == 1
+        assert "dropped after 2 attempts" in caplog.text
+
+
+def test_a_view_of_a_done_message_keeps_its_bytes(channel):
+    with Producer(channel, slots=3) as tx, Consumer(channel) as rx:
+        tx.send(np.arange(4))
+        kept = rx.recv(timeout=PATIENCE).value
+        for number in range(20):
+            tx.send(np.full(4, -number), timeout=PATIENCE)
+            rx.recv(timeout=PATIENCE)
+        assert kept.tolist() == [0, 1, 2, 3]
+
+
+def test_copy_keeps_the_claim(channel):
+    with Producer(channel) as tx, Consumer(channel) as one, Consumer(channel) as two:
+        tx.send(np.arange(3))
+        value = one.recv(timeout=PATIENCE, copy=True).value
+        with pytest.raises(shmtensor.TimedOut):
+            two.recv(timeout=0.6)
+        value[0] = 9
+        assert value.tolist() == [9, 1, 2]
+
+
+def test_iteration_ends_when_all_is_done(channel):
+    with Consumer(channel) as rx:
+        with Producer(channel) as tx:
+            for number in range(5):
+                tx.send(np.array(number))
+        assert [int(msg.value) for msg in rx] == list(range(5))
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv()
+
+
+def test_the_end_waits_for_what_others_have_not_finished(channel):
+    """B has nothing left to claim, but A holds the last message: when A dies, B gets it."""
+    tx = Producer(channel)
+    process = child(channel, "m = rx.recv(); print('got', flush=True); sys.stdin.read()")
+    tx.wait_for_consumers(1, timeout=PATIENCE)
+    tx.send(np.array(1))
+    assert process.stdout.readline() == "got\n"
+    with Consumer(channel) as rx:
+        tx.close()
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.3)
+        process.kill()
+        end(process, -9)
+        msg = rx.recv(timeout=PATIENCE)
+        assert (int(msg.value), msg.attempt) == (1, 2)
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=PATIENCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
+def test_a_stopped_consumer_is_not_dead(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        process = child(
+            channel, "m = rx.recv(); print('got', flush=True); sys.stdin.readline(); print(m.attempt, flush=True)"
+        )
+        tx.wait_for_consumers(2, timeout=PATIENCE)
+        tx.send(np.array(1))
+        rung = None
+        try:
+            rung = rx.recv(timeout=1)  # one of the two has it
+            rung.release()
+            tx.send(np.array(1))
+        except shmtensor.TimedOut:
+            pass
+        while True:
+            try:
+                rx.recv(timeout=0.6).release()
+                tx.send(np.array(1))
+            except shmtensor.TimedOut:
+                break
+        assert process.stdout.readline() == "got\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        for number in range(30):
+            tx.send(np.array(number))
+            assert int(rx.recv(timeout=PATIENCE).value) == number
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)
+        os.kill(process.pid, signal.SIGCONT)
+        out, _ = process.communicate("\n", timeout=PATIENCE)
+        assert out == "1\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
+def test_a_producer_is_woken_by_the_death_of_the_consumer_that_holds_it_up(channel):
+    with Producer(channel, slots=1) as tx:
+        process = child(channel, "m = rx.recv(); v = m.value; m.release(); print('got', flush=True); sys.stdin.read()")
+        tx.wait_for_consumers(1, timeout=PATIENCE)
+        tx.send(np.array(1))
+        assert process.stdout.readline() == "got\n"
+        thread = threading.Thread(target=tx.send, args=(np.array(2),), kwargs={"timeout": PATIENCE})
+        thread.start()
+        wait_until(lambda: tx.statistics().waits)
+        with unswept(channel):  # whoever sweeps notices the death as well
+            process.kill()
+            end(process, -9)
+            thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert tx.statistics().sent == 2
+        assert tx.statistics().dead_receivers == 1
+
+
+def test_linger_waits_until_everything_is_done(channel):
+    tx, rx = Producer(channel), Consumer(channel)
+    tx.send(np.array(1))
+    msg = rx.recv(timeout=PATIENCE)
+    thread = threading.Thread(target=tx.close, kwargs={"linger": PATIENCE})
+    thread.start()
+    assert thread.is_alive()
+    msg.release()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    rx.close()
+
+
+def test_leaving_a_consumer_by_an_exception_acknowledges_nothing(channel):
+    with Producer(channel) as tx:
+        tx.send(np.array(3))
+        with pytest.raises(KeyError), Consumer(channel) as rx:
+            rx.recv(timeout=PATIENCE)
+            raise KeyError
+        with Consumer(channel) as rx:
+            msg = rx.recv(timeout=PATIENCE)
+            assert (int(msg.value), msg.attempt) == (3, 2)
+
+
+def test_an_unhandled_exception_gives_the_message_to_another(channel):
+    with Producer(channel) as tx:
+        process = child(channel, "import logging\ndef f():\n for m in rx: os.close(2); raise KeyError\nf()")
+        tx.wait_for_consumers(1, timeout=PATIENCE)
+        tx.send(np.array(3))
+        end(process, 1)
+        with Consumer(channel) as rx:
+            msg = rx.recv(timeout=PATIENCE)
+            assert (int(msg.value), msg.attempt) == (3, 2)
+
+
+@pytest.mark.slow
+def test_many_to_many_with_kills(channel):
+    """Every message is received at least once, whatever consumers are killed; the unmarked ones exactly once."""
+    count = 600
+    body = (
+        "for m in rx:\n"
+        "    sys.stdout.write(f'{int(m.value[0])} {m.attempt}\\n'); sys.stdout.flush()\n"
+        "    assert (m.value == m.value[0]).all()\n"
+    )
+    consumers = [child(channel, body) for _ in range(3)]
+    senders = [Producer(channel, slots=8) for _ in range(2)]
+    senders[0].wait_for_consumers(3, timeout=PATIENCE)
+
+    def produce(tx, start):
+        for number in range(start, start + count):
+            tx.send(np.full(100, number), timeout=PATIENCE)
+
+    threads = [threading.Thread(target=produce, args=(tx, index * count)) for index, tx in enumerate(senders)]
+    for thread in threads:
+        thread.start()
+    killed = []
+    for _ in range(3):
+        victim = consumers.pop(0)
+        for _ in range(20):
+            killed.append(victim.stdout.readline())
+        victim.kill()
+        killed += victim.stdout.read().splitlines()
+        end(victim, -9)
+        consumers.append(child(channel, body))
+    for thread in threads:
+        thread.join(PATIENCE)
+    # one that joins after the last sender has left would wait for another
+    senders[0].wait_for_consumers(3, timeout=PATIENCE)
+    for tx in senders:
+        tx.close()
+    lines = [line for process in consumers for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
+    for thread in threads:
+        thread.join(PATIENCE)
+    got = [tuple(map(int, line.split())) for line in (*killed, *lines) if len(line.split()) == 2]
+    assert {number for number, _ in got} == set(range(2 * count))
+    first = [number for number, attempt in got if attempt == 1]
+    assert len(first) == len(set(first))
+
+
+def test_a_message_that_the_caller_never_got_is_not_acknowledged(channel, monkeypatch):
+    from shmtensor.endpoints import consumer
+
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.array(1))
+
+        def fail(value):
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(consumer, "copy_value", fail)
+            with pytest.raises(MemoryError):
+                rx.recv(timeout=PATIENCE, copy=True)
+        again = rx.recv(timeout=PATIENCE)
+        assert (int(again.value), again.attempt) == (1, 1)  # it was never out of this consumer's hands
+
+
+def test_the_end_of_the_stream_is_not_final_while_something_may_come_back(channel):
+    """The last message is rejected while a view lives: an end for now; once the view is gone it comes again."""
+    with Consumer(channel) as rx:
+        with Producer(channel) as tx:
+            tx.send(np.array([5]))
+        with pytest.raises(KeyError), rx.recv(timeout=PATIENCE) as msg:
+            view = msg.value
+            raise KeyError
+        del msg
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=PATIENCE)
+        del view
+        again = rx.recv(timeout=PATIENCE)
+        assert (again.value.tolist(), again.attempt) == ([5], 2)
+        again.release()
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=PATIENCE)
+
+
+def test_threads_that_share_a_consumer_have_their_own_message_in_hand(channel):
+    """One thread's `recv` says nothing about what another one works on."""
+    with Producer(channel) as tx, Consumer(channel) as rx, Consumer(channel) as other:
+        for number in range(3):
+            tx.send(np.array(number))
+        holds, release = threading.Event(), threading.Event()
+        got = []
+
+        def hold_one():
+            got.append(int(rx.recv(timeout=PATIENCE).value))  # dropped, but in hand: not done, and not given away
+            holds.set()
+            release.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold_one)
+        thread.start()
+        assert holds.wait(PATIENCE)
+        for _ in range(2):
+            got.append(int(rx.recv(timeout=PATIENCE).value))
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)  # both of ours are done
+        assert got == [0, 1, 2]
+        assert rx.statistics().leases == 1
+        release.set()
+        thread.join(PATIENCE)  # it ends, and had not said that its message was done
+        with other.recv(timeout=PATIENCE) as message:
+            assert (int(message.value), message.attempt) == (0, 2)
+
+
+def test_a_message_that_another_thread_releases(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.array(1))
+        received = []
+        thread = threading.Thread(target=lambda: received.append(rx.recv(timeout=PATIENCE)))
+        thread.start()
+        thread.join(PATIENCE)
+        message = received.pop()
+        message.release()
+        assert rx.statistics().leases == 0
+        tx.send(np.array(2))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert int(message.value) == 2
+
+
+def test_close_says_that_the_closing_thread_s_message_is_done_and_no_other(channel):
+    with Producer(channel) as tx, Consumer(channel) as other:
+        rx = Consumer(channel)
+        for number in range(2):
+            tx.send(np.array(number))
+        holds, release = threading.Event(), threading.Event()
+
+        def hold_one():
+            rx.recv(timeout=PATIENCE)
+            holds.set()
+            release.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold_one)
+        thread.start()
+        assert holds.wait(PATIENCE)
+        assert int(rx.recv(timeout=PATIENCE).value) == 1
+        rx.close()
+        with other.recv(timeout=PATIENCE) as message:
+            assert (int(message.value), message.attempt) == (0, 2)
+        with pytest.raises(shmtensor.TimedOut):
+            other.recv(timeout=0)
+        release.set()
+        thread.join(PATIENCE)
+
+
+def test_tasks_that_share_a_consumer_have_their_own_message_in_hand(channel):
+    async def main():
+        with Producer(channel) as tx, Consumer(channel) as rx:
+            for number in range(3):
+                tx.send(np.array(number))
+            holds, release = asyncio.Event(), asyncio.Event()
+
+            async def hold_one():
+                with await rx.arecv(timeout=PATIENCE) as message:
+                    holds.set()
+                    await release.wait()
+                    return int(message.value), message.attempt
+
+            task = asyncio.create_task(hold_one())
+            await holds.wait()
+            assert int((await rx.arecv(timeout=PATIENCE)).value) == 1
+            assert int((await rx.arecv(timeout=PATIENCE)).value) == 2
+            with pytest.raises(shmtensor.TimedOut):
+                await rx.arecv(timeout=0)
+            assert rx.statistics().leases == 1
+            release.set()
+            assert await task == (0, 1)
+            assert rx.statistics().leases == 0
+
+    asyncio.run(main())
+
+
+def test_a_task_for_each_arecv(channel):
+    """`asyncio.wait_for` makes one up to Python 3.11: the next `arecv` says that what it had received is done."""
+
+    async def main():
+        with Producer(channel) as tx, Consumer(channel, max_attempts=2) as rx:
+            for number in range(5):
+                tx.send(np.array(number))
+            for number in range(5):
+                message = await asyncio.create_task(rx.arecv(timeout=PATIENCE))
+                assert (int(message.value), message.attempt) == (number, 1)
+                del message
+            with pytest.raises(shmtensor.TimedOut):
+                await rx.arecv(timeout=0)
+            await asyncio.sleep(0)  # the loop has the last task until here
+            assert rx.statistics().leases == 0
+
+            async def fail():
+                await rx.arecv(timeout=PATIENCE)
+                raise KeyError
+
+            tx.send(np.array(5))
+            with pytest.raises(KeyError):
+                await asyncio.create_task(fail())
+            await asyncio.sleep(0)
+            gc.collect()
+            with await rx.arecv(timeout=PATIENCE) as message:
+                assert (int(message.value), message.attempt) == (5, 2)
+
+    asyncio.run(main())
+
+
+def test_contexts_are_entered_by_their_class(channel):
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(np.array(1))
+        with contextlib.ExitStack() as stack:
+            message = stack.enter_context(rx.recv(timeout=PATIENCE))
+            assert int(message.value) == 1
+        with pytest.raises(shmtensor.ReleasedError):
+            _ = message.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [(shmtensor.Publisher, shmtensor.Subscriber), (Producer, Consumer)])
+def test_threads_that_share_a_receiver_get_copies_of_their_own(channel, pair):
+    """A copy is made before it is known whose the message is: nobody's value changes under it."""
+    count = 400
+    with pair[0](channel, slots=8) as tx, pair[1](channel) as rx:
+        wrong, got = [], []
+
+        def receive():
+            try:
+                for message in iter(lambda: rx.recv(timeout=PATIENCE, copy=True), None):
+                    value = message.value
+                    number = int(value[0])
+                    got.append(number)
+                    value.fill(-1 - number)
+                    for _ in range(20):
+                        if message.value is not value or int(message.value[-1]) != -1 - number:
+                            wrong.append(number)
+                    message.release()
+            except shmtensor.EndOfStream:
+                pass
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=receive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(count):
+            tx.send(np.full(20_000, number), timeout=PATIENCE)
+        tx.close(linger=PATIENCE)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert wrong == []
+        assert sorted(got) == list(range(count))
+
+
+def test_what_others_took_is_passed_by_though_its_slot_is_used_again(channel):
+    value = np.zeros(64)
+    with Producer(channel, slots=8) as out, Consumer(channel) as one, Consumer(channel) as other:
+        for _ in range(4):
+            for into in (one, other):
+                out.send(value)
+                into.recv(timeout=PATIENCE).release()
+        for _ in range(20):
+            for _ in range(5):
+                out.send(value)
+                one.recv(timeout=PATIENCE).release()
+            out.send(value)
+            other.recv(timeout=PATIENCE).release()

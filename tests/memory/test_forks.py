@@ -1,0 +1,175 @@
+"""A forked child keeps nothing of its parent alive, whenever the fork came; one failing hook stops no other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor.memory import descriptors, lifecycle
+
+from ..conftest import shared_files
+from ..waiting import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def child_has(fd: int) -> bool:
+    """Whether a child that another thread forks now has the descriptor."""
+    found = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if not pid:
+            try:
+                os.fstat(fd)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return found != [0]
+
+
+@pytest.mark.parametrize("pair", [("Publisher", "Subscriber"), ("Producer", "Consumer")])
+def test_a_fork_while_a_file_is_being_opened(channel, pair, monkeypatch):
+    """The descriptor is there, and nobody has heard of it yet."""
+    make, take = (getattr(shmtensor, name) for name in pair)
+    opened, inherited, real = [], [], os.open
+
+    def open_and_fork(path, flags, *mode):
+        fd = real(path, flags, *mode)
+        if path.startswith(("/dev/shm/", "/proc/self/fd/")):
+            opened.append(path)
+            if child_has(fd):
+                inherited.append(path)
+        return fd
+
+    monkeypatch.setattr(descriptors.os, "open", open_and_fork)
+    with make(channel, slots=2, slot_bytes=64) as tx, take(channel) as rx:
+        tx.send(np.arange(3))
+        assert rx.recv(timeout=60).value.tolist() == [0, 1, 2]
+    monkeypatch.undo()
+    assert sum(path.startswith("/proc/self/fd/") for path in opened) >= 4, opened  # the locks
+    assert not inherited
+
+
+def test_a_queue_that_is_there_is_inherited_whoever_else_is_being_opened(monkeypatch):
+    queue = shmtensor.SimpleQueue()
+    real = os.open
+
+    def open_and_fork(path, flags, *mode):
+        fd = real(path, flags, *mode)
+        if path.startswith("/proc/self/fd/"):
+            assert child_has(queue._handle._keeper)
+        return fd
+
+    with monkeypatch.context() as patch:
+        patch.setattr(descriptors.os, "open", open_and_fork)
+        queue.put(np.arange(3))
+    assert queue.get().tolist() == [0, 1, 2]
+    queue.close()
+
+
+class Owner:
+    def __init__(self, log, name, failures=0, error=RuntimeError):
+        self.log, self.name, self.failures, self.error = log, name, failures, error
+        lifecycle.track(self)
+
+    def drop_in_child(self):
+        if self.failures:
+            self.failures -= 1
+            raise self.error(self.name)
+        os.write(self.log, self.name.encode())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_fails_in_a_child_is_reported_and_the_rest_is_done(error, monkeypatch):
+    """What was only interrupted is tried again."""
+    out, into = os.pipe()
+    monkeypatch.setattr(lifecycle, "_functions", [*lifecycle._functions, lambda: os.write(into, b"f")])
+    owners = [Owner(into, str(number)) for number in range(4)]
+    owners += [Owner(into, "x", 2, error), Owner(into, "y", 1, error), Owner(into, "z")]
+
+    def failing():
+        raise error
+
+    lifecycle.call_in_child(failing)
+    report = logging.Handler()
+    report.emit = lambda record: os.write(into, b"!")
+    lifecycle.log.addHandler(report)
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    lifecycle.log.removeHandler(report)
+    assert sorted(os.read(out, 100).decode()) == sorted("0123yzf!!")
+    lifecycle._functions.remove(failing)
+    os.close(out)
+    os.close(into)
+    assert owners
+
+
+STORM = """
+import os, sys, threading, warnings
+import numpy as np
+import shmtensor
+warnings.simplefilter("ignore", DeprecationWarning)
+name, pairs = sys.argv[1], [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
+children = []
+
+def storm():
+    while len(children) < 40:
+        pid = os.fork()
+        if not pid:
+            os.read(0, 1)  # until the test lets go
+            os._exit(0)
+        children.append(pid)
+
+thread = threading.Thread(target=storm)
+thread.start()
+number = 0
+while thread.is_alive():
+    make, take = pairs[number % 2]
+    number += 1
+    with make(f"{name}-{number % 3}", slots=2, slot_bytes=64) as tx, take(tx.name) as rx:
+        tx.send(np.arange(3))
+        rx.recv(timeout=60)
+living = [cls(f"{name}-last-{at}") for at, pair in enumerate(pairs) for cls in pair]
+print(*children, flush=True)
+threading.Event().wait()
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_children_of_a_storm_of_forks_keep_no_dead_parent_alive(channel):
+    """They never exec, and live on when it is killed."""
+    parent = subprocess.Popen([sys.executable, "-c", STORM, channel], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(children) == 40
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert all(map(lives, children))
+    shmtensor.Publisher(f"{channel}-sweeps").close()
+    assert not shared_files()
+    parent.stdin.close()
+    parent.stdout.close()
+    wait_until(lambda: not any(map(lives, children)))

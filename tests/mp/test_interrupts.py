@@ -1,0 +1,261 @@
+"""Exceptions from outside in every call of a queue: at each boundary, then by signals at random moments.
+
+After each the queue works, an item is there once or not at all, and what counts items agrees with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from queue import Empty, Full
+
+import numpy as np
+import pytest
+
+from shmtensor import JoinableQueue, Queue, SimpleQueue
+
+from ..faults.interrupts import each_boundary, interrupted_at_random, note, random_count, random_signals, stride
+
+KINDS = [SimpleQueue, Queue, JoinableQueue]
+"""To make a queue has some 900 boundaries, to close one 6,000 to 10,000: every one of them, or every 97th."""
+WAIT = 120
+
+pytestmark = pytest.mark.slow
+
+
+class Slow:
+    """Its unpickling runs Python code, where an exception may arrive, too."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __setstate__(self, state):
+        self.number = dict(state)["number"]
+
+    def __eq__(self, other):
+        return type(other) is Slow and other.number == self.number
+
+    __hash__ = None
+
+
+ITEMS = {"small": {"n": 1}, "array": np.arange(6), "large": np.zeros(20_000), "class": Slow(3)}
+
+
+def same(got, item) -> bool:
+    return bool(np.array_equal(got, item)) if isinstance(item, np.ndarray) else got == item
+
+
+def get(q):
+    """A `get` that waits. (Not `q.get(**options)`: after such a call the interpreter looks for signals in its caller,
+    which has not stored the item yet; no library can help that.)"""
+    return (lambda: q.get()) if type(q) is SimpleQueue else (lambda: q.get(timeout=WAIT))
+
+
+def take(q):
+    """The next item, at once; raises `Empty`."""
+    if type(q) is SimpleQueue:
+        if q.empty():
+            raise Empty
+        return q.get()
+    return q.get_nowait()
+
+
+def drain(q) -> list:
+    found = []
+    with contextlib.suppress(Empty):
+        while True:
+            found.append(take(q))
+            if type(q) is JoinableQueue:
+                q.task_done()
+    return found
+
+
+def check_counts(q) -> None:
+    """Nothing is in the queue, and nothing counts as if it were."""
+    assert q.empty()
+    if type(q) is SimpleQueue:
+        return
+    assert q.qsize() == 0
+    for number in range(2):
+        q.put(number, timeout=WAIT)
+    with pytest.raises(Full):
+        q.put_nowait(2)
+    assert drain(q) == [0, 1]
+    if type(q) is JoinableQueue:
+        assert q._tasks.unfinished == 0
+        assert not q._held._messages
+        q.join()
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def q(request):
+    kind = request.param
+    queue = kind() if kind is SimpleQueue else kind(2)
+    for item in ITEMS.values():  # what is made by the first calls, is made; the compiled module knows such items
+        for _ in range(3):
+            queue.put(item)
+            assert same(take(queue), item)
+            if kind is JoinableQueue:
+                queue.task_done()
+    yield queue
+    queue.close()
+    vars(queue).clear()  # pytest keeps the queue itself for longer, and with it what it had mapped
+    gc.collect()
+    assert files() == []
+
+
+def files() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if f"shmtensor.queue-{os.getpid()}-" in name]
+
+
+@pytest.mark.parametrize("what", ITEMS)
+def test_put(q, what):
+    item = ITEMS[what]
+    for attempt in each_boundary(lambda: q.put(item)):
+        note(f"{type(q).__name__}.put, {what}", attempt)
+        found = drain(q)
+        assert len(found) == 1 or (attempt.raised and not found), attempt
+        assert all(same(each, item) for each in found)
+        check_counts(q)
+
+
+@pytest.mark.parametrize("what", ITEMS)
+def test_get(q, what):
+    item = ITEMS[what]
+    for attempt in attempts_to_get(q, item):
+        note(f"{type(q).__name__}.get, {what}", attempt)
+        if attempt.raised:
+            assert same(take(q), item), attempt
+        else:
+            assert same(attempt.result, item)
+            attempt.result = None
+        if type(q) is JoinableQueue:
+            q.task_done()
+        assert drain(q) == []
+        check_counts(q)
+
+
+def attempts_to_get(q, item):
+    """`get`, interrupted one boundary later each time, with one item in the queue."""
+    q.put(item)
+    for attempt in each_boundary(get(q)):
+        yield attempt
+        q.put(item)
+    drain(q)
+
+
+def test_get_of_an_empty_queue(q):
+    if type(q) is SimpleQueue:
+        pytest.skip("waits for ever")
+
+    def call():
+        with contextlib.suppress(Empty):
+            q.get_nowait()
+
+    for _ in each_boundary(call):
+        check_counts(q)
+
+
+def test_put_into_a_full_queue(q):
+    if type(q) is SimpleQueue:
+        pytest.skip("has no limit")
+    q.put(1)
+    q.put(2)
+
+    def call():
+        with contextlib.suppress(Full):
+            q.put_nowait(3)
+
+    for _ in each_boundary(call):
+        assert q.qsize() == 2
+    assert drain(q) == [1, 2]
+    check_counts(q)
+
+
+@pytest.mark.parametrize("q", [JoinableQueue], indirect=True)
+def test_task_done_and_join(q):
+    def prepare():
+        q.put({"n": 1})
+        assert q.get() == {"n": 1}
+
+    prepare()
+    for attempt in each_boundary(q.task_done):
+        note("JoinableQueue.task_done", attempt)
+        if q._tasks.unfinished:
+            assert attempt.raised
+            q.task_done()
+        check_counts(q)
+        prepare()
+    q.task_done()
+    for attempt in each_boundary(q.join):
+        note("JoinableQueue.join", attempt)
+        check_counts(q)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_making_one(kind, method):
+    kind(ctx=method).close()
+    for attempt in each_boundary(lambda: kind(ctx=method), step=stride(97)):
+        note(f"{kind.__name__}(ctx={method!r})", attempt)
+        if attempt.result is not None:
+            attempt.result.close()
+            attempt.result = None
+        gc.collect()
+        with contextlib.closing(kind(ctx=method)) as q:  # which sweeps
+            q.put(1)
+            assert q.get() == 1
+        assert files() == [], attempt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close(kind):
+    queues = []
+
+    def make():
+        q = kind()
+        q.put(1)
+        assert q.get() == 1
+        queues.append(q)
+
+    make()
+    for attempt in each_boundary(lambda: queues[-1].close(), step=stride(97)):
+        note(f"{kind.__name__}.close", attempt)
+        queues[-1].close()
+        with pytest.raises(ValueError, match="closed"):
+            queues[-1].put(1)
+        queues.clear()
+        gc.collect()
+        assert files() == [], attempt
+        make()
+    queues.pop().close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback of a weak reference
+@pytest.mark.parametrize("kind", KINDS)
+def test_signals_at_random(kind):
+    """Puts and gets in turns, each with an alarm on its way: every number comes once, in order."""
+    with contextlib.closing(kind()) as q, random_signals(1, longest=2e-3) as arm:
+        sent = received = interrupted = 0
+        q.put("first")  # makes the endpoints, which takes longer than any alarm
+        assert q.get() == "first"
+        if kind is JoinableQueue:
+            q.task_done()
+        while interrupted < random_count(150):
+            item = [sent, ITEMS["array"]] if sent % 2 else sent
+            interrupted += interrupted_at_random(arm, lambda item=item: q.put(item))[0]
+            q.put("end")  # what was interrupted is there before it, or not at all
+            found = []
+            while "end" not in found:
+                hit, got = interrupted_at_random(arm, lambda: q.get())
+                interrupted += hit
+                if got is not None:
+                    found.append(got[0] if isinstance(got, list) else got)
+                    if kind is JoinableQueue:
+                        q.task_done()
+            assert found in (["end"], [sent, "end"]), (sent, found)
+            received += len(found) - 1
+            sent += 1
+        assert received > 0
+        assert q.empty()

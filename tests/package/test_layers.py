@@ -1,0 +1,214 @@
+"""The shape of the package: who may import whom, who may touch the kernel, who stores shared words."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..faults import points
+from ..waiting import PATIENCE
+
+PACKAGE = Path(__file__).parents[2] / "shmtensor"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FLOORS = (
+    ("errors", "options", "startmethod", "statistics", "children", "shielded", "native"),
+    ("wire",),
+    ("memory",),
+    ("cuda",),
+    ("ring",),
+    ("codec",),
+    ("channel",),
+    ("endpoints",),
+    ("rpc",),
+    ("mp",),
+    ("executor",),
+    ("checkpoint",),
+    ("cli",),
+)
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+MAX_LINES = 800
+
+# module -> attributes of ctypes that it may use: copying bytes needs them; only memory/ reaches libc's system calls
+CTYPES = {
+    "cuda/library.py": {
+        "CDLL",
+        "POINTER",
+        "byref",
+        "Structure",
+        "c_char",
+        "c_char_p",
+        "c_int",
+        "c_size_t",
+        "c_uint",
+        "c_void_p",
+    },
+    "cuda/runtime.py": {"byref", "c_int", "c_void_p", "create_string_buffer", "string_at"},
+    "codec/copies.py": {"memmove", "PYFUNCTYPE", "cast", "c_void_p", "c_size_t"},
+    "codec/numpy.py": {"addressof", "c_char"},
+    "codec/torch.py": {"c_ubyte"},
+    "codec/composites.py": {"memmove"},
+}
+KERNEL = {"mmap", "fcntl", "posix_ipc", "_posixshmem", "_multiprocessing"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def statements(path: Path):
+    """Every node that exists when the program runs: `if TYPE_CHECKING:` bodies are left out."""
+
+    def walk(node):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                for other in child.orelse:
+                    yield other
+                    yield from walk(other)
+                continue
+            yield child
+            yield from walk(child)
+
+    return walk(ast.parse(path.read_text()))
+
+
+def imports(path: Path):
+    """(line, absolute name) of everything that a module imports, at its top or inside a function."""
+    here = ("shmtensor", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in statements(path):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            if not node.level:
+                yield node.lineno, node.module
+                continue
+            base = here[: len(here) - node.level]
+            for alias in [None] if node.module else node.names:
+                yield node.lineno, ".".join((*base, node.module or alias.name))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down(path):
+    top = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if top in ("__init__", "__main__"):
+        return
+    assert top in FLOOR, "a new floor: give it a place in FLOORS and in docs/internals/design.md"
+    wrong = []
+    for line, target in imports(path):
+        parts = target.split(".")
+        if parts[0] != "shmtensor":
+            continue
+        floor = FLOOR.get(parts[1] if len(parts) > 1 else "")
+        if floor is None and top == "cli" and parts[1:] in ([], ["__version__"]):
+            continue  # the top floor may use what users use
+        if floor is None or floor > FLOOR[top]:
+            wrong.append(f"{name_of(path)}:{line} imports {target}")
+    assert wrong == []
+
+
+def test_an_upward_import_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "wire").mkdir()
+    path = tmp_path / "wire" / "bad.py"
+    path.write_text("def late():\n    from ..endpoints import sender\n")
+    with pytest.raises(AssertionError, match="endpoints"):
+        test_imports_go_down(path)
+
+
+def run_isolated(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_imports_no_torch():
+    assert run_isolated("import shmtensor, sys; print('torch' in sys.modules)") == "False"
+
+
+def test_the_command_line_imports_no_torch():
+    assert run_isolated("import shmtensor.cli.main, sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_memory_touches_the_kernel(path):
+    name = name_of(path)
+    if name.startswith("memory/"):
+        return
+    for line, target in imports(path):
+        assert target.split(".")[0] not in KERNEL, f"{name}:{line} imports {target}: that is memory/'s"
+    used = set()
+    for node in statements(path):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ctypes":
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "ctypes":
+            used |= {alias.name for alias in node.names}
+    assert used <= CTYPES.get(name, set())
+
+
+def test_the_list_of_ctypes_users_is_not_too_long():
+    for name, allowed in CTYPES.items():
+        source = (PACKAGE / name).read_text()
+        assert [each for each in allowed if not re.search(rf"\b{each}\b", source)] == [], name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_one_place_stores_shared_words(path):
+    """A word store is `memory.words.store`; records are packed while they are private, in `ring/pool.py`."""
+    name = name_of(path)
+    for node in statements(path):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Subscript):
+                assert not re.search(r"(^|[._])words$", ast.unparse(target.value)), f"{name}:{node.lineno}"
+        if isinstance(node, ast.Attribute) and node.attr == "pack_into":
+            assert name == "ring/pool.py", f"{name}:{node.lineno}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setitem", "operator.setitem", "_setitem"):
+            raise AssertionError(f"{name}:{node.lineno} stores a word by itself")
+    if "setitem" in path.read_text():
+        assert name == "memory/words.py"
+
+
+def test_one_place_takes_the_mutex_of_an_endpoint():
+    """`_run` and `_try_run`, which know whose thread is inside; all else may ask whether it is taken."""
+    takes = re.compile(r"_mutex\b(?!\.locked)")
+    found = {name_of(path) for path in MODULES if takes.search(path.read_text())}
+    assert found == {"endpoints/base.py"}
+
+
+@pytest.mark.parametrize("base", ["ring.reader.Reader", "endpoints.sender.Sender", "endpoints.receiver.Receiver"])
+def test_an_incomplete_subclass_cannot_be_made(base):
+    module, name = base.rsplit(".", 1)
+    kind = getattr(importlib.import_module(f"shmtensor.{module}"), name)
+    with pytest.raises(TypeError, match="abstract"):
+        type("Incomplete", (kind,), {})()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_is_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_assert_statements(path):
+    """`python -O` removes them, and users cannot act on an AssertionError."""
+    assert [node.lineno for node in statements(path) if isinstance(node, ast.Assert)] == []
+
+
+def test_every_crash_comment_is_a_listed_point():
+    """A comment that the fault tests' pattern does not match would be a point that nobody ever comes by."""
+    listed = set(points.names())
+    for path in MODULES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if "crash:" in line:
+                match = re.fullmatch(r"\s*# crash: ([a-z]+\.[a-z]+)", line)
+                assert match, f"{name_of(path)}:{number}: {line.strip()}"
+                assert match[1] in listed
