@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ..codec.libraries import is_tensor
+from ..codec.leaf import is_tensor
 from ..errors import CheckpointError
 from .limits import MAX_DEPTH
 

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..codec.leaf import Leaf, Refused
-from ..codec.libraries import is_tensor, torch_views
+from ..codec.leaf import Leaf, Refused, is_tensor
+from ..codec.libraries import torch_views
 from ..codec.numpy import ROW, Array, address_of, array_at, array_leaf
 from ..errors import ArgumentError, ArgumentTypeError
 from .formats import Format, Layout

@@ -42,8 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from ..codec.leaf import Leaf, Refused
-from ..codec.libraries import import_torch, is_tensor, torch_views
+from ..codec.leaf import Leaf, Refused, is_tensor
+from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..wire.dtypes import BY_NAME

@@ -10,7 +10,8 @@ import numpy as np
 from ..errors import WireError
 from ..wire import spec
 from ..wire.spec import LeafSpec
-from .libraries import EXTRA, is_tensor, torch_views
+from .leaf import is_tensor
+from .libraries import EXTRA, torch_views
 from .numpy import CARRIER, MAX_NDIM, AnyDType, Array, build
 
 MakeLeaf = Callable[[LeafSpec, Any, tuple[int, int]], Any]

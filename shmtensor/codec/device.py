@@ -14,8 +14,8 @@ import torch
 from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentTypeError
 from ..wire.spec import GROUP_ALIGNMENT
+from .leaf import is_dense, map_leaves
 from .numpy import Array
-from .values import map_leaves
 
 Parts = Callable[[int, int], Sequence[tuple[memoryview, int, int]] | None]
 """The pieces of a range of host memory to copy from or to: see `cuda/pinning.py`; None if it lies in no ring."""
@@ -170,8 +170,6 @@ def _parts_of(leaf: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    from .leaf import is_dense
-
     return is_dense(tuple(tensor.shape), tensor.stride(), 1)
 
 

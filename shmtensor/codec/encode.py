@@ -19,8 +19,8 @@ from ..wire.dtypes import DType
 from ..wire.record import INLINE, padded
 from . import copies
 from .layout import Job, Layout
-from .leaf import Leaf, Refused
-from .libraries import is_tensor, torch_views
+from .leaf import Leaf, Refused, is_tensor
+from .libraries import torch_views
 from .numpy import ROW, Array, address_of, array_leaf, describe
 
 _ALLOWED = (

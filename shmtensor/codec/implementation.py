@@ -27,7 +27,7 @@ from .leaf import Leaf, Refused
 from .libraries import torch_views
 from .numpy import CARRIER, MAX_NDIM, Array
 
-__all__ = ["Compiled", "codec", "decode", "encode"]
+__all__ = ["Compiled", "codec", "copy_value", "decode", "encode"]
 
 
 def _rows() -> tuple[Any, ...]:
@@ -151,3 +151,16 @@ decode: Any = reference_decode
 if native.module is not None:
     codec = Compiled().codec
     encode, decode = codec.encode, codec.decode
+
+
+def copy_value(value: object) -> object:
+    """A deep, private, writable copy of a value, on the CPU; leaves that share memory share it in the copy as well.
+
+    The leaves of a tree are views of one new block of memory, which lives as long as any of them.
+    """
+    encoded = encode(value)
+    block = np.empty(encoded.nbytes + 64, np.uint8)
+    skip = -block.__array_interface__["data"][0] % 64
+    payload = block[skip : skip + encoded.nbytes]
+    encoded.copy_into(payload)
+    return decode(encoded.description, payload, readonly=False)[0]

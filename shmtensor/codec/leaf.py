@@ -1,15 +1,15 @@
-"""A leaf of a value, as the walk finds it, before it is placed and copied."""
+"""The leaves of a value, tensors and arrays: how to find them, and one as it is before it is placed and copied."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..wire import spec
 from ..wire.dtypes import DType
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Refused(Exception):
@@ -124,3 +124,32 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
             return False
         expected *= length
     return True
+
+
+def is_tensor(value: object) -> bool:
+    """Whether the value is a torch tensor of any type; does not import torch."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def map_leaves(function: Callable[[Any], Any], value: object) -> object:
+    """The value with `function` applied to each tensor and array; an object that occurs twice is mapped once.
+
+    Dicts, lists and tuples are made anew, everything else is kept.
+    """
+    return _map(function, value, {})
+
+
+def _map(function: Callable[[Any], Any], node: Any, done: dict[int, Any]) -> Any:
+    # no closure: a recursive one is a reference cycle, which would keep leases until the garbage collector runs
+    if isinstance(node, dict):
+        return {key: _map(function, child, done) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_map(function, child, done) for child in node]
+    if isinstance(node, tuple):
+        return tuple([_map(function, child, done) for child in node])
+    if isinstance(node, np.ndarray) or is_tensor(node):
+        if id(node) not in done:
+            done[id(node)] = function(node)
+        return done[id(node)]
+    return node

@@ -1,4 +1,4 @@
-"""torch, without importing it before it is needed: a test for tensors, and the modules that handle them."""
+"""torch, and the modules that handle its tensors, imported when they are first needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from ..errors import DependencyError
 
 EXTRA: Final = "pip install 'shmtensor[torch]'"
 """The command that installs torch with this package."""
-
-
-def is_tensor(value: object) -> bool:
-    """Whether the value is a torch tensor of any type; does not import torch."""
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)
-    return kind is not None and isinstance(value, kind)
 
 
 def import_torch() -> Any:

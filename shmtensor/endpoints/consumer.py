@@ -11,7 +11,7 @@ from typing import Any
 from ..channel import control as ctl
 from ..channel.membership import Member
 from ..channel.wakeup import Doorbells
-from ..codec.values import copy_value
+from ..codec.implementation import copy_value
 from ..memory.words import barrier
 from ..ring.layout import L_PUBLISHED, WORK_QUEUE
 from ..ring.reader import COMPETING

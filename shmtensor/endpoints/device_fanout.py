@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..channel import control as ctl
 from ..codec import device_values as views
-from ..codec.values import map_leaves
+from ..codec.leaf import map_leaves
 from ..cuda import keeper
 from ..cuda.runtime import runtime
 from ..errors import CudaError, PeerDied, WireError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from ..codec.libraries import device_views, is_tensor
-from ..codec.values import copy_value, map_leaves
+from ..codec.implementation import copy_value
+from ..codec.leaf import is_tensor, map_leaves
+from ..codec.libraries import device_views
 from ..errors import ReleasedError
 from ..ring.implementation import Received
 from .base import Local

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..codec.libraries import is_tensor
+from ..codec.leaf import is_tensor
 from ..errors import ArgumentError
 
 Layout = Any

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmtensor.codec.values import copy_value, map_leaves
+from shmtensor.codec.implementation import copy_value
+from shmtensor.codec.leaf import map_leaves
 from shmtensor.errors import ArgumentError, ArgumentTypeError
 
 from .another import decode, encode, implementation, payload_of, travel  # noqa: F401

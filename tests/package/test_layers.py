@@ -121,6 +121,49 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
         test_imports_go_down(path)
 
 
+def uses() -> dict[str, set[str]]:
+    """Module -> the modules of this package that it imports, at its top or inside a function; names as files have."""
+    known = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = {}
+    for name, path in known.items():
+        found[name] = set()
+        here = path.relative_to(PACKAGE).with_suffix("").parts
+        for node in statements(path):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = (*here[: len(here) - node.level], *(node.module.split(".") if node.module else ()))
+            modules = {"/".join(base), *("/".join((*base, alias.name)) for alias in node.names)}
+            found[name] |= {*modules, *(f"{each}/__init__" for each in modules)} & known.keys() - {name}
+    return found
+
+
+def circles(used: dict[str, set[str]]) -> list[str]:
+    """Each module that reaches itself; packages' own `__init__` do not count, which only collect names."""
+    found = []
+    for name in used:
+        seen, todo = set(), [name]
+        while todo:
+            new = {each for each in used[todo.pop()] if not each.endswith("__init__")} - seen
+            seen |= new
+            todo += new
+        if name in seen:
+            found.append(name)
+    return sorted(found)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert circles(uses()) == []
+
+
+def test_a_circle_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "wire").mkdir()
+    (tmp_path / "wire" / "one.py").write_text("from .two import name\n")
+    (tmp_path / "wire" / "two.py").write_text("def late():\n    from . import one\n")
+    (tmp_path / "wire" / "three.py").write_text("from ..wire import two\n")
+    assert circles(uses()) == ["wire/one", "wire/two"]
+
+
 def run_isolated(source: str) -> str:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -168,7 +168,7 @@ def test_what_is_a_single_tensor():
 def test_numpy_alone_never_imports_torch():
     code = (
         "import sys; import numpy as np; from shmtensor.codec.implementation import *;"
-        "from shmtensor.codec.values import *; p = encode({'a': np.arange(3), 'b': [np.zeros(2, 'M8[s]'), 1]});"
+        "from shmtensor.codec.leaf import *; p = encode({'a': np.arange(3), 'b': [np.zeros(2, 'M8[s]'), 1]});"
         "b = np.zeros(p.nbytes, 'u1'); p.copy_into(b); v = decode(p.description, b, readonly=True);"
         "copy_value(v[0]); map_leaves(np.copy, v[0]);"
         "assert 'torch' not in sys.modules"
