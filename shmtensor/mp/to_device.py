@@ -31,9 +31,8 @@ class DeviceConsumer(Consumer):
 
     def copy_out(self, value: Any, device: int) -> tuple[Any, Any, list[Any]]:
         """Start the copies on this endpoint's own stream: (value on the device, event after the copies, new memory)."""
-        devices = self._devices()
-        devices.pending.look()
-        return devices.copy_out(value, self._mapped_rings(), device, devices.stream(device))
+        self._devices().pending.look()
+        return self._copy_out(value, device)
 
 
 class Transfer:
