@@ -211,7 +211,7 @@ def asleep() -> None:
         setattr(owner, name, marked)
 
     around(inbox.Inbox, "wait", None, "woken")
-    around(wakeup.Doorbells, "ring", "about to ring", "rung")
+    around(wakeup.Doorbells, "notify", "about to notify", "notified")
     there, back, tensor = fresh_name(), fresh_name(), torch.randn(16, 16)
     reader, writer = os.pipe()
     child = os.fork()

@@ -24,7 +24,7 @@ from typing import Final
 from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.locks import LockFile
-from ..memory.words import settle, store
+from ..memory.words import acquire_fence, store
 from ..ring.layout import SERVICE, WORK_QUEUE
 from .names import control_name
 
@@ -154,12 +154,12 @@ class Control:
             at = base(index)
             uid = words[at]
             if uid:
-                settle()
+                acquire_fence()
                 entry = Entry(
                     index, uid, words[at + M_ROLE], words[at + M_FLAGS], words[at + M_PID], words[at + M_JOINED],
                     words[at + M_LEAVING] != 0,
                 )  # fmt: skip
-                settle()
+                acquire_fence()
                 if words[at] == uid:
                     yield entry
 

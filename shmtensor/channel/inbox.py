@@ -21,7 +21,7 @@ from .zmtp import Pull, unopened
 _accept: Final[Callable[[socket.socket], tuple[int, object]]] = operator.methodcaller("_accept")
 _BACKLOG: Final = 1024
 """Connections that may wait to be accepted; a sender that finds no room cannot notify the receiver."""
-DEAF_S: Final = 0.01
+PAUSE_S: Final = 0.01
 """Seconds that a receiver sleeps at a time while it cannot accept connections."""
 
 
@@ -65,7 +65,7 @@ class Inbox:
             self.close()
             raise
 
-    def may_be_rung(self) -> bool:
+    def can_accept(self) -> bool:
         """Whether senders can connect now. Else the receiver sleeps for short times, without announcing it to them."""
         if not self._paused_until:
             return True
@@ -79,9 +79,9 @@ class Inbox:
         """The descriptor that is readable while `drain` has something to read: a doorbell, a connection or its end."""
         return self._poll.fileno()
 
-    def doze(self, seconds: float) -> None:
-        """Sleep for at most `DEAF_S` seconds; doorbells do not end this sleep."""
-        time.sleep(min(seconds, DEAF_S))
+    def pause(self, seconds: float) -> None:
+        """Sleep for at most `PAUSE_S` seconds; doorbells do not end this sleep."""
+        time.sleep(min(seconds, PAUSE_S))
 
     def wait(self, seconds: float) -> bytes | None:
         """Sleep until a doorbell arrives, and return it. None after `seconds`, or if accepting fails."""
@@ -124,7 +124,7 @@ class Inbox:
             if not isinstance(error, OSError):
                 raise
             # no descriptors or no memory: the connection stays in the backlog, which would wake us over and over
-            self._paused_until = time.monotonic() + DEAF_S
+            self._paused_until = time.monotonic() + PAUSE_S
             self._poll.modify(self._listener, 0)
             return None
         return sender

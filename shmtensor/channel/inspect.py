@@ -138,8 +138,8 @@ class _Look:
         return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
 
 
-def look(channel: str) -> ChannelView:
-    """Inspect one channel. What cannot be read becomes a note."""
+def view_of(channel: str) -> ChannelView:
+    """A snapshot of one channel. What cannot be read becomes a note in it."""
     seen = _Look(channel)
     main = shm.status(control_name(channel))
     try:

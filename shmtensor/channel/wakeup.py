@@ -27,11 +27,11 @@ _context: zmq.Context[zmq.Socket[bytes]] | None = None
 _context_pid = 0
 
 
-class Rung(Protocol):
+class Notified(Protocol):
     """A receiver that is notified."""
 
     uid: int
-    line: Push | None
+    connection: Push | None
     """The connection to its inbox."""
 
 
@@ -42,44 +42,44 @@ class Doorbells:
     take the core of the thread that wakes it: so another thread does that, the compiled module's, or else ZeroMQ's.
     """
 
-    __slots__ = ("_directory", "_lines", "_sockets")
+    __slots__ = ("_connections", "_directory", "_sockets")
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._lines: dict[int, Push] = {}
+        self._connections: dict[int, Push] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
-    def ring(self, uid: int, bell: bytes) -> Push | None:
+    def notify(self, uid: int, bell: bytes) -> Push | None:
         """Send a doorbell; a full inbox wakes its receiver anyway. Returns the connection, None if there can be none.
 
         If it cannot be sent, the receiver wakes at its next liveness check: the message is published already.
         """
         while True:
-            line = self._lines.get(uid)
-            is_new = line is None
+            connection = self._connections.get(uid)
+            is_new = connection is None
             try:
-                if line is None:
-                    line = self._lines[uid] = Push(socket_path(self._directory, uid))
-                line.send(bell)
-                return line
+                if connection is None:
+                    connection = self._connections[uid] = Push(socket_path(self._directory, uid))
+                connection.send(bell)
+                return connection
             except OSError:
-                line = self._lines.pop(uid, None)
-                if line is not None:
-                    line.close()
+                connection = self._connections.pop(uid, None)
+                if connection is not None:
+                    connection.close()
                 if is_new:
                     return None
 
-    def ring_all(self, peers: Sequence[Rung], bell: bytes) -> None:
+    def notify_all(self, peers: Sequence[Notified], bell: bytes) -> None:
         """Send a doorbell to several receivers, by another thread if possible: returns before they are woken."""
         module = native.module
         if module is None:
             for peer in peers:
-                self.ring_by_socket(peer.uid, bell)
+                self.notify_by_zeromq(peer.uid, bell)
         elif not module.notify(peers, frame_head(len(bell)) + bell):
             for peer in peers:
-                peer.line = self.ring(peer.uid, bell)
+                peer.connection = self.notify(peer.uid, bell)
 
-    def ring_by_socket(self, uid: int, bell: bytes) -> None:
+    def notify_by_zeromq(self, uid: int, bell: bytes) -> None:
         """Send a doorbell by ZeroMQ's thread: never waits."""
         try:
             socket = self._sockets.get(uid) or self._connect(uid)
@@ -102,9 +102,9 @@ class Doorbells:
 
     def forget(self, uid: int) -> None:
         """Close the connections to a member that is gone."""
-        line, socket = self._lines.pop(uid, None), self._sockets.pop(uid, None)
-        if line is not None:
-            line.close()
+        connection, socket = self._connections.pop(uid, None), self._sockets.pop(uid, None)
+        if connection is not None:
+            connection.close()
         if socket is not None:
             socket.close(linger=0)
 
@@ -113,9 +113,9 @@ class Doorbells:
         for socket in self._sockets.values():
             socket.close()
         self._sockets.clear()
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
 
 def _make_socket() -> zmq.Socket[bytes]:

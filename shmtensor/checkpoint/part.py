@@ -30,7 +30,7 @@ class PartSnapshot(Snapshot):
     def __init__(self, head: Message, votes: Votes) -> None:
         super().__init__(head)
         self._votes = votes
-        self.since = self._next_look = 0.0
+        self.since = self._next_poll = 0.0
         self.entry: Saved | None = None
 
     def was_recorded(self, directory: Directory, writer: str) -> bool:
@@ -87,14 +87,14 @@ class PartSnapshot(Snapshot):
                 if not outcome.name:
                     raise OSError(125, outcome.reason) from None
 
-    def look(self, *, alone: bool) -> Outcome | Waiting | None:
+    def poll(self, *, alone: bool) -> Outcome | Waiting | None:
         """The outcome, or the missing ranks; None if it is not time to check. Raises OSError."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return None
-        found = self._votes.look(self.name, alone=alone)
+        found = self._votes.poll(self.name, alone=alone)
         first, last = POLLS
-        self._next_look = now + min(last, first + (now - self.since) / 20)
+        self._next_poll = now + min(last, first + (now - self.since) / 20)
         if isinstance(found, Outcome):
             self.seconds = now - float(self.options["began"])
         return found

@@ -24,7 +24,7 @@ from ..options import format_bytes
 from ..ring.layout import RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
-from ..ring.writer import Place
+from ..ring.writer import SlotRange
 from .offload import Offload
 from .plan import Plan
 
@@ -70,7 +70,7 @@ class ChunkPool(Pool):
             self._wanted = 1
             self.add(nbytes)
 
-    def find(self, nbytes: int) -> Place | None:
+    def find(self, nbytes: int) -> SlotRange | None:
         fitting = (ring.index for ring in self.rings if self._fits(ring, nbytes))
         return next(filter(None, (self._writer.acquire(nbytes, index) for index in fitting)), None)
 

@@ -22,7 +22,7 @@ from ..codec.implementation import decode
 from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError, ResourceError, WireError
 from ..memory import segment as shm
-from ..memory.words import settle
+from ..memory.words import acquire_fence
 from ..ring.competing import CompetingReader, state_word
 from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE
 from ..ring.reader import COMPETING, Reception
@@ -51,7 +51,7 @@ class _SlotMessage(NamedTuple):
     @property
     def is_unchanged(self) -> bool:
         """Whether the slot was not reused. Reads of the slot before this call are complete."""
-        settle()
+        acquire_fence()
         return bool(self.ring.words[R_RECORDS + self.slot * RECORD_WORDS] == self.seq)
 
     @property

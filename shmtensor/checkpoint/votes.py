@@ -122,7 +122,7 @@ class Votes:
 
     # --- the decision
 
-    def look(self, key: str, *, alone: bool) -> Outcome | Waiting:
+    def poll(self, key: str, *, alone: bool) -> Outcome | Waiting:
         """The outcome, decided here if possible, or the ranks that are missing. Raises OSError.
 
         alone: this rank's trainer is gone, so that no further rank can join the run
@@ -223,7 +223,7 @@ class Votes:
         for pending, key, number in sorted(self._all_pending(), key=lambda each: each[2]):
             if number >= directory.run:
                 continue
-            # crash: settle.before
+            # crash: finish.older
             record, votes = self._record(), _votes(pending)
             outcome = record.outcome(number, key)
             if outcome is not None:

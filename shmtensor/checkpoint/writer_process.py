@@ -276,7 +276,7 @@ class Worker:
         """Check the oldest first: a decision about a checkpoint follows those about earlier ones."""
         for snapshot in list(self._voted):
             try:
-                found = snapshot.look(alone=self._taker.over or bool(_ending) or not self._trainer_is_connected())
+                found = snapshot.poll(alone=self._taker.over or bool(_ending) or not self._trainer_is_connected())
             except (OSError, ShmTensorError) as error:
                 self._voted.remove(snapshot)
                 self._snapshots[snapshot.number] = snapshot

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ..channel import cleanup
 from ..channel.cleanup import Leftover
-from ..channel.inspect import ChannelView, look
+from ..channel.inspect import ChannelView, view_of
 from ..channel.names import socket_dir
 from ..options import format_bytes
 from .ls import user_name
@@ -45,7 +45,7 @@ def gc(
 
 
 def _left(gone: set[str]) -> list[ChannelView]:
-    views = [look(name) for name in cleanup.channels()]
+    views = [view_of(name) for name in cleanup.channels()]
     return [view for view in views if set(view.files) - gone]
 
 

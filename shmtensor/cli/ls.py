@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..channel import cleanup
 from ..channel.cleanup import Foreign, foreign
-from ..channel.inspect import ChannelView, HeldMessage, MemberView, look
+from ..channel.inspect import ChannelView, HeldMessage, MemberView, view_of
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
@@ -39,7 +39,7 @@ def ls(
             check_channel(channel)
         except ShmTensorError as error:
             raise fail(str(error), 2) from None
-    views = [look(name) for name in cleanup.channels() if channel in (None, name)]
+    views = [view_of(name) for name in cleanup.channels() if channel in (None, name)]
     views = [view for view in views if view.files]
     others = foreign(usable_socket_dir() if channel is None else None)
     if channel is not None:
@@ -214,7 +214,7 @@ class _Sum:
 
 
 _WITHOUT_HOLDER = {
-    "waiting": "nobody yet",
+    "waiting": "none yet",
     "abandoned": "its consumer died or gave it back: waits for another",
     "history": "the publisher, for late subscribers",
 }

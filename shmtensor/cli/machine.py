@@ -15,7 +15,7 @@ from typing import Final
 
 from ..channel import cleanup
 from ..channel.cleanup import foreign
-from ..channel.inspect import look
+from ..channel.inspect import view_of
 from ..channel.names import PREFIX, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..memory import segment as shm
@@ -301,7 +301,7 @@ def foreign_entries() -> Iterator[Finding]:
 def unreadable() -> Iterator[Finding]:
     """This user's channels that cannot be read: of another version, without permission, damaged."""
     try:
-        views = [look(name) for name in cleanup.channels()]
+        views = [view_of(name) for name in cleanup.channels()]
     except ResourceError as error:
         yield Finding("channels", WARN, "not counted", str(error))
         return

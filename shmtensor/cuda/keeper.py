@@ -41,7 +41,7 @@ class Token:
 class Job(Protocol):
     """Something to be done from time to time."""
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         """Do it. True: it need not be done again."""
 
 
@@ -145,7 +145,7 @@ def _are_done(ends: Ends | None) -> bool | None:
 
 
 def add_job(job: Job) -> None:
-    """Have `job.look_after()` called four times a second until it returns true, or the job is garbage."""
+    """Have `job.poll()` called four times a second until it returns true, or the job is garbage."""
     _start()
     _jobs.add(job)
     _kicks.put(None)
@@ -183,7 +183,7 @@ def _run() -> None:
 def _round() -> None:
     for job in list(_jobs):
         try:
-            if job.look_after():
+            if job.poll():
                 _jobs.discard(job)
         except Exception:
             log.exception("%r could not be looked after", job)

@@ -40,15 +40,15 @@ class Pending:
         _busy[number] = self  # first: another thread may release the copy as soon as it is in `_copies`
         self._copies[number] = event, holds, done, None if self._owner is None else self._owner()
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """Release what is done, here and of owners that may not be used any more. How many copies are left here."""
-        self._look()
+        self._poll()
         for other in {*_busy.values()}:
             if other is not self:
-                other._look()
+                other._poll()
         return len(self._copies)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._copies:
             cuda = runtime()
             for number in list(self._copies):

@@ -141,7 +141,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
         """No message is there: if it is time, find out who died, and take what they left. Raises `EndOfStream`."""
         message, wait_queue = None, self._wait_queue
         due = wait_queue is not None and wait_queue.liveness_check_due
-        if due or clock() >= self._look_around_due:
+        if due or clock() >= self._liveness_check_due:
             self._ticks += due
             self._check_liveness()
             message = self._poll()

@@ -235,7 +235,7 @@ class Endpoint(Local, ABC):
 
     def _copying(self) -> int:
         """How many copies from or to a device are in progress; release what those that are done held."""
-        return 0 if self._gpu is None else self._gpu.pending.look()
+        return 0 if self._gpu is None else self._gpu.pending.poll()
 
     def _finish_copies(self) -> None:
         """Wait for the copies in progress."""

@@ -198,9 +198,9 @@ class Consumer(AsyncReceiver):
         words = self._control_words
         for peer in self._siblings.values():
             asleep = words[peer.asleep]
-            if asleep & 1 and asleep != peer.rung:
-                peer.rung = asleep
-                self._bells.ring(peer.uid, pack_bell(sender, EMPTY_RECORD))
+            if asleep & 1 and asleep != peer.notified:
+                peer.notified = asleep
+                self._bells.notify(peer.uid, pack_bell(sender, EMPTY_RECORD))
                 return
 
     def _copy_of(self, message: Message) -> Any:

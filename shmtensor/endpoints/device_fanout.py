@@ -58,12 +58,12 @@ class DeviceSender(AsyncSender):
             lingering.add(self)
             # crash: device.lent
             self._member.set_leaving()
-            self._rouse()
+            self._wake_all()
             keeper.add_job(self)
             return
         super()._depart()
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         """After close, four times a second: leave as soon as no subscriber needs the memory; whether it has left."""
         return self._try_run(self._leave_if_settled) is True
 
@@ -79,7 +79,7 @@ class DeviceSender(AsyncSender):
 
     def _outlast(self) -> None:
         self._local = local_members()
-        while not self.look_after():
+        while not self.poll():
             time.sleep(_PAUSE)
 
 

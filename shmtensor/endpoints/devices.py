@@ -83,12 +83,12 @@ class Devices:
     def to_device(self, value: Any, rings: Iterable[Ring], device: Any, non_blocking: bool) -> Any:
         """`Message.to`: the value on a CUDA device, copied on the thread's current stream."""
         cuda = runtime()
-        self.pending.look()
+        self.pending.poll()
         index = cuda.device(device)
         moved, event, _ = self.copy_out(value, rings, index, cuda.current_stream(index))
         if not non_blocking:
             cuda.wait(event)
-            self.pending.look()
+            self.pending.poll()
         return moved
 
     def _note(self, event: Any, stream: Any, held: list[Any]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def make_writer(
     member: Member, sequences: SequenceTable, *, kind: int, encode: Callable[[Any, Any], Any],
-    locked: Callable[[], bool], heeds_verdicts: bool, widest: int, share: int,
+    locked: Callable[[], bool], checks_verdicts: bool, widest: int, share: int,
 ) -> Any:  # fmt: skip
     """The writer of a new sender, docs/internals/core.md.
 
@@ -32,12 +32,12 @@ def make_writer(
     if native.module is None:
         return Writer(
             sequences=sequences, member=member.index, competing=competing, history=history,
-            heeds_verdicts=heeds_verdicts, encode=encode,
+            checks_verdicts=checks_verdicts, encode=encode,
         )  # fmt: skip
     return native.module.Writer(
         codec=codec, locked=locked, encode=None if encode == codec.encode else encode, lock_file=sequences.locks,
         control=member.control.words, epoch_at=ctl.W_EPOCH, table=sequences.words, order=sequences.shape.order,
         mask=sequences.mask, capacity=sequences.shape.capacity, member=member.index, competing=competing,
-        history=history, heeds_verdicts=heeds_verdicts, widest=widest, share=share,
+        history=history, checks_verdicts=checks_verdicts, widest=widest, share=share,
         bell=frame_head(BELL_SIZE) + pack_bell(member.uid, b""),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from ..codec.encode import encode_empty
 from ..codec.implementation import decode, encode
 from ..errors import TimedOut
 from ..memory.semaphores import COUNT, Sleeper, batched
-from ..memory.words import barrier, settle, store
+from ..memory.words import acquire_fence, barrier, store
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
@@ -27,13 +27,13 @@ from .devices import pinned
 class Peer:
     """A receiver as a sender sees it."""
 
-    __slots__ = ("asleep", "entry", "gone", "index", "leaving", "line", "rung", "uid", "welcome")
+    __slots__ = ("asleep", "connection", "entry", "gone", "index", "leaving", "notified", "uid", "welcome")
 
     def __init__(self, entry: Entry) -> None:
         self.entry, self.index, self.uid = entry, entry.index, entry.uid
         self.asleep = ctl.asleep_word(entry.index)
-        self.rung = 0
-        self.line: Push | None = None
+        self.notified = 0
+        self.connection: Push | None = None
         self.gone = self.welcome = False  # `welcome`: from which message on it is a recipient was announced
         self.leaving = entry.leaving
 
@@ -78,7 +78,7 @@ class Peers(Endpoint):
         """Read the table of members: who gets what is sent from now on."""
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
-        settle()
+        acquire_fence()
         present = {entry.uid: entry for entry in control.members() if entry.role == ctl.RECEIVER}
         for uid in [uid for uid in self._peers if uid not in present]:
             self._forget(self._peers[uid])
@@ -167,35 +167,35 @@ class Peers(Endpoint):
         sleepers = []
         for peer in self._listeners:
             asleep = words[peer.asleep]
-            if asleep & 1 and asleep != peer.rung:
+            if asleep & 1 and asleep != peer.notified:
                 sleepers.append((peer, asleep))
         if len(sleepers) == 1:
             self._ring_bell(*sleepers[0], ring, slot)
         elif sleepers:
             doorbell = self._bell(ring, slot)
             for peer, asleep in sleepers:
-                peer.rung = asleep
+                peer.notified = asleep
             self._rung += len(sleepers)
-            self._bells.ring_all([peer for peer, _ in sleepers], doorbell)
+            self._bells.notify_all([peer for peer, _ in sleepers], doorbell)
 
     def _ring_bell(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
         """Notify one receiver of a message, once in its sleep of number `asleep`."""
-        peer.rung = asleep
+        peer.notified = asleep
         self._rung += 1
-        peer.line = self._bells.ring(peer.uid, self._bell(ring, slot))
+        peer.connection = self._bells.notify(peer.uid, self._bell(ring, slot))
 
     def _bell(self, ring: Ring, slot: int) -> bytes:
         """The doorbell of a message."""
         record = ring.records + slot * SIZE
         return pack_bell(self._member.uid, bytes(ring.view[record : record + SIZE]))
 
-    def _rouse(self) -> None:
+    def _wake_all(self) -> None:
         """Wake every sleeping receiver, to check its senders: there may be nothing more to wait for."""
         words = self._control_words
         doorbell = pack_bell(self._member.uid, EMPTY_RECORD)
         for peer in self._listeners:
             if words[peer.asleep] & 1:
-                self._bells.ring(peer.uid, doorbell)
+                self._bells.notify(peer.uid, doorbell)
 
     def _sleep(self, seconds: float, look: Any, target: int = 0) -> Any:
         """Sleep once. Returns what `look()` found just before, else whether a receiver woke this sender.

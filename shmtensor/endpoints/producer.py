@@ -85,7 +85,7 @@ class Producer(AsyncSender):
             turn = self._next_listener + step
             peer = listeners[turn % count]
             asleep = words[peer.asleep]
-            if asleep & 1 and asleep != peer.rung:
+            if asleep & 1 and asleep != peer.notified:
                 self._next_listener = turn + 1
                 self._ring_bell(peer, asleep, ring, slot)
                 return

@@ -13,9 +13,9 @@ from ..channel.control import Entry
 from ..channel.names import ring_name, sequence_table_name, socket_path
 from ..codec.implementation import codec, decode
 from ..errors import ResourceError, WireError
-from ..memory.fifos import Rouser
+from ..memory.fifos import SenderWaker
 from ..memory.segment import Unreadable
-from ..memory.words import settle
+from ..memory.words import acquire_fence
 from ..ring.implementation import Counts, make_reader
 from ..ring.layout import FAN_OUT
 from ..ring.reader import ALL, Reader, Reception
@@ -60,7 +60,7 @@ class Producers(Endpoint):
         self._turns = {}
         control = self._member.control
         epoch = control.epoch
-        settle()
+        acquire_fence()
         present = {entry.uid: entry for entry in control.members() if entry.role == ctl.SENDER}
         for reader in self._readers:
             if reader.uid not in present or reader.sequences.closed:
@@ -120,9 +120,9 @@ class Producers(Endpoint):
         control = self._member.control
         sequences = SequenceTable.attach(sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity)
         try:
-            rouser = self._rouser(entry)
+            waker = self._waker(entry)
         except FileNotFoundError:
-            rouser = None
+            waker = None
         except ResourceError:
             sequences.close()
             raise
@@ -142,11 +142,11 @@ class Producers(Endpoint):
 
         try:
             asleep = ctl.asleep_word(entry.index)
-            reader = make_reader(self._reception(), sequences, entry.index, asleep, rouser, attach_ring)
+            reader = make_reader(self._reception(), sequences, entry.index, asleep, waker, attach_ring)
         except BaseException:
             sequences.close()
-            if rouser is not None:
-                rouser.close()
+            if waker is not None:
+                waker.close()
             raise
         reader.gone = sequences.closed
         return reader
@@ -214,13 +214,13 @@ class Producers(Endpoint):
             asleep = words[ctl.asleep_word(entry.index)]
             if entry.role == ctl.SENDER and asleep & 1:
                 with contextlib.suppress(FileNotFoundError, ResourceError):
-                    rouser = self._rouser(entry)
-                    rouser.rouse(asleep)
-                    rouser.close()
+                    waker = self._waker(entry)
+                    waker.wake(asleep)
+                    waker.close()
 
-    def _rouser(self, sender: Entry) -> Rouser:
+    def _waker(self, sender: Entry) -> SenderWaker:
         """What wakes a sender."""
-        return Rouser(sequence_table_name(self.name, sender.uid), socket_path(self._member.directory, sender.uid))
+        return SenderWaker(sequence_table_name(self.name, sender.uid), socket_path(self._member.directory, sender.uid))
 
     @abstractmethod
     def _lease_emptied(self) -> None:

@@ -74,7 +74,7 @@ class Receiver(Producers):
         self._is_announced = False  # closed with views alive: other members know that it takes nothing more
         self._unread_doorbell: bytes | None = None
         self._turns: dict[bytes, int] = {}  # index of a reader in `_readers`, by the head of its sender's doorbells
-        self._look_around_due = 0.0
+        self._liveness_check_due = 0.0
         self._abandoned = self._bad_doorbells = self._ticks = self._late = 0
         try:
             super().__init__()
@@ -152,7 +152,7 @@ class Receiver(Producers):
             self._refuse()
         self._before_next()
         if self._gpu is not None:
-            self._gpu.pending.look()
+            self._gpu.pending.poll()
         if self._prefetch is not None:
             message = self._prefetch.next(timeout)
         else:
@@ -285,7 +285,7 @@ class Receiver(Producers):
 
     def _last_attempt(self, timeout: float | None) -> Message:
         """The time is up: poll once more, after a liveness check if one is due, since a caller may never sleep."""
-        if time.monotonic() >= self._look_around_due:
+        if time.monotonic() >= self._liveness_check_due:
             self._check_liveness()
         message = self._poll()
         if message is not None:
@@ -314,8 +314,8 @@ class Receiver(Producers):
             for doorbell in self._inbox.drain():  # for earlier sleeps
                 self._note_doorbell(doorbell)
         word.has_late_doorbells = True
-        if not self._inbox.may_be_rung():
-            self._inbox.doze(seconds)
+        if not self._inbox.can_accept():
+            self._inbox.pause(seconds)
             return False
         words = word.words
         word.number = (word.number + 1) | 1
@@ -370,7 +370,7 @@ class Receiver(Producers):
 
     def _check_liveness(self) -> None:
         """Find out which senders died, since they cannot announce it, and release what they left."""
-        self._look_around_due = time.monotonic() + LIVENESS_INTERVAL
+        self._liveness_check_due = time.monotonic() + LIVENESS_INTERVAL
         self._end_dead_leases()
         if self._unattached or self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
@@ -395,7 +395,7 @@ class Receiver(Producers):
         """`Message.to` a CUDA device."""
         return self._devices().to_device(value, self._mapped_rings(), device, non_blocking)
 
-    def _copy_out(self, value: Any, device: int) -> Any:
+    def _copy_out(self, value: Any, device: int) -> tuple[Any, Any, Any]:
         """Start to copy a value to a device, on the receiver's own stream: see `Devices.copy_out`."""
         devices = self._devices()
         return devices.copy_out(value, self._mapped_rings(), device, devices.stream(device))
@@ -416,7 +416,7 @@ class Receiver(Producers):
     def _depart(self) -> None:
         """Leave the channel: no lease is left."""
         for reader in (*self._readers, *self._retired):
-            reader.settle()
+            reader.forget_emptied()
         self._member.leave(lost=self._report_lost if self._counts_lost and self in lingering else None)
         self._state = CLOSED  # last: a departure that an exception cut short is repeated by the next `close`
         lingering.discard(self)

@@ -21,7 +21,7 @@ from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WO
 from ..ring.pool import SIZED, Pool, Sizing
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
-from ..ring.writer import Place
+from ..ring.writer import SlotRange
 from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_timeout
 from .devices import Sending, check_pin
 from .implementation import make_writer
@@ -42,7 +42,7 @@ class Sender(Peers):
     _sizing: Sizing = SIZED  # of rings for which the caller chose no number of slots
     _pool_type: type[Pool] = Pool
     _widest = 0  # see `make_writer`
-    _heeds_verdicts = False
+    _checks_verdicts = False
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Sender(Peers):
         self._words, self._mask, self._order = self._sequences.words, self._sequences.mask, self._sequences.shape.order
         self._writer = make_writer(
             member, self._sequences, kind=self._kind, encode=self._describe, locked=self._mutex.locked,
-            heeds_verdicts=self._heeds_verdicts, widest=self._widest, share=self._sizing.share,
+            checks_verdicts=self._checks_verdicts, widest=self._widest, share=self._sizing.share,
         )  # fmt: skip
         self._pool = self._pool_type(
             self._sequences, member.channel, lambda index: ring_name(member.channel, member.uid, index),
@@ -171,7 +171,7 @@ class Sender(Peers):
             return self._publish_copied(sending)
         finally:
             sending.release()
-            devices.pending.look()
+            devices.pending.poll()
 
     def _publish_copied(self, sending: Sending) -> int:
         """Publish a message whose copies are done, for the members that are there now."""
@@ -255,16 +255,16 @@ class Sender(Peers):
                 self._wake(ring, slot)
             raise
         self._wake(ring, slot)
-        # crash: publish.rung
+        # crash: publish.notified
         return seq  # type: ignore[no-any-return]
 
     # --- slots
 
-    def _find(self, nbytes: int) -> Place | None:
+    def _find(self, nbytes: int) -> SlotRange | None:
         """Free slots for a message of so many bytes, or None."""
         return self._pool.find(nbytes)
 
-    def _place(self, nbytes: int, timeout: float | None) -> Place | None:
+    def _place(self, nbytes: int, timeout: float | None) -> SlotRange | None:
         """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
         if self._full == "block" and timeout != 0:
@@ -283,7 +283,7 @@ class Sender(Peers):
             raise RingFull(self._full_text(nbytes))
         return self._wait_for_slot(nbytes, timeout)
 
-    def _place_at_once(self, nbytes: int) -> Place | None:
+    def _place_at_once(self, nbytes: int) -> SlotRange | None:
         """Free slots for `nbytes` without waiting, or None."""
         self._copying()  # a copy that was given up keeps its slot until it is done
         if self._control_words[ctl.W_EPOCH] != self._epoch:
@@ -298,7 +298,7 @@ class Sender(Peers):
             place = self._find(nbytes)
         return place
 
-    def _wait_for_slot(self, nbytes: int, timeout: float | None) -> Place:
+    def _wait_for_slot(self, nbytes: int, timeout: float | None) -> SlotRange:
         """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._waits += 1
@@ -396,7 +396,7 @@ class Sender(Peers):
         """Leave the channel, and wake its receivers to notice it."""
         if not self._member.has_left:
             self._member.leave(keep=not self._is_settled(), lost=self._lose if self._counts_lost else None)
-        self._rouse()
+        self._wake_all()
         self._bells.close()
         self._sleeper.close()
         self._sequences.close()

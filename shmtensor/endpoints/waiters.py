@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..channel.inbox import DEAF_S, Inbox
+from ..channel.inbox import PAUSE_S, Inbox
 from ..channel.membership import Member
 from ..channel.names import socket_path
 from ..memory import shortage
@@ -56,8 +56,8 @@ class MessageWaiters(WaitQueue):
         if look():
             return False
         self._take_wakeups()  # late doorbells of earlier sleeps
-        if not self._inbox.may_be_rung():
-            self.loop.call_later(DEAF_S, self._notify_first)
+        if not self._inbox.can_accept():
+            self.loop.call_later(PAUSE_S, self._notify_first)
             return True
         word.has_late_doorbells = True
         word.number = (word.number + 1) | 1
@@ -84,7 +84,7 @@ class MessageWaiters(WaitQueue):
         doorbells = self._inbox.drain()
         for doorbell in doorbells:
             self._note_doorbell(doorbell)
-        return bool(doorbells) or not self._inbox.may_be_rung()
+        return bool(doorbells) or not self._inbox.can_accept()
 
 
 class SlotWaiters(WaitQueue):

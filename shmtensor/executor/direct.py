@@ -163,8 +163,8 @@ class DirectConsumer(DeviceConsumer):
     def _take_inside(self, ref: MessageRef) -> Message:
         if self._state:
             self._refuse()
-        if (now := time.monotonic()) >= self._look_around_due:  # no thread waits here that would do it
-            self._look_around_due = now + LIVENESS_INTERVAL
+        if (now := time.monotonic()) >= self._liveness_check_due:  # no thread waits here that would do it
+            self._liveness_check_due = now + LIVENESS_INTERVAL
             self._end_dead_leases()
         reader = self._reader(ref.sender)
         if reader is not None:

@@ -1,8 +1,8 @@
 """The wake-up of a sender that waits on an event loop: a byte in a FIFO, which, unlike a semaphore, is a descriptor.
 
 The sender makes its FIFO before it first waits that way, and marks in its `asleep` word (`BY_FIFO`) which of the two it
-sleeps on. A `Rouser` keeps only the semaphore open: each wake-up opens the FIFO, writes to it and closes it, so that it
-may come from any thread, the garbage collector's included.
+sleeps on. A `SenderWaker` keeps only the semaphore open: each wake-up opens the FIFO, writes to it and closes it, so
+that it may come from any thread, the garbage collector's included.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fifo:
                 pass
 
 
-class Rouser:
+class SenderWaker:
     """The receivers' end: wakes a sender that sleeps either way. Raises `FileNotFoundError` if the sender is gone."""
 
     __slots__ = ("_fifo", "_semaphore")
@@ -64,7 +64,7 @@ class Rouser:
     def __init__(self, semaphore: str, fifo: str) -> None:
         self._semaphore, self._fifo = Sleeper(semaphore, create=False), fifo
 
-    def rouse(self, asleep: int) -> None:
+    def wake(self, asleep: int) -> None:
         """Wake the sender whose word is `asleep`. Never waits: a full FIFO wakes its reader anyway.
 
         If no descriptor is left, or the sender has died, nothing happens; a living sender then finds the free slot at

@@ -6,9 +6,9 @@ first and lets readers see zeros. A load is `words[i]`.
 
 Ordering. On x86-64 stores become visible in program order and loads happen in program order; only a store followed by
 a load of another word may be reordered, and the side that goes to sleep prevents that with `barrier()`. On weaker
-processors a reader that saw a published word calls `settle()` before it reads what the word publishes: `membarrier`
-makes every other CPU that runs a registered process pass a full barrier, so that what was stored before the published
-word is visible afterwards. (Linux `membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
+processors a reader that saw a published word calls `acquire_fence()` before it reads what the word publishes:
+`membarrier` makes every other CPU that runs a registered process pass a full barrier, so that what was stored before
+the published word is visible afterwards. (Linux `membarrier(2)`, MEMBARRIER_CMD_GLOBAL_EXPEDITED.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from operator import setitem as _setitem
 from typing import Any, Final, cast
 
-__all__ = ["HAS_BARRIER", "WEAKLY_ORDERED", "barrier", "register", "settle", "store"]
+__all__ = ["HAS_BARRIER", "WEAKLY_ORDERED", "acquire_fence", "barrier", "register", "store"]
 
 WORD: Final = 8
 MASK: Final = (1 << 64) - 1
@@ -70,7 +70,7 @@ def barrier() -> None:
         _membarrier(_GLOBAL_EXPEDITED, 0, 0)
 
 
-def settle() -> None:
+def acquire_fence() -> None:
     """An acquire fence: loads after this call come after the load of the word just read. Free on x86-64."""
     if WEAKLY_ORDERED:
         barrier()

@@ -20,7 +20,7 @@ from ..ring.competing import state_word
 from ..ring.layout import DONE, RECORD_WORDS, RELEASED, RingShape, round_slot
 from ..ring.pool import Pool
 from ..ring.ring import Ring
-from ..ring.writer import Place
+from ..ring.writer import SlotRange
 
 PATIENCE: Final = 30.0
 """Seconds after which a waiting put fails if every item was got and no memory has come back."""
@@ -64,7 +64,7 @@ class GrowingPool(Pool):
     eager: bool
     """Whether to add a ring rather than wait."""
 
-    def find(self, nbytes: int) -> Place | None:
+    def find(self, nbytes: int) -> SlotRange | None:
         rings = self._of_size(_slot_of(nbytes))
         for ring in rings:
             place = self._writer.acquire(nbytes, ring.index)

@@ -123,7 +123,7 @@ static void after_fork_in_child(void) {
 
 /* The descriptor of a peer's connection; -1 if there is none yet. */
 static int descriptor_of(PyObject *peer) {
-    PyObject *line = PyObject_GetAttrString(peer, "line"), *number = line ? PyObject_GetAttrString(line, "fd") : NULL;
+    PyObject *line = PyObject_GetAttrString(peer, "connection"), *number = line ? PyObject_GetAttrString(line, "fd") : NULL;
     long fd = number && PyLong_Check(number) ? PyLong_AsLong(number) : -1;
     Py_XDECREF(number);
     Py_XDECREF(line);
@@ -169,7 +169,7 @@ static PyObject *notify(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* The sleep (its `asleep` word) in which a peer was notified last. 0, or -1 with an error set. */
 static int notified_in(PyObject *peer, uint64_t *sleep) {
-    PyObject *number = PyObject_GetAttrString(peer, "rung");
+    PyObject *number = PyObject_GetAttrString(peer, "notified");
     if (!number) return -1;
     *sleep = PyLong_AsUnsignedLongLong(number);
     Py_DECREF(number);
@@ -178,7 +178,7 @@ static int notified_in(PyObject *peer, uint64_t *sleep) {
 
 static int set_notified(PyObject *peer, uint64_t sleep) {
     PyObject *number = PyLong_FromUnsignedLongLong(sleep);
-    int failed = number ? PyObject_SetAttrString(peer, "rung", number) : -1;
+    int failed = number ? PyObject_SetAttrString(peer, "notified", number) : -1;
     Py_XDECREF(number);
     return failed;
 }

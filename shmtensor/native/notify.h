@@ -7,7 +7,7 @@
 #include "protocol/words.h"
 
 typedef struct {
-    PyObject *peers;  /* a tuple; each has `rung`, the sleep in which it was notified last, and `line`, its connection or None */
+    PyObject *peers;  /* a tuple; each has `notified`, the sleep in which it was notified last, and `connection`, its connection or None */
     uint32_t *asleep; /* by peer: the index of its word in the control segment */
     PyObject *head;   /* the bytes before the record: the frame's head and the doorbell's */
     unsigned turn;    /* the peer to try first if one is enough */

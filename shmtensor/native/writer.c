@@ -43,11 +43,11 @@ typedef struct {
     unsigned long long sent_bytes;
 } Writer;
 
-/* What is stored with a message before it is published: see `Beside` in ring/writer.py. */
+/* What is stored with a message before it is published: see `Registration` in ring/writer.py. */
 typedef struct {
     PyObject *table, *entry;
     uint64_t note, deadline;
-} Beside;
+} Registration;
 
 static word *words_of(const Py_buffer *buffer) { return (word *)buffer->buf; }
 static Py_ssize_t count_of(const Py_buffer *buffer) { return buffer->len / (Py_ssize_t)sizeof(word); }
@@ -163,14 +163,14 @@ static void Writer_dealloc(Writer *self) {
 
 static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"codec", "locked", "encode", "lock_file", "control", "epoch_at", "table", "order", "mask", "capacity",
-                            "member", "competing", "history", "heeds_verdicts", "widest", "share", "bell", NULL};
+                            "member", "competing", "history", "checks_verdicts", "widest", "share", "bell", NULL};
     PyObject *codec, *locked, *encode, *lock_file, *control, *table, *bell;
     Py_ssize_t epoch_at, order, mask, capacity, member, widest, share;
     unsigned long long history;
-    int competing, heeds_verdicts;
+    int competing, checks_verdicts;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOnOnnnnpKpnnO!", names, &codec, &locked, &encode, &lock_file, &control,
                                      &epoch_at, &table, &order, &mask, &capacity, &member, &competing, &history,
-                                     &heeds_verdicts, &widest, &share, &PyBytes_Type, &bell))
+                                     &checks_verdicts, &widest, &share, &PyBytes_Type, &bell))
         return NULL;
     PyTypeObject *codec_type = codec_type_of(type);
     if (!codec_type || !PyObject_TypeCheck(codec, codec_type)) {
@@ -208,7 +208,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         .lock_fd = -1,
         .competing = competing,
         .history = history,
-        .heeds_verdicts = heeds_verdicts,
+        .checks_verdicts = checks_verdicts,
     };
     return (PyObject *)self;
 }
@@ -421,71 +421,71 @@ static PyObject *Writer_lend(Writer *self, PyObject *const *args, Py_ssize_t cou
 }
 
 /* Store the words that go with a message, before it is published. */
-static int enter(Writer *self, const allocation *at, const Beside *beside) {
+static int enter(Writer *self, const allocation *at, const Registration *registration) {
     const ring *r = &self->core.rings[at->ring].shared;
     if (!self->core.competing) {
-        store(lease_word(r, (uint64_t)self->member, at->slot), beside->note); /* the sender's own row: no receiver's */
+        store(lease_word(r, (uint64_t)self->member, at->slot), registration->note); /* the sender's own row: no receiver's */
         CRASH_POINT("publish.noted");
         return 0;
     }
     uint64_t seq = published(&self->core.table) + 1;
     word *state = state_of(r, at->slot);
-    if (beside->table != Py_None) {
+    if (registration->table != Py_None) {
         /* slots of the entry's class, and a new key of a dict: these stores run no Python code */
         PyObject *number = PyLong_FromUnsignedLongLong(seq), *index = PyLong_FromSsize_t(state - r->words);
         PyObject *words = PyObject_GetAttrString(self->mapped[at->ring].ring, "words");
-        int failed = !number || !index || !words || PyObject_SetAttrString(beside->entry, "words", words) ||
-                     PyObject_SetAttrString(beside->entry, "at", index) || PyObject_SetAttrString(beside->entry, "seq", number) ||
-                     PyDict_SetItem(beside->table, number, beside->entry);
+        int failed = !number || !index || !words || PyObject_SetAttrString(registration->entry, "words", words) ||
+                     PyObject_SetAttrString(registration->entry, "at", index) || PyObject_SetAttrString(registration->entry, "seq", number) ||
+                     PyDict_SetItem(registration->table, number, registration->entry);
         Py_XDECREF(number);
         Py_XDECREF(index);
         Py_XDECREF(words);
         if (failed) {
             PyObject *error, *value, *traceback, *none = PyLong_FromLong(0);
             PyErr_Fetch(&error, &value, &traceback);
-            if (!none || PyObject_SetAttrString(beside->entry, "seq", none)) PyErr_Clear();
+            if (!none || PyObject_SetAttrString(registration->entry, "seq", none)) PyErr_Clear();
             Py_XDECREF(none);
             PyErr_Restore(error, value, traceback);
             return -1;
         }
     }
-    store(state + DEADLINE, beside->deadline);
-    store(state + NOTE, seq << 8 | beside->note);
+    store(state + DEADLINE, registration->deadline);
+    store(state + NOTE, seq << 8 | registration->note);
     CRASH_POINT("publish.noted");
     return 0;
 }
 
 /* note, deadline, table, entry; or nothing. */
-static int beside_of(PyObject *const *args, Py_ssize_t count, Beside *beside) {
+static int registration_of(PyObject *const *args, Py_ssize_t count, Registration *registration) {
     if (!count) return 0;
     if (count != 4 || (args[2] != Py_None && !PyDict_CheckExact(args[2]))) {
         PyErr_SetString(PyExc_TypeError, "note, deadline, table, entry");
         return -1;
     }
-    *beside = (Beside){args[2], args[3], PyLong_AsUnsignedLongLong(args[0]), PyLong_AsUnsignedLongLong(args[1])};
+    *registration = (Registration){args[2], args[3], PyLong_AsUnsignedLongLong(args[0]), PyLong_AsUnsignedLongLong(args[1])};
     return PyErr_Occurred() ? -1 : 0;
 }
 
-PyDoc_STRVAR(publish_doc, "publish(ring, slot, description, nbytes, spilled, array, *beside)\n--\n\n"
+PyDoc_STRVAR(publish_doc, "publish(ring, slot, description, nbytes, spilled, array, *registration)\n--\n\n"
     "Its sequence number. `array`: a weak reference to what a loan's owner may still write to, or None.");
 
 static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t count) {
     allocation at;
-    Beside beside = {.table = NULL};
+    Registration registration = {.table = NULL};
     if (count < 6 || !PyBytes_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "ring, slot, description, nbytes, spilled, array, beside");
+        PyErr_SetString(PyExc_TypeError, "ring, slot, description, nbytes, spilled, array, registration");
         return NULL;
     }
     uint64_t nbytes = PyLong_AsUnsignedLongLong(args[3]);
     int spilled = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[4]);
     Py_ssize_t length = PyBytes_GET_SIZE(args[2]);
-    if (spilled < 0 || place_of(self, args, &at) || beside_of(args + 6, count - 6, &beside)) return NULL;
+    if (spilled < 0 || place_of(self, args, &at) || registration_of(args + 6, count - 6, &registration)) return NULL;
     if (length > MAX_DESCRIPTION || spilled != (length > INLINE_BYTES)) {
         PyErr_SetString(PyExc_ValueError, "a description that is spilled if, and only if, it does not fit the record");
         return NULL;
     }
     end_dead_loans(self); /* an earlier loan of these slots */
-    if ((args[5] != Py_None && lend(self, args[5], &at)) || (beside.table && enter(self, &at, &beside))) return NULL;
+    if ((args[5] != Py_None && lend(self, args[5], &at)) || (registration.table && enter(self, &at, &registration))) return NULL;
     int lent = self->core.rings[at.ring].messages[at.slot].lent; /* it stays lent until its array dies */
     uint64_t seq = writer_publish(&self->core, &at, nbytes, spilled ? NULL : PyBytes_AS_STRING(args[2]), (uint32_t)length, lent);
     self->sent_bytes += nbytes;
@@ -547,18 +547,18 @@ static int is_locked(PyObject *method) {
     return locked;
 }
 
-PyDoc_STRVAR(send_doc, "send(value, meta, patience, *beside)\n--\n\n"
+PyDoc_STRVAR(send_doc, "send(value, meta, patience, *registration)\n--\n\n"
     "Encode, acquire, copy, publish and wake. Returns the sequence number, negated if the endpoint has to wake a receiver; "
     "or the result of `encode`, with nothing sent, if the endpoint has to do the rest. `patience`: nanoseconds.");
 
 static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t count) {
-    Beside beside = {.table = NULL};
+    Registration registration = {.table = NULL};
     if (count < 3) {
-        PyErr_SetString(PyExc_TypeError, "value, meta, patience, beside");
+        PyErr_SetString(PyExc_TypeError, "value, meta, patience, registration");
         return NULL;
     }
     int64_t patience = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || beside_of(args + 3, count - 3, &beside)) return NULL;
+    if (PyErr_Occurred() || registration_of(args + 3, count - 3, &registration)) return NULL;
     PyObject *made = self->encode ? PyObject_CallFunctionObjArgs(self->encode, args[0], args[1], NULL)
                                   : encode_value(self->codec, args[0], args[1]);
     if (!made || Py_TYPE(made) != self->codec->encoded_type) return made;
@@ -569,7 +569,7 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
     int moved = has_moved(out), locked = moved ? 1 : is_locked(self->locked), one = self->core.competing;
     /* from here on no other code runs */
     if (!locked && !self->retired && load(words_of(&self->control) + self->epoch_at) == self->epoch &&
-        acquire_soon(self, (uint64_t)out->total, patience, &at) && !(beside.table && enter(self, &at, &beside))) {
+        acquire_soon(self, (uint64_t)out->total, patience, &at) && !(registration.table && enter(self, &at, &registration))) {
         CRASH_POINT("send.acquired");
         copy_small(out, (char *)writer_payload(&self->core, &at));
         CRASH_POINT("send.copied");
@@ -584,7 +584,7 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
         const word *record = record_of(&self->core.rings[at.ring].shared, at.slot);
         if (asleep && notify_sleepers(&self->notifier, control, one, (const void *)record, RECORD_WORDS * sizeof *record))
             asleep = 0;
-        CRASH_POINT("publish.rung");
+        CRASH_POINT("publish.notified");
         Py_DECREF(made);
         return PyLong_FromLongLong(asleep ? -(int64_t)seq : (int64_t)seq);
     }

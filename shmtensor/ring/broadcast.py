@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import WireError
-from ..memory.words import barrier, settle, store
+from ..memory.words import acquire_fence, barrier, store
 from .layout import L_PUBLISHED, OtherVersion
 from .lease import Lease, LockedLease
 from .reader import OTHER, PASSED_OVER, Found, ReferenceReader
@@ -39,7 +39,7 @@ class BroadcastReader(ReferenceReader):
 
     def _has_started(self) -> bool:
         """Whether the publisher counts this receiver. Call it after reading `published`: protocols.md, section 2."""
-        settle()
+        acquire_fence()
         start = self.sequences.start(self.member, self.reception.member_uid)
         if start is not None:
             position = max(self.position, start - 1) if self.sequences.history else start - 1
@@ -112,7 +112,7 @@ class BroadcastReader(ReferenceReader):
         self.sequences.locks.unlock(seq)  # if there was a lock; the byte belongs to this message alone
         self.wake_sender()
 
-    def look_after(self) -> bool:
+    def poll(self) -> bool:
         """Device memory: unmap it once its publisher has closed and this receiver needs nothing more from it.
 
         Returns True when no further call is needed.

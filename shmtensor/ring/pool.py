@@ -13,7 +13,7 @@ from ..memory.words import store
 from ..options import format_bytes
 from .layout import L_RINGS, MAX_RINGS, RingShape, round_slot
 from .ring import Ring
-from .writer import Place
+from .writer import SlotRange
 
 if TYPE_CHECKING:
     from .sequence_table import SequenceTable
@@ -132,7 +132,7 @@ class Pool:
             return any(nbytes <= ring.slot_bytes for ring in self.rings)
         return any(nbytes <= ring.slot_bytes * max(1, ring.slots // count) for ring in self.rings)
 
-    def find(self, nbytes: int) -> Place | None:
+    def find(self, nbytes: int) -> SlotRange | None:
         """Consecutive free slots for a message, in the ring that fits it best."""
         return self._writer.acquire(nbytes)  # type: ignore[no-any-return]
 

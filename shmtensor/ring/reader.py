@@ -15,9 +15,9 @@ import numpy as np
 
 from ..errors import WireError
 from ..memory import lifecycle
-from ..memory.fifos import Rouser
+from ..memory.fifos import SenderWaker
 from ..memory.semaphores import is_woken_by
-from ..memory.words import WEAKLY_ORDERED, settle
+from ..memory.words import WEAKLY_ORDERED, acquire_fence
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .layout import (
@@ -79,7 +79,7 @@ class Reader(ABC):
         __slots__ = ()
 
     SLOTS = (
-        "__weakref__", "_asleep", "_control", "_rouser", "attach_ring", "device", "emptied", "gone", "index", "mask",
+        "__weakref__", "_asleep", "_control", "_waker", "attach_ring", "device", "emptied", "gone", "index", "mask",
         "member", "order", "reception", "rings", "sequences", "uid", "words",
     )  # fmt: skip
     """The slots of every implementation."""
@@ -103,7 +103,7 @@ class Reader(ABC):
     """The producer's `asleep` word for which this reader has woken it last."""
 
     def _set_up(
-        self, reception: Reception, sequences: SequenceTable, index: int, asleep: int, rouser: Rouser | None,
+        self, reception: Reception, sequences: SequenceTable, index: int, asleep: int, waker: SenderWaker | None,
         attach_ring: Callable[[int], Ring],
     ) -> None:  # fmt: skip
         """Set the attributes. None may refer to the receiver, which leaves its channel when it is collected."""
@@ -112,7 +112,7 @@ class Reader(ABC):
             reception.member, sequences.words, sequences.mask, sequences.shape.order,
         )  # fmt: skip
         self.device = sequences.device  # its messages lie in device memory: `endpoints/device_fanout.py` takes them
-        self._control, self._asleep, self._rouser = reception.control, asleep, rouser
+        self._control, self._asleep, self._waker = reception.control, asleep, waker
         self.attach_ring = attach_ring
         self.emptied = _do_nothing  # replaced once the receiver waits for the end of the leases
         self.rings = []
@@ -239,11 +239,11 @@ class Reader(ABC):
     def wake_sender(self) -> None:
         """Wake the producer if it sleeps, once per sleep; to be called after a slot was given back."""
         asleep = self._control[self._asleep]
-        if asleep & 1 and asleep != self._posted and self._rouser is not None:
+        if asleep & 1 and asleep != self._posted and self._waker is not None:
             self._posted = asleep
-            self._rouser.rouse(asleep)
+            self._waker.wake(asleep)
 
-    def settle(self) -> None:
+    def forget_emptied(self) -> None:
         """Drop `emptied`: no one waits for the end of the leases any more. Else reader and receiver keep each other."""
         self.emptied = _do_nothing
 
@@ -257,8 +257,8 @@ class Reader(ABC):
         self.unmap()
         if not self.lease_count:
             self.sequences.close()
-            if self._rouser is not None:
-                self._rouser.close()
+            if self._waker is not None:
+                self._waker.close()
 
 
 def _do_nothing() -> None:
@@ -328,7 +328,7 @@ class ReferenceReader(Reader):
         if slot >= ring.slots:
             raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
         if WEAKLY_ORDERED:
-            settle()
+            acquire_fence()
         if not self.holds(ring, slot, seq):
             return None
         at = ring.records + slot * SIZE

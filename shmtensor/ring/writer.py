@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from .ring import Ring
     from .sequence_table import SequenceTable
 
-Place = tuple["Ring", int]
+SlotRange = tuple["Ring", int]
 """A ring, and the first slot in it of a message."""
 
-Beside = tuple[int, int, dict[int, Any] | None, Any]
+Registration = tuple[int, int, dict[int, Any] | None, Any]
 """What is stored with a message (rpc/sidecar.py): note, deadline, and a table with the entry to add to it.
 
 The entry is added under the message's number before the message is visible; its `words`, `at` and `seq` are set to the
@@ -68,17 +68,17 @@ class Writer:
     """The writer of one sender, which calls it from one thread at a time."""
 
     def __init__(
-        self, *, sequences: SequenceTable, member: int, competing: bool, history: int, heeds_verdicts: bool,
+        self, *, sequences: SequenceTable, member: int, competing: bool, history: int, checks_verdicts: bool,
         encode: Callable[[Any, Any], Any],
     ) -> None:  # fmt: skip
         """
         member:         index of the producer: its own row of a fan-out's lease words holds the notes
         competing:      True for a work queue, False for a fan-out
         history:        how many of the newest messages are kept for receivers that join later
-        heeds_verdicts: work queue: a slot whose verdict names its message is not reused before `judge`
+        checks_verdicts: work queue: a slot whose verdict names its message is not reused before `judge`
         """
         self._sequences, self._words, self._member, self._encode = sequences, sequences.words, member, encode
-        self._competing, self._heeds_verdicts, self.history = competing, heeds_verdicts, history
+        self._competing, self._checks_verdicts, self.history = competing, checks_verdicts, history
         self.rings: list[Ring] = []
         self._in_flight: dict[int, list[_InFlight | None]] = {}  # by ring and slot
         self._cursors: dict[int, int] = {}
@@ -86,7 +86,7 @@ class Writer:
         self._lockable = False
         self.sent_bytes = self.notified = 0
 
-    def send(self, value: Any, meta: Any, patience: int, *beside: Any) -> Any:
+    def send(self, value: Any, meta: Any, patience: int, *registration: Any) -> Any:
         """Encode the value; the endpoint does the rest."""
         return self._encode(value, meta)
 
@@ -130,7 +130,7 @@ class Writer:
 
     # --- slots
 
-    def acquire(self, nbytes: int, ring: int = -1) -> Place | None:
+    def acquire(self, nbytes: int, ring: int = -1) -> SlotRange | None:
         """Find consecutive free slots, in that ring or in the one that fits best.
 
         Until they are published or lent, they count as free for the next call.
@@ -161,7 +161,7 @@ class Writer:
         self._acquired(ring, slot).array = array
 
     def publish(
-        self, ring: int, slot: int, description: bytes, nbytes: int, spilled: bool, array: Any, *beside: Any
+        self, ring: int, slot: int, description: bytes, nbytes: int, spilled: bool, array: Any, *registration: Any
     ) -> int:
         """Store record, order entry and `published`, in this order: a death before the last leaves nothing visible.
 
@@ -174,8 +174,8 @@ class Writer:
         if array is not None:
             message.array = array
         try:
-            if beside:
-                self._enter(place, slot, seq, *beside)
+            if registration:
+                self._enter(place, slot, seq, *registration)
             at = place.records + slot * SIZE
             place.view[at + BODY_OFFSET : at + INLINE_OFFSET] = BODY.pack(
                 time.monotonic_ns(),
@@ -200,16 +200,16 @@ class Writer:
             if words[L_PUBLISHED] < seq:  # no receiver may find the record: another message will get its number
                 store(place.words, record, 0)
                 message.seq = 0
-                if beside and beside[2] is not None:
-                    beside[3].seq = 0
-                    beside[2].pop(seq, None)
+                if registration and registration[2] is not None:
+                    registration[3].seq = 0
+                    registration[2].pop(seq, None)
             raise
         self.sent_bytes += nbytes
         # crash: publish.published
         return seq
 
     def _enter(self, ring: Ring, slot: int, seq: int, note: int, deadline: int, table: Any, entry: Any) -> None:
-        """Store what goes with a message: see `Beside`."""
+        """Store what goes with a message: see `Registration`."""
         if not self._competing:
             store(ring.words, ring.state + self._member * ring.row + slot, note)  # the sender's own row: no receiver's
             # crash: publish.noted
@@ -339,7 +339,7 @@ class Writer:
 
     def _is_unjudged(self, ring: Ring, message: _InFlight) -> bool:
         """Work queue: whether the sender has yet to read the verdict on a message."""
-        if not self._heeds_verdicts or message.judged:
+        if not self._checks_verdicts or message.judged:
             return False
         return ring.words[ring.state + STATE_WORDS * message.first + VERDICT] >> 8 == message.seq
 

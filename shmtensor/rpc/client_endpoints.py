@@ -27,7 +27,7 @@ from ..ring.layout import (
 )
 from ..ring.pool import Sizing
 from ..ring.ring import Ring
-from ..ring.writer import Beside, Place
+from ..ring.writer import Registration, SlotRange
 from .service_endpoint import Posting, ServiceEndpoint
 from .sidecar import BUDGET, CANCELLED, FOREVER
 
@@ -40,7 +40,7 @@ class Requests(Posting, Producer):
 
     _owner = "Client"
     _counts_lost = False
-    _heeds_verdicts = True
+    _checks_verdicts = True
 
     @property
     def _channel_kind(self) -> int:
@@ -69,17 +69,17 @@ class Requests(Posting, Producer):
         super().drop_in_child()
         self._withdrawing, self._posting = threading.RLock(), threading.Lock()
 
-    def _beside(self, call: Call) -> Beside:
+    def _registration(self, call: Call) -> Registration:
         return call.bits, call.deadline, self.calls, call
 
-    def _post(self, out: Any, timeout: float | None, beside: Beside) -> None:
+    def _post(self, out: Any, timeout: float | None, registration: Registration) -> None:
         taken: list[bool] = []
         wait = -1 if timeout is None or timeout >= FOREVER else timeout
         try:
             taken.extend(map(self._posting.acquire, (True,), (wait,)))  # taken and recorded in one C call
             if not taken[0]:
                 raise RingFull(f'service "{self.name}": another thread waits for room for its request')
-            super()._post(out, timeout, beside)
+            super()._post(out, timeout, registration)
         finally:
             if taken and taken[0]:
                 self._posting.release()
@@ -91,12 +91,12 @@ class Requests(Posting, Producer):
             f'wait for their servers ({servers}): start more of them, or pass slots=, timeout= or full="grow"'
         )
 
-    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: Any, *beside: Any) -> int:
-        seq = super()._publish(ring, slot, out, guard, *beside)
+    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: Any, *registration: Any) -> int:
+        seq = super()._publish(ring, slot, out, guard, *registration)
         # crash: request.posted
         return seq
 
-    def _find(self, nbytes: int) -> Place | None:
+    def _find(self, nbytes: int) -> SlotRange | None:
         return super()._find(nbytes) or (super()._find(nbytes) if self._judge() else None)
 
     def _has_room(self, nbytes: int) -> bool:

@@ -11,7 +11,7 @@ from ..options import format_bytes
 from ..ring.layout import SERVICE
 from ..ring.pool import Sizing
 from ..ring.reader import Reader
-from ..ring.writer import Beside
+from ..ring.writer import Registration
 from .service_endpoint import Posting, ServiceEndpoint
 from .sidecar import BUDGET
 
@@ -93,7 +93,7 @@ class Replies(Posting, Publisher):
     def service(self) -> str:
         return self.name.rsplit(".", 1)[0]
 
-    def _beside(self, seq: int) -> Beside:
+    def _registration(self, seq: int) -> Registration:
         """`seq`: of the request that the reply is for."""
         return seq, 0, None, None
 

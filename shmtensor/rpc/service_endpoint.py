@@ -10,7 +10,7 @@ from ..endpoints.async_sender import AsyncSender
 from ..endpoints.base import FORKED
 from ..endpoints.devices import Sending
 from ..errors import ClosedError, ForkedError
-from ..ring.writer import Beside
+from ..ring.writer import Registration
 
 
 class ServiceEndpoint(AsyncEndpoint):
@@ -59,25 +59,25 @@ class Posting(ServiceEndpoint, AsyncSender):
     """Base of `Requests` and `Replies`: a sender whose messages have notes."""
 
     @abstractmethod
-    def _beside(self, note: Any) -> Beside:
+    def _registration(self, note: Any) -> Registration:
         """The words of a note, as the writer stores them."""
 
     def post(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
         """Publish a message with its note; raises what `send` raises."""
         if self._state:  # as `check_open`, without a call
             self._refuse()
-        beside = self._beside(note)
-        sent = self._writer.send(value, meta, 0, *beside)
+        registration = self._registration(note)
+        sent = self._writer.send(value, meta, 0, *registration)
         if type(sent) is not int:
-            self._post(sent, timeout, beside)
+            self._post(sent, timeout, registration)
         elif sent < 0:
             self._wake_late(-sent)
 
-    def _post(self, out: Any, timeout: float | None, beside: Beside) -> None:
-        self._run(self._put, out, timeout, *beside)
+    def _post(self, out: Any, timeout: float | None, registration: Registration) -> None:
+        self._run(self._put, out, timeout, *registration)
 
     async def apost(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
         """`post` for asyncio: other tasks run while this one waits."""
-        sent = await self._asend(value, meta, timeout, *self._beside(note))
+        sent = await self._asend(value, meta, timeout, *self._registration(note))
         if isinstance(sent, Sending):
             await self._when_copied(sent)

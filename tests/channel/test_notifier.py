@@ -58,8 +58,8 @@ class Floor:
 
     def peers(self, bells: Doorbells):
         """With a line each: who is rung first is rung by the thread that rings."""
-        peers = [SimpleNamespace(uid=uid, line=None) for uid in self.inboxes]
-        bells.ring_all(peers, b"first")
+        peers = [SimpleNamespace(uid=uid, connection=None) for uid in self.inboxes]
+        bells.notify_all(peers, b"first")
         return peers
 
     def heard(self, uid: int, count: int) -> list[bytes]:
@@ -98,7 +98,7 @@ def rung_by_thread(peers, body: bytes) -> bool:
 
 
 def test_whoever_closes_a_line_that_is_being_closed_waits_for_what_was_given_too(floor, bells, monkeypatch):
-    line = bells.ring(1, BODY)
+    line = bells.notify(1, BODY)
     fd, settled = line.fd, []
 
     def wait_written(number):
@@ -129,10 +129,10 @@ def test_each_is_rung_by_another_thread_that_takes_no_signal(floor, bells):
 @needs_native
 def test_whoever_has_no_line_yet_is_rung_with_the_others_at_once(floor, bells):
     peers = floor.peers(bells)
-    peers[2].line = None
+    peers[2].connection = None
     bells.forget(peers[2].uid)
     assert not rung_by_thread(peers, BODY)
-    bells.ring_all(peers, BODY)
+    bells.notify_all(peers, BODY)
     for uid in UIDS:
         assert floor.heard(uid, 2) == [b"first", BODY]
     assert rung_by_thread(peers, b"again")
@@ -144,32 +144,32 @@ def test_whoever_has_no_line_yet_is_rung_with_the_others_at_once(floor, bells):
 def test_a_full_inbox_holds_nobody_up_and_breaks_no_line(floor, bells):
     """As that of a process that is stopped: its line takes nothing more for now, and is the same line afterwards."""
     peers = floor.peers(bells)
-    lines = [peer.line for peer in peers]
+    lines = [peer.connection for peer in peers]
     while lines[0].send(BODY):
         pass
     for number in range(20):
-        bells.ring_all(peers, bytes([number]))
+        bells.notify_all(peers, bytes([number]))
         for uid in UIDS[1:]:
             assert floor.heard(uid, 1 + (not number))[-1] == bytes([number])
     while floor.inboxes[UIDS[0]].drain():
         pass
     assert rung_by_thread(peers, BODY)
     assert floor.heard(UIDS[0], 1) == [BODY]
-    assert [peer.line for peer in peers] == lines
+    assert [peer.connection for peer in peers] == lines
 
 
 @needs_native
 def test_a_line_that_broke_is_made_again_at_the_next_doorbell(floor, bells):
     peers = floor.peers(bells)
-    broken, others = peers[1].line, [peer.line for peer in (peers[0], *peers[2:])]
+    broken, others = peers[1].connection, [peer.connection for peer in (peers[0], *peers[2:])]
     broken._socket.shutdown(socket.SHUT_RDWR)
     assert rung_by_thread(peers, b"lost by one")
     native.module.wait_written(-1)
     assert not rung_by_thread(peers, BODY)
-    bells.ring_all(peers, BODY)
-    assert peers[1].line is not broken
+    bells.notify_all(peers, BODY)
+    assert peers[1].connection is not broken
     assert broken.fd == -1
-    assert [peer.line for peer in (peers[0], *peers[2:])] == others
+    assert [peer.connection for peer in (peers[0], *peers[2:])] == others
     assert rung_by_thread(peers, b"again")
     for uid in UIDS:
         lost = uid == peers[1].uid
@@ -182,7 +182,7 @@ def test_nothing_follows_on_a_line_that_failed_for_whatever_reason(floor, bells)
     peers = floor.peers(bells)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        refused = SimpleNamespace(uid=0, line=SimpleNamespace(fd=ours.fileno()))
+        refused = SimpleNamespace(uid=0, connection=SimpleNamespace(fd=ours.fileno()))
         theirs.close()
         assert rung_by_thread([refused, *peers], BODY)
         native.module.wait_written(-1)
@@ -204,7 +204,7 @@ def test_no_doorbell_goes_to_who_gets_the_descriptor_of_a_line_that_was_closed(t
         for number in range(30):
             bells = Doorbells(floor.directory)
             peers = floor.peers(bells)
-            numbers = {peer.line.fd for peer in peers}
+            numbers = {peer.connection.fd for peer in peers}
             body = bytes([number])
             assert rung_by_thread(peers, body)
             if end == "drop":
@@ -240,7 +240,7 @@ def test_senders_in_many_threads_share_the_thread(floor):
         bells = Doorbells(floor.directory)
         peers = floor.peers(bells)
         for count in range(rounds):
-            bells.ring_all(peers, bytes([number, count]))
+            bells.notify_all(peers, bytes([number, count]))
         bells.close()
 
     threads = [threading.Thread(target=ring, args=(number,)) for number in range(6)]
@@ -261,7 +261,7 @@ def ringing_without_a_thread(directory: str) -> None:
     peers = floor.peers(bells)
     with limited(resource.RLIMIT_AS, address_space()):
         by_thread = rung_by_thread(peers, BODY)
-        bells.ring_all(peers, BODY)
+        bells.notify_all(peers, BODY)
     assert not by_thread
     assert not ringers()
     assert rung_by_thread(peers, b"again")
@@ -289,7 +289,7 @@ def ringing_and_forking(directory: str) -> None:
             bells = Doorbells(directory)
             peers = floor.peers(bells)
             for _ in range(20):
-                bells.ring_all(peers, BODY)
+                bells.notify_all(peers, BODY)
             bells.close()
             for inbox in floor.inboxes.values():
                 while inbox.drain():
@@ -336,7 +336,7 @@ def test_a_forked_child_rings_by_a_thread_of_its_own(tmp_path):
 def asleep(pub) -> bool:
     """Whether all its subscribers sleep, and have not been rung since."""
     words = [pub._control_words[peer.asleep] for peer in pub._listeners]
-    return all(word & 1 and word != peer.rung for word, peer in zip(words, pub._listeners, strict=True))
+    return all(word & 1 and word != peer.notified for word, peer in zip(words, pub._listeners, strict=True))
 
 
 def send_to_sleepers(pub, value) -> None:
@@ -405,13 +405,13 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel, monk
         for number in range(12):
             wait_until(lambda: asleep(pub))
             if number == 6:
-                broken = pub._listeners[1].line
+                broken = pub._listeners[1].connection
                 broken._socket.shutdown(socket.SHUT_RDWR)
             pub.send(torch.tensor([number]))
         sleepers.close()
         assert sleepers.got == [list(range(12))] * 3
         assert broken.fd == -1
-        assert pub._listeners[1].line.fd >= 0
+        assert pub._listeners[1].connection.fd >= 0
 
 
 def test_what_was_sent_just_before_the_end_wakes_its_sleepers(channel, monkeypatch):
@@ -432,7 +432,7 @@ print("open", flush=True)
 for number in range(3):
     while True:
         words = [pub._control_words[peer.asleep] for peer in pub._listeners]
-        if all(word & 1 and word != peer.rung for word, peer in zip(words, pub._listeners)):
+        if all(word & 1 and word != peer.notified for word, peer in zip(words, pub._listeners)):
             break
     pub.send(torch.tensor([number]))
 os.kill(os.getpid(), signal.SIGKILL)
@@ -479,7 +479,7 @@ def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(chann
             def all_sleep():
                 peers = [peer for peer in pub._listeners if peer.entry.pid in here]
                 words = [pub._control_words[peer.asleep] for peer in peers]
-                return all(word & 1 and word != peer.rung for word, peer in zip(words, peers, strict=True))
+                return all(word & 1 and word != peer.notified for word, peer in zip(words, peers, strict=True))
 
             wait_until(all_sleep)
             pub.send(np.array([number]))
@@ -488,7 +488,7 @@ def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(chann
 
         for number in range(4):
             send(number, fellows)
-        (line,) = (peer.line for peer in pub._listeners if peer.entry.pid == stopped.process.pid)
+        (line,) = (peer.connection for peer in pub._listeners if peer.entry.pid == stopped.process.pid)
         wait_until(lambda: asleep(pub))
         stopped.signal(signal.SIGSTOP)
         stopped.stopped()

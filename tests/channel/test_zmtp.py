@@ -227,18 +227,18 @@ def test_a_wait_ends_in_time_though_somebody_talks(inbox):
 
 def test_a_doorbell_to_nobody_is_lost_in_silence(tmp_path):
     bells = Doorbells(str(tmp_path))
-    assert bells.ring(1, BODY) is None
-    bells.ring_by_socket(1, BODY)
+    assert bells.notify(1, BODY) is None
+    bells.notify_by_zeromq(1, BODY)
     bells.forget(1)
     bells.close()
 
 
 def test_a_line_that_broke_is_made_again_at_once(tmp_path, inbox):
     bells = Doorbells(str(tmp_path))
-    line = bells.ring(7, BODY)
+    line = bells.notify(7, BODY)
     assert inbox.wait(PATIENCE) == BODY
     line._socket.shutdown(socket.SHUT_RDWR)
-    other = bells.ring(7, b"again")
+    other = bells.notify(7, b"again")
     assert other is not line
     assert (line.fd, other.fd) == (-1, other._socket.fileno())
     assert wait_for(inbox, 1) == [b"again"]
@@ -248,7 +248,7 @@ def test_a_line_that_broke_is_made_again_at_once(tmp_path, inbox):
 @pytest.mark.parametrize("by_socket", [False, True])
 def test_the_first_doorbell_does_not_wait_for_who_does_not_answer(tmp_path, inbox, by_socket):
     bells = Doorbells(str(tmp_path))
-    ring = bells.ring_by_socket if by_socket else bells.ring
+    ring = bells.notify_by_zeromq if by_socket else bells.notify
     for number in range(3):
         ring(7, bytes([number]))  # the inbox is not served meanwhile
     assert wait_for(inbox, 3) == [b"\0", b"\1", b"\2"]
@@ -264,9 +264,9 @@ def test_who_cannot_be_accepted_is_accepted_later(inbox, left):
         heard = list(iter(lambda: inbox.wait(PATIENCE), None))
         assert len(heard) == left
         assert inbox._paused_until  # for 10 ms, which may be over by now
-        wait_until(inbox.may_be_rung)
+        wait_until(inbox.can_accept)
         assert inbox.wait(PATIENCE) is None  # the next in line wakes it, in vain
-    wait_until(inbox.may_be_rung)
+    wait_until(inbox.can_accept)
     assert sorted(heard + wait_for(inbox, 3 - left)) == [b"\0", b"\1", b"\2"]
     for line in lines:
         line.close()
@@ -291,11 +291,11 @@ class FailingPoll:
 def test_a_caller_that_cannot_be_watched_calls_again(tmp_path, inbox):
     inbox._poll = FailingPoll(inbox._poll)
     bells = Doorbells(str(tmp_path))
-    line = bells.ring(7, b"lost")
+    line = bells.notify(7, b"lost")
     assert inbox.wait(PATIENCE) is None
     assert not inbox._connections
-    wait_until(inbox.may_be_rung)
-    assert bells.ring(7, BODY) is not line
+    wait_until(inbox.can_accept)
+    assert bells.notify(7, BODY) is not line
     assert wait_for(inbox, 1) == [BODY]
     bells.close()
 
@@ -338,7 +338,7 @@ def test_the_compiled_sender_rings_by_itself_once_it_has_a_line(channel):
         thread.join()
         assert received == list(range(30))
         (peer,) = pub._listeners
-        assert peer.line.fd >= 0
+        assert peer.connection.fd >= 0
         assert pub._writer.notified >= 10
         assert pub.statistics().doorbells >= 30
 
@@ -358,13 +358,13 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel):
         for number in range(5):
             exchange(number)
         (peer,) = pub._listeners
-        broken = peer.line
+        broken = peer.connection
         broken._socket.shutdown(socket.SHUT_RDWR)
         for number in range(5, 10):
             exchange(number)
         assert received == list(range(10))
         assert broken.fd == -1
-        assert peer.line is not broken
+        assert peer.connection is not broken
 
 
 def _send(channel, pipe):

@@ -53,7 +53,7 @@ RANK_POINTS = [
     "part.reported", "part.done",
 ]  # fmt: skip
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
-GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "settle.before", "run.begun"]
+GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun"]
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: cuda/test_deaths.py
 CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS,

@@ -570,7 +570,7 @@ def test_a_writing_process_dies_while_it_finishes_what_others_left(dies, tmp_pat
     for pid in trainers(path, f"{stopped}save_all(writers, 2)\n{kill}"):
         wait_for_end(pid)
     left = [name for name in names_in(path) if name.endswith(".ranks")]
-    dies("settle.before")
+    dies("finish.older")
     writers = open_writers(path, 2)
     save_all(writers, 3)
     close_all(writers)

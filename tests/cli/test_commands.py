@@ -133,7 +133,7 @@ def test_ls_work_queue(channel):
         assert messages[1]["holders"] == [
             {"uid": found["members"][1]["uid"], "pid": os.getpid(), "how": "claimed", "alive": True}
         ]
-        assert "nobody yet" in cli("ls", channel)
+        assert "none yet" in cli("ls", channel)
         del view
         claimed.release()
         assert [m["seq"] for m in seen(channel)["messages"]] == [3]

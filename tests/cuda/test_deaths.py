@@ -327,7 +327,7 @@ def test_memory_is_unregistered_before_it_is_unmapped_however_an_endpoint_ends(l
     del tx, rx
     gc.collect()
     lazy.run_all()
-    pending.Pending().look()  # another endpoint's call: what was dropped with copies on their way is let go
+    pending.Pending().poll()  # another endpoint's call: what was dropped with copies on their way is let go
     gc.collect()
     assert lazy.registered == {}
     assert lazy.host(moved).equal(torch.arange(5000.0))
@@ -449,7 +449,7 @@ def test_a_forked_child_does_not_touch_what_was_on_its_way(lazy, channel):
         os._exit(len(gone) + len(kept))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lazy.run_all()
-    assert (kept.look(), len(gone)) == (0, 1)
+    assert (kept.poll(), len(gone)) == (0, 1)
 
 
 # --- graphs

@@ -215,8 +215,8 @@ def test_pending_copies_hold_until_their_event(standin):
     standin.record(event, stream)
     pending = Pending()
     pending.add(event, held, lambda: told.append(1))
-    assert [pending.look(), pending.look(), told] == [1, 1, []]
-    assert pending.look() == 0
+    assert [pending.poll(), pending.poll(), told] == [1, 1, []]
+    assert pending.poll() == 0
     assert told == [1]
 
 
@@ -244,14 +244,14 @@ def add_at(cuda, at):
     late, before = event(), sys.gettrace()
     sys.settrace(trace)
     try:
-        pending.look()
+        pending.poll()
     finally:
         sys.settrace(before)
     added = len(pending) == 1
     del owner
     lived = seen() is not None
     cuda.run_all()
-    Pending().look()  # some other owner's
+    Pending().poll()  # some other owner's
     return added, (lived, len(pending), seen())
 
 
@@ -269,7 +269,7 @@ def test_finishing_waits(lazy):
     lazy.record(event, stream)
     pending = Pending()
     pending.add(event, None)
-    assert pending.look() == 1
+    assert pending.poll() == 1
     pending.finish()
     assert len(pending) == 0
     assert lazy.host_waits == 1

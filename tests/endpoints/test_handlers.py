@@ -14,7 +14,7 @@ import shmtensor
 from shmtensor.channel import control as ctl
 from shmtensor.channel import control_lock
 from shmtensor.channel.cleanup import channels
-from shmtensor.channel.inspect import look
+from shmtensor.channel.inspect import view_of
 from shmtensor.errors import ReentrantError
 
 from ..waiting import wait_until
@@ -290,7 +290,7 @@ def while_opening(monkeypatch, on_signal, channel):
 
 
 def living(channel) -> int:
-    return sum(member.alive for member in look(channel).members)
+    return sum(member.alive for member in view_of(channel).members)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same-channel", "another-channel"])
@@ -312,8 +312,8 @@ def test_close_with_live_views_in_a_handler_that_interrupts_opening(channel, pai
         value = rx.recv(timeout=PATIENCE).value
         with while_opening(lambda: pair[1](channel if same else channel + "-b"), rx.close) as third:
             assert "views alive" in repr(rx)
-            assert look(channel).members  # it stays while its views live
-            assert [member.leaving for member in look(channel).members if member.uid == rx._member.uid] == [True]
+            assert view_of(channel).members  # it stays while its views live
+            assert [member.leaving for member in view_of(channel).members if member.uid == rx._member.uid] == [True]
             if same:
                 for _ in range(4):  # it is no recipient any more
                     tx.send(np.zeros(3), timeout=PATIENCE)

@@ -9,7 +9,7 @@ import pytest
 
 import shmtensor
 from shmtensor.channel import control_lock
-from shmtensor.channel.inspect import look
+from shmtensor.channel.inspect import view_of
 
 from ..conftest import descriptors, shared_files
 from ..implementations import once
@@ -55,10 +55,10 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
         assert not control_lock._holders
         assert not control_lock._deferred
         after = shared_files(), set(os.listdir(socket_directory)), descriptors()
-        assert after == before, (attempt, look(channel))
+        assert after == before, (attempt, view_of(channel))
         if peer is not None:
-            wait_until(lambda: not look(channel).locked)  # who sweeps beside us holds it for a moment
-            seen = look(channel)
+            wait_until(lambda: not view_of(channel).locked)  # who sweeps beside us holds it for a moment
+            seen = view_of(channel)
             alive = [member.alive for member in seen.members]
             assert alive == [True], attempt
     assert attempt.at > 300
@@ -82,10 +82,10 @@ def test_an_interrupted_departure_is_complete(channel, kind, alone, what, socket
         at, reached = at + (1 if at < 8 else stride(7)), attempt.reached
         assert not control_lock._holders
         assert not control_lock._deferred
-        wait_until(lambda: not look(channel).locked)
+        wait_until(lambda: not view_of(channel).locked)
         if what == "leave" and attempt.at > 3:  # the first are those around the call
             assert member.control.locks.fd < 0, attempt
-            assert not [it for it in look(channel).members if it.uid == member.uid], attempt
+            assert not [it for it in view_of(channel).members if it.uid == member.uid], attempt
             left = {name for name in shared_files() if f"{member.uid:016x}" in name}
             assert not left, attempt
         endpoint._abandon()

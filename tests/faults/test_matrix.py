@@ -30,7 +30,7 @@ COUNT = 12
 SENDER_POINTS = [
     "join.opened", "join.locked", "join.initialised", "join.owned", "join.sequences", "join.prepared", "join.entered",
     "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired",
-    "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.rung", "wait.asleep",
+    "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.notified", "wait.asleep",
     "wait.made",
     "close.said", "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip

@@ -167,7 +167,7 @@ def test_words_are_never_torn(name):
 def test_barrier_works_here():
     words.register()
     words.barrier()
-    words.settle()
+    words.acquire_fence()
     assert words.HAS_BARRIER in (True, False)
 
 

@@ -138,7 +138,7 @@ def demo(
 
     One process sends frames to all readers: over shmtensor, multiprocessing.Queue and torch.multiprocessing.Queue,
     the same frames to the same processes. First each transport sends every frame once, and readers compare every byte;
-    then timed rounds, by turns, in which readers only receive. Says so if other programs keep the machine too busy to
+    then timed rounds, interleaved, in which they only receive. Says so if other programs keep the machine too busy to
     compare. Exit code 1 if a byte differs, a message is lost or a process dies; 2 if there is nothing to send.
     """
     plan = Plan(f"demo-{os.getpid()}-{secrets.token_hex(2)}", readers, source, _SLOTS)

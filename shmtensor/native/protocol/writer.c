@@ -50,7 +50,7 @@ static int all_gave_back(const writer *w, const ring *shared, message_in_flight 
 
 /* Work queue: whether the sender has yet to read the verdict on a message. */
 static int is_unjudged(const writer *w, const ring *shared, const message_in_flight *f, uint64_t slot) {
-    return w->heeds_verdicts && !f->judged && load(state_of(shared, slot) + VERDICT) >> 8 == f->seq;
+    return w->checks_verdicts && !f->judged && load(state_of(shared, slot) + VERDICT) >> 8 == f->seq;
 }
 
 /* Whether a message's slots may be used again. A message that receivers may hold by a shared lock is taken back, from those

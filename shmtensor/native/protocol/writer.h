@@ -42,7 +42,7 @@ typedef struct {
     int lock_fd;        /* a description of the table's file that is used for locks alone */
     int competing;      /* a work queue, else a fan-out */
     int lockable;       /* fan-out: there is history, or a receiver that takes the newest only */
-    int heeds_verdicts; /* work queue: a slot whose verdict names its message is not reused before `writer_judge` */
+    int checks_verdicts; /* work queue: a slot whose verdict names its message is not reused before `writer_judge` */
     uint64_t history;   /* how many of the newest messages are kept for receivers that join later */
     members recipients; /* fan-out: members whose lease words count for the next message */
     members leaving;    /* those of them that take no more messages */
