@@ -1,8 +1,9 @@
-"""The command that makes `docs/benchmarks/results.md` of a run: `python -m benchmarks.document RUN.json`.
+"""The command that writes a run's figures into the documentation: `python -m benchmarks.document RUN.json`.
+
+It makes the page of benchmarks (of `document.md`) and the page of all tables (of `tables.md`), where a line like
+`<!-- targets -->` is replaced by what the run found, and the table of `README.md`, between its two marks.
 
 Of several runs on one machine, which measured different workloads: `python -m benchmarks.document ONE.json OTHER.json`.
-
-What people wrote stands in `document.md`, where a line like `<!-- targets -->` is replaced by what the run found.
 """
 
 from __future__ import annotations
@@ -22,8 +23,24 @@ from .run import CROSSOVERS
 from .sizes import MIB
 from .targets import judge
 
-TEMPLATE = Path(__file__).with_name("document.md")
-TARGET = Path(__file__).parents[1] / "docs" / "benchmarks" / "results.md"
+PROJECT = Path(__file__).parents[1]
+PAGES = {"document.md": "docs/benchmarks/results.md", "tables.md": "docs/internals/benchmark-tables.md"}
+"""Template beside this file -> page."""
+PLOTS = "docs/benchmarks/results"
+BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+FIGURES = (  # the README's lines: what, a target's text, the beginning of the row that it is compared with, its name
+    ("Round trip of 1 KiB, both sides awake", "1 KiB round trip, awake", "torch Queue, file_d", "torch queue"),
+    ("Round trip of 1 KiB, both sides asleep", "1 KiB round trip, asleep", "pyzmq ipc", "ZeroMQ"),
+    ("`{tensor, id}` of 1 KiB, one way", "tensor and id, one way", "", "`pickle` over ZeroMQ"),
+    ("Frame of 6 MiB with `meta=`, one way", "6 MiB frame with meta, one way", "", "`pickle` over ZeroMQ"),
+    ("Frame of 6 MiB to 8 readers, sender's CPU", "fan-out of 6 MiB to 8, CPU", "", "to 1 reader"),
+    ("`Queue`, dict with a small array", "Queue, dict with a small array", "", "`multiprocessing`"),
+    ("`Queue`, tensor of 1 MiB", "Queue, tensor of 1 MiB, one way", "rate, torch", "torch queue"),
+    ("`DataLoader`, 2 workers, 32 MiB a batch", "DataLoader, 2 workers, batches of 32 MiB", "", "default"),
+    ("Request and reply of 1 KiB", "request of 1 KiB, awake", "pyzmq", "`torch.save` over ZeroMQ"),
+    ("Checkpoint of 1 GiB, trainer waits", "save of 1 GiB into warm slots", "the caller", "DCP `async_save`"),
+    ("Checkpoint of 1 GiB, from disk", "checkpoint of 1 GiB mapped and used, disk", "", "safetensors"),
+)
 _MARK = re.compile(r"^<!-- ([a-z-]+(?: [a-z-]+)?) -->$", re.MULTILINE)
 
 app = typer.Typer(add_completion=False)
@@ -32,10 +49,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     run_files: Annotated[list[Path], typer.Argument(help="What `python -m benchmarks.run --json` wrote.")],
-    out: Annotated[Path, typer.Option(help="The page; plots go into a folder beside it, named like it.")] = TARGET,
-    template: Annotated[Path, typer.Option(help="The page with the hand-written parts.")] = TEMPLATE,
+    project: Annotated[Path, typer.Option(help="Where README.md and docs/ are.")] = PROJECT,
 ) -> None:
-    """Write the page and its plots (these if matplotlib is installed)."""
+    """Write the pages, the plots (if matplotlib is installed), and the README's table."""
     runs = [json.loads(run_file.read_text(encoding="utf-8")) for run_file in run_files]
     for run_file, each in zip(run_files, runs, strict=True):
         if each.get("schema") != report.SCHEMA:
@@ -44,14 +60,18 @@ def main(
         run = joined(runs)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    folder = out.with_suffix("")
     try:
-        drawn = plots.draw(run, folder)
+        drawn = plots.draw(run, project / PLOTS)
     except ModuleNotFoundError:
         typer.echo("matplotlib is not installed: no plots (pip install -e '.[rivals]')", err=True)
         drawn = {}
-    out.write_text(render(template.read_text(encoding="utf-8"), run, drawn, folder.name), encoding="utf-8")
-    typer.echo(f"written: {out}" + (f", {len(drawn)} plots in {folder}" if drawn else ""))
+    for template, page in PAGES.items():
+        text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+        (project / page).write_text(render(text, run, drawn, Path(PLOTS).name), encoding="utf-8")
+    readme = project / "README.md"
+    readme.write_text(with_figures(readme.read_text(encoding="utf-8"), run), encoding="utf-8")
+    plotted = f", {len(drawn)} plots in {PLOTS}" if drawn else ""
+    typer.echo(f"written: {', '.join(PAGES.values())}, README.md{plotted}")
 
 
 def joined(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -90,12 +110,14 @@ def render(template: str, run: Mapping[str, Any], drawn: Mapping[str, str], fold
         name, _, argument = match[1].partition(" ")
         if name == "run":
             return _about(run)
+        if name == "summary":
+            return _summary(run["targets"])
         if name == "targets":
-            return _targets(run["targets"])
+            return _targets([one for one in run["targets"] if argument in ("", one["workload"])])
         if name == "crossover":
             return _crossovers(rows)
-        if name == "plots":
-            return "\n".join(f"![{title}]({folder}/{plot}.png)" for plot, title in drawn.items())
+        if name == "plot":
+            return f"![{drawn[argument]}]({folder}/{argument}.png)" if argument in drawn else ""
         if name == "workload":
             return _workload(argument, run, rows)
         if name == "failures":
@@ -141,6 +163,42 @@ def _targets(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
     headings = ("what", "shmtensor", "beside", "ratio (rounds)", "target", "")
     return table(headings, map(line, verdicts))
+
+
+def _summary(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    judged = [one for one in verdicts if one["met"] is not None]
+    missed = [one for one in judged if not one["met"]]
+    said = f"{len(judged) - len(missed)} of the {len(judged)} targets that this run could judge are met"
+    if not missed:
+        return f"{said}."
+    lines = [
+        f"- {one['what']}" + (f", beside {one['against']}" if one["against"] else "")
+        + f": {report.number(one['value'])}, wanted {one['target']}"
+        for one in missed
+    ]  # fmt: skip
+    return f"{said}. Missed:\n\n" + "\n".join(lines)
+
+
+def with_figures(readme: str, run: Mapping[str, Any]) -> str:
+    """The README with the table of this run between its marks. `ValueError` if it has none."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md must have the lines {BEGIN.strip()} and {END.strip()}")
+    lines = []
+    for text, what, beside, name in FIGURES:
+        found = (one for one in run["targets"] if one["what"] == what and (one["against"] or "").startswith(beside))
+        one = next(found, None)
+        if one is not None and one["value"]:
+            ratio = f"{report.number(one['value'])} ×"
+            if one["target"].startswith("≤"):
+                ratio = f"1 / {report.number(1 / one['value'])}"
+            mine, other = (f"{report.number(one[key])} {one['unit']}" for key in ("measured", "beside"))
+            lines.append([text, mine, f"{other}, {name}", ratio])
+    place = run["machine"]
+    about = f"default arguments, {place['cpu']}, {place['cores_allowed']} cores, {run['date'][:10]}"
+    shown = table(("", "shmtensor", "beside it", "ratio"), lines)
+    return f"{before}{BEGIN}{shown}\n\nMedians of one run ({about}).\n{END}{after}"
 
 
 def _in_brackets(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Where each microsecond of one message goes: `python -m benchmarks.steps`, a table for docs/benchmarks/results.md.
+"""Where each microsecond of one message goes: `python -m benchmarks.steps`, a table for the benchmark notes.
 
 Awake, in one process: a 1 KiB tensor is sent and received by turns, first by the compiled module, then by the Python
 code with a clock around each step (less what the clock itself takes). Asleep, in two processes: when each side passes

@@ -81,6 +81,7 @@ class Verdict:
     met: bool | None = None
     open: str | None = None
     """Why it could not be judged."""
+    workload: str = ""
 
 
 _TRIP, _ASLEEP, _ONE_WAY, _LARGE, _DICT, _FAN = "round-trip", "asleep", "throughput", "large", "dict", "fan-out"
@@ -351,15 +352,19 @@ def _judge(target: Target, rows: Mapping[Key, Row]) -> Verdict:
     unit = "" if row is None else row.unit
     missing = _missing(row) or (_missing(other) and f"{name}: {_missing(other)}" if target.against else None)
     if row is None or missing:
-        return Verdict(target.what, target.text, row and row.median, None, name, unit, None, open=missing)
+        median = row and row.median
+        return Verdict(target.what, target.text, median, None, name, unit, None, open=missing, workload=target.row[0])
     if other is None:
         return Verdict(
             target.what, target.text, row.median, None, None, unit, row.median, row.rounds,
-            None if row.median is None else target.met(row.median),
+            None if row.median is None else target.met(row.median), workload=target.row[0],
         )  # fmt: skip
     rounds = ratios(row.rounds, other.rounds)
     value = summarize(rounds).median
-    return Verdict(target.what, target.text, row.median, other.median, name, unit, value, rounds, target.met(value))
+    return Verdict(
+        target.what, target.text, row.median, other.median, name, unit, value, rounds, target.met(value),
+        workload=target.row[0],
+    )  # fmt: skip
 
 
 def _missing(row: Row | None) -> str | None:

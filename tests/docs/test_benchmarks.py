@@ -99,8 +99,12 @@ def test_targets_name_rows_that_exist():
         assert target.against is None or target.against in rows
 
 
-def test_the_page_asks_for_every_workload_once():
-    asked = re.findall(r"^<!-- workload (\S+) -->$", document.TEMPLATE.read_text(), re.MULTILINE)
+def template(name):
+    return (document.PROJECT / "benchmarks" / name).read_text()
+
+
+def test_the_tables_ask_for_every_workload_once():
+    asked = re.findall(r"^<!-- workload (\S+) -->$", template("tables.md"), re.MULTILINE)
     assert sorted(asked) == sorted(workload.name for workload in WORKLOADS)
 
 
@@ -507,15 +511,49 @@ def test_the_command_writes_the_whole_run_and_the_page_is_made_of_it(tmp_path, o
     assert {"schema", "date", "command", "machine", "versions", "rows", "samples", "targets", "failures"} <= set(run)
     assert {row["workload"] for row in run["rows"]} == {"round-trip", "loan"}
     (ours,) = (row for row in run["rows"] if row["name"] == "shmtensor, 1 KiB")
-    page = document.render(document.TEMPLATE.read_text(), run, {"latency": "Latency"}, "benchmarks")
-    assert run["machine"]["cpu"] in page
-    assert report.number(ours["median"]) in page
-    assert "![Latency](benchmarks/latency.png)" in page
+    for page in document.PAGES.values():
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "README.md").write_text(f"# before\n{document.BEGIN}old\n{document.END}after\n")
+    result = CliRunner().invoke(document.app, [str(tmp_path / "run.json"), "--project", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for name, path in document.PAGES.items():
+        page = (tmp_path / path).read_text()
+        assert run["machine"]["cpu"] in page
+        assert report.number(ours["median"]) in page
+        assert "<!--" not in page
+        assert re.findall(r"^## .*$", page, re.MULTILINE) == re.findall(r"^## .*$", template(name), re.MULTILINE)
     assert "Not part of this run." in page
-    assert "<!--" not in page
-    hand_written = document.TEMPLATE.read_text()
-    assert "## Where a rival is faster" in page
-    assert set(re.findall(r"^## .*$", page, re.MULTILINE)) == set(re.findall(r"^## .*$", hand_written, re.MULTILINE))
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith(f"# before\n{document.BEGIN}|  | shmtensor |")
+    assert readme.endswith(f"{document.END}after\n")
+    assert "old" not in readme
+
+
+def test_the_readme_shows_what_targets_judge():
+    said = {(target.what, target.against[1]) for target in targets.TARGETS if target.against}
+    assert len({line[0] for line in document.FIGURES}) == len(document.FIGURES)
+    for _, what, beside, _ in document.FIGURES:
+        assert [other for one, other in said if one == what and other.startswith(beside)], what
+
+
+def test_a_plot_stands_where_the_page_wants_it():
+    run = {"rows": []}
+    assert (
+        document.render("a\n\n<!-- plot latency -->\n\nb", run, {"latency": "L"}, "f")
+        == "a\n\n![L](f/latency.png)\n\nb\n"
+    )
+    assert document.render("a\n\n<!-- plot latency -->\n\nb", run, {}, "f") == "a\n\nb\n"
+
+
+def test_the_summary_names_what_was_missed():
+    rows = [Row("idle", "4 consumers", "shmtensor", "%", value, rounds=[value]) for value in (0.5, 7.0)]
+    met, missed = ([asdict(one) for one in targets.judge([row])] for row in rows)
+    assert document.render("<!-- summary -->", {"rows": [], "targets": met}, {}, "") == (
+        "1 of the 1 targets that this run could judge are met.\n"
+    )
+    page = document.render("<!-- summary -->", {"rows": [], "targets": met + missed}, {}, "")
+    assert page.startswith("1 of the 2 targets")
+    assert page.endswith("- 4 idle consumers together: 7.00, wanted ≤ 1\n")
 
 
 def test_the_page_refuses_a_part_that_does_not_exist():
