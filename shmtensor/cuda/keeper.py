@@ -18,8 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from ..errors import CudaError
 from ..memory import lifecycle
@@ -36,13 +36,6 @@ class Token:
     """What a lease on device memory watches."""
 
     __slots__ = ("__weakref__",)
-
-
-class Job(Protocol):
-    """Something to be done from time to time."""
-
-    def poll(self) -> bool:
-        """Do it. True: it need not be done again."""
 
 
 class Ends:
@@ -81,7 +74,7 @@ _tokens: dict[int, Token] = {}
 _ended: deque[tuple[int, Ends | None, Any]] = deque()
 _waiting: deque[tuple[int, Ends | None, Any]] = deque()
 _lost: list[tuple[int, Ends | None, Any]] = []
-_jobs: weakref.WeakSet[Any] = weakref.WeakSet()
+_jobs: set[weakref.WeakMethod[Callable[[], bool]]] = set()
 _busy = threading.Lock()
 _starting = threading.Lock()
 _kicks: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called from a destructor
@@ -144,10 +137,10 @@ def _are_done(ends: Ends | None) -> bool | None:
         return None
 
 
-def add_job(job: Job) -> None:
-    """Have `job.poll()` called four times a second until it returns true, or the job is garbage."""
+def add_job(job: Callable[[], bool]) -> None:
+    """Have a bound method called four times a second until it returns true, or its object is garbage."""
     _start()
-    _jobs.add(job)
+    _jobs.add(weakref.WeakMethod(job))
     _kicks.put(None)
 
 
@@ -181,13 +174,14 @@ def _run() -> None:
 
 
 def _round() -> None:
-    for job in list(_jobs):
+    for reference in list(_jobs):
+        job = reference()
         try:
-            if job.poll():
-                _jobs.discard(job)
+            if job is None or job():
+                _jobs.discard(reference)
         except Exception:
-            log.exception("%r could not be looked after", job)
-            _jobs.discard(job)
+            log.exception("%r failed, and is not tried again", job)
+            _jobs.discard(reference)
 
 
 def _forget() -> None:

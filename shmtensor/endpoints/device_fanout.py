@@ -59,11 +59,11 @@ class DeviceSender(AsyncSender):
             # crash: device.lent
             self._member.set_leaving()
             self._wake_all()
-            keeper.add_job(self)
+            keeper.add_job(self._has_left)
             return
         super()._depart()
 
-    def poll(self) -> bool:
+    def _has_left(self) -> bool:
         """After close, four times a second: leave as soon as no subscriber needs the memory; whether it has left."""
         return self._try_run(self._leave_if_settled) is True
 
@@ -79,7 +79,7 @@ class DeviceSender(AsyncSender):
 
     def _outlast(self) -> None:
         self._local = local_members()
-        while not self.poll():
+        while not self._has_left():
             time.sleep(_PAUSE)
 
 
@@ -201,7 +201,7 @@ class DeviceReceiver(AsyncReceiver):
         if hold is None:
             return None
         runtime().current_stream(hold.memory.device)  # raises before the message is taken, not after it
-        keeper.add_job(reader)
+        keeper.add_job(reader.unmap_if_unneeded)
         return LeasedBlock(slots, hold, found.slot, found.nbytes)
 
     def _is_there(self, reader: BroadcastReader) -> bool:

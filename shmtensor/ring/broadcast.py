@@ -112,7 +112,7 @@ class BroadcastReader(ReferenceReader):
         self.sequences.locks.unlock(seq)  # if there was a lock; the byte belongs to this message alone
         self.wake_sender()
 
-    def poll(self) -> bool:
+    def unmap_if_unneeded(self) -> bool:
         """Device memory: unmap it once its publisher has closed and this receiver needs nothing more from it.
 
         Returns True when no further call is needed.
