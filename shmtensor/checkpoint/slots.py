@@ -209,7 +209,7 @@ class Stager(Producer):
 
     def offload(self, plan: Plan, after: dict[int, Any]) -> Offload:
         """The copies of a state from its devices into slots of this writer, after these events."""
-        return Offload(plan, self._devices(), list(self._rings), after)
+        return Offload(plan, self._devices, list(self._rings), after)
 
     def pin(self, devices: list[str]) -> None:
         """Pin all slots now, for copies from some devices, instead of at their first use."""
@@ -217,7 +217,7 @@ class Stager(Producer):
             self._run(self._pin_inside, device)
 
     def _pin_inside(self, device: str) -> None:
-        parts = self._devices().parts(list(self._rings), runtime().device(device))
+        parts = self._devices.parts(list(self._rings), runtime().device(device))
         for ring in self._rings:
             parts(ring.address, ring.buffer.nbytes)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
@@ -20,6 +21,8 @@ from typing import Any, Final
 from ..errors import ArgumentError, CudaError
 from ..memory import lifecycle
 from .library import HANDLE_BYTES, Handle, Library, failure
+
+log = logging.getLogger("shmtensor")
 
 PORTABLE: Final = 1  # cudaHostRegisterPortable
 READ_ONLY: Final = 8  # cudaHostRegisterReadOnly
@@ -356,6 +359,10 @@ def runtime() -> Any:
         return _substitute
     if _found is None:
         _found = Runtime()
+        log.warning(
+            "CUDA support is experimental: it was tested against a stand-in for the driver, "
+            "see docs/internals/cuda-verified.md for what has run on hardware"
+        )
     return _found
 
 

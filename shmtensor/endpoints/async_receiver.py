@@ -9,7 +9,6 @@ from ..channel import control as ctl
 from ..errors import EndOfStream, ReleasedError
 from .async_endpoint import AsyncEndpoint, clock, wait_queue_of
 from .base import BUSY, NOTHING, check_timeout
-from .devices import LOOK_S
 from .message import Message
 from .receiver import Receiver
 
@@ -93,7 +92,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             message = None if direct is None or undelivered else direct.recv(self, undelivered, 0)
             if message is None:
                 message = attempt()
-        if message is NOTHING and timeout != 0 and self._copying():
+        if message is NOTHING and timeout != 0 and self._devices.poll():
             message = await self._while_copying(attempt, timeout)
         if (message is NOTHING or message is BUSY) and timeout != 0:
             message = await wait_queue_of(self).attend(attempt, self._has_news, timeout)
@@ -128,12 +127,10 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
 
     async def _while_copying(self, attempt: Callable[[], Any], timeout: float | None) -> Any:
         """Stay awake until copies to a device are done, since their slots are given back then."""
-        import asyncio
-
         due = None if timeout is None else clock() + timeout
         message = NOTHING
-        while (message is NOTHING or message is BUSY) and self._copying() and (due is None or clock() < due):
-            await asyncio.sleep(LOOK_S)
+        while (message is NOTHING or message is BUSY) and self._devices.poll() and (due is None or clock() < due):
+            await self._devices.pause()
             message = attempt()
         return message
 

@@ -13,7 +13,7 @@ from ..ring.layout import L_CLOSED
 from ..ring.ring import Ring
 from .async_endpoint import AsyncEndpoint, clock, wait_queue_of
 from .base import BUSY, CLOSING, NOTHING, check_timeout
-from .devices import LOOK_S, Sending
+from .devices import Sending
 from .loan import Loan
 from .reports import Wait
 from .sender import Sender
@@ -88,16 +88,14 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         def begin(out: Encoded, ring: Ring, slot: int) -> int | Sending:
             if out.device_jobs:
-                return self._devices().send(self._writer, self._rings, out, ring, slot, *beside)
+                return self._devices.send(self._writer, self._rings, out, ring, slot, *beside)
             return self._fill(out, ring, slot, *beside)
 
         return await self._with_slot(lambda: self._describe(value, meta), begin, timeout)  # type: ignore[no-any-return]
 
     async def _when_copied(self, sending: Sending) -> int:
         """Publish a message when a device has copied it into its slot, after those that other tasks began earlier."""
-        import asyncio
-
-        sendings, pause = self._sendings, 0.0
+        sendings = self._sendings
         sendings.append(sending)
 
         def attempt() -> int:
@@ -109,8 +107,7 @@ class AsyncSender(Sender, AsyncEndpoint):
             while True:
                 if sending.is_done() and sendings[0] is sending and (sent := self._try_send(attempt)) is not BUSY:
                     return sent  # type: ignore[no-any-return]
-                await asyncio.sleep(pause)
-                pause = LOOK_S
+                await self._devices.pause()
         finally:
             sendings.remove(sending)
             sending.release()

@@ -92,8 +92,7 @@ class Endpoint(Local, ABC):
 
     _member: Member
     _kind: int
-    _pin: Any = "auto"
-    _gpu: Devices | None = None  # made at the first copy from or to a device
+    _devices: Devices
 
     def __init__(self) -> None:
         native.report_missing()
@@ -224,23 +223,6 @@ class Endpoint(Local, ABC):
     def _outlast(self) -> None:
         """Wait for processes that need what ends with this one. Called at exit, when all its endpoints are closed."""
         return
-
-    def _devices(self) -> Devices:
-        """The part of the endpoint that deals with CUDA, made at the first call."""
-        if self._gpu is None:
-            from .devices import Devices
-
-            self._gpu = Devices(self, self._pin)
-        return self._gpu
-
-    def _copying(self) -> int:
-        """How many copies from or to a device are in progress; release what those that are done held."""
-        return 0 if self._gpu is None else self._gpu.pending.poll()
-
-    def _finish_copies(self) -> None:
-        """Wait for the copies in progress."""
-        if self._gpu is not None:
-            self._gpu.pending.finish()
 
     def _refuse(self) -> None:
         """Raise the error of a call on an endpoint that is not open."""

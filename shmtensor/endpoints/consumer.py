@@ -18,9 +18,9 @@ from ..ring.reader import COMPETING
 from ..wire.record import EMPTY_RECORD, pack_bell
 from .async_receiver import AsyncReceiver
 from .base import BUSY, FORKED, LIVENESS_INTERVAL, NOTHING, check_choice, check_count
+from .devices import Devices
 from .message import Message
 from .peers import Peer
-from .prefetch import check as check_ahead
 
 
 class _Hand:
@@ -79,7 +79,7 @@ class Consumer(AsyncReceiver):
         prefetch: int = 0,
         pin: bool | str = "auto",
     ) -> None:
-        check_ahead(device, prefetch)
+        Devices.check_prefetch(device, prefetch)
         check_choice("acknowledge", acknowledge, ("next", "release"))
         check_count("max_attempts", max_attempts, 1, 250)
         self._max_attempts = max_attempts

@@ -1,6 +1,6 @@
 """What endpoints do with CUDA devices: pin their rings, copy messages to a device, and from one into a slot.
 
-A message that stays in host memory uses nothing of this.
+The other modules of this folder know CUDA by this one. A message that stays in host memory uses nothing of it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,77 @@ from ..cuda.pending import Pending
 from ..cuda.pinning import Part
 from ..cuda.runtime import runtime
 from ..errors import ArgumentError, CudaError
+from .base import check_count
 
 if TYPE_CHECKING:
     from ..codec.encode import Encoded
     from ..ring.ring import Ring
     from .base import Endpoint
+    from .message import Message
 
-LOOK_S: Final = 0.001
+_MOST_AHEAD: Final = 1024
+_POLL_S: Final = 0.001
 """Seconds after which a caller that waits checks the copies in progress."""
 
 
-def check_pin(pin: object) -> None:
-    """`pin=` is True, False or "auto"."""
-    if pin is not True and pin is not False and pin != "auto":
-        raise ArgumentError(f'pin={pin!r}: choose one of True, False, "auto"')
-
-
 class Devices:
-    """The part of an endpoint that deals with CUDA: its streams and its copies in progress."""
+    """The part of an endpoint that deals with CUDA: its streams and its copies in progress.
+
+    Args:
+        endpoint: whose part this is; not kept alive by it.
+        pin: True, False or `"auto"`: whether rings are pinned at the first copy.
+    """
+
+    __slots__ = ("_endpoint", "_pending", "_pin", "_streams")
 
     def __init__(self, endpoint: Endpoint, pin: Any) -> None:
-        self.pending = Pending(endpoint)
-        self._name, self._pin = endpoint.name, pin
+        if pin is not True and pin is not False and pin != "auto":
+            raise ArgumentError(f'pin={pin!r}: choose one of True, False, "auto"')
+        self._endpoint, self._pin = weakref.ref(endpoint), pin
+        self._pending: Pending | None = None
         self._streams: dict[int, Any] = {}
+
+    def poll(self) -> int:
+        """How many copies from or to a device are in progress; release what those that are done held."""
+        return 0 if self._pending is None else self._pending.poll()
+
+    def finish(self) -> None:
+        """Wait for the copies in progress."""
+        if self._pending is not None:
+            self._pending.finish()
+
+    def interval(self, usual: float) -> float:
+        """Seconds that a wait may last, given how long it would if no copy were in progress."""
+        return _POLL_S if self.poll() else usual
+
+    def prefetching(self, device: Any, count: int, undelivered: dict[Message, Any], **ways: Any) -> Prefetch | None:
+        """What copies the messages of a receiver to a device before they are returned; None: they stay in host memory.
+
+        ways: see `Prefetch`
+        """
+        return None if device is None else Prefetch(device, count, undelivered, **ways)
+
+    @staticmethod
+    def check_prefetch(device: Any, prefetch: int, *, latest: bool = False) -> None:
+        """Check the arguments `device=` and `prefetch=`."""
+        check_count("prefetch", prefetch, 0, _MOST_AHEAD)
+        if prefetch and device is None:
+            raise ArgumentError(f'prefetch={prefetch} copies ahead to a device: pass device="cuda" as well')
+        if prefetch and latest:
+            raise ArgumentError(f'prefetch={prefetch} would hand out old messages with delivery="latest": leave it 0')
+
+    def statistics(self, rings: Iterable[Ring]) -> dict[str, Any]:
+        """The fields of `statistics()` about copies in progress, and about pinning."""
+        pinnings = [ring.pinning for ring in rings]
+        failures = [pinning.failure for pinning in pinnings if pinning.failure]
+        nbytes = sum(pinning.nbytes for pinning in pinnings)
+        return {"copying": self.poll(), "pinned_bytes": nbytes, "pin_failure": failures[0] if failures else ""}
+
+    async def pause(self) -> None:
+        """Let an event loop run others until it is time to poll again."""
+        import asyncio
+
+        await asyncio.sleep(_POLL_S)
 
     def stream(self, device: int) -> Any:
         """This endpoint's own stream of a device."""
@@ -59,8 +107,10 @@ class Devices:
                         return [(ring.buffer, offset, nbytes)]
                     found = ring.pinning.parts(ring.buffer, offset, nbytes, device)
                     if self._pin is True and ring.pinning.failure:
+                        endpoint = self._endpoint()
+                        name = "" if endpoint is None else endpoint.name
                         raise CudaError(
-                            12, f'channel "{self._name}": pin=True, and ring {ring.index} cannot be pinned: '
+                            12, f'channel "{name}": pin=True, and ring {ring.index} cannot be pinned: '
                             f'{ring.pinning.failure}; or pass pin="auto"'
                         )  # fmt: skip
                     return found
@@ -83,12 +133,12 @@ class Devices:
     def to_device(self, value: Any, rings: Iterable[Ring], device: Any, non_blocking: bool) -> Any:
         """`Message.to`: the value on a CUDA device, copied on the thread's current stream."""
         cuda = runtime()
-        self.pending.poll()
+        self.poll()
         index = cuda.device(device)
         moved, event, _ = self.copy_out(value, rings, index, cuda.current_stream(index))
         if not non_blocking:
             cuda.wait(event)
-            self.pending.poll()
+            self.poll()
         return moved
 
     def _note(self, event: Any, stream: Any, held: list[Any]) -> None:
@@ -98,7 +148,9 @@ class Devices:
             # crash: copy.started
             cuda.record(event, stream)
             if held:
-                self.pending.add(event, held)
+                if self._pending is None:
+                    self._pending = Pending(self._endpoint())
+                self._pending.add(event, held)
         except BaseException:
             with contextlib.suppress(CudaError):  # there is no event to check later: wait here
                 cuda.synchronize(stream)
@@ -168,8 +220,89 @@ class Sending:
         self.array = None
 
 
-def pinned(rings: Iterable[Ring]) -> dict[str, Any]:
-    """The fields of `statistics()` about pinning."""
-    pinnings = [ring.pinning for ring in rings]
-    failures = [pinning.failure for pinning in pinnings if pinning.failure]
-    return {"pinned_bytes": sum(pinning.nbytes for pinning in pinnings), "pin_failure": failures[0] if failures else ""}
+class Prefetch:
+    """Copies the messages of one receiver to a device before they are returned. Used under the receiver's mutex.
+
+    Args:
+        device: the CUDA device.
+        count: how many messages are copied beside the one that is returned next.
+        undelivered: the receiver's messages that are taken and not returned, each with the event after its copies and
+            its memory on the device, or None before they are started.
+        poll, wait: the receiver's ways to take a message: one that is there or None; one that comes in time.
+        copy_out: starts the copies of a value: (value on the device, event, memory).
+        keeps_leases: whether a message needs its lease after it was copied: on a work queue, until it is done.
+    """
+
+    def __init__(
+        self,
+        device: Any,
+        count: int,
+        undelivered: dict[Message, Any],
+        *,
+        poll: Callable[[], Message | None],
+        wait: Callable[[float | None], Message],
+        copy_out: Callable[[Any, int], tuple[Any, Any, Any]],
+        keeps_leases: bool,
+    ) -> None:
+        self._device, self._count, self._undelivered = runtime().device(device), count, undelivered
+        self._poll, self._wait, self._copy_out, self._keeps_leases = poll, wait, copy_out, keeps_leases
+
+    def next(self, timeout: float | None) -> Message:
+        """The next message; waits for it as `recv` does."""
+        stream = self._stream()
+        while True:
+            if not self._is_ready():
+                self._start(self._poll() or self._wait(timeout))
+            message = self._top_up(stream)
+            if message is not None:
+                return message
+
+    def poll(self) -> Message | None:
+        """The next message if it is there."""
+        stream = self._stream()
+        if not self._is_ready():
+            message = self._poll()
+            if message is None:
+                return None
+            self._start(message)
+        return self._top_up(stream)
+
+    def push(self, message: Message) -> Message | None:
+        """Copy this message, which was taken while there was none, and return the next."""
+        self._start(message)
+        return self._top_up(self._stream())
+
+    def _stream(self) -> Any:
+        """The caller's stream. Called before anything is taken: it raises while a CUDA graph is captured there."""
+        return runtime().current_stream(self._device)
+
+    def _is_ready(self) -> bool:
+        """Whether a message is there. Starts again the copies that could not be started."""
+        for message, copy in list(self._undelivered.items()):
+            if copy is None:
+                self._start(message)
+        return bool(self._undelivered)
+
+    def _top_up(self, stream: Any) -> Message | None:
+        """Take and copy as many messages as wanted; the first of all, usable on `stream`, or None."""
+        cuda, undelivered = runtime(), self._undelivered
+        while len(undelivered) <= self._count:
+            message = self._poll()
+            if message is None:
+                break
+            self._start(message)
+        first = next(iter(list(undelivered.items())), None)
+        if first is None:
+            return None  # another thread has returned it
+        message, (event, blocks) = first
+        cuda.stream_waits(stream, event)
+        for block in blocks:
+            cuda.used_on(block, stream)
+        return message
+
+    def _start(self, message: Message) -> None:
+        value, event, blocks = self._copy_out(message.value, self._device)
+        message.value = value
+        self._undelivered[message] = event, blocks
+        if not self._keeps_leases:
+            message._hold = message._lease = None

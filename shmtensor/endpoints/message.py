@@ -70,9 +70,9 @@ class Message(Local, Received):
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:
         """The value with every tensor copied to `device`. Arrays of NumPy stay what they are: views of the slot.
 
-        To a CUDA device the copies go on the calling thread's current stream. With `non_blocking` they need not be
-        done on return: work on that stream comes after them, and the slot stays leased until they are done, whatever
-        is released meanwhile. Tensors that share memory share it on the device. docs/guide/cuda.md
+        To a CUDA device (experimental) the copies go on the calling thread's current stream. With `non_blocking` they
+        need not be done on return: work on that stream comes after them, and the slot stays leased until they are done,
+        whatever is released meanwhile. Tensors that share memory share it on the device. docs/guide/cuda.md
 
         With a device that the tensors are on already (`"cpu"`) this is the value itself, not a copy.
 

@@ -21,7 +21,6 @@ from ..ring.sequence_table import SequenceTable
 from ..statistics import SenderStatistics
 from ..wire.record import EMPTY_RECORD, SIZE, pack_bell
 from .base import FORKED, LIVENESS_INTERVAL, AsleepWord, Endpoint, check_count, check_timeout
-from .devices import pinned
 
 
 class Peer:
@@ -223,13 +222,13 @@ class Peers(Endpoint):
         """Counters since this sender was made."""
         if self._state == FORKED:
             self._refuse()
-        copying, writer = self._copying(), self._writer
+        devices, writer = self._devices.statistics(self._rings), self._writer
         return SenderStatistics(
             sent=self._published, sent_bytes=writer.sent_bytes,
             dropped=self._dropped, waits=self._waits, doorbells=self._rung + writer.notified,
             rings=len(self._rings), slots=self._pool.slots, slots_busy=writer.busy, ring_bytes=self._pool.nbytes,
-            receivers=len(self._listeners), dead_receivers=self._deaths, copying=copying,
-            **pinned(self._rings),
+            receivers=len(self._listeners), dead_receivers=self._deaths,
+            **devices,
         )  # fmt: skip
 
     def _about(self) -> str:

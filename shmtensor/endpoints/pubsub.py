@@ -18,9 +18,9 @@ from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .base import NOTHING, check_choice, check_count
 from .device_fanout import DeviceReceiver, DeviceSender
+from .devices import Devices
 from .message import Message
 from .peers import Peer
-from .prefetch import check as check_ahead
 
 
 class Publisher(DeviceSender):
@@ -36,8 +36,8 @@ class Publisher(DeviceSender):
             counted), `"error"` (raise `RingFull`).
         history: how many of the newest messages a subscriber that joins later gets first.
         max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
-        device: a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its subscribers get CUDA
-            tensors that *are* the slots. See docs/guide/device-memory.md. None: host memory.
+        device: (experimental) a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its
+            subscribers get CUDA tensors that *are* the slots. See docs/guide/device-memory.md. None: host memory.
         pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
             `False`, never. Nothing is pinned before the first such copy. docs/guide/cuda.md
 
@@ -104,8 +104,8 @@ class Subscriber(DeviceReceiver):
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
             newest one, never holding anybody back (`msg.missed` counts what was passed over).
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
-        device: a CUDA device: values come with their tensors there, copied on a stream of the receiver's own and
-            safe to use on the calling thread's current stream. They hold no slot.
+        device: (experimental) a CUDA device: values come with their tensors there, copied on a stream of the receiver's
+            own and safe to use on the calling thread's current stream. They hold no slot.
         prefetch: with `device`: how many messages are copied ahead. Not with `delivery="latest"`.
         pin: as for `Publisher`.
 
@@ -125,7 +125,7 @@ class Subscriber(DeviceReceiver):
         pin: bool | str = "auto",
     ) -> None:
         check_choice("delivery", delivery, ("all", "latest"))
-        check_ahead(device, prefetch, latest=delivery == "latest")
+        Devices.check_prefetch(device, prefetch, latest=delivery == "latest")
         self._latest = delivery == "latest"
         self._mode = LATEST if self._latest else ALL
         self._flags = ctl.LATEST if self._latest else 0

@@ -32,9 +32,8 @@ from .base import (
     check_timeout,
     lingering,
 )
-from .devices import LOOK_S, check_pin, pinned
+from .devices import Devices
 from .message import Message, drop_all
-from .prefetch import Prefetch
 from .producers import Producers, log
 from .spinning import Spin
 
@@ -55,15 +54,13 @@ class Receiver(Producers):
     def __init__(
         self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | str = "auto"
     ) -> None:
-        check_pin(pin)
-        self._pin = pin
+        self._devices = Devices(self, pin)
         # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
         self._undelivered: dict[Message, Any] = {}
-        if device is not None:
-            self._prefetch = Prefetch(
-                device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
-                keeps_leases=self._maps_writable,
-            )  # fmt: skip
+        self._prefetch = self._devices.prefetching(
+            device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
+            keeps_leases=self._maps_writable,
+        )  # fmt: skip
         if isinstance(spin, bool) or not isinstance(spin, (int, float)):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
         if not 0 <= spin <= 3600:
@@ -151,8 +148,7 @@ class Receiver(Producers):
         if self._state:
             self._refuse()
         self._before_next()
-        if self._gpu is not None:
-            self._gpu.pending.poll()
+        self._devices.poll()
         if self._prefetch is not None:
             message = self._prefetch.next(timeout)
         else:
@@ -265,7 +261,7 @@ class Receiver(Producers):
                 self._refuse()
             if self._is_over():
                 raise EndOfStream(self._over_text())
-            interval = LOOK_S if self._copying() else LIVENESS_INTERVAL
+            interval = self._devices.interval(LIVENESS_INTERVAL)
             remaining = interval if deadline is None else min(interval, deadline - now())
             if remaining <= 0:
                 return self._last_attempt(timeout)
@@ -393,11 +389,11 @@ class Receiver(Producers):
 
     def _to_device(self, value: Any, device: Any, non_blocking: bool) -> Any:
         """`Message.to` a CUDA device."""
-        return self._devices().to_device(value, self._mapped_rings(), device, non_blocking)
+        return self._devices.to_device(value, self._mapped_rings(), device, non_blocking)
 
     def _copy_out(self, value: Any, device: int) -> tuple[Any, Any, Any]:
         """Start to copy a value to a device, on the receiver's own stream: see `Devices.copy_out`."""
-        devices = self._devices()
+        devices = self._devices
         return devices.copy_out(value, self._mapped_rings(), device, devices.stream(device))
 
     def _leases(self) -> int:
@@ -452,7 +448,7 @@ class Receiver(Producers):
             # crash: close.said
             self._state = CLOSING
             self._direct = None
-            self._finish_copies()
+            self._devices.finish()
             self._end_current(acknowledge)
             drop_all(self._undelivered)
             if self._wait_queue is not None:
@@ -489,15 +485,16 @@ class Receiver(Producers):
         if self._state == FORKED:
             self._refuse()
         self._read_doorbell()
-        copying, counts, kept = self._copying(), self._counts, list(self._undelivered)
+        devices = self._devices.statistics(self._mapped_rings())  # first: copies that are done release leases
+        counts, kept = self._counts, list(self._undelivered)
         return ReceiverStatistics(
             received=counts.received - len(kept),
             received_bytes=counts.received_bytes - sum(message.nbytes for message in kept),
             missed=counts.missed, redelivered=counts.redelivered, abandoned=self._abandoned,
             bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._asleep_word.sleeps,
             ticks=self._ticks, late=self._late, senders=len(self._readers),
-            behind=sum(max(0, reader.behind) for reader in self._readers), leases=self._leases(), copying=copying,
-            **pinned(self._mapped_rings()),
+            behind=sum(max(0, reader.behind) for reader in self._readers), leases=self._leases(),
+            **devices,
         )  # fmt: skip
 
     def _about(self) -> str:

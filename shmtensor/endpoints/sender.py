@@ -23,7 +23,7 @@ from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from ..ring.writer import SlotRange
 from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_timeout
-from .devices import Sending, check_pin
+from .devices import Devices, Sending
 from .implementation import make_writer
 from .loan import Loan
 from .peers import Peers
@@ -55,8 +55,7 @@ class Sender(Peers):
         history: int = 0,
         pin: bool | str = "auto",
     ) -> None:
-        check_pin(pin)
-        self._pin = pin
+        self._devices = Devices(self, pin)
         if slots is not None:
             check_count("slots", slots, 1, MAX_SLOTS)
             self._sizing = Sizing.exactly(slots)
@@ -164,14 +163,13 @@ class Sender(Peers):
 
         A copy that fails, or is interrupted, is not published.
         """
-        devices = self._devices()
-        sending = devices.send(self._writer, self._rings, out, ring, slot, *beside)
+        sending = self._devices.send(self._writer, self._rings, out, ring, slot, *beside)
         try:
             sending.wait()
             return self._publish_copied(sending)
         finally:
             sending.release()
-            devices.pending.poll()
+            self._devices.poll()
 
     def _publish_copied(self, sending: Sending) -> int:
         """Publish a message whose copies are done, for the members that are there now."""
@@ -268,7 +266,7 @@ class Sender(Peers):
         """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
         if self._full == "block" and timeout != 0:
-            self._copying()
+            self._devices.poll()
             if self._control_words[ctl.W_EPOCH] != self._epoch:
                 self._refresh()
             self._pool.make_room(nbytes)
@@ -285,7 +283,7 @@ class Sender(Peers):
 
     def _place_at_once(self, nbytes: int) -> SlotRange | None:
         """Free slots for `nbytes` without waiting, or None."""
-        self._copying()  # a copy that was given up keeps its slot until it is done
+        self._devices.poll()  # a copy that was given up keeps its slot until it is done
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         pool = self._pool
@@ -326,7 +324,7 @@ class Sender(Peers):
             if self._control_words[ctl.W_EPOCH] != self._epoch:
                 self._refresh()
             if not woken:
-                self._copying()
+                self._devices.poll()
                 self._drop_dead()
             place = self._find(nbytes)
         if self._stop:  # closed meanwhile, which may be what gave the slot back
@@ -379,7 +377,7 @@ class Sender(Peers):
             return
         self._state = CLOSING
         self._writer.retire()
-        self._finish_copies()
+        self._devices.finish()
         if self._wait_queue is not None:
             self._wait_queue.end()
         try:

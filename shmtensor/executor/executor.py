@@ -82,9 +82,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             calls, and each worker for its results; None: as far as `/dev/shm` allows.
         retry_on_death: how often a call is run again after the worker that ran it died. With 0, a worker's death
             breaks the pool, as it does the standard one.
-        device: such as `"cuda"`: tensors in results are CUDA tensors, copied there from the worker's slot on a stream
-            of their own, and safe to use on the stream that is current where `result()` is called. Arrays stay in
-            host memory, workers do not touch CUDA. `ResourceError` where CUDA is missing.
+        device: (experimental) such as `"cuda"`: tensors in results are CUDA tensors, copied there from the worker's
+            slot on a stream of their own, and safe to use on the stream that is current where `result()` is called.
+            Arrays stay in host memory, workers do not touch CUDA. `ResourceError` where CUDA is missing.
 
     Tensors and arrays in a future's result are writable views of the worker's slot, which is reused when the last view
     has died. (Values up to 64 KiB are copied out.) A call gets its arguments in the same way.

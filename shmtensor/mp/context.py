@@ -100,8 +100,8 @@ def get_context(method: str | None = None, *, device: Any = None) -> Any:
 
     Args:
         method: `"fork"`, `"spawn"` or `"forkserver"`; None for the default start method.
-        device: such as `"cuda"` or `"cuda:1"`: tensors that the process which creates a queue gets from it are copied
-            there, as for `Queue`; None: they stay in host memory.
+        device: (experimental) such as `"cuda"` or `"cuda:1"`: tensors that the process which creates a queue gets from
+            it are copied there, as for `Queue`; None: they stay in host memory.
 
     Returns:
         A subclass of `multiprocessing`'s context of that method; `torch.utils.data.DataLoader` takes it as its

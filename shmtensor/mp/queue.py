@@ -74,8 +74,8 @@ class SimpleQueue(Generic[T]):
             be that of the processes that get the queue.
         max_bytes: shared memory that each putting process may use, in bytes or like `"4GiB"`; None for half of
             `/dev/shm`.
-        device: such as `"cuda"`: tensors that the process which creates the queue gets from it are CUDA tensors, safe
-            on the current stream. Arrays, and items that other processes get, stay in host memory.
+        device: (experimental) such as `"cuda"`: tensors that the process which creates the queue gets from it are CUDA
+            tensors, safe on the current stream. Arrays, and items that other processes get, stay in host memory.
 
     Tensors and arrays in an item, however deep, are copied once, into a slot; what `get` returns are writable views
     of the slot, which belong to the getter alone, and which hold the memory of their whole item as long as they live.

@@ -31,7 +31,7 @@ class DeviceConsumer(Consumer):
 
     def copy_out(self, value: Any, device: int) -> tuple[Any, Any, list[Any]]:
         """Start the copies on this endpoint's own stream: (value on the device, event after the copies, new memory)."""
-        self._devices().pending.poll()
+        self._devices.poll()
         return self._copy_out(value, device)
 
 

@@ -249,7 +249,7 @@ def _take(channel, pipe):
     rx = shmtensor.Consumer(channel, device="cuda", prefetch=1)
     rx.recv(timeout=LONG)
     torch.cuda.synchronize()
-    with torch.cuda.stream(rx._devices().stream(0)):  # the receiver's own: its next copy waits behind this
+    with torch.cuda.stream(rx._devices.stream(0)):  # the receiver's own: its next copy waits behind this
         torch.cuda._sleep(10**10)
     msg = rx.recv(timeout=LONG)
     pipe.send([msg.meta["n"], rx.statistics().copying])

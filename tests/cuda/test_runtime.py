@@ -273,3 +273,12 @@ def test_finishing_waits(lazy):
     pending.finish()
     assert len(pending) == 0
     assert lazy.host_waits == 1
+
+
+def test_real_cuda_is_called_experimental_once(monkeypatch, caplog):
+    monkeypatch.setattr(cuda, "_substitute", None)
+    monkeypatch.setattr(cuda, "_found", None)
+    monkeypatch.setattr(cuda, "Runtime", object)
+    assert cuda.runtime() is cuda.runtime()
+    (record,) = caplog.records
+    assert "experimental" in record.getMessage()

@@ -47,7 +47,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     # a message is filled, or emptied, beside the record of it: an exception could come between, at a call
     "endpoints/receiver.py": {"_hold", "_lease"},
     "endpoints/async_receiver.py": {"_hold", "_lease"},
-    "endpoints/prefetch.py": {"_hold", "_lease"},
+    "endpoints/devices.py": {"_hold", "_lease"},
     "rpc/taken.py": {"_empty", "_lease", "_receiver"},
     "rpc/client_endpoints.py": {"_lease"},
     # the compiled reader puts the receiver into the message, which gives itself back to it
