@@ -40,7 +40,7 @@ class Pinning:
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(buffer.obj, self.release)
         self._finalizer.atexit = False  # `at_end` waits for the copies in progress first
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
         at_end(self)
 
     @property

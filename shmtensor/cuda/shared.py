@@ -37,7 +37,7 @@ class SharedMemory:
         self.device, self.address, self.nbytes, self.handle, self.mine = device, address, nbytes, handle, mine
         self._events: dict[int, Any] = {}
         self._closed = False
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child, which has no CUDA context: close nothing."""
@@ -133,7 +133,7 @@ class Hold:
     def __init__(self, memory: SharedMemory, words: memoryview, at: int) -> None:
         self.memory = memory
         self._words, self._at = words, at
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: the word is the parent's."""

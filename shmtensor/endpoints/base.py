@@ -104,7 +104,7 @@ class Endpoint(Local, ABC):
         self._pid = os.getpid()
         self._wait_queue: Any = None  # see `AsyncEndpoint`
         _living.add(self)
-        lifecycle.track(self)
+        lifecycle.track(self, type(self)._drop_in_child)
         _hook_multiprocessing()
 
     def _abandon(self) -> None:
@@ -140,7 +140,7 @@ class Endpoint(Local, ABC):
     def _at_exit(self) -> None:
         """Close because the process ends: acknowledge nothing, and clean up even though views may be alive."""
 
-    def drop_in_child(self) -> None:
+    def _drop_in_child(self) -> None:
         """In a forked child: mark the endpoint as the parent's."""
         self._state = FORKED
         if self._wait_queue is not None:

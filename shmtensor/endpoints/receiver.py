@@ -90,8 +90,8 @@ class Receiver(Producers):
         self._inbox = Inbox(member.directory, member.uid)
         # crash: join.inbox
 
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
+    def _drop_in_child(self) -> None:
+        super()._drop_in_child()
         self._direct = None
         inbox: Inbox | None = getattr(self, "_inbox", None)  # None: the fork came while it was joining
         if inbox is not None:

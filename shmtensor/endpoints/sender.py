@@ -78,8 +78,8 @@ class Sender(Peers):
             self._abandon()
             raise
 
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
+    def _drop_in_child(self) -> None:
+        super()._drop_in_child()
         if hasattr(self, "_writer"):  # not if the fork came while it was joining
             self._writer.retire()
 

@@ -72,7 +72,7 @@ class Descriptor(OpenFile):
     def __init__(self, path: str, flags: int = 0, *, leads_to: str = "", mode: int = 0o600) -> None:
         super().__init__()
         self._opening = ""
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
         self._opening = leads_to or os.path.realpath(path)
         flags |= _OPEN if leads_to else _OPEN | os.O_NOFOLLOW
         try:

@@ -6,31 +6,31 @@ the order in which they were registered. If one fails, that is logged, and the o
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, TypeVar
 
 log = logging.getLogger("shmtensor")
 
 
-class Forkable(Protocol):
-    """Something that owns lock descriptors or leases, and can drop them in a forked child."""
+_Owner = TypeVar("_Owner")
 
-    def drop_in_child(self) -> None:
-        """Called in a forked child; once more if an exception interrupted it."""
-
-
-_owners: set[weakref.ref[Forkable]] = set()
+_owners: dict[weakref.ref[Any], Callable[[Any], None]] = {}
 _functions: list[Callable[[], None]] = []
 inherited: set[int] = set()
 """Descriptors of locks that forked children keep: a queue lives as long as one of them is open."""
 
 
-def track(owner: Forkable) -> None:
-    """Call `owner.drop_in_child()` in every child that is forked from now on, for as long as `owner` lives."""
-    _owners.add(weakref.ref(owner, _owners.discard))
+def track(owner: _Owner, drop: Callable[[_Owner], None]) -> None:
+    """Call `drop(owner)` in every child that is forked from now on, for as long as `owner` lives.
+
+    owner: something that owns lock descriptors or leases
+    drop:  drops them; called once more if an exception interrupted it
+    """
+    _owners[weakref.ref(owner, _owners.pop)] = drop
 
 
 def call_in_child(function: Callable[[], None]) -> None:
@@ -39,9 +39,10 @@ def call_in_child(function: Callable[[], None]) -> None:
 
 
 def _after_fork() -> None:
-    owners = [owner for reference in _owners.copy() if (owner := reference()) is not None]
+    found = [(reference(), drop) for reference, drop in _owners.copy().items()]
     _owners.clear()
-    left: list[Callable[[], None]] = [owner.drop_in_child for owner in owners] + _functions
+    left = [functools.partial(drop, owner) for owner, drop in found if owner is not None]
+    left += [functools.partial(function) for function in _functions]
     left.reverse()
     again = False  # an exception of a signal handler may come between any two calls: each call gets a second try
     while left:

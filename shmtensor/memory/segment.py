@@ -54,7 +54,7 @@ class _Range:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._address, self._nbytes = address, nbytes
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, since the words and leases are the parent's.
@@ -120,7 +120,7 @@ class Alias:
         whole = kind.from_address(found)
         weakref.finalize(whole, _libc.munmap, found, self.nbytes).atexit = False
         self.buffer = memoryview(whole).cast("B")
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, as that of a `Mapping`."""

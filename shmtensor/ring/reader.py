@@ -117,7 +117,7 @@ class Reader(ABC):
         self.emptied = _do_nothing  # replaced once the receiver waits for the end of the leases
         self.rings = []
         self.gone = False
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     # --- receiving
 

@@ -65,8 +65,8 @@ class Requests(Posting, Producer):
         """The client's uid."""
         return self._member.uid
 
-    def drop_in_child(self) -> None:
-        super().drop_in_child()
+    def _drop_in_child(self) -> None:
+        super()._drop_in_child()
         self._withdrawing, self._posting = threading.RLock(), threading.Lock()
 
     def _registration(self, call: Call) -> Registration:

@@ -107,6 +107,20 @@ def test_public_classes_have_an_example(name):
     assert ">>> " in getattr(shmtensor, name).__doc__
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Publisher", "aclose aloan asend close closed loan name send statistics wait_for_subscribers"),
+        ("Subscriber", "aclose arecv close closed name recv statistics unread"),
+        ("Producer", "aclose aloan asend close closed loan name send statistics wait_for_consumers"),
+        ("Consumer", "aclose arecv close closed name recv statistics unread"),
+        ("Message", "attempt copy meta missed nbytes release seq to value"),
+    ],
+)
+def test_users_see_what_they_need(name, shown):
+    assert [each for each in dir(getattr(shmtensor, name)) if not each.startswith("_")] == shown.split()
+
+
 def test_public_things_are_documented():
     bare = []
     for kind in PUBLIC:

@@ -84,7 +84,7 @@ def test_a_queue_that_is_there_is_inherited_whoever_else_is_being_opened(monkeyp
 class Owner:
     def __init__(self, log, name, failures=0, error=RuntimeError):
         self.log, self.name, self.failures, self.error = log, name, failures, error
-        lifecycle.track(self)
+        lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self):
         if self.failures:
