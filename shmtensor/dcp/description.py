@@ -125,9 +125,7 @@ def _tensor(found: Any, entry: Entry, label: str) -> TensorItem:
                     f"{offsets!r:.80}"
                 )
             if not entry.torch or stored_nbytes(entry) != entry.nbytes:
-                raise CheckpointError(
-                    f"{label}: item {fqn!r:.80} is tensor {entry.name!r:.80}, which is of another kind"
-                )
+                raise CheckpointError(f"{label}: item {fqn!r:.80} is {entry.name!r:.80}, which is no dense tensor")
             check_bytes(fqn, size, entry.itemsize, label)
             return TensorItem(fqn, _path(fqn, path, label), tuple(size), tuple(offsets))
     raise CheckpointError(f"{label}: invalid item {found!r:.80}")

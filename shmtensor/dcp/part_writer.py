@@ -1,8 +1,13 @@
 """One rank's `CheckpointWriter` behind DCP: opened with the first save, closed after one that failed.
 
-DCP's plan of a rank becomes a flat state: a dict of its chunks, and the pickled objects as one array. When a rank
-cannot save its part, the others wait for it; so its writer is closed, whereupon theirs give the checkpoint up, as for
-any rank that is gone. The checkpoint fails on every rank, each closes its writer, and the next save opens new ones.
+DCP's plan of a rank becomes a flat state: a dict of its chunks, and the pickled objects as one array.
+
+A rank that fails must not keep the others waiting:
+
+    it cannot open its writer      before the ranks plan: DCP, or the stager, tells all, and no rank saves
+    it cannot save its part        it closes its writer, whereupon the others' give the checkpoint up
+    the checkpoint is given up     every rank closes its writer before DCP tells anything, and opens a new one next time
+
 """
 
 from __future__ import annotations
@@ -46,9 +51,20 @@ class PartWriter:
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         self._directory, self._options = directory, options
-        self._place: Place | None = None
+        self.place: Place | None = None
+        """Of the writer that is open, or was open last."""
         self._writer: CheckpointWriter | None = None
-        self._last: SaveHandle | None = None
+
+    def open(self, place: Place) -> CheckpointWriter:
+        """The writer, opened if it is not open. Raises as `CheckpointWriter` does."""
+        if self.place != place:
+            self.close()
+        if self._writer is None:
+            self._writer = CheckpointWriter(
+                self._directory, rank=place.rank, world_size=place.world_size, on_error="warn", **self._options
+            )
+            self.place = place
+        return self._writer
 
     def save(self, plan: SavePlan, planner: SavePlanner, place: Place, name: str | None) -> Saving:
         """Copy the items of a plan into shared memory, as this rank's part of the checkpoint.
@@ -61,25 +77,14 @@ class PartWriter:
             step = _step(planner, name)
             if step is not None:
                 meta["step"] = step
-            self._last = self._open(place).save(state, name, meta)
-            return Saving(self._last, results, name)
+            return Saving(self.open(place).save(state, name, meta), results, name)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, place: Place) -> CheckpointWriter:
-        if self._place != place or (self._last is not None and self._last.status == "failed"):
-            self.close()
-        if self._writer is None:
-            self._writer = CheckpointWriter(
-                self._directory, rank=place.rank, world_size=place.world_size, on_error="warn", **self._options
-            )
-            self._place = place
-        return self._writer
-
     def close(self) -> None:
         """Wait until everything that was staged is durable or has failed, and close the writer. Idempotent."""
-        writer, self._writer, self._last, self._place = self._writer, None, None, None
+        writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 

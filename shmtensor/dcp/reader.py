@@ -111,7 +111,7 @@ class StorageReader(storage.StorageReader):
         if (self._path / METADATA).is_file():
             return FileSystemFiles(self._path)
         found = resolve(self._path)
-        directory = found if isinstance(found, Path) else found.files[0].parent
+        directory = Path(os.path.realpath(found if isinstance(found, Path) else found.files[0].parent))
         if not (directory / MANIFEST).is_file():
             raise CheckpointError(
                 f"{directory} was saved neither by shmtensor.dcp nor by FileSystemWriter: it has no {MANIFEST} and no "

@@ -9,6 +9,7 @@ the metadata that it returns; it copies nothing, and waits until the checkpoint 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import pickle
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ResourceError
 from .part_writer import Place
 from .writer import StorageWriter
 
@@ -91,13 +92,25 @@ class AsyncStager(staging.AsyncStager):
         return {key: _frame(value) for key, value in state_dict.items()}
 
     def _agreed(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
-        """This rank's items: those of the last save if no rank's plan has changed, else the coordinator decides."""
+        """This rank's items: those of the last save if no rank's plan has changed, else the coordinator decides. Also
+        opens the writers, before any rank saves: if one cannot, every rank raises."""
         if self._group is None:
+            self._writer.open(self._place)
             return planner.create_global_plan([local])[0][0]
         digest = hashlib.sha256(pickle.dumps(local)).digest()
-        votes: list[Any] = [None] * self._place.world_size
-        dist.all_gather_object(votes, digest == self._local, self._group)
-        if self._plan is None or not all(votes):
+        problem, votes = None, [(False, "")] * self._place.world_size
+        try:
+            self._writer.open(self._place)
+        except Exception as error:
+            problem = error
+        mine = self._plan is not None and digest == self._local, "" if problem is None else str(problem)
+        dist.all_gather_object(votes, mine, self._group)
+        if problem is not None:
+            raise problem
+        for rank, (_, text) in enumerate(votes):
+            if text:
+                raise ResourceError(errno.ECANCELED, f"rank {rank} cannot save: {text}")
+        if self._plan is None or not all(same for same, _ in votes):
             self._local = None  # until the exchange is over
             self._plan = self._exchange(planner, local)
             self._local = digest
@@ -135,8 +148,8 @@ class AsyncStager(staging.AsyncStager):
 
 def _frame(value: Any) -> Any:
     """The dicts and lists of a state anew, around the same tensors: the trainer may add to its own meanwhile."""
-    if type(value) is dict:
+    if isinstance(value, dict):
         return {key: _frame(each) for key, each in value.items()}
-    if type(value) is list:
+    if isinstance(value, list):
         return [_frame(each) for each in value]
     return value

@@ -12,7 +12,6 @@ so that a rank reads what it needs, whatever the number of ranks was.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -51,10 +50,10 @@ class Stored(NamedTuple):
 
 
 class StoredParts:
-    """An open checkpoint. Its files are opened as they are read, one part at a time."""
+    """An open checkpoint, in a directory that is no link. Its files are opened as they are read, one part at a time."""
 
     def __init__(self, directory: Path, *, verify: bool) -> None:
-        self.name = os.path.realpath(directory)
+        self.name = str(directory)
         """Which checkpoint it is."""
         self._verify = verify
         self._parts = [manifest.open_part(directory, rank) for rank in range(len(manifest.read(directory).parts))]

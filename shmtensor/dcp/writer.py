@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -16,11 +17,12 @@ from torch.futures import Future
 
 from ..checkpoint.formats import get_format
 from ..checkpoint.names import check_directory, check_name, is_url
+from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError
 from .part_writer import PartWriter, Place, Saving
 
 
-class StorageWriter(storage.StorageWriter):
+class StorageWriter(Local, storage.StorageWriter):
     """Saves the checkpoints of `torch.distributed.checkpoint.save` and `async_save`, as parts of all ranks.
 
     Each rank's bytes are copied into shared memory, from which a process of its own writes them. A checkpoint gets its
@@ -33,6 +35,7 @@ class StorageWriter(storage.StorageWriter):
         format: of each rank's file: `"safetensors"`, `"torch"` or `"npz"`.
         keep_last, keep_every: which checkpoints stay, as for `CheckpointWriter`; the same on every rank.
         nice, ionice: of the writing process, as for `CheckpointWriter`.
+        process_group: that of the saves, `process_group=`; None: all ranks.
 
     `checkpoint_id=` of `save` is the name of the checkpoint, or its path in the directory; a number at its end is its
     step. Without one the name is `step-00000007` if the state dict has an int `step`, else `save-00000001` and so on.
@@ -61,6 +64,7 @@ class StorageWriter(storage.StorageWriter):
         keep_every: int | None = None,
         nice: int = 10,
         ionice: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.directory = check_directory(directory)
@@ -73,6 +77,8 @@ class StorageWriter(storage.StorageWriter):
                 "ionice": ionice,
             },
         )  # fmt: skip
+        self._group = process_group
+        self._rank = 0
         self._name: str | None = None
         self._staged: deque[Saving] = deque()
         """Saves that `AsyncStager` has copied, and that DCP's own thread has not come to."""
@@ -94,13 +100,23 @@ class StorageWriter(storage.StorageWriter):
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that all ranks save together."""
+        """Note the rank, and check that all ranks save together."""
         if not kwargs.get("use_collectives", True):
             raise ArgumentError("use_collectives=False: all ranks save one checkpoint here, leave it out")
+        self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """The plan as it is. Opens this rank's writer: if that fails, DCP tells all ranks, and none waits for it."""
+        with self._lock:
+            if not self._staged:
+                self._parts.open(self._parts.place or self._expected())
         return plan
+
+    def _expected(self) -> Place:
+        """Which rank of how many this will be. `write_data` knows."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank(self._group) == self._rank:
+            return Place(self._rank, dist.get_world_size(self._group))
+        return Place(0, 1)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Note in each plan which rank it is for."""
@@ -108,7 +124,7 @@ class StorageWriter(storage.StorageWriter):
         return [dataclasses.replace(plan, storage_data=Place(rank, count)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy this rank's items into shared memory. The future is done when the checkpoint of all ranks is durable."""
+        """Copy this rank's items into shared memory, and wait until the checkpoint of all ranks is durable."""
         with self._lock:
             self._planning = False
             saving = self._staged.popleft() if self._staged else None
@@ -120,17 +136,15 @@ class StorageWriter(storage.StorageWriter):
                     f"checkpoint_id={name!r}: the state was staged as {saving.handle.name!r} before async_save gave "
                     "the name: call writer.reset(name) before async_save, or have an int `step` in the state dict"
                 )
+        try:
+            saving.handle.durable.result()
+        except Exception:
+            if saving.handle.status != "complete":
+                with self._lock:
+                    self._parts.close()
+            raise
         future: Future[list[WriteResult]] = Future()
-        results = saving.results
-
-        def end(durable: Any) -> None:
-            error = durable.exception()
-            if error is None:
-                future.set_result(results)
-            else:
-                future.set_exception(error)
-
-        saving.handle.durable.add_done_callback(end)
+        future.set_result(saving.results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -160,6 +174,11 @@ class StorageWriter(storage.StorageWriter):
 
     # --- for AsyncStager
 
+    def open(self, place: Place) -> None:
+        """Open this rank's writer now. Raises as `CheckpointWriter` does."""
+        with self._lock:
+            self._parts.open(place)
+
     def save_ahead(self, plan: SavePlan, planner: SavePlanner, place: Place) -> None:
         """Copy this rank's items into shared memory now. The next `write_data` copies nothing, and waits until this
         checkpoint is durable."""
@@ -174,6 +193,11 @@ class StorageWriter(storage.StorageWriter):
         with self._lock:
             self._staged.clear()
             self._parts.close()
+
+    def _instead(self) -> str:
+        return (
+            "use AsyncCheckpointerType.THREAD, this library has a process that writes; or make one in the other process"
+        )
 
     def __enter__(self) -> StorageWriter:
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
+import importlib
 import os
 import pickle
 import signal
@@ -35,7 +37,7 @@ from shmtensor.dcp.description import KEY  # noqa: E402
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("own_channels"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
 ]
 
 TALL = (3000, 1024)
@@ -282,13 +284,16 @@ def staging(rank, count, path, mode):
                 leaf.to_local().zero_()  # does not reach the file
         Path(f"{path}-staged-{rank}").touch()
     else:
-        first = writer._parts._last
+        save = CheckpointWriter.save
 
-        def watch():
-            wait_until(lambda: writer._parts._last is not first and writer._parts._last.staged.done())
+        def save_and_note(*args, **more):
+            handle = save(*args, **more)
+            handle.staged.result()
             Path(f"{path}-staged-{rank}").touch()
+            return handle
 
-        threading.Thread(target=watch).start()
+        CheckpointWriter.save = save_and_note
+
         dcp.save(distributed(count, 2), storage_writer=writer)
     threading.Event().wait()
 
@@ -606,3 +611,61 @@ def test_arguments_are_checked(tmp_path):
     assert StorageWriter.validate_checkpoint_id("runs/a")
     assert not StorageWriter.validate_checkpoint_id("s3://runs/a")
     assert not StorageReader.validate_checkpoint_id("s3://runs/a")
+
+
+# --- what trainings have
+
+
+def sharded_training(count: int):
+    """FSDP2 over all ranks, with an optimizer that has a state."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (count,))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 7, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def of_training(rank, count, path, action):
+    """Save a training, or load it and say which values are others."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = sharded_training(count)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    distributed = {name: leaf for name, leaf in leaves(states).items() if isinstance(leaf, DTensor)}
+    assert len(distributed) == 9
+    expected = {
+        name: torch.arange(leaf.numel(), dtype=leaf.dtype).reshape(leaf.shape) + number
+        for number, (name, leaf) in enumerate(distributed.items())
+    }
+    if action == "save":
+        for name, leaf in distributed.items():
+            leaf.to_local().copy_(local(expected[name], leaf.device_mesh, leaf.placements).to_local())
+        with StorageWriter(path) as writer:
+            dcp.save(states, storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+            dcp.save(states, storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+        return []
+    dcp.load(states, storage_reader=StorageReader(path))
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    again = leaves(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
+    return [name for name, tensor in expected.items() if not torch.equal(again[name].full_tensor(), tensor)]
+
+
+def test_a_training_goes_on_with_another_number_of_ranks(play, tmp_path):
+    path = tmp_path / "runs"
+    play(3, of_training, str(path), "save")
+    assert names_in(path) == {"save-00000001", "save-00000002"}
+    assert play(2, of_training, str(path), "load") == [[], []]
+
+
+def test_a_writer_stays_in_its_process(tmp_path):
+    with StorageWriter(tmp_path) as writer, pytest.raises(shmtensor.ArgumentTypeError, match="THREAD"):
+        pickle.dumps(writer)
+
+
+@pytest.mark.parametrize("module", ["writer", "stager", "reader"])
+def test_the_examples_run(module):
+    found = doctest.testmod(importlib.import_module(f"shmtensor.dcp.{module}"))
+    assert found.attempted
+    assert not found.failed
