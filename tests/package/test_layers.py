@@ -29,6 +29,7 @@ FLOORS = (
     ("mp",),
     ("executor",),
     ("checkpoint",),
+    ("dcp",),
     ("cli",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

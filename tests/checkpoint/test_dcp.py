@@ -1,0 +1,671 @@
+"""The plug-in for torch's distributed checkpoint: any number of ranks reads what any number saved; who may die when."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import os
+import pickle
+import signal
+import threading
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor.checkpoint import names
+from shmtensor.checkpoint.writer import CheckpointWriter
+
+from ..forkservers import preloaded
+from ..waiting import PATIENCE, stop, wait_for_end, wait_until
+from .test_deaths import names_in, own_channels  # noqa: F401
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_all  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+
+from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
+from shmtensor.dcp.description import KEY  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("own_channels"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+]
+
+TALL = (3000, 1024)
+"""Its rows are distributed. Large enough that the descriptions of 8 parts are little beside it."""
+WIDE = (256, 8192)
+"""Its columns are distributed: each of 8 ranks has runs of 4 KiB."""
+
+
+# --- processes that save and load together
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with preloaded("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "shmtensor.dcp") as forks:
+        yield forks
+
+
+class Ranks:
+    """Processes of one group: each calls `scene(rank, count, *args)`, and sends what it returns."""
+
+    def __init__(self, forks, folder: Path, count: int, scene, *args) -> None:
+        number = len(list(folder.glob("store-*")))
+        store = folder / f"store-{number}"
+        store.touch()
+        self.ends, self.processes = [], []
+        for rank in range(count):
+            here, there = forks.Pipe(duplex=False)
+            process = forks.Process(
+                target=_play, args=(there, names.PREFIX, str(store) + "x", rank, count, scene, args)
+            )
+            process.start()
+            there.close()
+            self.ends.append(here)
+            self.processes.append(process)
+
+    def results(self) -> list:
+        found = []
+        for rank, end in enumerate(self.ends):
+            assert end.poll(PATIENCE), f"rank {rank} does not answer"
+            fine, value = end.recv()
+            assert fine, f"rank {rank}: {value}"
+            found.append(value)
+        self.join()
+        return found
+
+    def join(self) -> None:
+        for process, end in zip(self.processes, self.ends, strict=True):
+            process.join(PATIENCE)
+            assert process.exitcode is not None
+            end.close()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.join()
+
+
+def _play(end, prefix, store, rank, count, scene, args) -> None:
+    names.PREFIX = prefix
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    try:
+        end.send((True, scene(rank, count, *args)))
+    except BaseException:
+        end.send((False, traceback.format_exc()))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def play(forks, tmp_path):
+    """`play(count, scene, *args)`: what a scene returns, by rank."""
+    return lambda count, scene, *args: Ranks(forks, tmp_path, count, scene, *args).results()
+
+
+# --- states
+
+
+def whole(seed: int) -> dict:
+    """The tensors of a state, not distributed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(TALL, generator=generator),
+        "uneven": torch.randn(5, 3, generator=generator, dtype=torch.float64),
+        "wide": torch.randn(WIDE, generator=generator),
+        "narrow": torch.randint(0, 100, (64, 48), generator=generator, dtype=torch.int16),
+        "both": torch.randn(64, 256, generator=generator).to(torch.bfloat16),
+        "replica": torch.randn(17, generator=generator),
+    }
+
+
+def local(tensor, mesh, placements):
+    """The part of this rank as a DTensor."""
+    part = tensor
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            parts = part.chunk(mesh.size(axis), placement.dim)
+            at = mesh.get_local_rank(axis)
+            empty = part.narrow(placement.dim, 0, 0)
+            part = parts[at] if at < len(parts) else empty
+    return DTensor.from_local(
+        part.clone(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def distributed(count: int, seed: int) -> dict:
+    """A state of this rank: distributed by rows, by columns, by both; plain tensors and objects in lists."""
+    tensors = whole(seed)
+    line = init_device_mesh("cpu", (count,))
+    plane = init_device_mesh("cpu", (count // 2, 2) if count % 2 == 0 else (count, 1))
+    return {
+        "model": {
+            "rows": local(tensors["rows"], line, [Shard(0)]),
+            "uneven": local(tensors["uneven"], line, [Shard(0)]),
+            "wide": local(tensors["wide"], line, [Shard(1)]),
+            "narrow": local(tensors["narrow"], line, [Shard(1)]),
+            "both": local(tensors["both"], plane, [Shard(0), Shard(1)]),
+            "replica": local(tensors["replica"], line, [Replicate()]),
+        },
+        "plain": [torch.full((3,), float(seed)), {"empty": torch.empty(0, 4), "scalar": torch.tensor(seed)}],
+        "groups": [{"lr": 0.1 * seed, "betas": (0.9, 0.99)}, None],
+        "step": seed,
+    }
+
+
+def leaves(state, path="") -> dict:
+    if isinstance(state, dict):
+        return {name: leaf for key in state for name, leaf in leaves(state[key], f"{path}.{key}").items()}
+    if isinstance(state, list):
+        return {name: leaf for key, each in enumerate(state) for name, leaf in leaves(each, f"{path}.{key}").items()}
+    return {path: state}
+
+
+def differences(state, expected) -> list[str]:
+    """Names of the leaves that are not the same, bit for bit."""
+    found, wanted = leaves(state), leaves(expected)
+    return [*(found.keys() ^ wanted.keys()), *(name for name in found if not _same(found[name], wanted[name]))]
+
+
+def _same(value, expected) -> bool:
+    if not isinstance(expected, torch.Tensor):
+        return type(value) is type(expected) and value == expected
+    if isinstance(expected, DTensor):
+        value, expected = value.to_local(), expected.to_local()
+    if (value.dtype, value.shape) != (expected.dtype, expected.shape):
+        return False
+    return not value.numel() or torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (value, expected)))
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the kernel for."""
+    with open("/proc/self/io") as lines:
+        return int(next(lines).split()[1])
+
+
+# --- scenes, each of one rank
+
+
+def saving(rank, count, path, seeds, options=None):
+    with StorageWriter(path, **(options or {})) as writer:
+        for seed in seeds:
+            dcp.save(distributed(count, seed), storage_writer=writer)
+
+
+def loading(rank, count, path, seed):
+    """Whether it is the state of the seed; and how many bytes were read for one that is needed."""
+    expected = distributed(count, seed)
+    for _ in range(2):  # the second time, modules are imported
+        state = distributed(count, seed + 1)
+        before = bytes_read()
+        dcp.load(state, storage_reader=StorageReader(path))
+        read = bytes_read() - before
+    tensors = [leaf for leaf in leaves(expected).values() if isinstance(leaf, torch.Tensor)]
+    needed = sum((leaf.to_local() if isinstance(leaf, DTensor) else leaf).nbytes for leaf in tensors)
+    return differences(state, expected), read / needed
+
+
+# --- any number of ranks
+
+
+@pytest.mark.parametrize(("savers", "loaders"), [(8, 4), (4, 8), (1, 3)])
+def test_any_number_of_ranks_reads_what_it_needs(play, tmp_path, savers, loaders):
+    path = str(tmp_path / "runs")
+    play(savers, saving, path, [7])
+    assert os.readlink(f"{path}/latest") == "step-00000007"
+    for different, ratio in play(loaders, loading, path, 7):
+        assert different == []
+        assert ratio <= 1.1
+    assert names_in(tmp_path / "runs") == {"step-00000007"}
+
+
+def test_parts_of_one_process(tmp_path):
+    """Without a process group, as a notebook does."""
+    state = {"w": torch.arange(6.0).reshape(2, 3), "tied": None, "expanded": torch.ones(1).expand(4), "step": 3}
+    state["tied"] = state["w"]
+    with StorageWriter(tmp_path) as writer:
+        dcp.save(state, storage_writer=writer)
+        dcp.save(state, storage_writer=writer, checkpoint_id="named-12")
+        dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "path")
+    assert names_in(tmp_path) == {"step-00000003", "named-12", "path"}
+    assert {each.name: each.step for each in shmtensor.list_checkpoints(tmp_path)}["named-12"] == 12
+    for name in ("", "named-12", "path"):
+        found = load_all(storage_reader=StorageReader(tmp_path / name))
+        assert differences(found, {**state, "expanded": torch.ones(4)}) == []
+    reader = StorageReader(tmp_path)
+    assert load_all("step", storage_reader=reader, checkpoint_id="named-12") == {"step": 3}
+    assert reader.checkpoint_id == str(tmp_path / "named-12")
+
+
+def test_every_part_of_a_tensor(tmp_path):
+    """Any range of any dimension, through each way of reading."""
+    from shmtensor.dcp.stored_parts import Stored, StoredParts
+
+    tensors = [torch.randn(7, 5, 300), torch.randn(9, 40, dtype=torch.float64), torch.arange(11, dtype=torch.int8)]
+    with StorageWriter(tmp_path) as writer:
+        dcp.save({"t": tensors, "step": 1}, storage_writer=writer)
+    parts = StoredParts(tmp_path / "step-00000001", verify=True)
+    generator = np.random.default_rng(1)
+    for number, tensor in enumerate(tensors):
+        for _ in range(40):
+            offsets = tuple(int(generator.integers(0, length)) for length in tensor.shape)
+            lengths = tuple(int(generator.integers(0, n - at + 1)) for n, at in zip(tensor.shape, offsets, strict=True))
+            expected = tensor[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))]
+            assert torch.equal(parts.read_tensor(Stored(0, number, 0, tensor.nbytes), offsets, lengths), expected)
+    parts.close()
+
+
+# --- who may die
+
+
+def staging(rank, count, path, mode):
+    """Save once; then copy another state while the writing process is stopped, note that, and wait to be killed."""
+    writer = StorageWriter(path)
+    dcp.save(distributed(count, 1), storage_writer=writer)
+    process = writer._parts._writer.statistics().pid
+    Path(f"{path}-writer-{rank}").write_text(str(process))
+    stop(process)
+    if mode == "async":
+        stager = AsyncStager(writer)
+        state = distributed(count, 2)
+        dcp.async_save(state, storage_writer=writer, async_stager=stager)
+        for leaf in leaves(state).values():
+            if isinstance(leaf, DTensor):
+                leaf.to_local().zero_()  # does not reach the file
+        Path(f"{path}-staged-{rank}").touch()
+    else:
+        save = CheckpointWriter.save
+
+        def save_and_note(*args, **more):
+            handle = save(*args, **more)
+            handle.staged.result()
+            Path(f"{path}-staged-{rank}").touch()
+            return handle
+
+        CheckpointWriter.save = save_and_note
+
+        dcp.save(distributed(count, 2), storage_writer=writer)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("mode", ["save", "async"])
+def test_what_is_staged_becomes_durable_although_every_trainer_is_killed(forks, play, tmp_path, mode):
+    path = tmp_path / "runs"
+    ranks = Ranks(forks, tmp_path, 2, staging, str(path), mode)
+    wait_until(lambda: all(Path(f"{path}-staged-{rank}").exists() for rank in range(2)), lambda: os.listdir(tmp_path))
+    ranks.kill()
+    writers = [int(Path(f"{path}-writer-{rank}").read_text()) for rank in range(2)]
+    assert os.readlink(path / "latest") == "step-00000001"
+    for pid in writers:
+        os.kill(pid, signal.SIGCONT)
+    for pid in writers:
+        wait_for_end(pid)
+    assert os.readlink(path / "latest") == "step-00000002"
+    assert names_in(path) == {"step-00000001", "step-00000002"}
+    assert [different for different, _ in play(2, loading, str(path), 2)] == [[], []]
+
+
+class Fails:
+    """An object that cannot be pickled."""
+
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+class Dies:
+    """An object whose process dies when it is pickled: in `write_data`, when the plans are made."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(rank, count, path, kind):
+    """A save that rank 1 fails, or does not survive, between two that succeed."""
+    with StorageWriter(path) as writer:
+        dcp.save(distributed(count, 1), storage_writer=writer)
+        state = {**distributed(count, 2), f"own of {rank}": kind() if rank == 1 else 5}
+        try:
+            dcp.save(state, storage_writer=writer)
+        except BaseException as error:
+            failed = str(error)
+        left = sorted(names_in(Path(path)))
+        if kind is Fails:
+            dcp.save(distributed(count, 3), storage_writer=writer)
+        return failed, left
+
+
+def test_a_rank_that_fails_fails_the_checkpoint_and_not_the_next(play, tmp_path):
+    path = tmp_path / "runs"
+    for failed, _ in play(2, failing, str(path), Fails):
+        assert "not this one" in failed
+    assert os.readlink(path / "latest") == "step-00000003"
+    assert names_in(path) == {"step-00000001", "step-00000003"}
+    assert [different for different, _ in play(2, loading, str(path), 3)] == [[], []]
+
+
+def test_a_rank_that_dies_leaves_the_checkpoint_before(forks, play, tmp_path):
+    path = tmp_path / "runs"
+    ranks = Ranks(forks, tmp_path, 2, failing, str(path), Dies)
+    assert ranks.ends[0].poll(PATIENCE)
+    fine, (failed, _) = ranks.ends[0].recv()
+    assert fine
+    assert failed
+    ranks.join()
+    assert ranks.processes[1].exitcode == -signal.SIGKILL
+    assert os.readlink(path / "latest") == "step-00000001"
+    play(2, saving, str(path), [5])
+    assert names_in(path) == {"step-00000001", "step-00000005"}
+    assert os.readlink(path / "latest") == "step-00000005"
+
+
+# --- async_save
+
+
+def staged(rank, count, path):
+    """Saves with the same plan, with another one, and under a name; then with a name that comes too late."""
+    with StorageWriter(path) as writer:
+        stager = AsyncStager(writer)
+        for seed in (1, 2):
+            state = distributed(count, seed)
+            future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+            for leaf in leaves(state).values():
+                if isinstance(leaf, torch.Tensor):
+                    (leaf.to_local() if isinstance(leaf, DTensor) else leaf).zero_()
+            future.result(PATIENCE)
+        writer.reset("named")
+        dcp.async_save(
+            {**distributed(count, 3), f"own of {rank}": torch.full((2,), rank)}, storage_writer=writer,
+            async_stager=stager,
+        ).result(PATIENCE)  # fmt: skip
+        late = dcp.async_save(
+            distributed(count, 4), storage_writer=writer, async_stager=stager, checkpoint_id="too-late"
+        )
+        error = str(late.exception(PATIENCE))
+        stager.close()
+    return error
+
+
+def test_async_save_waits_for_one_copy(play, tmp_path):
+    path = tmp_path / "runs"
+    for error in play(2, staged, str(path)):
+        assert "writer.reset(name)" in error
+    assert names_in(path) == {"step-00000001", "step-00000002", "named", "step-00000004"}
+    for name, seed in (("step-00000001", 1), ("step-00000002", 2), ("step-00000004", 4)):
+        assert [different for different, _ in play(3, loading, str(path / name), seed)] == [[]] * 3
+    found = load_all(storage_reader=StorageReader(path / "named"))
+    assert [found[f"own of {rank}"].tolist() for rank in range(2)] == [[0, 0], [1, 1]]
+    sizes = [part.stat().st_size for part in (path / "step-00000001").glob("rank-*")]
+    assert sum(sizes) < 1.1 * sum(tensor.nbytes for tensor in whole(1).values())  # replicas are stored once
+
+
+# --- checkpoints of FileSystemWriter
+
+
+def saving_by_torch(rank, count, path):
+    dcp.save(distributed(count, 7), checkpoint_id=path)
+
+
+def test_checkpoints_of_torch_are_read(play, tmp_path):
+    path = str(tmp_path / "theirs")
+    play(2, saving_by_torch, path)
+    assert [different for different, _ in play(3, loading, path, 7)] == [[]] * 3
+
+
+def own_metadata(path, change) -> None:
+    """Write `.metadata` again, changed, as an attacker could."""
+    with open(path / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with open(path / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+
+
+def first_range(metadata):
+    return next(iter(metadata.storage_data.values()))
+
+
+def larger(metadata) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([1 << 40])
+
+
+def larger_chunk(metadata) -> None:
+    larger(metadata)
+    metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([1 << 40])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (larger, "its chunks have"),
+        (larger_chunk, "in a range of"),
+        (lambda metadata: setattr(first_range(metadata), "length", 1 << 50), "truncated|overlap"),
+        (lambda metadata: setattr(first_range(metadata), "offset", -1), "in place of a number"),
+        (lambda metadata: setattr(first_range(metadata), "relative_path", "../other"), "no name of a file"),
+        (lambda metadata: setattr(first_range(metadata), "transform_descriptors", ["zip"]), "extensions"),
+        (lambda metadata: metadata.storage_data.clear(), "in no file"),
+        (lambda metadata: setattr(metadata, "planner_data", {"w": [("a",)] * 3}), "path"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", {"w": Path("/")}), "in place of a"),
+    ],
+)
+def test_hostile_metadata_of_torch_is_refused(tmp_path, change, error):
+    dcp.save({"w": torch.ones(100), "step": 1}, checkpoint_id=tmp_path)
+    own_metadata(tmp_path, change)
+    with pytest.raises(shmtensor.CheckpointError, match=error):
+        StorageReader(tmp_path).read_metadata()
+
+
+def test_no_code_of_a_metadata_runs(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path)
+    for value in (Attack(), {"version": Attack()}):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
+        with pytest.raises(shmtensor.CheckpointError, match="no metadata"):
+            StorageReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_pickles_are_refused(tmp_path):
+    dcp.save({"w": torch.ones(100), "step": 1}, checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    data = path.read_bytes()
+    generator = np.random.default_rng(1)
+    for _ in range(300):
+        damaged = bytearray(data[: generator.integers(1, len(data) + 1)])
+        damaged[generator.integers(0, len(damaged))] = generator.integers(0, 256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(shmtensor.CheckpointError):
+            StorageReader(tmp_path).read_metadata()
+
+
+# --- objects
+
+
+class Custom:
+    pass
+
+
+def test_objects_that_are_not_plain_are_refused(tmp_path):
+    torch.serialization.clear_safe_globals()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    with StorageWriter(ours) as writer:
+        dcp.save({"a": Custom(), "b": [1, "x", None, 2.5, (3, 4)]}, storage_writer=writer)
+    dcp.save({"a": Custom()}, checkpoint_id=theirs)
+    for path in (ours, theirs):
+        with pytest.raises(dist.checkpoint.api.CheckpointException, match="add_safe_globals"):
+            dcp.load({"a": None}, storage_reader=StorageReader(path))
+        state = {"a": None}
+        dcp.load(state, storage_reader=StorageReader(path, weights_only=False))
+        assert type(state["a"]) is Custom
+    assert load_all("b", storage_reader=StorageReader(ours)) == {"b": [1, "x", None, 2.5, (3, 4)]}
+
+
+# --- what a part says of its items
+
+
+def part(tmp_path, tensors, objects=(), *, state=None) -> None:
+    """A checkpoint of one rank with a description of any kind."""
+    meta = {KEY: {"version": 1, "tensors": tensors, "objects": list(objects)}}
+    with CheckpointWriter(tmp_path, rank=0, world_size=1) as writer:
+        writer.save({"tensors": {"w": torch.ones(4)}} if state is None else state, meta=meta)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "objects", "error"),
+    [
+        ([["w", ["w"], [8], [0]]], [], "its chunks have"),
+        ([["w", ["w"], [4], [1]]], [], "has a chunk"),
+        ([["w", ["w"], [4], [-1]]], [], "offsets"),
+        ([["w", ["w"], [1 << 62], [0]]], [], "offsets|more than"),
+        ([["w", ["w"], [4, 1], [0, 0]]], [], "offsets"),
+        ([["w", [None], [4], [0]]], [], "path"),
+        ([["w", ["w"] * 1000, [4], [0]]], [], "path"),
+        ([["w" * 5000, None, [4], [0]]], [], "path"),
+        ([], [], "0 of 1 tensors"),
+        ([], [["w", ["w"], 16]], "the objects are in"),
+        (None, [], "no lists"),
+        ([7], [], "invalid item"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(tmp_path, tensors, objects, error):
+    part(tmp_path, tensors, objects)
+    with pytest.raises(shmtensor.CheckpointError, match=error):
+        StorageReader(tmp_path).read_metadata()
+
+
+def test_tensors_that_repeat_a_few_bytes_are_refused(tmp_path):
+    few = torch.ones(4)
+    part(tmp_path, [["w", ["w"], [1000], [0]]], state={"w": few[:1].expand(1000)})
+    with pytest.raises(shmtensor.CheckpointError, match="no dense tensor"):
+        StorageReader(tmp_path).read_metadata()
+    part(tmp_path, [[f"w{n}", None, [4], [0]] for n in range(100)], state=[few] * 100)
+    with pytest.raises(shmtensor.CheckpointError, match="times as large"):
+        StorageReader(tmp_path).read_metadata()
+
+
+def test_checkpoints_of_others_are_told_apart(tmp_path):
+    with CheckpointWriter(tmp_path / "one") as writer:
+        writer.save({"w": torch.ones(4)})
+    with pytest.raises(shmtensor.CheckpointError, match="neither by"):
+        StorageReader(tmp_path / "one").read_metadata()
+    with CheckpointWriter(tmp_path / "two", rank=0, world_size=1) as writer:
+        writer.save({"w": torch.ones(4)})
+    with pytest.raises(shmtensor.CheckpointError, match=r"not saved by shmtensor\.dcp"):
+        StorageReader(tmp_path / "two").read_metadata()
+    with pytest.raises(FileNotFoundError):
+        StorageReader(tmp_path / "none").read_metadata()
+
+
+def test_damage_is_found(tmp_path):
+    state = {"w": torch.ones(5000), "step": 1}
+    with StorageWriter(tmp_path) as writer:
+        dcp.save(state, storage_writer=writer)
+    file = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.ones(5000).numpy().tobytes()) + 40] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(dist.checkpoint.api.CheckpointException, match="damaged"):
+        dcp.load(state, storage_reader=StorageReader(tmp_path))
+    dcp.load(state, storage_reader=StorageReader(tmp_path, verify=False))
+    assert int((state["w"] != 1).sum()) == 1
+
+
+def test_ranks_must_find_the_same_checkpoint(tmp_path):
+    reader = StorageReader(tmp_path)
+    plans = [dcp.LoadPlan([], storage_data=f"/runs/step-{step}") for step in (1, 2)]
+    with pytest.raises(shmtensor.CheckpointError, match="rank 1 'step-2'"):
+        reader.prepare_global_plan(plans)
+
+
+def test_arguments_are_checked(tmp_path):
+    with StorageWriter(tmp_path / "a") as writer:
+        with pytest.raises(shmtensor.ArgumentError, match="is not in"):
+            writer.reset(tmp_path / "b" / "name")
+        with pytest.raises(shmtensor.ArgumentError, match="use 1 to 200"):
+            writer.reset("-")
+        with pytest.raises(shmtensor.ArgumentError, match="use_collectives"):
+            writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+        with pytest.raises(dist.checkpoint.api.CheckpointException, match="no dense tensor"):
+            dcp.save({"w": torch.ones(3).to_sparse()}, storage_writer=writer)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="a")
+        with pytest.raises(dist.checkpoint.api.CheckpointException, match="exists"):
+            dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="a")
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="b")
+    assert names_in(tmp_path / "a") == {"a", "b"}
+    with pytest.raises(shmtensor.ArgumentError, match="URL"):
+        StorageWriter("s3://bucket/runs")
+    with pytest.raises(shmtensor.ArgumentError, match="URL"):
+        StorageReader("s3://bucket/runs")
+    assert StorageWriter.validate_checkpoint_id("runs/a")
+    assert not StorageWriter.validate_checkpoint_id("s3://runs/a")
+    assert not StorageReader.validate_checkpoint_id("s3://runs/a")
+
+
+# --- what trainings have
+
+
+def sharded_training(count: int):
+    """FSDP2 over all ranks, with an optimizer that has a state."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (count,))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 7, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def of_training(rank, count, path, action):
+    """Save a training, or load it and say which values are others."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = sharded_training(count)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    distributed = {name: leaf for name, leaf in leaves(states).items() if isinstance(leaf, DTensor)}
+    assert len(distributed) == 9
+    expected = {
+        name: torch.arange(leaf.numel(), dtype=leaf.dtype).reshape(leaf.shape) + number
+        for number, (name, leaf) in enumerate(distributed.items())
+    }
+    if action == "save":
+        for name, leaf in distributed.items():
+            leaf.to_local().copy_(local(expected[name], leaf.device_mesh, leaf.placements).to_local())
+        with StorageWriter(path) as writer:
+            dcp.save(states, storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+            dcp.save(states, storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+        return []
+    dcp.load(states, storage_reader=StorageReader(path))
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    again = leaves(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
+    return [name for name, tensor in expected.items() if not torch.equal(again[name].full_tensor(), tensor)]
+
+
+def test_a_training_goes_on_with_another_number_of_ranks(play, tmp_path):
+    path = tmp_path / "runs"
+    play(3, of_training, str(path), "save")
+    assert names_in(path) == {"save-00000001", "save-00000002"}
+    assert play(2, of_training, str(path), "load") == [[], []]
+
+
+def test_a_writer_stays_in_its_process(tmp_path):
+    with StorageWriter(tmp_path) as writer, pytest.raises(shmtensor.ArgumentTypeError, match="THREAD"):
+        pickle.dumps(writer)
+
+
+@pytest.mark.parametrize("module", ["writer", "stager", "reader"])
+def test_the_examples_run(module):
+    found = doctest.testmod(importlib.import_module(f"shmtensor.dcp.{module}"))
+    assert found.attempted
+    assert not found.failed
