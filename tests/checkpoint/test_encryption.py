@@ -113,8 +113,8 @@ def test_round_trip(format, form, state, tmp_path):
     assert same(shmtensor.load_newest(tmp_path / "a", key=key), state)
 
 
-@pytest.mark.filterwarnings("ignore:.*is in beta state")
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about half of these types
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("format", sorted(SUFFIX))
 def test_a_bit_of_everything_streams(format, tmp_path):
     state = mixed_state() | {"long": torch.randn(900_000)}
@@ -339,17 +339,21 @@ def test_any_flipped_byte_is_found(sealed, state):
     made = read_envelope(sealed).envelope
     start, padding = len(made.start), made.table_at + ENTRY * (made.count(0) + made.count(1))
     spots = [*range(0, start, 7), *range(start, made.table_at, 5), *range(made.table_at, padding, 37), padding - 1]
-    spots += [made.contents_at, made.contents_at + made.contents - 1, made.data_at, made.data_at + SEGMENT, len(good) - 1]
+    spots += [
+        made.contents_at,
+        made.contents_at + made.contents - 1,
+        made.data_at,
+        made.data_at + SEGMENT,
+        len(good) - 1,
+    ]
     spots += range(made.data_at, len(good), SEGMENT - 77)
     for spot in spots:
         data = bytearray(good)
         data[spot] ^= 0x10
         sealed.write_bytes(data)
-        damaged = shmtensor.CheckpointError
-        with pytest.raises(damaged):
+        with pytest.raises(shmtensor.CheckpointError):
             load_arrays(sealed, key=KEY)
-            with pytest.raises(damaged):  # no tensor is there, but `verify` decrypts every byte
-                raise AssertionError(spot)
+            pytest.fail(f"byte {spot} was changed")
     sealed.write_bytes(good)
     assert same(load_arrays(sealed, key=KEY), state)
 
@@ -400,7 +404,9 @@ def test_hostile_headers(sealed, monkeypatch):
     monkeypatch.setattr(Passphrase, "stretch", lambda *_: pytest.fail("scrypt was called"))
     huge = 1 << 62
     scrypt = {"by": "scrypt", "salt": "00" * 16, "cost": 17}
-    bad = [{key: value} for key in ("nbytes", "contents", "names") for value in (huge, -1, 1.5, True, None, "7", 1 << 80)]
+    bad = [
+        {key: value} for key in ("nbytes", "contents", "names") for value in (huge, -1, 1.5, True, None, "7", 1 << 80)
+    ]
     bad += [{"key": scrypt | change} for change in ({"cost": 40}, {"cost": -1}, {"cost": True}, {"salt": ""}, {"n": 1})]
     bad += [{"key": {"by": "wrapper", "wrapped": value}} for value in ("", "!", "A" * 40_000, 7)]
     bad += [{"key": value} for value in ({}, None, {"by": "x"}, [], {"by": "key", "more": 1})]
@@ -688,7 +694,6 @@ def test_both_die_during_a_save(tmp_path):
     assert not holds(data, MARK)
     assert np.full(100, 1).tobytes() not in data
     assert shmtensor.list_checkpoints(path) == []
-    assert shmtensor.load_newest(path, key=KEY) is None or True
     with CheckpointWriter(path, key=KEY) as writer:
         writer.save(large(2))
     whole(path, [2])
