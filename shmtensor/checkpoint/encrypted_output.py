@@ -109,7 +109,10 @@ class EncryptedOutput:
                 if resume:
                     self._repeat(number)
         except BaseException:
-            self.close()
+            if resume:
+                self.close()
+            else:
+                self.discard()
             raise
         # crash: seal.begun
 

@@ -25,6 +25,7 @@ import json
 import os
 import re
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +56,7 @@ _MAX_CONTENTS: Final = 4 * MAX_DESCRIPTION
 _START = struct.Struct("<16sI")
 _PLACE = struct.Struct("<32sBQ")
 _KEYS: Final = {"version", "id", "name", "format", "native", "nbytes", "contents", "names", "segment", "key"}
-_TOGETHER: Final = 64  # segments that are read at once
+_TOGETHER: Final = 16  # segments that are read at once: they stay in the cache until they are decrypted
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class SealedFile:
 
     def __init__(self, path: Path, envelope: Envelope, cipher: Cipher) -> None:
         self.path, self.envelope, self._cipher = path, envelope, cipher
+        self._own = threading.local()
         self._last: tuple[int, int, bytes] = (-1, -1, b"")  # the last segment of which only a part was wanted
 
     def __repr__(self) -> str:
@@ -213,7 +215,9 @@ class SealedFile:
             sizes.append(size)
             room -= size
         table = self._pread(fd, ENTRY * len(sizes), envelope.entry_at(part, first))
-        sealed = memoryview(bytearray(sum(sizes) + TAG_BYTES * len(sizes)))
+        if not hasattr(self._own, "sealed"):
+            self._own.sealed = memoryview(bytearray((SEGMENT + TAG_BYTES) * _TOGETHER))
+        sealed: memoryview = self._own.sealed
         pieces, at = [], 0
         for number, size in enumerate(sizes):
             pieces.append(sealed[at : at + size + TAG_BYTES])
