@@ -27,8 +27,8 @@ WRAPPED_BYTES: Final = NONCE_BYTES + KEY_BYTES + TAG_BYTES
 MAX_WRAPPED: Final = 16 << 10
 """Bytes of a key that a `KeyWrapper` has wrapped."""
 _SALT_BYTES: Final = 16
-_COSTS: Final = range(10, 21)
-"""log2 of scrypt's N. A file may ask for no more: N = 2**20 takes 1 GiB and a few seconds."""
+_COSTS: Final = range(10, 19)
+"""log2 of scrypt's N. A file may ask for no more: 18 takes 256 MiB and about a second."""
 _BLOCK, _LANES = 8, 1  # scrypt's r and p
 
 
@@ -56,7 +56,7 @@ class Passphrase:
 
     Args:
         text: the passphrase; equal ones in another Unicode form are the same (NFC).
-        cost: log2 of scrypt's N, 10 to 20. The default, 17, takes 128 MiB and about half a second per writer, and per
+        cost: log2 of scrypt's N, 10 to 18. The default, 17, takes 128 MiB and about half a second per writer, and per
             file that is loaded.
     """
 
