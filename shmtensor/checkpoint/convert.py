@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import ArgumentError, ResourceError
 from .build import check_structure
 from .digests import Summer, combine
+from .encrypted_output import EncryptedOutput, Sealing
+from .envelope import SUFFIX
+from .files import Files
 from .formats import FORMATS, Format, Layout, Opened, get_format
+from .keys import MasterKey
 from .load import map_files, raise_damage
 from .output import Output
 from .reading import Damage
 
 _PIECE = 8 << 20
+AnyOutput = Output | EncryptedOutput
 
 
 class Converted(NamedTuple):
@@ -36,6 +43,8 @@ def convert(
     *,
     max_shard: int | None = None,
     overwrite: bool = False,
+    master: MasterKey | None = None,
+    readable_names: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> Converted:
     """Write a checkpoint in another format; it loads as the same state.
@@ -43,23 +52,44 @@ def convert(
     `target` is a file, or with `max_shard` (bytes of a file) a directory. `format` is by default what the target's
     suffix says. Digests of the source are compared on the way. The files are written under a hidden name, synced to
     disk, and renamed at the end. Raises `ArgumentError`, `ResourceError` (the target exists, no space), and
-    `CheckpointError` for a damaged source.
+    `CheckpointError` for a damaged source. With `master`, the key-encryption key, the new files are encrypted.
     """
     target = Path(target)
     check_structure(opened.plan)
-    layout = _format_of(target, format, max_shard).layout(opened.plan, max_shard)
+    made = _format_of(target, format, max_shard, encrypted=master is not None)
+    layout = made.layout(opened.plan, max_shard)
+
+    def create(path: str) -> AnyOutput:
+        if master is None:
+            return Output(path, layout.files)
+        sealing = Sealing.of(master, made.name, opened.plan, layout, readable=readable_names)
+        return EncryptedOutput(path, layout.files, sealing)
+
+    with replacing(target, create, overwrite=overwrite, is_file=layout.single) as output:
+        digests = _write(opened, layout, output, progress)
+        output.describe(digests)
+        nbytes = output.nbytes
+    return Converted(target, nbytes, combine(digests))
+
+
+@contextlib.contextmanager
+def replacing(
+    target: Path, create: Callable[[str], AnyOutput], *, overwrite: bool, is_file: bool = True
+) -> Iterator[AnyOutput]:
+    """Files under a hidden name, made by `create`, which get the target's name when they are complete and on disk;
+    after an exception they are removed. Raises `ResourceError`."""
     if os.path.lexists(target):
         if not overwrite:
             raise ResourceError(errno.EEXIST, f"{target} exists: choose another name, or overwrite it")
-        if target.is_dir() or not layout.single:
+        if target.is_dir() or not is_file:
             raise ResourceError(errno.EEXIST, f"{target} exists, and only a file is replaced by a file: remove it")
     temporary = target.with_name(f".{target.name}.convert-{os.getpid()}.tmp")
     try:
-        output = Output(str(temporary), layout.files)
+        output = create(str(temporary))
     except OSError as error:
         raise _explain(error, target) from None
     try:
-        digests = _write(opened, layout, output, progress)
+        yield output
         output.finish()
         os.replace(temporary, target)
         _sync(target.parent)
@@ -70,36 +100,49 @@ def convert(
         output.discard()
         raise
     output.close()
-    return Converted(target, layout.nbytes, combine(digests))
 
 
-def _format_of(target: Path, name: str | None, max_shard: int | None) -> Format:
+def _format_of(target: Path, name: str | None, max_shard: int | None, *, encrypted: bool) -> Format:
+    if (target.suffix == SUFFIX) != (encrypted and max_shard is None):
+        raise ArgumentError(
+            f"{target.name}: a file that is encrypted has a name that ends in {SUFFIX}, and no other one has"
+        )
     if name is not None:
         return get_format(name)
+    plain = target.with_suffix("") if encrypted and max_shard is None else target
     for each in FORMATS.values():
-        if target.suffix == each.suffix:
+        if plain.suffix == each.suffix:
             return each
     if max_shard is not None:
         return get_format("safetensors")
     raise ArgumentError(f"{target.name} has no suffix that says the format: pass one of {', '.join(FORMATS)}")
 
 
-def _write(opened: Opened, layout: Layout, output: Output, progress: Callable[[int], Any] | None) -> list[int]:
+def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable[[int], Any] | None) -> list[int]:
     """Write everything; returns the digests of the regions."""
     plan = opened.plan
-    mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None else {}
+    sealed = any(opened.sealed)
+    mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None and not sealed else {}
     summers = [Summer(crc=layout.needs_crc) for _ in plan.regions]
-    with ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool,
+        Files(opened.files, opened.sizes, opened.sealed) if sealed else contextlib.nullcontext() as files,
+    ):
         for file in range(len(layout.files)):
             for piece in layout.pieces(file):
                 if piece.region < 0:
                     if piece.data is not None:
                         output.patch(file, piece.offset, piece.data)
                     continue
-                contents: Any = mapped[piece.region] if mapped else plan.regions[piece.region].bytes()
-                data: Any = memoryview(contents)
+                contents: Any = None
+                if files is None:
+                    contents = mapped[piece.region] if mapped else plan.regions[piece.region].bytes()
+                    contents = memoryview(contents)
                 for at in range(0, piece.nbytes, _PIECE):
-                    part = data[at : at + _PIECE]
+                    if files is None:
+                        part = contents[at : at + _PIECE]
+                    else:
+                        part = _decrypted(opened, files, piece.region, at, min(_PIECE, piece.nbytes - at))
                     writing = pool.submit(output.patch, file, piece.offset + at, part)
                     summers[piece.region].update(part)
                     writing.result()
@@ -118,6 +161,13 @@ def _write(opened: Opened, layout: Layout, output: Output, progress: Callable[[i
     for file, offset, last in layout.finish(digests, [summer.crc for summer in summers]):
         output.patch(file, offset, last)
     return digests
+
+
+def _decrypted(opened: Opened, files: Files, region: int, at: int, nbytes: int) -> memoryview:
+    memory: Any = np.empty(nbytes, np.uint8)
+    file, offset = (opened.places or [])[region]
+    files.fill(memory, file, offset + at, opened.plan.names(region))
+    return memoryview(memory)
 
 
 def _sync(directory: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from ..codec.numpy import Array
 from ..errors import CheckpointError
 from ..memory.mapped_file import is_cached
+from .envelope import DATA, SealedFile
 from .limits import PAGE
 
 DIRECT_MIN: Final = 1 << 20
@@ -35,11 +36,14 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 class Files:
     """The open files of a checkpoint. Close it; what was mapped stays.
 
+    sealed: per file how to decrypt it, None for a plain one; empty if all are plain
+
     Raises `CheckpointError` if a file does not have the size that it had when its description was read.
     """
 
-    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int], sealed: Sequence[SealedFile | None] = ()) -> None:
         self.paths = list(paths)
+        self._sealed = sealed or [None] * len(self.paths)
         self.fds: list[int] = []
         self._direct: dict[int, int] = {}  # for direct I/O, opened at first use
         self._sizes = list(sizes)
@@ -72,8 +76,16 @@ class Files:
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
         """Fill uint8 memory with the bytes at `offset`. Callable from several threads at once.
 
-        names: of the tensors, for the `CheckpointError` that is raised if the file ends before.
+        names: of the tensors, for the `CheckpointError` that is raised if the file ends before, or if what is there is
+        not authentic.
         """
+        sealed = self._sealed[file]
+        if sealed is not None:
+            try:
+                sealed.read(self.fds[file], DATA, offset, memory)
+            except CheckpointError as error:
+                raise CheckpointError(f"tensor {names}: {error}") from None
+            return
         while len(memory):
             count = self._read(memory, file, offset)
             if not count:
@@ -99,6 +111,7 @@ class Files:
         """Whether `fill` would read this with direct I/O."""
         return (
             len(memory) >= DIRECT_MIN
+            and self._sealed[file] is None
             and not self._refuses[file]
             and not (memory.__array_interface__["data"][0] - offset) % PAGE
             and not self._is_cached(file, offset // STRETCH)

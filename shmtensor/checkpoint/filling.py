@@ -12,7 +12,9 @@ from ..codec.numpy import Array
 from ..errors import ArgumentError, ArgumentTypeError
 from .build import build_state, check_structure, regions_of, tensor_numbers
 from .files import Files
-from .load import Path, Verify, check_options, map_files, raise_damage, verify_mapped
+from .keys import Key
+from .load import Path, Verify, check_options, map_files, raise_damage, read, verify_mapped
+from .opening import Opener
 from .plan import Plan
 from .reading import read_regions
 from .regions import storage_bytes
@@ -30,6 +32,7 @@ def load_into(
     strict: bool = True,
     readers: int | None = None,
     verify: Verify = True,
+    encryption_key: Key | None = None,
 ) -> Any:
     """Fill a module's parameters and buffers from a checkpoint; returns what `module.load_state_dict` returns.
 
@@ -38,6 +41,7 @@ def load_into(
         key: dotted name of the module's state in it, such as `"model"`; None: the checkpoint is the state dict itself.
         strict: as for `load_state_dict`. A name that the file lacks is not missing if the module ties its weight to one
             that the file has, as with `safetensors.torch.load_model`.
+        encryption_key: of an encrypted checkpoint, what `load_checkpoint` takes as `key=`.
 
     Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory;
     the others (on a device, of another dtype) are copied once, from the mapped file. `load_state_dict` runs with its
@@ -65,7 +69,7 @@ def load_into(
             f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
             "fill: call module.to_empty(device='cpu') first"
         )
-    opened = open_path(path)
+    opened = open_path(path, Opener(encryption_key))
     if opened.state is not None:
         found = opened.state(True)
         if verify == "all":
@@ -85,15 +89,20 @@ def load_into(
         return module.load_state_dict(_with_tied(state, own), strict=strict)
     targets = _targets(opened.plan, tree, own)
     direct = {target.region: target for target in targets}
-    memory = map_files(opened, regions)
-    with Files(opened.files, opened.sizes) as files:
+    others = [region for region in regions if region not in direct]
+    if opened.encrypted:
+        memory = read(opened, others, readers=count, verify=bool(verify))
+    else:
+        memory = map_files(opened, regions)
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
         raise_damage(
             read_regions(
                 opened, files, list(direct), lambda region: direct[region].memory, readers=count, verify=bool(verify)
             )
         )
-    if verify:
-        verify_mapped(opened, [region for region in regions if region not in direct], memory, count)
+    if verify and not opened.encrypted:
+        verify_mapped(opened, others, memory, count)
+    memory |= {region: target.memory for region, target in direct.items() if region not in memory}
     state = build_state(opened.plan, memory.__getitem__, tree=tree)
     for target in targets:
         state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing

@@ -40,7 +40,7 @@ class Durable(NamedTuple):
     seconds: float
     """From the beginning of `save` until it was durable; old ones are deleted after that."""
     digest: str
-    """xxh3-64 over the digests of its tensors' bytes, hexadecimal."""
+    """xxh3-64 over the digests of its tensors' bytes, hexadecimal; zeros if it is encrypted."""
 
 
 class Progress(NamedTuple):

@@ -14,7 +14,9 @@ from ..errors import ClosedError
 from .build import array_dtype, build_state
 from .files import Files
 from .formats import Opened
+from .keys import Key
 from .load import Path, Verify, check_options, raise_damage
+from .opening import Opener
 from .plan import Entry, Plan
 from .reading import private, read_regions
 from .regions import Region
@@ -23,7 +25,7 @@ from .slicing import Index, InMemory, Span, narrow, packed, read_part, span_of, 
 
 
 def open_checkpoint(
-    path: Path, *, arrays: bool = False, readers: int | None = None, verify: Verify = True
+    path: Path, *, arrays: bool = False, readers: int | None = None, verify: Verify = True, key: Key | None = None
 ) -> CheckpointReader:
     """Open a checkpoint without reading its tensors: a mapping of their names to handles.
 
@@ -34,6 +36,8 @@ def open_checkpoint(
         arrays: handles give NumPy arrays, as `load_arrays` does, and torch is not imported.
         readers: threads that read large parts; None: one per core, 4 to 8.
         verify: compare a tensor that is read whole with its digest, if the file has one. False: compare nothing.
+        key: of an encrypted checkpoint, as for `load_checkpoint`. Of a part, the segments around it are decrypted, 64
+            KiB each; what was changed is an error whatever `verify` is.
 
     >>> import os, tempfile, numpy as np, shmtensor
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +48,8 @@ def open_checkpoint(
     ...         weight.shape, weight.read(np.s_[1:3, 0])
     ((4, 3), array([3, 6]))
     """
-    return CheckpointReader(open_path(path), arrays=arrays, readers=check_options(readers, verify), verify=bool(verify))
+    count = check_options(readers, verify)
+    return CheckpointReader(open_path(path, Opener(key)), arrays=arrays, readers=count, verify=bool(verify))
 
 
 class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
@@ -68,7 +73,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self._arrays, self._readers, self._verify = arrays, readers, verify
         self.format = opened.format
         """`"safetensors"`, `"torch"` or `"npz"`."""
-        self.path = str(opened.files[0] if len(opened.files) == 1 else opened.files[0].parent)
+        self.path = str(opened.main)
         """Path of its file, or of the directory of its files."""
         plan = opened.plan
         self.meta: dict[str, Any] | None = plan.meta
@@ -76,7 +81,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self._stored = opened.stored
         self._entries = plan.tensors
         self._numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
-        self._files = Files(opened.files, opened.sizes)
+        self._files = Files(opened.files, opened.sizes, opened.sealed)
         self._lock = threading.Lock()
         self._reading = 0
         self._finalizer = weakref.finalize(self, self._files.close)

@@ -13,8 +13,10 @@ from ..errors import ArgumentError, CheckpointError
 from . import index
 from .formats import Opened
 from .index import Saved
+from .keys import Key, WrongKey
 from .load import Verify, check_options, load_checkpoint
 from .names import check_source
+from .opening import Opener
 from .resolving import LATEST, newest_first, open_found, whole
 
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
@@ -43,12 +45,17 @@ class CheckpointInfo:
     """`"safetensors"`, `"torch"` or `"npz"`; None if it cannot be opened."""
     error: str | None = None
     """Why it is not complete; None if it is, judged by its description: tensors are not read."""
+    encrypted: bool = False
+    """Whether it is encrypted. Without `key=`, it counts as complete by the size of its file."""
 
 
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
+def list_checkpoints(directory: str | os.PathLike[str], *, key: Key | None = None) -> list[CheckpointInfo]:
     """The checkpoints of a directory, the newest first, including those that are not complete.
 
     The description of each is read and checked, but no tensors. Raises `NotADirectoryError`, `FileNotFoundError`.
+
+    Encrypted checkpoints are listed without `key=` as well, as far as they are readable. With `key=` their descriptions
+    are decrypted, and those that do not open, or are not encrypted, have an `error`.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -58,10 +65,10 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     ...     [(found.step, found.metrics, found.aliases) for found in shmtensor.list_checkpoints(path)]
     [(2, {'loss': 0.5}, ('latest',)), (1, {'loss': 1.0}, ())]
     """
-    return [info for info, _ in opened_checkpoints(directory)]
+    return [info for info, _ in opened_checkpoints(directory, Opener(key, locked=key is None))]
 
 
-def opened_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[CheckpointInfo, Opened | None]]:
+def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> list[tuple[CheckpointInfo, Opened | None]]:
     """As `list_checkpoints`, with each opened checkpoint, None if it cannot be opened."""
     check_source(directory)
     root = Path(directory)
@@ -72,7 +79,7 @@ def opened_checkpoints(directory: str | os.PathLike[str]) -> list[tuple[Checkpoi
         entry = saved.get(path.name)
         aliases = tuple(sorted(links.get(path.name, ()), key=lambda name: (name != LATEST, name)))
         try:
-            opened = open_found(path)
+            opened = open_found(path, opener)
         except FileNotFoundError:
             if not os.path.lexists(path):
                 continue  # deleted meanwhile
@@ -89,7 +96,10 @@ def _info(
     error: str | None = None,
 ) -> CheckpointInfo:  # fmt: skip
     nbytes = 0 if opened is None else sum(opened.sizes)
-    if entry is not None and opened is not None and nbytes != sum(size for _, size, _ in entry.files):
+    saved = sum(size for _, size, _ in entry.files) if entry is not None else 0
+    if opened is not None and opened.locked and entry is not None and entry.files[0][0]:
+        nbytes = saved  # of several files, only one was opened
+    if opened is not None and nbytes != saved:
         entry = None  # another file under the same name
     step = None if entry is None else entry.step
     if entry is None and opened is not None and opened.state is None:
@@ -97,6 +107,7 @@ def _info(
     return CheckpointInfo(
         path.name, str(path), step, (changed if entry is None else entry.files[-1][2]) / 1e9, nbytes,
         {} if entry is None else entry.metrics, aliases, None if opened is None else opened.format, error,
+        opened is not None and opened.encrypted,
     )  # fmt: skip
 
 
@@ -129,11 +140,13 @@ def load_newest(
     map: bool = True,
     keys: Iterable[str] | str | None = None,
     verify: Verify = True,
+    key: Key | None = None,
 ) -> Any:
     """The newest complete state of a directory, to resume from; None if there is none, or no such directory.
 
     Args:
-        map, keys, verify: as for `load_checkpoint`.
+        map, keys, verify, key: as for `load_checkpoint`. A missing or wrong `key=`, or one for a newest checkpoint that
+            is not encrypted, is an error: no older checkpoint is loaded instead.
 
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
     from there. Otherwise it is the newest complete file, whatever `latest` leads to; its tensors are compared with
@@ -157,7 +170,7 @@ def load_newest(
     if not root.is_dir():
         raise ArgumentError(f"{root} is a file: pass the directory of a CheckpointWriter, or use load_checkpoint")
     if whole(root) is not None:
-        return load_checkpoint(root, map=map, keys=keys, verify=verify)
+        return load_checkpoint(root, map=map, keys=keys, verify=verify, key=key)
     try:
         return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
     except FileNotFoundError:
@@ -168,9 +181,11 @@ def load_newest(
         gone = False
         for _, path in newest_first(root):
             try:
-                return load_checkpoint(path, map=map, keys=keys, verify=verify)
+                return load_checkpoint(path, map=map, keys=keys, verify=verify, key=key)
             except FileNotFoundError:
                 gone = True
+            except WrongKey:
+                raise
             except (CheckpointError, OSError) as error:
                 warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=2)
         if not gone:

@@ -12,6 +12,8 @@ from ..memory.mapped_file import map_private
 from .build import build_state, check_structure, regions_of, tensor_numbers
 from .files import Files
 from .formats import Opened, Stored
+from .keys import Key
+from .opening import Opener
 from .reading import MAX_READERS, Damage, default_readers, private, read_regions
 from .resolving import open_path, open_rank
 from .selection import replaced, select
@@ -31,6 +33,7 @@ def load_checkpoint(
     from_memory: bool = False,
     slices: Mapping[str, Index] | None = None,
     rank: int | None = None,
+    key: Key | None = None,
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
@@ -58,10 +61,15 @@ def load_checkpoint(
             an `.npz`, and a `.pt` of torch's own, are read whole. A digest is of a whole tensor: parts are compared
             only with `verify="all"`, which reads all of the tensor.
         rank: of a checkpoint that several ranks saved together, this rank's part. None: a dict of all parts by rank.
+        key: of an encrypted checkpoint, what its writer was given: 32 bytes, a passphrase (`str`), or an object with
+            `wrap` and `unwrap`. It is always read into memory, as with `map=False`: what is encrypted cannot be
+            mapped. With `key=`, a checkpoint that is not encrypted is a `CheckpointError`.
+            See docs/guide/encryption.md.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
-        CheckpointError: it is damaged or truncated; the message names the tensor and the offset.
+        CheckpointError: it is damaged or truncated, and the message names the tensor and the offset; or `key=` is
+            missing or not the right one.
         ArgumentError: an argument, a name or an index is wrong.
 
     >>> import os, tempfile
@@ -72,8 +80,12 @@ def load_checkpoint(
     {'x': array([0, 1, 2])}
     """
     if from_memory:
-        return _load_staged(path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank)
-    return _load(path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank)
+        return _load_staged(
+            path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank, key=key
+        )
+    return _load(
+        path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank, key=key
+    )
 
 
 def load_arrays(
@@ -85,6 +97,7 @@ def load_arrays(
     from_memory: bool = False,
     slices: Mapping[str, Index] | None = None,
     rank: int | None = None,
+    key: Key | None = None,
 ) -> Any:
     """The same as `load_checkpoint` with every tensor as NumPy array; does not import torch (except for a `.pt` of
     torch's own).
@@ -93,16 +106,22 @@ def load_arrays(
     or `torch.device` a string. Sparse, quantized and nested tensors raise `CheckpointError`.
     """
     if from_memory:
-        return _load_staged(path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank)
-    return _load(path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank)
+        return _load_staged(
+            path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank, key=key
+        )
+    return _load(
+        path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank, key=key
+    )
 
 
 def _load(
     path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify,
-    slices: Slices, arrays: bool, rank: int | None,
+    slices: Slices, arrays: bool, rank: int | None, key: Key | None,
 ) -> Any:  # fmt: skip
     count = check_options(readers, verify)
-    opened = open_path(path) if rank is None else open_rank(path, rank)
+    opener = Opener(key)
+    opened = open_path(path, opener) if rank is None else open_rank(path, rank, opener)
+    map = map and not opened.encrypted
     if verify == "all" and opened.digests is None and opened.format != "safetensors":
         check_archive(opened)  # of another program: the CRCs are the only digests
     if opened.state is not None and not arrays:
@@ -121,7 +140,7 @@ def _load(
     wanted = [region for region in wanted if region not in parts]
     memory: dict[int, Array] = {}
     if parts:
-        with Files(opened.files, opened.sizes) as files:
+        with Files(opened.files, opened.sizes, opened.sealed) as files:
             memory = {region: read_part(files, span, count) for region, span in parts.items()}
     if opened.places is None:
         for region in wanted:
@@ -165,7 +184,7 @@ def _with_parts(state: Any, slices: Mapping[str, Index], *, copied: bool) -> Any
 
 def _load_staged(
     path: Path, *, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, slices: Slices, arrays: bool,
-    rank: int | None,
+    rank: int | None, key: Key | None,
 ) -> Any:  # fmt: skip
     from .staged import open_staged
 
@@ -178,6 +197,8 @@ def _load_staged(
         raise ArgumentError("from_memory= copies whole tensors out of shared memory: leave out slices=")
     if rank is not None:
         raise ArgumentError("from_memory= copies what one process has saved: leave out rank=, and load the newest file")
+    if key is not None:
+        raise ArgumentError("from_memory= copies out of shared memory, which is not encrypted: leave out key=")
     staged = open_staged(path)
     tree = staged.plan.tree
     if keys is not None:
@@ -203,7 +224,7 @@ def check_options(readers: int | None, verify: Verify) -> int:
 def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
     """Map some regions; only files that have any of them are mapped."""
     places = opened.places or []
-    with Files(opened.files, opened.sizes) as files:
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
         mapped: dict[int, Array] = {}
         result = {}
         for region in regions:
@@ -218,7 +239,7 @@ def read(opened: Opened, regions: Sequence[int], *, readers: int, verify: bool) 
     """Read some regions into fresh memory. Raises `CheckpointError` if any is damaged."""
     places = opened.places or []
     memory = {region: private(opened.plan.regions[region].nbytes, places[region][1]) for region in regions}
-    with Files(opened.files, opened.sizes) as files:
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
         raise_damage(read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify))
     return memory
 

@@ -22,9 +22,11 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from . import index
-from .formats import Opened, detect
+from .envelope import SealedFile
+from .formats import Opened
 from .formats.base import Place
 from .limits import MAX_TENSORS
+from .opening import PLAIN, Opener
 from .plan import Entry, Plan
 from .regions import Region
 
@@ -32,7 +34,7 @@ MANIFEST: Final = "shmtensor.ranks.json"
 MAX_RANKS: Final = 1 << 16
 _MAX_BYTES: Final = 16 << 20
 _VERSION: Final = 1
-_PART: Final = re.compile(r"rank-(\d{5})(?:\.[a-z]{1,20})")
+_PART: Final = re.compile(r"rank-(\d{5})(?:\.[a-z]{1,20}){1,2}")
 
 
 @dataclass(frozen=True)
@@ -100,21 +102,23 @@ def _parse(found: Any) -> Manifest:
     return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made))
 
 
-def open_part(directory: Path, rank: int) -> Opened:
+def open_part(directory: Path, rank: int, opener: Opener = PLAIN) -> Opened:
     """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
     manifest = read(directory)
     if not 0 <= rank < len(manifest.parts):
         raise ArgumentError(f"rank={rank}: {directory} has the parts of {len(manifest.parts)} ranks, from 0 on")
-    return _open(directory, manifest.parts[rank])
+    return _open(directory, manifest.parts[rank], opener)
 
 
-def _open(directory: Path, part: Part) -> Opened:
+def _open(directory: Path, part: Part, opener: Opener) -> Opened:
     path = directory / part.file
     if not path.is_file():
         raise CheckpointError(f"{directory}: {part.file} is missing, which its manifest names")
-    opened = detect(path).open(path)
+    opened = opener.open(path)
+    if opened.locked:
+        return opened
     if opened.state is not None or opened.places is None:
         raise CheckpointError(f"{path} was written by another program")
     if sum(opened.sizes) != part.nbytes:
@@ -122,7 +126,7 @@ def _open(directory: Path, part: Part) -> Opened:
     return opened
 
 
-def open_ranks(directory: Path) -> Opened:
+def open_ranks(directory: Path, opener: Opener = PLAIN) -> Opened:
     """Open all parts as one checkpoint."""
     manifest = read(directory)
     tree: list[Any] = []
@@ -132,8 +136,10 @@ def open_ranks(directory: Path) -> Opened:
     sizes: list[int] = []
     places: list[Place] = []
     digests: list[int] | None = []
+    sealed: list[SealedFile | None] = []
+    locked = False
     for rank, part in enumerate(manifest.parts):
-        opened = _open(directory, part)
+        opened = _open(directory, part, opener)
         plan = opened.plan
         if len(tensors) + len(plan.tensors) > MAX_TENSORS:
             raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors: read its parts, with rank=")
@@ -148,12 +154,17 @@ def open_ranks(directory: Path) -> Opened:
         regions += plan.regions
         places += [(file + len(files), offset) for file, offset in opened.places or ()]
         digests = None if digests is None or opened.digests is None else digests + opened.digests
+        sealed += opened.sealed or [None] * len(opened.files)
+        locked = locked or opened.locked
         files += opened.files
         sizes += opened.sizes
     path = directory / MANIFEST
     meta = plan.meta if len(manifest.parts) == 1 else None
     made = Plan({"k": tree}, tensors, regions, meta)
-    return Opened(opened.format, made, [*files, path], [*sizes, path.stat().st_size], places, digests, native=True)
+    return Opened(
+        opened.format, made, [*files, path], [*sizes, path.stat().st_size], None if locked else places, digests,
+        native=True, sealed=[*sealed, None], locked=locked,
+    )  # fmt: skip
 
 
 def _shifted(node: Any, by: int, count: int) -> Any:

@@ -90,7 +90,7 @@ class Output:
                 self._refuses[index] = True  # its descriptor stays open: another thread may be using it
         _write(self._plain[index], view, offset)
 
-    def patch(self, index: int, offset: int, data: bytes) -> None:
+    def patch(self, index: int, offset: int, data: Any) -> None:
         """Write a small piece at any offset."""
         _write(self._plain[index], memoryview(data), offset)
 
@@ -101,6 +101,14 @@ class Output:
             if not count:
                 raise OSError(errno.EIO, "the file under its temporary name is shorter than what was written")
             into, offset = into[count:], offset + count
+
+    def describe(self, digests: Sequence[int]) -> None:
+        """Plain files describe themselves in their own format: nothing to do."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(nbytes for _, nbytes in self.files)
 
     def finish(self) -> list[tuple[str, int, int]]:
         """Set the exact size of each file and sync it; returns (name, bytes, mtime in ns) of each."""

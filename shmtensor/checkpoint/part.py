@@ -13,8 +13,10 @@ import time
 
 from ..endpoints.message import Message
 from .directory import Directory
+from .envelope import SUFFIX
 from .formats import get_format
 from .index import Saved
+from .keys import MasterKey
 from .manifest import part_name
 from .ranks import Outcome
 from .snapshot import Snapshot
@@ -27,8 +29,8 @@ POLLS = (0.02, 0.5)
 class PartSnapshot(Snapshot):
     """The messages of one rank's save. `name` is the key that the parts of all ranks have in common."""
 
-    def __init__(self, head: Message, votes: Votes) -> None:
-        super().__init__(head)
+    def __init__(self, head: Message, votes: Votes, master: MasterKey | None = None) -> None:
+        super().__init__(head, master)
         self._votes = votes
         self.since = self._next_poll = 0.0
         self.entry: Saved | None = None
@@ -58,7 +60,7 @@ class PartSnapshot(Snapshot):
     def _entry(self, vote: Vote | None) -> Saved:
         files = (("", vote.nbytes, vote.changed),) if vote else (("", self.layout.nbytes, 0),)
         digest = vote.digest if vote else ""
-        return Saved(self.name, self._writer, self.number, self.options["step"], self.layout.nbytes, digest, files)
+        return Saved(self.name, self._writer, self.number, self.options["step"], files[0][1], digest, files)
 
     def _record(self, entry: Saved) -> None:
         self._votes.prepare(self.name, self._vote(entry))
@@ -66,7 +68,8 @@ class PartSnapshot(Snapshot):
     def _vote(self, entry: Saved) -> Vote:
         _, nbytes, changed = entry.files[0]
         rank, world_size = self.options["rank"], self.options["world_size"]
-        file = part_name(rank, get_format(self.options["format"]).suffix)
+        suffix = get_format(self.options["format"]).suffix + (SUFFIX if self._master else "")
+        file = part_name(rank, suffix)
         metrics = {name: float(value) for name, value in self.options["metrics"].items()}
         return Vote(
             rank, world_size, self.number, file, nbytes, changed, entry.digest, self.options["step"], metrics,

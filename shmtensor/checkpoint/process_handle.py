@@ -5,6 +5,7 @@ One thread does all of this. It ends when the process has reported that it is fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ DEATHS: Final = 5
 _LIVENESS_INTERVAL: Final = 0.25
 _REMINDER: Final = 2.0
 _PATIENCE: Final = 60.0
+_MAX_SECRET: Final = 48 << 10  # bytes: a pipe takes as much without a reader
 _PAUSES: Final = (0.0, 0.1, 0.5, 1.0, 2.0)
 _IONICE: Final = {"idle": ("-c", "3"), "low": ("-c", "2", "-n", "7")}
 
@@ -53,6 +55,27 @@ def check_ionice(ionice: str | None) -> tuple[str, ...]:
     return (found, *_IONICE[ionice])
 
 
+def receive_secret() -> bytes:
+    """In the writing process: the `secret` of its handle. Standard input is `/dev/null` afterwards."""
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        length = int.from_bytes(_read(pipe, 4), "little")
+        secret = _read(pipe, min(length, _MAX_SECRET))
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.close(null)
+    return secret
+
+
+def _read(pipe: Any, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        piece = pipe.read(nbytes - len(data))
+        if not piece:
+            raise SystemExit("the trainer has died before it had passed the key")
+        data += piece
+    return data
+
+
 class ProcessHandle:
     """A writing process, and its successors. Thread-safe.
 
@@ -64,6 +87,7 @@ class ProcessHandle:
         on_report: called with each report. All callbacks are called in the handle's thread.
         on_death: called with the exit code before each restart; returns `alive` for the next process.
         on_lost: called with the error when there will be no other process.
+        secret: bytes that every process receives by a pipe, its standard input; b"" for none.
     """
 
     def __init__(
@@ -75,11 +99,12 @@ class ProcessHandle:
         on_report: Callable[[dict[str, Any]], None],
         on_death: Callable[[int], dict[str, Any]],
         on_lost: Callable[[PeerDied], None],
+        secret: bytes = b"",
     ) -> None:
         self.channel = channel
         self.restarts = 0
         self.lost = False
-        self._settings, self._prefix = settings, prefix
+        self._settings, self._prefix, self._secret = settings, prefix, secret
         self._on_report, self._on_death, self._on_lost = on_report, on_death, on_lost
         self._stderr = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
         self._ready_or_lost = Flag()
@@ -218,14 +243,21 @@ class ProcessHandle:
         if not sys.executable:
             raise ResourceError(2, "sys.executable is empty: there is no Python to start the writing process with")
         settings = json.dumps({**self._settings, "channel": self.channel, **alive})
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*self._prefix, *python_command(LAUNCH, settings)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if self._secret else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # it may outlive us: readers of our output must see its end
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C in the terminal must reach only the trainer
             env=python_environment(CUDA_VISIBLE_DEVICES=""),
         )
+        if process.stdin is not None:
+            with (
+                contextlib.suppress(BrokenPipeError),
+                process.stdin as pipe,
+            ):  # a process that has died is noticed later
+                pipe.write(len(self._secret).to_bytes(4, "little") + self._secret)
+        return process
 
     def _end_text(self) -> str:
         code = self._process.returncode

@@ -12,14 +12,19 @@ from typing import Final
 
 from ..errors import ArgumentError, CheckpointError
 from . import index
-from .formats import FORMATS, Opened, detect
-from .formats.shards import find_groups, find_index, shard_of
+from .envelope import SUFFIX
+from .formats import FORMATS, Opened
+from .formats.shards import INDEX, find_groups, find_index, shard_of
+from .keys import WrongKey
 from .manifest import MANIFEST, open_part, open_ranks
 from .names import check_source
+from .opening import PLAIN, Opener
 
 LATEST = "latest"
 _PATIENCE = 3
-_SUFFIXES: Final = tuple(each.suffix for each in FORMATS.values())
+_PLAIN: Final = tuple(each.suffix for each in FORMATS.values())
+_SUFFIXES: Final = (*_PLAIN, *(suffix + SUFFIX for suffix in _PLAIN))
+_ENCRYPTED_INDEX: Final = INDEX + SUFFIX
 _MODEL: Final = re.compile(
     r"(?:pytorch_|adapter_|diffusion_pytorch_)?model(?P<variant>(?:\.[\w-]+)*)\.(?:safetensors|bin|pt|pth|npz)"
 )
@@ -27,7 +32,7 @@ _MODEL: Final = re.compile(
 `scheduler.pt`) are parts of the same checkpoint."""
 
 
-def open_path(path: str | os.PathLike[str]) -> Opened:
+def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
     """Open the checkpoint that a path means; reads its description, not the tensors.
 
     A file or a directory of shards means itself. Any other directory means its `latest`; if there is no `latest`, or
@@ -37,8 +42,8 @@ def open_path(path: str | os.PathLike[str]) -> Opened:
     check_source(path)
     for attempt in range(_PATIENCE):
         try:
-            found = resolve(path)
-            return found if isinstance(found, Opened) else open_found(found)
+            found = resolve(path, opener)
+            return found if isinstance(found, Opened) else open_found(found, opener)
         except FileNotFoundError:
             # a writer with a small keep_last may have deleted it between two of our steps
             if attempt == _PATIENCE - 1 or not Path(path).exists():
@@ -46,32 +51,32 @@ def open_path(path: str | os.PathLike[str]) -> Opened:
     raise AssertionError("unreachable")
 
 
-def open_found(path: Path) -> Opened:
+def open_found(path: Path, opener: Opener = PLAIN) -> Opened:
     """Open a file, or a directory that is one checkpoint."""
     if path.is_dir():
         if (path / MANIFEST).exists():
-            return open_ranks(path)
+            return open_ranks(path, opener)
         path = whole(path) or path
-    return detect(path).open(path)
+    return opener.open(path)
 
 
-def open_rank(path: str | os.PathLike[str], rank: int) -> Opened:
+def open_rank(path: str | os.PathLike[str], rank: int, opener: Opener = PLAIN) -> Opened:
     """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
     check_source(path)
     for attempt in range(_PATIENCE):
         try:
-            found = resolve(path)
+            found = resolve(path, opener)
             directory = found.files[0].parent if isinstance(found, Opened) else found
             if not (directory / MANIFEST).exists():
                 raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
-            return open_part(directory, rank)
+            return open_part(directory, rank, opener)
         except FileNotFoundError:
             if attempt == _PATIENCE - 1 or not Path(path).exists():
                 raise
     raise AssertionError("unreachable")
 
 
-def resolve(path: str | os.PathLike[str]) -> Path | Opened:
+def resolve(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Path | Opened:
     """The file or directory that a path means; already opened if it was found as the newest complete one."""
     path = Path(path)
     if not path.exists() and (second := _by_alias(path)) is not None:
@@ -80,20 +85,20 @@ def resolve(path: str | os.PathLike[str]) -> Path | Opened:
         # a file of another program, as in an incomplete cache; or an alias, which means no other checkpoint
         if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
             raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
-        return newest(path.parent)
+        return newest(path.parent, opener)
     if path.is_dir():
-        if (path / MANIFEST).exists() or find_index(path) is not None:
+        if (path / MANIFEST).exists() or (path / _ENCRYPTED_INDEX).exists() or find_index(path) is not None:
             return path
         latest = path / LATEST
         if latest.exists() and not _is_note(latest):
-            return resolve(latest)
+            return resolve(latest, opener)
         snapshot = _snapshot(path)
         if snapshot is not None:
-            return resolve(snapshot)
-        return path if whole(path) is not None else newest(path)
+            return resolve(snapshot, opener)
+        return path if whole(path) is not None else newest(path, opener)
     if not path.exists():
         if path.name == LATEST and path.parent.is_dir():  # a file system without links
-            return newest(path.parent)
+            return newest(path.parent, opener)
         for suffix in _SUFFIXES:
             named = path.with_name(path.name + suffix)
             if path.name and named.is_file():
@@ -121,6 +126,8 @@ def whole(directory: Path) -> Path | None:
     """
     if (directory / MANIFEST).exists():
         return directory / MANIFEST
+    if (directory / _ENCRYPTED_INDEX).exists():
+        return directory / _ENCRYPTED_INDEX
     found = find_index(directory)
     if found is not None or (directory / index.INDEX).exists():
         return found
@@ -164,14 +171,16 @@ def newest_first(directory: Path) -> list[tuple[int, Path]]:
     return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
 
 
-def newest(directory: Path) -> Opened:
+def newest(directory: Path, opener: Opener = PLAIN) -> Opened:
     """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
     found = newest_first(directory)
     for _, path in found:
         try:
-            return open_found(path)
+            return open_found(path, opener)
         except FileNotFoundError:
             continue
+        except WrongKey:  # an older one is not what the caller wants
+            raise
         except Exception as error:  # whatever the error is, try the others
             if len(found) == 1 and isinstance(error, CheckpointError):
                 raise  # there is no other one

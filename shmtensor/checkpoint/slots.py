@@ -19,12 +19,13 @@ from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
-from ..memory.segment import PAGE, free_bytes
+from ..memory.segment import free_bytes
 from ..options import format_bytes
 from ..ring.layout import RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
+from .envelope import SEGMENT
 from .offload import Offload
 from .plan import Plan
 
@@ -38,7 +39,8 @@ _AROUND: Final = 384 << 10
 """Bytes of shared memory besides the rings: the tables of members and messages of both channels."""
 _SMALL_SLOT: Final = 4096
 _SMALL_SLOTS: Final = 64
-_LEAST_CHUNK: Final = 64 << 10
+_LEAST_CHUNK: Final = SEGMENT
+"""Chunks are whole segments, so that one can be encrypted without its neighbours."""
 _USUAL_CHUNK: Final = 16 << 20
 _MOST_CHUNKS: Final = 4000
 _NOTHING: Final = np.empty(0, np.uint8)
@@ -48,7 +50,7 @@ def chunk_size(total: int, memory: int) -> int:
     """Bytes of a chunk for states of about `total` bytes in `memory`: large for the disk, with several in flight."""
     size = min(max(total // 8, memory // _MOST_CHUNKS, _LEAST_CHUNK), max(_USUAL_CHUNK, memory // _MOST_CHUNKS))
     size = min(size, max(_LEAST_CHUNK, memory // 8))
-    return -(-size // PAGE) * PAGE
+    return max(_LEAST_CHUNK, size // _LEAST_CHUNK * _LEAST_CHUNK)
 
 
 class ChunkPool(Pool):

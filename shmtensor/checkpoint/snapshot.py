@@ -21,8 +21,11 @@ from typing import Any, Final, NamedTuple
 from ..endpoints.message import Message
 from .digests import Summer, combine
 from .directory import Best, Directory, remove
+from .encrypted_output import EncryptedOutput, Sealing
+from .envelope import HIDDEN_DIGEST
 from .formats import Layout, get_format
 from .index import Saved
+from .keys import MasterKey
 from .limits import PAGE
 from .output import Disk, Output
 from .plan import Plan
@@ -44,8 +47,9 @@ class _Write(NamedTuple):
 class Snapshot:
     """The messages of one save, and its files."""
 
-    def __init__(self, head: Message) -> None:
+    def __init__(self, head: Message, master: MasterKey | None = None) -> None:
         self.head = head
+        self._master = master  # of a writer that encrypts
         self.options: dict[str, Any] = head.meta
         self.number: int = self.options["n"]
         self.name: str = self.options["name"]
@@ -63,15 +67,18 @@ class Snapshot:
         self._held: list[Message] = []
         self._writes: deque[_Write] = deque()
         self._next = 0  # the chunk whose write is begun next
-        self._output: Output | None = None
+        self._output: Output | EncryptedOutput | None = None
         self._log = -1
 
     # --- gathering
 
     @cached_property
     def layout(self) -> Layout:
-        plan = Plan.from_description(self.head.value.tobytes())
-        return get_format(self.options["format"]).layout(plan, self.options["max_shard"])
+        return get_format(self.options["format"]).layout(self._plan, self.options["max_shard"])
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan.from_description(self.head.value.tobytes())
 
     @cached_property
     def chunks(self) -> list[Chunk]:
@@ -111,13 +118,21 @@ class Snapshot:
         self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
         lines = self._read_log() if self.streams else []
         # crash: write.begun
-        self._output = Output(self._path, self.layout.files, resume=bool(lines))
+        self._output = self._create(resume=bool(lines))
         if self.streams:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._log = os.open(self._log_path, flags | (0 if lines else os.O_TRUNC), 0o644)
         self._catch_up(len(lines))
         # crash: write.created
         return None
+
+    def _create(self, *, resume: bool) -> Output | EncryptedOutput:
+        files, format = self.layout.files, self.options["format"]
+        if self._master is None:
+            return Output(self._path, files, resume=resume)
+        readable = self.options["readable_names"]
+        sealing = Sealing.of(self._master, format, self._plan, self.layout, readable=readable)
+        return EncryptedOutput(self._path, files, sealing, resume=resume, journal=self.streams)
 
     def was_recorded(self, directory: Directory, writer: str) -> bool:
         """Whether an earlier process had completed its files."""
@@ -163,7 +178,7 @@ class Snapshot:
             self._chunks.pop(index).release()
 
     @property
-    def _files(self) -> Output:
+    def _files(self) -> Output | EncryptedOutput:
         if self._output is None:
             raise RuntimeError("the files are not open")
         return self._output
@@ -213,12 +228,14 @@ class Snapshot:
         # crash: write.finishing
         for file, offset, data in self.layout.finish(digests, [each.crc for each in sums]):
             self._files.patch(file, offset, data)
+        self._files.describe(digests)
         # crash: write.headers
         files = self._files.finish()
         self._files.close()
         metrics = {name: float(value) for name, value in self.options["metrics"].items()}
         entry = Saved(
-            self.name, self._writer, self.number, self.options["step"], self.layout.nbytes, combine(digests),
+            self.name, self._writer, self.number, self.options["step"],
+            sum(nbytes for _, nbytes, _ in files), HIDDEN_DIGEST if self._master else combine(digests),
             tuple(files), metrics, self.options["alias"],
         )  # fmt: skip
         # crash: commit.before

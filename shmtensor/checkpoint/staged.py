@@ -30,6 +30,7 @@ from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .formats import get_format
 from .names import channels_of, check_source
+from .opening import Opener
 from .plan import Plan
 from .reading import private
 from .resolving import LATEST, open_path
@@ -124,9 +125,8 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
 
 def _not_found(directory: Path, why: str) -> FileNotFoundError:
     try:
-        opened = open_path(directory)
-        path = opened.files[0] if len(opened.files) == 1 else opened.files[0].parent
-        there = f"on disk there is {os.path.realpath(path)}: load it without from_memory="
+        opened = open_path(directory, Opener(locked=True))
+        there = f"on disk there is {os.path.realpath(opened.main)}: load it without from_memory="
     except (FileNotFoundError, CheckpointError):
         there = "on disk there is no complete checkpoint either"
     return FileNotFoundError(errno.ENOENT, f"no checkpoint in shared memory: {why}; {there}", str(directory))

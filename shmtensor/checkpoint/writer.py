@@ -25,9 +25,11 @@ from ..options import parse_bytes
 from ..shielded import Call, CallQueue
 from ..statistics import WriterStatistics
 from .directory import Directory
+from .envelope import SUFFIX
 from .formats import get_format
 from .handle import COMPLETE, DURABLE, FAILED, REPLACED, SKIPPED, Save, SaveHandle
 from .in_flight import SavesInFlight
+from .keys import Key, MasterKey
 from .names import Namer, RankNamer, channel_of, check_best, check_directory, check_metrics, check_ranks, step_of
 from .offload import marks
 from .plan_cache import PlanCache, Prepared
@@ -75,6 +77,10 @@ class CheckpointWriter(Local):
             checkpoint is durable, and `latest` leads to it, when the parts of all ranks are: `SaveHandle.missing` has
             the ranks whose parts are missing. `format` is one file per rank, `busy` is `"block"`.
             See docs/guide/checkpoints-of-several-ranks.md.
+        key: encrypt every file, by AES-256-GCM: 32 bytes, a passphrase (`str`), or an object with `wrap` and `unwrap`
+            (`shmtensor.checkpoint.keys.KeyWrapper`). The files' names end in `.encrypted`. `cryptography` is needed:
+            the extra `crypto`. Shared memory is not encrypted. See docs/guide/encryption.md.
+        readable_names: with `key=`: names, shapes and dtypes of the tensors are readable without it.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -102,6 +108,8 @@ class CheckpointWriter(Local):
         progress: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        key: Key | None = None,
+        readable_names: bool = False,
     ) -> None:
         check_choice("busy", busy, ("block", "skip", "replace"))
         check_choice("on_error", on_error, ("raise", "warn"))
@@ -114,6 +122,10 @@ class CheckpointWriter(Local):
             raise ArgumentError("keep_every says what stays besides keep_last: pass keep_last as well")
         best = check_best(keep_best, keep_last)
         check_ranks(rank, world_size, busy, max_shard)
+        if readable_names and key is None:
+            raise ArgumentError("readable_names= is for encrypted checkpoints: pass key= as well")
+        self._secret = b"" if key is None else MasterKey.of(key).dump()
+        self._readable_names = bool(readable_names)
         self._memory = None if memory is None else check_memory(parse_bytes(memory, "memory"))
         self._format = get_format(format)
         self._max_shard = None if max_shard is None else parse_bytes(max_shard, "max_shard")
@@ -140,7 +152,8 @@ class CheckpointWriter(Local):
         self._channel = channel_of(path, self._writer, ranks=rank is not None)
         self._settings: dict[str, Any] = {
             "directory": self._directory.path, "writer": self._writer, "keep_last": keep_last,
-            "keep_every": keep_every, "keep_best": best, "nice": nice, **self._ranks,
+            "keep_every": keep_every, "keep_best": best, "nice": nice, "encrypted": key is not None,
+            **self._ranks,
         }  # fmt: skip
         if isinstance(self._directory, RankDirectory):
             self._settings["run"] = self._directory.run
@@ -247,7 +260,7 @@ class CheckpointWriter(Local):
         plan, described, geometry = prepared
         if self._ranks and not self._saves.wait_for_votes(_MAX_VOTED, deadline, lambda: call.abandoned):
             raise Abandoned
-        ending = self._format.suffix if geometry.single and not self._ranks else ""
+        ending = self._format.suffix + (SUFFIX if self._secret else "") if geometry.single and not self._ranks else ""
         taken = {save.name for save in self._saves.in_flight}
         aliases = {save.alias for save in self._saves.in_flight}
         fixed = name is not None
@@ -271,7 +284,8 @@ class CheckpointWriter(Local):
         options = {
             "name": name, "step": step, "format": self._format.name, "max_shard": self._max_shard,
             "chunk": stager.chunk, "streams": not stager.fits(len(chunks)), "began": began,
-            "metrics": json_metrics, "alias": alias, "fixed": fixed, **self._ranks,
+            "metrics": json_metrics, "alias": alias, "fixed": fixed,
+            "readable_names": self._readable_names, **self._ranks,
         }  # fmt: skip
         self._saves.add(save)
         finish = staging.stage(call, save, plan, after, chunks, described, options, deadline)
@@ -349,7 +363,7 @@ class CheckpointWriter(Local):
             saves = self._saves
             process = self._process = ProcessHandle(
                 self._channel, self._settings, self._prefix, saves.live_numbers(),
-                saves.on_report, saves.on_death, saves.on_lost,
+                saves.on_report, saves.on_death, saves.on_lost, self._secret,
             )  # fmt: skip
         return process
 

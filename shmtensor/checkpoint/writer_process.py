@@ -19,9 +19,10 @@ from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from .directory import Directory
+from .keys import MasterKey
 from .output import Disk
 from .part import PartSnapshot
-from .process_handle import results_channel
+from .process_handle import receive_secret, results_channel
 from .ranks import Outcome, RankDirectory
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, Snapshot
@@ -51,7 +52,8 @@ class _Reports(Producer):
 class Worker:
     """The state of the writing process."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], master: MasterKey | None = None) -> None:
+        self._master = master
         self._settings = settings
         self._writer: str = settings["writer"]
         self._directory, self._votes = self._open(settings)
@@ -163,7 +165,11 @@ class Worker:
         elif self._is_over(number):
             message.release()
         elif kind == HEAD:
-            snapshot = Snapshot(message) if self._votes is None else PartSnapshot(message, self._votes)
+            snapshot = (
+                Snapshot(message, self._master)
+                if self._votes is None
+                else PartSnapshot(message, self._votes, self._master)
+            )
             self._snapshots[number] = snapshot
             if message.attempt > 1:
                 snapshot.staged = snapshot.was_recorded(self._directory, self._writer)
@@ -352,5 +358,6 @@ def main(settings: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends by itself, after its trainer
     signal.signal(signal.SIGUSR1, lambda number, _: _ending.append(number))
     os.nice(options["nice"])
-    Worker(options).run()
+    master = MasterKey.load(receive_secret()) if options["encrypted"] else None
+    Worker(options, master).run()
     sys.stderr.flush()

@@ -18,11 +18,15 @@ from rich.table import Table
 
 from ..checkpoint.convert import convert as convert_checkpoint
 from ..checkpoint.digests import combine
+from ..checkpoint.envelope import SUFFIX
 from ..checkpoint.formats import FORMATS, Opened
+from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
 from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
 from ..checkpoint.load import check_options
+from ..checkpoint.opening import Opener
 from ..checkpoint.plan import Entry
 from ..checkpoint.resolving import LATEST, open_path
+from ..checkpoint.sealing import decrypt_file, encrypt_file
 from ..checkpoint.verify import check
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes
@@ -31,8 +35,16 @@ from .output import console, fail, guarded, print_json, seconds
 app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+_ReadableNames = Annotated[
+    bool, typer.Option("--readable-names", help="Names, shapes and dtypes of the tensors are readable without the key.")
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 4 to 8.")]
+_KeyFile = Annotated[
+    Path | None, typer.Option("--key-file", help="A file with the key: 32 bytes, or 64 hexadecimal digits.")
+]
+_Passphrase = Annotated[bool, typer.Option("--passphrase", help="Ask for the passphrase of the key.")]
 _SHOWN = 40
 
 
@@ -57,21 +69,27 @@ def _with_files(function: _F) -> _F:
 def info(
     path: Annotated[Path, typer.Argument(help="A file, a directory of shards, or a directory of checkpoints.")],
     every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened."""
-    opened = open_path(path)
+    """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened. Of an encrypted one without a
+    key, only what is readable is shown, and it may have been changed by anybody."""
+    opened = open_path(path, _opener(key_file, passphrase, locked=True))
     if as_json:
         print_json(_as_dict(opened))
         return
     out = console()
     plan = opened.plan
     size = format_bytes(sum(opened.sizes))
-    by = "" if opened.native else ", written by another program"
-    out.print(f"[bold]{escape(str(_main_file(opened)))}[/]  {opened.format}{by}, {size}", soft_wrap=True)
+    by = ("" if opened.native else ", written by another program") + (", encrypted" if opened.encrypted else "")
+    out.print(f"[bold]{escape(str(opened.main))}[/]  {opened.format}{by}, {size}", soft_wrap=True)
     if len(opened.files) > 1:
         out.print(f"  {len(opened.files)} files")
     digest = combine(opened.digests) if opened.digests is not None else "none"
+    if opened.locked and not plan.tensors:
+        out.print("  its tensors' names are not readable: pass --key-file or --passphrase")
+        return
     out.print(f"  {len(plan.tensors)} tensors, {format_bytes(plan.nbytes)}, digest {digest}")
     kinds = Counter(_dtype(entry) for entry in plan.tensors)
     out.print("  " + escape(", ".join(f"{count} {name}" for name, count in kinds.most_common())))
@@ -90,17 +108,20 @@ def info(
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="Files, directories of shards, or directories of checkpoints.")],
     readers: _Readers = None,
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
     """Read every byte and compare it with the digests in the files.
 
     Exit code 1 if anything is damaged or cannot be opened. Files without digests (of other programs) are only checked
-    for their structure, and said to be so.
+    for their structure, and said to be so. Of encrypted files every segment is decrypted, which needs the key.
     """
     count = _number_of_readers(readers)
+    opener = _opener(key_file, passphrase)
     reports = []
     for path in paths:
-        report = _verify(path, count, bar=not as_json)
+        report = _verify(path, count, opener, bar=not as_json)
         reports.append(report)
         if not as_json:
             _show_report(report)
@@ -118,15 +139,30 @@ def convert(
     target: Annotated[Path, typer.Argument(help="The new file; with --max-shard a directory.")],
     format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; else by the suffix.")] = None,
     max_shard: Annotated[str | None, typer.Option("--max-shard", help='Bytes of a file, such as "4GiB".')] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    overwrite: _Overwrite = False,
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
+    encrypt_with: Annotated[
+        Path | None, typer.Option("--encrypt-with", help="A file with the key to encrypt the new checkpoint with.")
+    ] = None,
+    readable_names: _ReadableNames = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Write a checkpoint again in another format. It appears under its name when it is complete and on disk."""
+    """Write a checkpoint again in another format. It appears under its name when it is complete and on disk.
+
+    The key is that of the source. The new checkpoint is encrypted only with --encrypt-with.
+    """
     try:
         limit = None if max_shard is None else parse_bytes(max_shard, "--max-shard")
-        opened = open_path(source)
+        if readable_names and encrypt_with is None:
+            raise ArgumentError("--readable-names is for encrypted checkpoints: pass --encrypt-with as well")
+        opened = open_path(source, _opener(key_file, passphrase))
+        master = None if encrypt_with is None else MasterKey.of(_read_key(encrypt_with))
         with _bar("converting", opened.plan.nbytes, shown=not as_json) as progress:
-            made = convert_checkpoint(opened, target, format, max_shard=limit, overwrite=overwrite, progress=progress)
+            made = convert_checkpoint(
+                opened, target, format, max_shard=limit, overwrite=overwrite, master=master,
+                readable_names=readable_names, progress=progress,
+            )  # fmt: skip
     except ArgumentError as error:
         raise fail(str(error), 2) from None
     if as_json:
@@ -140,15 +176,71 @@ def convert(
 @app.command()
 @guarded
 @_with_files
+def encrypt(
+    source: Annotated[Path, typer.Argument(help="A checkpoint file of any format.")],
+    target: Annotated[Path | None, typer.Argument(help=f"The new file; by default with {SUFFIX} added.")] = None,
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
+    readable_names: _ReadableNames = False,
+    overwrite: _Overwrite = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Encrypt a checkpoint file. The source stays: remove it when the new one is verified."""
+    try:
+        master = MasterKey.of(_needed_key(key_file, passphrase, confirm=True))
+        with _bar("encrypting", source.stat().st_size, shown=not as_json) as progress:
+            made = encrypt_file(
+                source, target, master, readable_names=readable_names, overwrite=overwrite, progress=progress
+            )
+    except ArgumentError as error:
+        raise fail(str(error), 2) from None
+    _show_written(made, as_json=as_json)
+
+
+@app.command()
+@guarded
+@_with_files
+def decrypt(
+    source: Annotated[Path, typer.Argument(help="An encrypted checkpoint file.")],
+    target: Annotated[Path | None, typer.Argument(help=f"The new file; by default without {SUFFIX}.")] = None,
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
+    overwrite: _Overwrite = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Decrypt a checkpoint file: byte for byte the one that was encrypted. The source stays."""
+    try:
+        opener = Opener(_needed_key(key_file, passphrase))
+        with _bar("decrypting", source.stat().st_size, shown=not as_json) as progress:
+            made = decrypt_file(source, target, opener, overwrite=overwrite, progress=progress)
+    except ArgumentError as error:
+        raise fail(str(error), 2) from None
+    _show_written(made, as_json=as_json)
+
+
+def _show_written(path: Path, *, as_json: bool) -> None:
+    nbytes = path.stat().st_size
+    if as_json:
+        print_json({"path": str(path), "bytes": nbytes})
+    else:
+        console().print(f"wrote {escape(str(path))}  {format_bytes(nbytes)}", soft_wrap=True)
+
+
+@app.command()
+@guarded
+@_with_files
 def ls(
     directory: Annotated[Path, typer.Argument(help="A directory of checkpoints.")] = Path(),
+    key_file: _KeyFile = None,
+    passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest first: step, size, metrics, the names that lead there (`latest`,
     `best`), and which are not complete."""
     if not directory.is_dir():
         raise fail(f"{directory} is no directory")
-    rows = [_row(info, opened) for info, opened in opened_checkpoints(directory)]
+    opener = _opener(key_file, passphrase, locked=True)
+    rows = [_row(info, opened) for info, opened in opened_checkpoints(directory, opener)]
     if as_json:
         print_json({"directory": str(directory), "checkpoints": rows})
         return
@@ -182,6 +274,7 @@ def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
         "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": 0,
         "time": info.time, "metrics": {name: _plain(value) for name, value in info.metrics.items()},
         "aliases": list(info.aliases), "latest": LATEST in info.aliases, "error": info.error,
+        "encrypted": info.encrypted,
     }  # fmt: skip
     try:
         return row if opened is None else row | {"tensors": len(opened.plan.tensors)}
@@ -201,15 +294,15 @@ def _number_of_readers(readers: int | None) -> int:
         raise fail(str(error), 2) from None
 
 
-def _verify(path: Path, readers: int, *, bar: bool) -> dict[str, Any]:
+def _verify(path: Path, readers: int, opener: Opener, *, bar: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "path": str(path), "ok": False, "format": None, "digests": False, "bytes": 0, "damaged": [], "error": None,
     }  # fmt: skip
     try:
-        opened = open_path(path)
+        opened = open_path(path, opener)
         nbytes = opened.plan.nbytes if opened.state is None else sum(opened.sizes)  # no plan of what torch opens
         report |= {
-            "path": str(_main_file(opened)), "format": opened.format, "digests": opened.digests is not None,
+            "path": str(opened.main), "format": opened.format, "digests": opened.digests is not None,
             "bytes": nbytes,
         }  # fmt: skip
         with _bar(path.name, nbytes, shown=bar) as progress:
@@ -244,8 +337,32 @@ def _bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], Any
         yield functools.partial(progress.advance, task)
 
 
-def _main_file(opened: Opened) -> Path:
-    return opened.files[0] if len(opened.files) == 1 else opened.files[0].parent
+def _opener(key_file: Path | None, passphrase: bool, *, locked: bool = False) -> Opener:
+    """How to open the files of a command; `locked` allows encrypted ones without a key."""
+    if key_file is None and not passphrase:
+        return Opener(locked=locked)
+    return Opener(_needed_key(key_file, passphrase))
+
+
+def _needed_key(key_file: Path | None, passphrase: bool, *, confirm: bool = False) -> Key:
+    """The key that the options name. `confirm`: ask twice for a passphrase."""
+    if (key_file is None) == (not passphrase):
+        raise fail("pass the key by one of --key-file and --passphrase", 2)
+    if key_file is not None:
+        return _read_key(key_file)
+    text: str = typer.prompt("passphrase", hide_input=True, confirmation_prompt=confirm, err=True)
+    return text
+
+
+def _read_key(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(4 * KEY_BYTES)
+    if len(data) == KEY_BYTES:
+        return data
+    text = data.strip()
+    if len(text) == 2 * KEY_BYTES and all(each in b"0123456789abcdefABCDEF" for each in text):
+        return bytes.fromhex(text.decode("ascii"))
+    raise fail(f"{path} is no key: {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits, are needed", 2)
 
 
 def _dtype(entry: Entry) -> str:
@@ -265,9 +382,11 @@ def _as_dict(opened: Opened) -> dict[str, Any]:
     plan = opened.plan
     places = opened.places
     return {
-        "path": str(_main_file(opened)),
+        "path": str(opened.main),
         "format": opened.format,
         "native": opened.native,
+        "encrypted": opened.encrypted,
+        "locked": opened.locked,
         "files": [{"name": file.name, "bytes": size} for file, size in zip(opened.files, opened.sizes, strict=True)],
         "bytes": plan.nbytes,
         "digest": combine(opened.digests) if opened.digests is not None else None,

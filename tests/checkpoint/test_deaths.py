@@ -54,9 +54,10 @@ RANK_POINTS = [
 ]  # fmt: skip
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
 GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun"]
+SEAL_POINTS = ["seal.begun", "seal.written", "seal.journal", "seal.described"]  # test_encryption.py
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: cuda/test_deaths.py
 CHECKPOINT_POINTS = [
-    *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS,
+    *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS, *SEAL_POINTS,
     *RANK_POINTS, *GIVING_UP_POINTS,
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""

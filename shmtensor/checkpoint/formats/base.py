@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plan import Plan
+
+if TYPE_CHECKING:
+    from ..envelope import SealedFile
 
 Place = tuple[int, int]  # (file, offset)
 Write = tuple[int, int, bytes]  # (file, offset, bytes)
@@ -131,6 +134,10 @@ class Opened:
     native:  written by this library, so that the state is restored; else a flat dict, or what the file has
     state:   `state(map)`: the state as the format's own library loads it; None: it is built from the plan
     parts:   if `places` is None: per region where a part of it can be read all the same, or None
+    sealed:  per file how to decrypt it, None for a plain one; empty if all are plain
+    locked:  it is encrypted and was opened without a key: the plan has the readable names, and no structure
+    shown:   the path to show, if `files` are others
+    keeps:   what must live as long as this
     """
 
     format: str
@@ -142,6 +149,22 @@ class Opened:
     native: bool
     state: Callable[[bool], Any] | None = None
     parts: list[Stored | None] | None = None
+    sealed: Sequence[SealedFile | None] = ()
+    locked: bool = False
+    shown: Path | None = None
+    keeps: Any = None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is encrypted on disk, so that it cannot be mapped."""
+        return self.locked or self.keeps is not None or any(self.sealed)
+
+    @property
+    def main(self) -> Path:
+        """Path of its file, or of the directory of its files."""
+        if self.shown is not None:
+            return self.shown
+        return self.files[0] if len(self.files) == 1 else self.files[0].parent
 
     @property
     def stored(self) -> list[Stored | None]:
