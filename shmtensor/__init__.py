@@ -12,6 +12,7 @@ this slot, without a copy.
 | `concurrent.futures.ProcessPoolExecutor` without pickling tensors | `ProcessPoolExecutor` |
 | to save a model while training goes on | `CheckpointWriter` |
 | to load it | `load_checkpoint`, `load_newest`, `load_into`, `open_checkpoint` |
+| that for `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
 
 Every error is a `ShmTensorError`. `import shmtensor` imports no torch: that happens when the first tensor is sent or
 arrives.
@@ -53,6 +54,7 @@ from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, 
 if TYPE_CHECKING:
     from .checkpoint.filling import load_into
     from .checkpoint.handle import Durable, Progress, SaveHandle
+    from .checkpoint.keys import KeyWrapper, Passphrase
     from .checkpoint.lazy import CheckpointReader, TensorHandle, open_checkpoint
     from .checkpoint.listing import CheckpointInfo, list_checkpoints, load_newest
     from .checkpoint.load import load_arrays, load_checkpoint
@@ -88,9 +90,11 @@ __all__ = [
     "EndOfStream",
     "ForkedError",
     "JoinableQueue",
+    "KeyWrapper",
     "Loan",
     "LoopError",
     "Message",
+    "Passphrase",
     "PeerDied",
     "PlatformError",
     "ProcessPoolExecutor",
@@ -137,6 +141,8 @@ _LAZY = {
     "Client": "rpc.client",
     "Durable": "checkpoint.handle",
     "JoinableQueue": "mp.joinable_queue",
+    "KeyWrapper": "checkpoint.keys",
+    "Passphrase": "checkpoint.keys",
     "ProcessPoolExecutor": "executor.executor",
     "Progress": "checkpoint.handle",
     "Queue": "mp.queue",
