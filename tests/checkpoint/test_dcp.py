@@ -353,6 +353,37 @@ def test_a_rank_that_fails_fails_the_checkpoint_and_not_the_next(play, tmp_path)
     assert [different for different, _ in play(2, loading, str(path), 3)] == [[], []]
 
 
+def refused(rank, count, path):
+    """Saves while rank 1 cannot open its writer, and afterwards: what each rank is told, and no rank waits."""
+    other = CheckpointWriter(path, rank=1, world_size=count) if rank == 1 else None
+    dist.barrier()
+    told = []
+    with StorageWriter(path) as writer:
+        stager = AsyncStager(writer)
+        try:
+            dcp.save(distributed(count, 1), storage_writer=writer)
+        except BaseException as error:
+            told.append(str(error))
+        try:
+            dcp.async_save(distributed(count, 2), storage_writer=writer, async_stager=stager)
+        except shmtensor.ResourceError as error:
+            told.append(str(error))
+        if other is not None:
+            other.close()
+        dist.barrier()
+        dcp.async_save(distributed(count, 3), storage_writer=writer, async_stager=stager).result(PATIENCE)
+        stager.close()
+    return told
+
+
+def test_a_rank_that_cannot_open_its_writer_keeps_no_other_waiting(play, tmp_path):
+    path = tmp_path / "runs"
+    for told in play(2, refused, str(path)):
+        assert len(told) == 2
+        assert all("another CheckpointWriter of rank 1 is open" in text for text in told)
+    assert names_in(path) == {"step-00000003"}
+
+
 def test_a_rank_that_dies_leaves_the_checkpoint_before(forks, play, tmp_path):
     path = tmp_path / "runs"
     ranks = Ranks(forks, tmp_path, 2, failing, str(path), Dies)
