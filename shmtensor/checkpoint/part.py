@@ -50,7 +50,7 @@ class PartSnapshot(Snapshot):
                 return entry
         if outcome is not None:  # committed: the directory with this rank's vote was renamed
             return self._entry(None)
-        if len(self._chunks) < len(self.chunks):
+        if not self.streams and len(self._chunks) < len(self.chunks):  # an earlier process had voted, and released them
             raise FileNotFoundError(2, f"{self._path} is gone: somebody removed it")
         return None
 

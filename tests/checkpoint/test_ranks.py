@@ -26,7 +26,7 @@ from ..conftest import descriptors
 from ..faults.interrupts import each_boundary, interrupted
 from ..scenes import ROOT, files
 from ..waiting import stop, wait_for_end, wait_until
-from .test_deaths import RANK_POINTS, SOAK, names_in, own_channels  # noqa: F401
+from .test_deaths import RANK_POINTS, SOAK, STREAM_POINTS, names_in, own_channels  # noqa: F401
 
 PATIENCE = 120.0
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
@@ -424,6 +424,24 @@ def test_a_writing_process_dies(dies, tmp_path, point, memory):
     assert sum(writer.statistics().restarts for writer in writers) == 1
     close_all(writers)
     check(path, [2, 3], 2)
+
+
+@pytest.mark.parametrize("point", [None, *STREAM_POINTS, "vote.added", "ranks.decided"])
+def test_parts_that_are_larger_than_their_memory(dies, tmp_path, point):
+    """They stream through it, also where a writing process dies meanwhile."""
+    if point:
+        dies(point)
+    path, parts = tmp_path / "a", [np.arange(400_000) + rank for rank in range(2)]
+    writers = open_writers(path, 2, memory="1MiB")
+    for step in (1, 2):
+        handles = [writer.save({"w": part * step, "step": step}) for writer, part in zip(writers, parts, strict=True)]
+        for handle in handles:
+            handle.durable.result(PATIENCE)
+    assert sum(writer.statistics().restarts for writer in writers) == (point is not None)
+    close_all(writers)
+    for step in (1, 2):
+        found = shmtensor.load_arrays(path / f"step-{step:08d}", verify="all")
+        assert [found[rank]["w"].tobytes() for rank in range(2)] == [(part * step).tobytes() for part in parts]
 
 
 @pytest.mark.parametrize("point", ["giveup.before", "giveup.decided"])
