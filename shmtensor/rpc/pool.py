@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -59,6 +61,13 @@ class _Worker:
         return self.ready_since is not None
 
 
+def _end_at_exit(reference: weakref.ref[WorkerPool]) -> None:
+    pool = reference()
+    if pool is not None:
+        pool.stop("the program ended")
+        pool.join()
+
+
 class WorkerPool(Local):
     """Processes that answer a service's requests with a handler. A worker that dies is started again.
 
@@ -75,7 +84,8 @@ class WorkerPool(Local):
         mp_context: a `multiprocessing` context or a start method's name; None: `"spawn"`, which is safe whatever runs
             in this process.
 
-    The pool is a context manager: leaving the block stops it. It uses one thread of its own. Events are logged on the
+    The pool is a context manager: leaving the block stops it, and so does the end of the program. It uses one thread of
+    its own. Events are logged on the
     logger `shmtensor.serve`, one line each.
 
     >>> import shmtensor, torch
@@ -128,6 +138,8 @@ class WorkerPool(Local):
         self._waker, self._wake = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="shmtensor worker pool", daemon=True)
         self._thread.start()
+        # before multiprocessing waits for its processes at exit, which nobody else would stop
+        multiprocessing.util.Finalize(None, _end_at_exit, (weakref.ref(self),), exitpriority=10)
 
     # --- for users
 

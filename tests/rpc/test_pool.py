@@ -226,6 +226,21 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_a_program_that_forgets_its_pool_ends(channel, end):
+    script = f"""
+import operator, shmtensor
+if __name__ == "__main__":
+    pool = shmtensor.WorkerPool(operator.neg, name={channel!r}, workers=2)
+    pool.wait_ready(timeout={PATIENCE})
+    print(*pool.pids, flush=True)
+    {end}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in done.stdout.split())
+
+
 def test_arguments(channel):
     with pytest.raises(shmtensor.ArgumentTypeError, match="callable"):
         shmtensor.WorkerPool(7, name=channel)
