@@ -9,6 +9,7 @@
 | `filesystem` | checkpoints of DCP's `FileSystemWriter` |
 | `part_writer` | the `CheckpointWriter` of a rank, which is opened with the first save |
 | `description` | what a rank's part says of its items, as JSON |
+| `metadata` | DCP's metadata, from what either source says it has |
 | `metadata_pickle`, `archives` | DCP's own metadata and archives, read without running what they ask for |
 """
 

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -88,8 +89,11 @@ class AsyncStager(staging.AsyncStager):
         if not local.usable:
             raise ArgumentError("planner= makes planners that cache their plans: leave that out, the stager does it")
         plan = planner.finish_plan(self._agreed(planner, local))
-        self._writer.save_ahead(plan, planner, self._place)
-        return {key: _frame(value) for key, value in state_dict.items()}
+        saving = self._writer.save_ahead(plan, planner, self._place)
+        staged = {key: _frame(value) for key, value in state_dict.items()}
+        key = next(iter(staged), "")  # of an empty state dict: DCP notes one more object, in what it returns
+        staged[key] = _Staged(staged.get(key), partial(self._writer.announce, saving))
+        return staged
 
     def _agreed(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
         """This rank's items: those of the last save if no rank's plan has changed, else the coordinator decides. Also
@@ -144,6 +148,22 @@ class AsyncStager(staging.AsyncStager):
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
+
+
+class _Staged:
+    """A value of a staged state dict. DCP asks it for its state at the beginning of the save, in the thread that saves:
+    so the writer knows which save that is, whatever has become of others."""
+
+    def __init__(self, value: Any, announce: Callable[[], None]) -> None:
+        self._value, self._announce = value, announce
+
+    def state_dict(self) -> Any:
+        """The value."""
+        self._announce()
+        return self._value
+
+    def load_state_dict(self, state: Any) -> None:
+        """DCP takes only objects that have this for stateful; it is not called by a save."""
 
 
 def _frame(value: Any) -> Any:

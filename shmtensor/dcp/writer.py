@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections import deque
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,13 @@ from ..checkpoint.names import check_directory, check_name, is_url
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError
 from .part_writer import PartWriter, Place, Saving
+
+
+class _Ahead(threading.local):
+    """Of one thread: what `AsyncStager` has copied for the save that begins next, and for the one that has begun."""
+
+    announced: Saving | None = None
+    current: Saving | None = None
 
 
 class StorageWriter(Local, storage.StorageWriter):
@@ -80,9 +86,7 @@ class StorageWriter(Local, storage.StorageWriter):
         self._group = process_group
         self._rank = 0
         self._name: str | None = None
-        self._staged: deque[Saving] = deque()
-        """Saves that `AsyncStager` has copied, and that DCP's own thread has not come to."""
-        self._planning = False
+        self._ahead = _Ahead()
         self._lock = threading.Lock()
 
     # --- what DCP calls, in this order
@@ -92,11 +96,8 @@ class StorageWriter(Local, storage.StorageWriter):
         self._name = None if checkpoint_id is None else self._name_of(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """None. DCP calls it at the beginning of each save, also of those that then fail before `write_data`."""
-        with self._lock:
-            if self._planning and len(self._staged) > 1:
-                self._staged.popleft()  # of a save that came no further
-            self._planning = True
+        """None. DCP calls it at the beginning of each save, after it has taken the state dict."""
+        self._ahead.current, self._ahead.announced = self._ahead.announced, None
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -107,9 +108,8 @@ class StorageWriter(Local, storage.StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is. Opens this rank's writer: if that fails, DCP tells all ranks, and none waits for it."""
-        with self._lock:
-            if not self._staged:
-                self._parts.open(self._parts.place or self._expected())
+        if self._ahead.current is None:
+            self.open(self._parts.place or self._expected())
         return plan
 
     def _expected(self) -> Place:
@@ -125,9 +125,8 @@ class StorageWriter(Local, storage.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy this rank's items into shared memory, and wait until the checkpoint of all ranks is durable."""
+        saving, self._ahead.current = self._ahead.current, None
         with self._lock:
-            self._planning = False
-            saving = self._staged.popleft() if self._staged else None
             name, self._name = self._name, None
             if saving is None:
                 saving = self._parts.save(plan, planner, plan.storage_data, name)
@@ -179,19 +178,22 @@ class StorageWriter(Local, storage.StorageWriter):
         with self._lock:
             self._parts.open(place)
 
-    def save_ahead(self, plan: SavePlan, planner: SavePlanner, place: Place) -> None:
-        """Copy this rank's items into shared memory now. The next `write_data` copies nothing, and waits until this
-        checkpoint is durable."""
+    def save_ahead(self, plan: SavePlan, planner: SavePlanner, place: Place) -> Saving:
+        """Copy this rank's items into shared memory now."""
         with self._lock:
             name, self._name = self._name, None
-            self._staged.append(self._parts.save(plan, planner, place, name))
+            return self._parts.save(plan, planner, place, name)
+
+    def announce(self, saving: Saving) -> None:
+        """The save that DCP begins next in this thread is of a state that `save_ahead` has copied: its `write_data`
+        copies nothing, and waits until that checkpoint is durable."""
+        self._ahead.announced = saving
 
     # --- the end
 
     def close(self) -> None:
         """Wait until every checkpoint is durable or has failed, and end this rank's writing process. Idempotent."""
         with self._lock:
-            self._staged.clear()
             self._parts.close()
 
     def _instead(self) -> str:

@@ -439,6 +439,26 @@ def test_async_save_waits_for_one_copy(play, tmp_path):
     assert sum(sizes) < 1.1 * sum(tensor.nbytes for tensor in whole(1).values())  # replicas are stored once
 
 
+class Refuses(dcp.DefaultSavePlanner):
+    """A planner that makes no plan."""
+
+    def create_local_plan(self):
+        raise ValueError("no plan")
+
+
+def test_a_save_after_an_async_save_that_failed_saves_its_own_state(tmp_path):
+    with StorageWriter(tmp_path) as writer:
+        stager = AsyncStager(writer)
+        more = {"storage_writer": writer, "async_stager": stager}
+        failed = dcp.async_save({"w": torch.ones(3), "step": 1}, planner=Refuses(), **more)
+        assert "no plan" in str(failed.exception(PATIENCE))
+        dcp.save({"w": torch.full((3,), 2.0), "step": 2}, storage_writer=writer)
+        dcp.async_save({}, **more).result(PATIENCE)
+        stager.close()
+    assert load_all(storage_reader=StorageReader(tmp_path / "step-00000002"))["w"].tolist() == [2.0] * 3
+    assert {"step-00000001", "step-00000002"} < names_in(tmp_path)  # what was staged is durable all the same
+
+
 # --- checkpoints of FileSystemWriter
 
 
