@@ -19,7 +19,7 @@ from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
-from ..memory.segment import free_bytes
+from ..memory.segment import PAGE, free_bytes
 from ..options import format_bytes
 from ..ring.layout import RingShape
 from ..ring.pool import Pool
@@ -39,8 +39,7 @@ _AROUND: Final = 384 << 10
 """Bytes of shared memory besides the rings: the tables of members and messages of both channels."""
 _SMALL_SLOT: Final = 4096
 _SMALL_SLOTS: Final = 64
-_LEAST_CHUNK: Final = SEGMENT
-"""Chunks are whole segments, so that one can be encrypted without its neighbours."""
+_LEAST_CHUNK: Final = 64 << 10
 _USUAL_CHUNK: Final = 16 << 20
 _MOST_CHUNKS: Final = 4000
 _NOTHING: Final = np.empty(0, np.uint8)
@@ -50,7 +49,7 @@ def chunk_size(total: int, memory: int) -> int:
     """Bytes of a chunk for states of about `total` bytes in `memory`: large for the disk, with several in flight."""
     size = min(max(total // 8, memory // _MOST_CHUNKS, _LEAST_CHUNK), max(_USUAL_CHUNK, memory // _MOST_CHUNKS))
     size = min(size, max(_LEAST_CHUNK, memory // 8))
-    return max(_LEAST_CHUNK, size // _LEAST_CHUNK * _LEAST_CHUNK)
+    return -(-size // PAGE) * PAGE
 
 
 class ChunkPool(Pool):
@@ -123,8 +122,9 @@ class Stager(Producer):
     _pool: ChunkPool
     _widest = -1  # the pool chooses
 
-    def __init__(self, channel: str, memory: int) -> None:
-        self._wakes = True
+    def __init__(self, channel: str, memory: int, *, whole_segments: bool = False) -> None:
+        """`whole_segments`: each chunk can be encrypted without its neighbours."""
+        self._wakes, self._whole_segments = True, whole_segments
         super().__init__(channel, slots=_MOST_CHUNKS, full="block", max_bytes=memory - _AROUND)
 
     def _prepare(self, member: Member) -> None:
@@ -148,6 +148,8 @@ class Stager(Producer):
         pool = self._pool
         if not pool.chunk:
             pool.chunk = chunk_size(total, self._max_bytes or 0)
+            if self._whole_segments:
+                pool.chunk = max(1, pool.chunk // SEGMENT) * SEGMENT
         if head:
             pool.make_room(head)
         missing = -(-total // pool.chunk) - pool.free_chunks()

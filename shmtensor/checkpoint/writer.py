@@ -347,7 +347,7 @@ class CheckpointWriter(Local):
             if memory is None:
                 space = os.statvfs(SHM_DIR)
                 memory = min(2 * (total + head) + _SPARE_MEMORY + total // 8, space.f_blocks * space.f_frsize // 2)
-            self._stager = Stager(self._channel, max(LEAST_MEMORY, memory))
+            self._stager = Stager(self._channel, max(LEAST_MEMORY, memory), whole_segments=bool(self._secret))
             self._staging = Staging(self._stager, self._saves, lambda: self._process is not None and self._process.lost)
         self._stager.provide(head, total)
 

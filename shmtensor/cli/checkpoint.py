@@ -302,7 +302,8 @@ def _verify(path: Path, readers: int, opener: Opener, *, bar: bool) -> dict[str,
         opened = open_path(path, opener)
         nbytes = opened.plan.nbytes if opened.state is None else sum(opened.sizes)  # no plan of what torch opens
         report |= {
-            "path": str(opened.main), "format": opened.format, "digests": opened.digests is not None,
+            "path": str(opened.main), "format": opened.format,
+            "digests": opened.digests is not None or opened.encrypted,  # every segment has a tag
             "bytes": nbytes,
         }  # fmt: skip
         with _bar(path.name, nbytes, shown=bar) as progress:
