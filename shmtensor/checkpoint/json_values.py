@@ -60,7 +60,9 @@ def key_of(token: object) -> object:
 def check_meta(meta: object) -> None:
     """`ArgumentTypeError` or `ArgumentError` unless it is a dict that JSON can express."""
     if not isinstance(meta, dict):
-        raise ArgumentTypeError(f"meta is a {type(meta).__name__}: a dict that JSON can express, or None, is allowed")
+        raise ArgumentTypeError(
+            f"meta is of type {type(meta).__name__}: a dict that JSON can express, or None, is allowed"
+        )
     try:
         _encode_json(meta)
         _check_keys(meta)

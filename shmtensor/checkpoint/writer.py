@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError
@@ -96,15 +96,15 @@ class CheckpointWriter(Local):
         directory: str | os.PathLike[str],
         *,
         memory: int | str | None = None,
-        format: str = "safetensors",
+        format: Literal["safetensors", "torch", "npz"] = "safetensors",
         max_shard: int | str | None = None,
-        busy: str = "block",
+        busy: Literal["block", "skip", "replace"] = "block",
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
-        on_error: str = "raise",
+        on_error: Literal["raise", "warn"] = "raise",
         nice: int = 10,
-        ionice: str | None = None,
+        ionice: Literal["idle", "low"] | None = None,
         progress: bool = False,
         rank: int | None = None,
         world_size: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import storage
@@ -65,11 +65,11 @@ class StorageWriter(Local, storage.StorageWriter):
         directory: str | os.PathLike[str],
         *,
         memory: int | str | None = None,
-        format: str = "safetensors",
+        format: Literal["safetensors", "torch", "npz"] = "safetensors",
         keep_last: int | None = None,
         keep_every: int | None = None,
         nice: int = 10,
-        ionice: str | None = None,
+        ionice: Literal["idle", "low"] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()

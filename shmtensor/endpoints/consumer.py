@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 from ..channel import control as ctl
 from ..channel.membership import Member
@@ -72,12 +72,12 @@ class Consumer(AsyncReceiver):
         self,
         channel: str,
         *,
-        acknowledge: str = "next",
+        acknowledge: Literal["next", "release"] = "next",
         max_attempts: int = 5,
         spin: float = 100e-6,
         device: Any = None,
         prefetch: int = 0,
-        pin: bool | str = "auto",
+        pin: bool | Literal["auto"] = "auto",
     ) -> None:
         Devices.check_prefetch(device, prefetch)
         check_choice("acknowledge", acknowledge, ("next", "release"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
 from ..errors import ArgumentError
 from ..ring.layout import WORK_QUEUE
@@ -43,9 +44,9 @@ class Producer(AsyncSender):
         *,
         slots: int | None = None,
         slot_bytes: int | str | None = None,
-        full: str = "block",
+        full: Literal["block", "grow", "drop", "error"] = "block",
         max_bytes: int | str | None = None,
-        pin: bool | str = "auto",
+        pin: bool | Literal["auto"] = "auto",
         device: None = None,
     ) -> None:
         if device is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ..channel import control as ctl
 from ..channel.membership import Member
@@ -58,10 +58,10 @@ class Publisher(DeviceSender):
         *,
         slots: int | None = None,
         slot_bytes: int | str | None = None,
-        full: str = "block",
+        full: Literal["block", "grow", "drop", "error"] = "block",
         history: int = 0,
         max_bytes: int | str | None = None,
-        pin: bool | str = "auto",
+        pin: bool | Literal["auto"] = "auto",
         device: Any = None,
     ) -> None:
         if slots is not None:
@@ -118,11 +118,11 @@ class Subscriber(DeviceReceiver):
         self,
         channel: str,
         *,
-        delivery: str = "all",
+        delivery: Literal["all", "latest"] = "all",
         spin: float = 100e-6,
         device: Any = None,
         prefetch: int = 0,
-        pin: bool | str = "auto",
+        pin: bool | Literal["auto"] = "auto",
     ) -> None:
         check_choice("delivery", delivery, ("all", "latest"))
         Devices.check_prefetch(device, prefetch, latest=delivery == "latest")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..channel import control as ctl
 from ..channel import membership
@@ -52,7 +52,7 @@ class Receiver(Producers):
     """The message that each thread received last, on a work queue: asking for the next one acknowledges it."""
 
     def __init__(
-        self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | str = "auto"
+        self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | Literal["auto"] = "auto"
     ) -> None:
         self._devices = Devices(self, pin)
         # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
@@ -294,7 +294,7 @@ class Receiver(Producers):
         return TimedOut(f'channel "{self.name}": no message within {timeout:g} s ({self._attached_text()})')
 
     def _attached_text(self) -> str:
-        text = f"{len(self._readers)} senders attached"
+        text = f"senders attached: {len(self._readers)}"
         pids = ", ".join(str(entry.pid) for entry, why in self._unattached.values() if why)
         return f"{text}; of process {pids} nothing can be read, see the log" if pids else text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..channel import control as ctl
 from ..channel import membership
@@ -50,10 +50,10 @@ class Sender(Peers):
         *,
         slots: int | None,
         slot_bytes: int | str | None,
-        full: str,
+        full: Literal["block", "grow", "drop", "error"],
         max_bytes: int | str | None,
         history: int = 0,
-        pin: bool | str = "auto",
+        pin: bool | Literal["auto"] = "auto",
     ) -> None:
         self._devices = Devices(self, pin)
         if slots is not None:
@@ -338,7 +338,12 @@ class Sender(Peers):
         return oldest + count // 4 - 1 if oldest and count >= _LEAST_BATCHED else 0
 
     def _full_text(self, nbytes: int) -> str:
-        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners) or "nobody"
+        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners)
+        if not holders:
+            return (
+                f'channel "{self.name}": no room for {format_bytes(nbytes)} in {self._pool.slots} slots, and nobody '
+                'receives there: start a receiver, or pass slots=, timeout= or full="grow", "drop"'
+            )
         return (
             f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {self._pool.slots} slots wait for their '
             f'receivers ({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'

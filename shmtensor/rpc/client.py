@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..endpoints.base import Local, check_count, check_timeout
 from ..errors import ArgumentError
@@ -49,12 +49,12 @@ class Client(Local):
         *,
         slots: int | None = None,
         slot_bytes: int | str | None = None,
-        full: str = "block",
+        full: Literal["block", "grow", "error"] = "block",
         max_bytes: int | str | None = None,
         spin: float = 100e-6,
     ) -> None:
         check_service(service)
-        if full == "drop":
+        if str(full) == "drop":
             raise ArgumentError('full="drop" would lose requests: choose one of "block", "grow", "error"')
         self._requests = Requests(service, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
         try:

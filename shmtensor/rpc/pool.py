@@ -370,7 +370,20 @@ def _check_importable() -> None:
         os._exit(UNGUARDED)  # a fork server ends with code 1 for any exception
 
 
-def serve(handler: worker.Handler | str, *, name: str, workers: int = 1, **options: Any) -> int:
+def serve(
+    handler: worker.Handler | str,
+    *,
+    name: str,
+    workers: int = 1,
+    max_batch: int | None = None,
+    max_wait: float | None = None,
+    max_attempts: int = 3,
+    slots: int | None = None,
+    max_bytes: int | str | None = None,
+    max_restarts: int = 10,
+    grace: float | None = 30.0,
+    mp_context: Any = None,
+) -> int:
     """Answer a service's requests with worker processes, until SIGTERM or SIGINT (Ctrl-C); the exit code.
 
     Arguments are those of `WorkerPool`, which does the same without waiting. On a signal the workers finish what they
@@ -378,7 +391,10 @@ def serve(handler: worker.Handler | str, *, name: str, workers: int = 1, **optio
     handler cannot serve, or if no worker could be started; 3 if workers were killed before they had finished.
     Signals are handled while it runs if it is called in the main thread; in another thread they are not.
     """
-    pool = WorkerPool(handler, name=name, workers=workers, **options)
+    pool = WorkerPool(
+        handler, name=name, workers=workers, max_batch=max_batch, max_wait=max_wait, max_attempts=max_attempts,
+        slots=slots, max_bytes=max_bytes, max_restarts=max_restarts, grace=grace, mp_context=mp_context,
+    )  # fmt: skip
 
     def stop(number: int, _: object) -> None:
         if pool._stop_reason is None:

@@ -210,7 +210,10 @@ def plain(value: object, depth: int = 0) -> bytes:
         values = tuple(value)
         return container(LIST, len(values)) + b"".join([plain(child, depth + 1) for child in values])
     if not isinstance(value, dict):
-        raise ArgumentTypeError(f"an object of type {type(value).__name__} is none of JSON's")
+        kind = type(value)
+        raise ArgumentTypeError(
+            f"{kind.__module__}.{kind.__qualname__} is not a type of JSON: convert it, or leave it out"
+        )
     items = tuple(value.items())
     parts = [container(DICT, len(items))]
     for name, child in items:
@@ -218,6 +221,24 @@ def plain(value: object, depth: int = 0) -> bytes:
             raise ArgumentTypeError(f"it has the key {name!r:.40}: only str keys are allowed there")
         parts += scalar(name), plain(child, depth + 1)
     return b"".join(parts)
+
+
+def _first_refused(value: object) -> str:
+    """Where in a meta the first value is that `plain` refuses, as an expression."""
+    place = "meta"
+    for _ in range(4):
+        children = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
+        for key, child in tuple(children):
+            try:
+                plain(child)
+            except (ArgumentTypeError, ArgumentError):
+                place, value = f"{place}[{key!r:.40}]", child
+                break
+        else:
+            break
+    return place
 
 
 def meta_node(meta: object) -> bytes:
@@ -228,11 +249,14 @@ def meta_node(meta: object) -> bytes:
     if meta is None:
         return b"\0"
     if not isinstance(meta, dict):
-        raise ArgumentTypeError(f"meta is a {type(meta).__name__}: a dict that JSON can express, or None, is allowed")
+        hint = " (a time-out is passed as timeout=)" if isinstance(meta, (int, float)) else ""
+        raise ArgumentTypeError(
+            f"meta is of type {type(meta).__name__}: a dict that JSON can express, or None, is allowed{hint}"
+        )
     try:
         node = plain(meta)
     except (ArgumentTypeError, ArgumentError) as error:
-        raise type(error)(f"meta is not JSON: {error}") from None
+        raise type(error)(f"{_first_refused(meta)}: {error}") from None
     if len(node) > MAX_META:
         raise ArgumentError(
             f"meta takes {len(node)} bytes, at most {MAX_META} are allowed: send large things in the value"

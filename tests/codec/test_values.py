@@ -453,3 +453,16 @@ def test_mapped_leaves_are_not_kept():
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("meta", "text"),
+    [
+        ({"cam": {"ts": np.int64(1)}}, r"meta\['cam'\]\['ts'\]: numpy.int64 is not a type of JSON"),
+        ({"a": [1, {2: 3}]}, r"meta\['a'\]\[1\]: it has the key 2"),
+        (5, "meta is of type int: .* timeout="),
+    ],
+)
+def test_a_refused_meta_says_where(meta, text):
+    with pytest.raises(ArgumentTypeError, match=text):
+        encode(1, meta)
