@@ -41,7 +41,7 @@ FIGURES = (  # the README's lines: what, a target's text, the beginning of the r
     ("Checkpoint of 1 GiB, trainer waits", "save of 1 GiB into warm slots", "the caller", "DCP `async_save`"),
     ("Checkpoint of 1 GiB, from disk", "checkpoint of 1 GiB mapped and used, disk", "", "safetensors"),
 )
-_MARK = re.compile(r"^<!-- ([a-z-]+(?: [a-z-]+)?) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- ([a-z-]+(?: [a-z-]+)*) -->$", re.MULTILINE)
 
 app = typer.Typer(add_completion=False)
 
@@ -113,7 +113,7 @@ def render(template: str, run: Mapping[str, Any], drawn: Mapping[str, str], fold
         if name == "summary":
             return _summary(run["targets"])
         if name == "targets":
-            return _targets([one for one in run["targets"] if argument in ("", one["workload"])])
+            return _targets([one for one in run["targets"] if not argument or one["workload"] in argument.split()])
         if name == "crossover":
             return _crossovers(rows)
         if name == "plot":
@@ -190,9 +190,8 @@ def with_figures(readme: str, run: Mapping[str, Any]) -> str:
         found = (one for one in run["targets"] if one["what"] == what and (one["against"] or "").startswith(beside))
         one = next(found, None)
         if one is not None and one["value"]:
-            ratio = f"{report.number(one['value'])} ×"
-            if one["target"].startswith("≤"):
-                ratio = f"1 / {report.number(1 / one['value'])}"
+            value = one["value"]
+            ratio = f"{report.number(value)} ×" if value >= 1 else f"1 / {report.number(1 / value)}"
             mine, other = (f"{report.number(one[key])} {one['unit']}" for key in ("measured", "beside"))
             lines.append([text, mine, f"{other}, {name}", ratio])
     place = run["machine"]

@@ -529,6 +529,10 @@ def test_the_command_writes_the_whole_run_and_the_page_is_made_of_it(tmp_path, o
     assert "old" not in readme
 
 
+def test_the_page_is_short():
+    assert len((document.PROJECT / document.PAGES["document.md"]).read_text().splitlines()) <= 200
+
+
 def test_the_readme_shows_what_targets_judge():
     said = {(target.what, target.against[1]) for target in targets.TARGETS if target.against}
     assert len({line[0] for line in document.FIGURES}) == len(document.FIGURES)
