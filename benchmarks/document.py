@@ -29,15 +29,20 @@ PAGES = {"document.md": "docs/benchmarks/results.md", "tables.md": "docs/interna
 PLOTS = "docs/benchmarks/results"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 FIGURES = (  # the README's lines: what, a target's text, the beginning of the row that it is compared with, its name
-    ("Round trip of 1 KiB, both sides awake", "1 KiB round trip, awake", "torch Queue, file_d", "torch queue"),
-    ("Round trip of 1 KiB, both sides asleep", "1 KiB round trip, asleep", "pyzmq ipc", "ZeroMQ"),
+    (
+        "Round trip of 1 KiB, both sides awake (`spin=1`)",
+        "1 KiB round trip, awake",
+        "torch Queue, file_d",
+        "torch queue",
+    ),
+    ("Round trip of 1 KiB, both sides asleep (`spin=0`)", "1 KiB round trip, asleep", "pyzmq ipc", "ZeroMQ"),
     ("`{tensor, id}` of 1 KiB, one way", "tensor and id, one way", "", "`pickle` over ZeroMQ"),
     ("Frame of 6 MiB with `meta=`, one way", "6 MiB frame with meta, one way", "", "`pickle` over ZeroMQ"),
     ("Frame of 6 MiB to 8 readers, sender's CPU", "fan-out of 6 MiB to 8, CPU", "", "to 1 reader"),
     ("`Queue`, dict with a small array", "Queue, dict with a small array", "", "`multiprocessing`"),
     ("`Queue`, tensor of 1 MiB", "Queue, tensor of 1 MiB, one way", "rate, torch", "torch queue"),
     ("`DataLoader`, 2 workers, 32 MiB a batch", "DataLoader, 2 workers, batches of 32 MiB", "", "default"),
-    ("Request and reply of 1 KiB", "request of 1 KiB, awake", "pyzmq", "`torch.save` over ZeroMQ"),
+    ("Request and reply of 1 KiB (`spin=1`)", "request of 1 KiB, awake", "pyzmq", "`torch.save` over ZeroMQ"),
     ("Checkpoint of 1 GiB, trainer waits", "save of 1 GiB into warm slots", "the caller", "DCP `async_save`"),
     ("Checkpoint of 1 GiB, from disk", "checkpoint of 1 GiB mapped and used, disk", "", "safetensors"),
 )
@@ -195,7 +200,9 @@ def with_figures(readme: str, run: Mapping[str, Any]) -> str:
             mine, other = (f"{report.number(one[key])} {one['unit']}" for key in ("measured", "beside"))
             lines.append([text, mine, f"{other}, {name}", ratio])
     place = run["machine"]
-    about = f"default arguments, {place['cpu']}, {place['cores_allowed']} cores, {run['date'][:10]}"
+    about = (
+        f"default arguments where none are named, {place['cpu']}, {place['cores_allowed']} cores, {run['date'][:10]}"
+    )
     shown = table(("", "shmtensor", "beside it", "ratio"), lines)
     return f"{before}{BEGIN}{shown}\n\nMedians of one run ({about}).\n{END}{after}"
 
