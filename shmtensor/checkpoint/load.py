@@ -79,13 +79,10 @@ def load_checkpoint(
     ...     load_checkpoint(os.path.join(folder, "a.npz"))
     {'x': array([0, 1, 2])}
     """
-    if from_memory:
-        return _load_staged(
-            path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank, key=key
-        )
     return _load(
-        path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=False, rank=rank, key=key
-    )
+        path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=False,
+        rank=rank, key=key,
+    )  # fmt: skip
 
 
 def load_arrays(
@@ -105,20 +102,30 @@ def load_arrays(
     Types that NumPy lacks come as those of `ml_dtypes` if it is installed. A `torch.Size` is a tuple, a `torch.dtype`
     or `torch.device` a string. Sparse, quantized and nested tensors raise `CheckpointError`.
     """
-    if from_memory:
-        return _load_staged(
-            path, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank, key=key
-        )
     return _load(
-        path, map=map, keys=keys, readers=readers, verify=verify, slices=slices, arrays=True, rank=rank, key=key
-    )
+        path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=True,
+        rank=rank, key=key,
+    )  # fmt: skip
 
 
 def _load(
-    path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify,
+    path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, from_memory: bool,
     slices: Slices, arrays: bool, rank: int | None, key: Key | None,
 ) -> Any:  # fmt: skip
     count = check_options(readers, verify)
+    if from_memory:
+        if readers is not None or verify == "all":
+            raise ArgumentError(
+                "from_memory= copies out of shared memory, where no digests are yet: leave out readers= and "
+                'verify="all"'
+            )
+        for option, value, why in (
+            ("slices", slices, "whole tensors"), ("rank", rank, "what one process has saved"),
+            ("key", key, "out of shared memory, which is not encrypted"),
+        ):  # fmt: skip
+            if value is not None:
+                raise ArgumentError(f"from_memory= copies {why}: leave out {option}=, or from_memory= to load a file")
+        return _load_staged(path, keys=keys, arrays=arrays)
     opener = Opener(key)
     opened = open_path(path, opener) if rank is None else open_rank(path, rank, opener)
     map = map and not opened.encrypted
@@ -182,23 +189,9 @@ def _with_parts(state: Any, slices: Mapping[str, Index], *, copied: bool) -> Any
     return state
 
 
-def _load_staged(
-    path: Path, *, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, slices: Slices, arrays: bool,
-    rank: int | None, key: Key | None,
-) -> Any:  # fmt: skip
+def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool) -> Any:
     from .staged import open_staged
 
-    check_options(readers, verify)
-    if readers is not None or verify == "all":
-        raise ArgumentError(
-            'from_memory= copies out of shared memory, where no digests are yet: leave out readers= and verify="all"'
-        )
-    if slices is not None:
-        raise ArgumentError("from_memory= copies whole tensors out of shared memory: leave out slices=")
-    if rank is not None:
-        raise ArgumentError("from_memory= copies what one process has saved: leave out rank=, and load the newest file")
-    if key is not None:
-        raise ArgumentError("from_memory= copies out of shared memory, which is not encrypted: leave out key=")
     staged = open_staged(path)
     tree = staged.plan.tree
     if keys is not None:
