@@ -139,7 +139,7 @@ class WorkerPool(Local):
         self._thread = threading.Thread(target=self._run, name="shmtensor worker pool", daemon=True)
         self._thread.start()
         # before multiprocessing waits for its processes at exit, which nobody else would stop
-        multiprocessing.util.Finalize(None, _end_at_exit, (weakref.ref(self),), exitpriority=10)
+        multiprocessing.util.Finalize(self, _end_at_exit, (weakref.ref(self),), exitpriority=10)
 
     # --- for users
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import multiprocessing.util
 import os
 import re
 import signal
@@ -239,6 +241,18 @@ if __name__ == "__main__":
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any(os.path.exists(f"/proc/{pid}") for pid in done.stdout.split())
+
+
+def test_a_pool_that_has_ended_leaves_nothing_for_the_exit(forks, channel):
+    before = len(multiprocessing.util._finalizer_registry)
+    with shmtensor.WorkerPool("operator:neg", name=channel, mp_context=forks):
+        assert len(multiprocessing.util._finalizer_registry) > before
+
+    def is_forgotten():
+        gc.collect()
+        return len(multiprocessing.util._finalizer_registry) <= before
+
+    wait_until(is_forgotten)
 
 
 def test_arguments(channel):
