@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,10 +19,11 @@ from ..endpoints.consumer import Consumer
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
+from ..endpoints.traits import SenderTraits
 from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE, free_bytes
 from ..options import format_bytes
-from ..ring.layout import RingShape
+from ..ring.layout import WORK_QUEUE, RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
@@ -107,7 +109,7 @@ class ChunkPool(Pool):
     def _chunk_shape(self, count: int) -> RingShape:
         return RingShape(self._kind, count, self.chunk, self._capacity)
 
-    def _shape(self, nbytes: int) -> RingShape:
+    def shape(self, nbytes: int) -> RingShape:
         if nbytes == self.chunk:
             return self._chunk_shape(self._wanted)
         slots = max(_SMALL_SLOTS, 4 * -(-nbytes // _SMALL_SLOT))
@@ -117,10 +119,8 @@ class ChunkPool(Pool):
 class Stager(Producer):
     """The trainer's end. `memory` limits all shared memory of a writer, both channels together."""
 
-    _counts_lost = False
-    _pool_type = ChunkPool
+    _traits = SenderTraits(WORK_QUEUE, pool=ChunkPool, widest=-1)  # the pool chooses a ring
     _pool: ChunkPool
-    _widest = -1  # the pool chooses
 
     def __init__(self, channel: str, memory: int, *, whole_segments: bool = False) -> None:
         """`whole_segments`: each chunk can be encrypted without its neighbours."""
@@ -233,7 +233,7 @@ class Stager(Producer):
 class Taker(Consumer):
     """The writing process's end. It holds any number of messages, and releases each when it is done with it."""
 
-    _counts_lost = False
+    _traits = replace(Consumer._traits, counts_lost=False)
 
     def __init__(self, channel: str) -> None:
         self.over = False

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 from ..endpoints.message import Message
@@ -46,7 +47,7 @@ _PROGRESS_INTERVAL: Final = 0.05
 class _Reports(Producer):
     """The sender of reports to the trainer, which may have left."""
 
-    _counts_lost = False
+    _traits = replace(Producer._traits, counts_lost=False)
 
 
 class Worker:

@@ -76,7 +76,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             if message in undelivered:  # as in `recv`
                 if private is not NOTHING:
                     message.value = private
-                    if not self._keeps_claims:
+                    if not self._traits.keeps_claims:
                         message._hold = message._lease = None
                 if hand is not None:
                     hand.message = message._lease, message._hold

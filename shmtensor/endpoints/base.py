@@ -20,6 +20,7 @@ from ..memory import lifecycle, words
 if TYPE_CHECKING:
     from ..channel.membership import Member
     from .devices import Devices
+    from .traits import Traits
 
 OPEN: Final = ""
 CLOSED: Final = "closed"
@@ -91,7 +92,7 @@ class Endpoint(Local, ABC):
     """
 
     _member: Member
-    _kind: int
+    _traits: Traits
     _devices: Devices
 
     def __init__(self) -> None:
@@ -126,11 +127,6 @@ class Endpoint(Local, ABC):
     def closed(self) -> bool:
         """Whether `close()` was called, or the process forked."""
         return self._state != OPEN
-
-    @property
-    def _channel_kind(self) -> int:
-        """The kind of its channel: one of `KINDS`."""
-        return self._kind
 
     @abstractmethod
     def close(self) -> None:

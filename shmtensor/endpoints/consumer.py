@@ -21,6 +21,7 @@ from .base import BUSY, FORKED, LIVENESS_INTERVAL, NOTHING, check_choice, check_
 from .devices import Devices
 from .message import Message
 from .peers import Peer
+from .traits import ReceiverTraits
 
 
 class _Hand:
@@ -63,9 +64,7 @@ class Consumer(AsyncReceiver):
     Its values are writable: their consumer is the only one that maps them.
     """
 
-    _kind = WORK_QUEUE
-    _keeps_claims = True
-    _counts_lost = True
+    _traits = ReceiverTraits(WORK_QUEUE, counts_lost=True, keeps_claims=True)
     _mode = COMPETING
 
     def __init__(

@@ -46,8 +46,7 @@ class Peers(Endpoint):
     _describe: Any = staticmethod(encode)
     _describe_empty: Any = staticmethod(encode_empty)
     _decode_empty: Any = staticmethod(decode)
-    _counts_lost = False  # whether `_lost` says, after close, how many messages were lost unfinished
-    _lost = 0
+    _lost = 0  # messages that were lost unfinished, after close; see `Traits.counts_lost`
     _sequences: SequenceTable
     _bells: Doorbells
     _sleeper: Sleeper

@@ -12,6 +12,7 @@ from .async_sender import AsyncSender
 from .base import CLOSED
 from .peers import Peer
 from .reports import report_lost
+from .traits import SenderTraits
 
 
 class Producer(AsyncSender):
@@ -35,8 +36,7 @@ class Producer(AsyncSender):
     >>> tx.close(); rx.close()
     """
 
-    _kind = WORK_QUEUE
-    _counts_lost = True  # the library's own subclasses need no warning
+    _traits = SenderTraits(WORK_QUEUE, counts_lost=True)
 
     def __init__(
         self,

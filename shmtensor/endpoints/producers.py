@@ -17,12 +17,12 @@ from ..memory.fifos import SenderWaker
 from ..memory.segment import Unreadable
 from ..memory.words import acquire_fence
 from ..ring.implementation import Counts, make_reader
-from ..ring.layout import FAN_OUT
 from ..ring.reader import ALL, Reader, Reception
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .base import Endpoint
 from .message import Message
+from .traits import ReceiverTraits
 
 log = logging.getLogger("shmtensor")
 
@@ -30,7 +30,7 @@ log = logging.getLogger("shmtensor")
 class Producers(Endpoint):
     """The half of a receiver that deals with its senders."""
 
-    _kind: int
+    _traits: ReceiverTraits
     _control_words: memoryview
     _senders_before: int
     _mode = ALL
@@ -49,11 +49,6 @@ class Producers(Endpoint):
         self._unattached: dict[int, tuple[Entry, str]] = {}  # by uid, and why; "": it has no sequence table
         self._strangers: dict[int, str] = {}  # of another version, by uid, and why: never attached again
         self._bad_records = 0
-
-    @property
-    def _maps_writable(self) -> bool:
-        """Whether slots are mapped writable: no other receiver gets the same messages."""
-        return self._kind != FAN_OUT
 
     def _refresh(self) -> None:
         """Read the table of members: attach new senders, mark those that left."""
@@ -127,7 +122,7 @@ class Producers(Endpoint):
             sequences.close()
             raise
 
-        kind, writable = self._kind, self._maps_writable
+        kind, writable = self._traits.kind, self._traits.maps_writable
 
         def attach_ring(index: int) -> Ring:
             try:
@@ -161,7 +156,8 @@ class Producers(Endpoint):
         return Reception(
             mode=self._mode, decode=decode, codec=codec, message=Message, counts=self._counts,
             is_locked=self._mutex.locked, control=member.control.words, epoch_at=ctl.W_EPOCH, member=member.index,
-            member_uid=member.uid, owner=member, readonly=not self._maps_writable, max_attempts=self._max_attempts,
+            member_uid=member.uid, owner=member, readonly=not self._traits.maps_writable,
+            max_attempts=self._max_attempts,
         )  # fmt: skip
 
     def _retire_drained(self) -> None:

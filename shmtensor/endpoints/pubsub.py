@@ -21,6 +21,7 @@ from .device_fanout import DeviceReceiver, DeviceSender
 from .devices import Devices
 from .message import Message
 from .peers import Peer
+from .traits import ReceiverTraits, SenderTraits
 
 
 class Publisher(DeviceSender):
@@ -50,7 +51,7 @@ class Publisher(DeviceSender):
     >>> pub.close(); sub.close()
     """
 
-    _kind = FAN_OUT
+    _traits = SenderTraits(FAN_OUT)
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Subscriber(DeviceReceiver):
     Its values are read-only: see `Message`.
     """
 
-    _kind = FAN_OUT
+    _traits = ReceiverTraits(FAN_OUT)
 
     def __init__(
         self,

@@ -43,11 +43,7 @@ _R = TypeVar("_R", bound="Receiver")
 class Receiver(Producers):
     """Base of `Subscriber` and `Consumer`."""
 
-    _kind: int
     _flags = 0
-    _counts_lost = False  # whether it logs how many messages are lost if it leaves after its last view, as the last
-    _keeps_claims = False  # whether a message of `recv(copy=True)` keeps its claim, to be acknowledged later
-    _abandoned_text = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
     _hands: Any = None
     """The message that each thread received last, on a work queue: asking for the next one acknowledges it."""
 
@@ -59,7 +55,7 @@ class Receiver(Producers):
         self._undelivered: dict[Message, Any] = {}
         self._prefetch = self._devices.prefetching(
             device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
-            keeps_leases=self._maps_writable,
+            keeps_leases=self._traits.maps_writable,
         )  # fmt: skip
         if isinstance(spin, bool) or not isinstance(spin, (int, float)):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
@@ -75,7 +71,7 @@ class Receiver(Producers):
         self._abandoned = self._bad_doorbells = self._ticks = self._late = 0
         try:
             super().__init__()
-            membership.join(channel, self._channel_kind, ctl.RECEIVER, self._flags, self._prepare)
+            membership.join(channel, self._traits.channel, ctl.RECEIVER, self._flags, self._prepare)
             control, peers = self._member.control, self._member.peers()
             self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
             self._asleep_word = AsleepWord(self._control_words, self._asleep)
@@ -136,7 +132,7 @@ class Receiver(Producers):
             if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
                 if private is not NOTHING:
                     message.value = private
-                    if not self._keeps_claims:
+                    if not self._traits.keeps_claims:
                         message._hold = message._lease = None
                 if hand is not None:
                     hand.message = message._lease, message._hold
@@ -228,14 +224,16 @@ class Receiver(Producers):
             except OtherVersion as error:
                 self._disown(reader, str(error))
             except (WireError, FileNotFoundError) as error:
-                if self._kind == FAN_OUT or isinstance(error, WireError):  # else its messages were done: it was removed
+                if self._traits.kind == FAN_OUT or isinstance(
+                    error, WireError
+                ):  # else its messages were done: it was removed
                     self._blame(reader, seq, str(error))
                 reader.position = seq
         elif code == OTHER:
             self._disown(reader, reader.explain(event))
         elif code == GIVEN_UP:
             self._abandoned += 1
-            log.error(self._abandoned_text, self.name, seq, reader.uid, detail)
+            log.error(self._traits.given_up, self.name, seq, reader.uid, detail)
             reader.wake_sender()
         else:
             self._blame(reader, seq, reader.explain(event))
@@ -413,7 +411,7 @@ class Receiver(Producers):
         """Leave the channel: no lease is left."""
         for reader in (*self._readers, *self._retired):
             reader.forget_emptied()
-        self._member.leave(lost=self._report_lost if self._counts_lost and self in lingering else None)
+        self._member.leave(lost=self._report_lost if self._traits.counts_lost and self in lingering else None)
         self._state = CLOSED  # last: a departure that an exception cut short is repeated by the next `close`
         lingering.discard(self)
 

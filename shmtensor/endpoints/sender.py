@@ -18,7 +18,7 @@ from ..memory.semaphores import Sleeper
 from ..memory.words import store
 from ..options import format_bytes, parse_bytes
 from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
-from ..ring.pool import SIZED, Pool, Sizing
+from ..ring.pool import Sizing
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from ..ring.writer import SlotRange
@@ -29,6 +29,7 @@ from .loan import Loan
 from .peers import Peers
 from .reports import Wait
 from .spinning import DEFAULT_S, Spin
+from .traits import SenderTraits
 
 _FULL = ("block", "grow", "drop", "error")
 _BATCH_S = 1e-3  # a sender without a slot waits at most so long for room for a batch, then for any slot
@@ -38,11 +39,7 @@ _LEAST_BATCHED = 8  # messages in flight from which on there are batches
 class Sender(Peers):
     """Base of `Publisher` and `Producer`."""
 
-    _kind: int
-    _sizing: Sizing = SIZED  # of rings for which the caller chose no number of slots
-    _pool_type: type[Pool] = Pool
-    _widest = 0  # see `make_writer`
-    _checks_verdicts = False
+    _traits: SenderTraits
 
     def __init__(
         self,
@@ -56,6 +53,7 @@ class Sender(Peers):
         pin: bool | Literal["auto"] = "auto",
     ) -> None:
         self._devices = Devices(self, pin)
+        self._sizing = self._traits.sizing
         if slots is not None:
             check_count("slots", slots, 1, MAX_SLOTS)
             self._sizing = Sizing.exactly(slots)
@@ -69,7 +67,7 @@ class Sender(Peers):
         self._ending = False  # the process ends: a `close` that lingers in another thread gives up
         try:
             super().__init__()
-            membership.join(channel, self._channel_kind, ctl.SENDER, 0, self._prepare)
+            membership.join(channel, self._traits.channel, ctl.SENDER, 0, self._prepare)
             self._control_words = self._member.control.words
             self._bells = Doorbells(self._member.directory)
             if self._slot_bytes is not None:
@@ -91,14 +89,15 @@ class Sender(Peers):
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
             device=self._device is not None,
         )  # fmt: skip
+        traits = self._traits
         self._words, self._mask, self._order = self._sequences.words, self._sequences.mask, self._sequences.shape.order
         self._writer = make_writer(
-            member, self._sequences, kind=self._kind, encode=self._describe, locked=self._mutex.locked,
-            checks_verdicts=self._checks_verdicts, widest=self._widest, share=self._sizing.share,
+            member, self._sequences, kind=traits.kind, encode=self._describe, locked=self._mutex.locked,
+            checks_verdicts=traits.checks_verdicts, widest=traits.widest, share=self._sizing.share,
         )  # fmt: skip
-        self._pool = self._pool_type(
+        self._pool = traits.pool(
             self._sequences, member.channel, lambda index: ring_name(member.channel, member.uid, index),
-            kind=self._kind, sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
+            kind=traits.kind, sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
             writer=self._writer, make=self._make_ring,
         )  # fmt: skip
         self._rings = self._pool.rings
@@ -398,7 +397,7 @@ class Sender(Peers):
     def _depart(self) -> None:
         """Leave the channel, and wake its receivers to notice it."""
         if not self._member.has_left:
-            self._member.leave(keep=not self._is_settled(), lost=self._lose if self._counts_lost else None)
+            self._member.leave(keep=not self._is_settled(), lost=self._lose if self._traits.counts_lost else None)
         self._wake_all()
         self._bells.close()
         self._sleeper.close()

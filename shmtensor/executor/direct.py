@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ..channel.membership import Member
@@ -18,13 +19,14 @@ from ..channel.wakeup import Doorbells
 from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
+from ..endpoints.traits import SenderTraits
 from ..errors import PeerDied, ResourceError, RingFull, WireError
 from ..memory.segment import PAGE, free_bytes
 from ..mp.pickle_streams import nbytes_of
 from ..mp.to_device import DeviceConsumer
 from ..options import format_bytes
 from ..ring.competing import state_word
-from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RingShape, round_slot
+from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import ATTACH, GIVEN_UP
 
@@ -57,7 +59,7 @@ class _FittedPool(Pool):
 
     __slots__ = ()
 
-    def _shape(self, nbytes: int) -> RingShape:
+    def shape(self, nbytes: int) -> RingShape:
         # rounded, so that similar sizes share slots: at most an eighth is wasted
         step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
         slot_bytes = round_slot(nbytes if nbytes <= PAGE // 2 else (nbytes + step - 1) // step * step)
@@ -74,15 +76,13 @@ class _FittedPool(Pool):
 
     def may_grow(self, nbytes: int) -> bool:
         """Whether a ring may be added: it takes at most half of what is free in `/dev/shm`."""
-        return super().may_grow(nbytes) and self._shape(nbytes).nbytes <= free_bytes() // 2
+        return super().may_grow(nbytes) and self.shape(nbytes).nbytes <= free_bytes() // 2
 
 
 class DirectProducer(Producer):
     """Sends each message to one named consumer. Its rings grow up to `max_bytes`, or as far as `/dev/shm` allows."""
 
-    _counts_lost = False
-    _pool_type = _FittedPool
-    _sizing = Sizing.exactly(1)
+    _traits = SenderTraits(WORK_QUEUE, pool=_FittedPool, sizing=Sizing.exactly(1))
 
     def __init__(self, channel: str, max_bytes: int | None) -> None:
         super().__init__(channel, full="grow", max_bytes=max_bytes)
@@ -143,7 +143,7 @@ class _NoInbox:
 class DirectConsumer(DeviceConsumer):
     """Takes messages by name. Do not call `recv`."""
 
-    _counts_lost = False
+    _traits = replace(DeviceConsumer._traits, counts_lost=False)
 
     def __init__(self, channel: str) -> None:
         super().__init__(channel, acknowledge="release")

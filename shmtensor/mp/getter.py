@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
@@ -17,7 +18,7 @@ _age = methodcaller("age")
 class Getter(DeviceConsumer):
     """The consumer of one process. `abandoned` is called when an item is dropped after too many attempts."""
 
-    _counts_lost = False
+    _traits = replace(DeviceConsumer._traits, counts_lost=False)
 
     def __init__(self, channel: str, abandoned: Callable[[], None]) -> None:
         self._when_abandoned = abandoned

@@ -13,11 +13,12 @@ import numpy as np
 from ..channel.membership import Member
 from ..endpoints.producer import Producer
 from ..endpoints.spinning import Spin
+from ..endpoints.traits import SenderTraits
 from ..errors import ResourceError, RingFull
 from ..memory.segment import SHM_DIR, NameTaken, free_bytes
 from ..options import format_bytes
 from ..ring.competing import state_word
-from ..ring.layout import DONE, RECORD_WORDS, RELEASED, RingShape, round_slot
+from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
@@ -87,7 +88,7 @@ class GrowingPool(Pool):
     def may_grow(self, nbytes: int) -> bool:
         if not self.eager and self._of_size(_slot_of(nbytes)):
             return False
-        return super().may_grow(nbytes) and self._shape(nbytes).nbytes <= free_bytes()
+        return super().may_grow(nbytes) and self.shape(nbytes).nbytes <= free_bytes()
 
     def add(self, nbytes: int) -> None:
         try:
@@ -106,7 +107,7 @@ class GrowingPool(Pool):
     def _of_size(self, slot_bytes: int) -> list[Ring]:
         return [ring for ring in self.rings if slot_bytes <= ring.slot_bytes <= _WIDE * slot_bytes]
 
-    def _shape(self, nbytes: int) -> RingShape:
+    def shape(self, nbytes: int) -> RingShape:
         slot_bytes = _slot_of(nbytes)
         least, most = _FIRST_SLOTS
         before = sum(ring.slots for ring in self._of_size(slot_bytes))
@@ -121,9 +122,7 @@ class GrowingPool(Pool):
 class Putter(Producer):
     """The producer of one process. Its `max_bytes` is always set."""
 
-    _counts_lost = False
-    _pool_type = GrowingPool
-    _widest = _WIDE
+    _traits = SenderTraits(WORK_QUEUE, pool=GrowingPool, widest=_WIDE)
     _pool: GrowingPool
 
     def __init__(self, channel: str, max_bytes: int | None) -> None:

@@ -142,13 +142,13 @@ class Pool:
 
     def may_grow(self, nbytes: int) -> bool:
         """Whether `max_bytes` and the sequence table admit another ring."""
-        shape = self._shape(nbytes)
+        shape = self.shape(nbytes)
         fits = self._max_bytes is None or self.nbytes + _all(shape) <= self._max_bytes
         return fits and self.slots + shape.slots <= self._sequences.mask and len(self.rings) < MAX_RINGS
 
     def add(self, nbytes: int) -> None:
         """Make another ring, for messages of `nbytes`."""
-        shape, index, used = self._shape(nbytes), len(self.rings), self.nbytes
+        shape, index, used = self.shape(nbytes), len(self.rings), self.nbytes
         what = f'ring {index} of channel "{self._channel}" ({shape.slots} slots of {format_bytes(shape.slot_bytes)})'
         if self._max_bytes is not None and used + _all(shape) > self._max_bytes:
             raise ResourceError(
@@ -173,7 +173,8 @@ class Pool:
             store(self._sequences.words, L_RINGS, len(self.rings))
         # crash: grow.published
 
-    def _shape(self, nbytes: int) -> RingShape:
+    def shape(self, nbytes: int) -> RingShape:
+        """How many slots of which size a ring gets that is added for a message of `nbytes`."""
         least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or self._sizing.slot)
         sizing, slot_bytes = self._sizing, round_slot(max(nbytes, least))
 

@@ -12,6 +12,7 @@ from ..endpoints.base import BUSY, NOTHING
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..endpoints.pubsub import Subscriber
+from ..endpoints.traits import ReceiverTraits, SenderTraits
 from ..errors import ClosedError, RingFull
 from ..memory.words import store
 from ..options import format_bytes
@@ -20,10 +21,12 @@ from ..ring.layout import (
     ATTEMPT,
     CLAIMED,
     DONE,
+    FAN_OUT,
     NOTE,
     RELEASED,
     SERVICE,
     VERDICT,
+    WORK_QUEUE,
 )
 from ..ring.pool import Sizing
 from ..ring.ring import Ring
@@ -39,12 +42,7 @@ class Requests(Posting, Producer):
     """Publishes requests with their notes, and withdraws those that no server has started."""
 
     _owner = "Client"
-    _counts_lost = False
-    _checks_verdicts = True
-
-    @property
-    def _channel_kind(self) -> int:
-        return SERVICE
+    _traits = SenderTraits(WORK_QUEUE, SERVICE, sizing=Sizing(most=16, least=2, nbytes=BUDGET), checks_verdicts=True)
 
     def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         self.calls: dict[int, Call] = {}
@@ -52,7 +50,6 @@ class Requests(Posting, Producer):
         # a lock on a request is granted to each thread of its process; a signal handler may close while one withdraws
         self._withdrawing = threading.RLock()
         self._posting = threading.Lock()  # of the thread that waits for room: others then wait here, with time-outs
-        self._sizing = Sizing(most=16, least=2, nbytes=BUDGET)
         super().__init__(service, slots=slots, **options)
 
     @property
@@ -198,15 +195,12 @@ class Answers(ServiceEndpoint, Subscriber):
     """Receives the replies to one client, which is their only receiver: their values are writable."""
 
     _owner = "Client"
+    _traits = ReceiverTraits(FAN_OUT, is_only_reader=True)
 
     def __init__(self, channel: str, *, spin: float) -> None:
         self._rows: dict[int, tuple[memoryview, int]] = {}
         self._rows_epoch = -1
         super().__init__(channel, spin=spin)
-
-    @property
-    def _maps_writable(self) -> bool:
-        return True
 
     def _is_over(self) -> bool:
         if any(reader.gone for reader in self._readers):

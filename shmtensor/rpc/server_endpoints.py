@@ -7,8 +7,9 @@ from typing import Any
 from ..endpoints.consumer import Consumer
 from ..endpoints.pubsub import Publisher
 from ..endpoints.spinning import Spin
+from ..endpoints.traits import ReceiverTraits, SenderTraits
 from ..options import format_bytes
-from ..ring.layout import SERVICE
+from ..ring.layout import FAN_OUT, SERVICE, WORK_QUEUE
 from ..ring.pool import Sizing
 from ..ring.reader import Reader
 from ..ring.writer import Registration
@@ -31,12 +32,12 @@ class Intake(ServiceEndpoint, Consumer):
     """Takes requests; several may be open at once."""
 
     _owner = "Server"
-    _counts_lost = False
-    _abandoned_text = "service %s: request %d of client %016x dropped after %d servers that did not finish it"
-
-    @property
-    def _channel_kind(self) -> int:
-        return SERVICE
+    _traits = ReceiverTraits(
+        WORK_QUEUE,
+        SERVICE,
+        keeps_claims=True,
+        given_up="service %s: request %d of client %016x dropped after %d servers that did not finish it",
+    )
 
     def __init__(self, service: str, *, max_attempts: int, spin: float) -> None:
         self._sources: dict[int, Source] = {}  # by the id of their rings' words
@@ -82,9 +83,9 @@ class Replies(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     _owner = "Server"
+    _traits = SenderTraits(FAN_OUT, sizing=Sizing(most=8, least=2, nbytes=BUDGET))
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
-        self._sizing = Sizing(most=8, least=2, nbytes=BUDGET)
         super().__init__(channel, slots=slots, max_bytes=max_bytes)
         # set afterwards, so that the sequence table stays small: more rings are made for a client that keeps replies
         self._full, self._spin = "grow", Spin(0.0)

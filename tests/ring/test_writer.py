@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def drive(channel: str, competing: bool, seed: int, monkeypatch: pytest.MonkeyPa
     rng = random.Random(seed)
     kind = Producer if competing else Publisher
     options = {} if competing or seed % 3 else {"history": 2}
-    monkeypatch.setattr(kind, "_checks_verdicts", seed % 2 == 1)
+    monkeypatch.setattr(kind, "_traits", replace(kind._traits, checks_verdicts=seed % 2 == 1))
     monkeypatch.setattr(kind, "_lose", lambda *args: None)
     with kind(channel + "-c", slots=8, slot_bytes=256, **options) as compiled, monkeypatch.context() as patch:
         patch.setattr(native, "module", None)

@@ -22,7 +22,8 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
-from shmtensor.ring.layout import SERVICE
+from shmtensor.endpoints.traits import SenderTraits
+from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc.call import late
 from shmtensor.rpc.request import record_of
 
@@ -468,9 +469,9 @@ def test_large_messages_get_fewer_slots(channel):
 @pytest.mark.parametrize(("mib", "slots"), [(1, 16), (64, 4), (100, 2), (1000, 2)])
 def test_default_slots(channel, mib, slots):
     with shmtensor.Client(channel) as client:
-        assert client._requests._pool._shape(mib * (1 << 20)).slots == slots
+        assert client._requests._pool.shape(mib * (1 << 20)).slots == slots
     with shmtensor.Client(channel, slots=16) as client:
-        assert client._requests._pool._shape(mib * (1 << 20)).slots == 16
+        assert client._requests._pool.shape(mib * (1 << 20)).slots == 16
 
 
 def test_options_of_a_request(pair):
@@ -514,7 +515,7 @@ def test_a_message_of_a_mere_producer_is_not_a_request(pair):
     """Which can only be there if somebody breaks the rules."""
 
     class Intruder(shmtensor.Producer):
-        _channel_kind = SERVICE
+        _traits = SenderTraits(WORK_QUEUE, SERVICE)
 
     _, server = pair
     with Intruder(server.name) as tx:
