@@ -87,17 +87,22 @@ _reported: set[str] = set()
 @pytest.fixture(autouse=True)
 def leaves_nothing(socket_directory):
     yield
-    gc.collect()
-    for child in multiprocessing.active_children():
-        child.join(PATIENCE)
-    left = {
-        "shared memory": shared_files(),
-        "sockets": set(os.listdir(socket_directory)),
-        "descriptors": descriptors(),
-        "processes": {child.name for child in multiprocessing.active_children()},
-    }
-    for names in left.values():
-        names -= _reported
+
+    def leftovers() -> dict[str, set[str]]:
+        found = {
+            "shared memory": shared_files(),
+            "sockets": set(os.listdir(socket_directory)),
+            "descriptors": descriptors(),
+            "processes": {child.name for child in multiprocessing.active_children()},
+        }
+        return {what: names - _reported for what, names in found.items()}
+
+    left = leftovers()
+    if any(left.values()):  # perhaps of endpoints in reference cycles, or of children that are about to end
+        gc.collect()
+        for child in multiprocessing.active_children():
+            child.join(PATIENCE)
+        left = leftovers()
     _reported.update(*left.values())
     for name in left["shared memory"]:
         os.unlink(f"/dev/shm/{name}")

@@ -379,7 +379,7 @@ def test_full_ring(channel, pattern, slots):
 
 def test_growth(channel, pattern):
     """A message that needs a ring of its own."""
-    for at in range(1, 10_000, stride(11)):
+    for at in range(1, 10_000, stride(31)):
         it = pattern(channel)
         try:
             it.send()
@@ -400,7 +400,7 @@ def test_growth(channel, pattern):
 def test_members_come(channel, pattern):
     """The send that finds a new receiver: from that message on it gets everything."""
     with scene(pattern, channel) as it:
-        for at in range(1, 10_000, stride(3)):
+        for at in range(1, 10_000, stride(11)):
             with pattern.receiver(channel) as other:
                 before = it.tx.statistics().sent
                 attempt = interrupted(lambda: it.tx.send(it.value(it.next)), at)
@@ -422,7 +422,7 @@ def test_members_come(channel, pattern):
 
 def test_members_leave(channel, pattern):
     with scene(pattern, channel, slots=4) as it:
-        for at in range(1, 10_000, stride(3)):
+        for at in range(1, 10_000, stride(11)):
             with pattern.receiver(channel):
                 it.round()
             before = it.tx.statistics().sent
@@ -439,7 +439,7 @@ def test_members_leave(channel, pattern):
 def test_senders_come_and_go(channel, pattern):
     """The recv that finds a new sender, and one that has left."""
     with scene(pattern, channel) as it:
-        for at in range(1, 10_000, stride(5)):
+        for at in range(1, 10_000, stride(17)):
             with pattern.sender(channel) as other:
                 other.send(it.value(it.next))
                 it.next += 1
@@ -465,7 +465,7 @@ def test_wait_for_receivers(channel, pattern):
             with contextlib.suppress(shmtensor.TimedOut):
                 wait(2, timeout=0.0005)
 
-        for _ in each_boundary(wait_shortly):
+        for _ in each_boundary(wait_shortly, step=stride(5)):
             it.round()
 
 
@@ -506,7 +506,7 @@ def test_arecv(channel, pattern, waits):
     with scene(pattern, channel, mixed) as it:
         if not waits:
             it.send()
-        for at in range(1, 10_000, stride(7)):
+        for at in range(1, 10_000, stride(13)):
             state = {}
             runner = Loop()
 
@@ -536,7 +536,7 @@ def test_arecv(channel, pattern, waits):
 @never_started
 def test_asend(channel, pattern):
     with scene(pattern, channel, mixed) as it:
-        for at in range(1, 10_000, stride(3)):
+        for at in range(1, 10_000, stride(7)):
             runner = Loop()
             before = it.tx.statistics().sent
             runner.start(it.tx.asend(it.value(it.next), timeout=PATIENCE))
@@ -553,7 +553,7 @@ def test_asend(channel, pattern):
 @pytest.mark.filterwarnings("ignore:.*no consumer has finished:ResourceWarning")
 @pytest.mark.parametrize("side", ["tx", "rx"])
 def test_close(channel, pattern, side):
-    for at in range(1, 10_000, stride(17)):
+    for at in range(1, 10_000, stride(53)):
         it = pattern(channel)
         it.round()
         it.send()
@@ -580,7 +580,7 @@ def test_close(channel, pattern, side):
 
 
 def test_close_with_views_alive(channel, pattern):
-    for at in range(1, 10_000, stride(17)):
+    for at in range(1, 10_000, stride(53)):
         it = pattern(channel, mixed)
         it.send()
         message = it.rx.recv(timeout=PATIENCE)

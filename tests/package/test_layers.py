@@ -62,6 +62,22 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def for_each_module(check):
+    """A test of all modules in one, as most of what one test costs is not the check of one file."""
+
+    def test():
+        wrong = {}
+        for path in MODULES:
+            try:
+                check(path)
+            except AssertionError as error:
+                wrong[name_of(path)] = str(error)
+        assert not wrong, wrong
+
+    test.__doc__, test.check = check.__doc__, check
+    return test
+
+
 def statements(path: Path):
     """Every node that exists when the program runs: `if TYPE_CHECKING:` bodies are left out."""
 
@@ -94,7 +110,7 @@ def imports(path: Path):
                 yield node.lineno, ".".join((*base, node.module or alias.name))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each_module
 def test_imports_go_down(path):
     top = path.relative_to(PACKAGE).with_suffix("").parts[0]
     if top in ("__init__", "__main__"):
@@ -119,7 +135,7 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
     path = tmp_path / "wire" / "bad.py"
     path.write_text("def late():\n    from ..endpoints import sender\n")
     with pytest.raises(AssertionError, match="endpoints"):
-        test_imports_go_down(path)
+        test_imports_go_down.check(path)
 
 
 def uses() -> dict[str, set[str]]:
@@ -179,7 +195,7 @@ def test_the_command_line_imports_no_torch():
     assert run_isolated("import shmtensor.cli.main, sys; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each_module
 def test_only_memory_touches_the_kernel(path):
     name = name_of(path)
     if name.startswith("memory/"):
@@ -201,7 +217,7 @@ def test_the_list_of_ctypes_users_is_not_too_long():
         assert [each for each in allowed if not re.search(rf"\b{each}\b", source)] == [], name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each_module
 def test_one_place_stores_shared_words(path):
     """A word store is `memory.words.store`; records are packed while they are private, in `ring/pool.py`."""
     name = name_of(path)
@@ -235,13 +251,13 @@ def test_an_incomplete_subclass_cannot_be_made(base):
         type("Incomplete", (kind,), {})()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each_module
 def test_module_is_short(path):
     lines = len(path.read_text().splitlines())
     assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each_module
 def test_no_assert_statements(path):
     """`python -O` removes them, and users cannot act on an AssertionError."""
     assert [node.lineno for node in statements(path) if isinstance(node, ast.Assert)] == []

@@ -21,7 +21,7 @@ from shmtensor.endpoints.sender import Sender
 from shmtensor.memory.words import store
 from shmtensor.wire.record import INLINE_OFFSET, SIZE
 
-from ..faults.interrupts import interrupted
+from ..faults.interrupts import interrupted, stride
 from ..implementations import only
 
 PATIENCE = 30
@@ -324,7 +324,7 @@ def test_a_newest_only_reader_takes_nothing_from_before_it_was_counted(channel, 
 def test_rings_that_come_while_exceptions_arrive(channel, pattern, who, implementation):
     """Who is interrupted while it adds or maps a ring: what is sent and received afterwards goes through all rings."""
     make_tx, make_rx, _ = PATTERNS[pattern]
-    for at in range(1, 10_000, 2 if who == "sender" else 5):
+    for at in range(1, 10_000, stride(7 if who == "sender" else 17)):
         with make_tx(channel) as tx, make_rx(channel) as rx:
             tx.wait_for_subscribers(1) if pattern == "fan-out" else tx.wait_for_consumers(1)
             tx.send(np.zeros(8))

@@ -128,7 +128,7 @@ def test_a_client_at_every_boundary(pair, call, kind):  # noqa: F811
         for _ in range(3):
             client.request(value(0), timeout=PATIENCE)
         other = client.submit(value(-1), timeout=PATIENCE)
-        for attempt in each_boundary(lambda: asked(client, value(7)), step=stride(3)):
+        for attempt in each_boundary(lambda: asked(client, value(7)), step=stride(7)):
             assert attempt.raised or not attempt.reached or attempt.swallowed
             attempt.result = None
             works(client, other, value, attempt.at)
@@ -199,7 +199,7 @@ def test_a_server_at_every_boundary(channel, call, kind, batch):
             def taken(server):
                 mine[0].reply(mine[0].value) if call == "reply" else mine[0].fail("on purpose")
 
-        for attempt in each_boundary(lambda: taken(server), step=stride(5)):
+        for attempt in each_boundary(lambda: taken(server), step=stride(11)):
             assert attempt.raised or not attempt.reached or attempt.swallowed
             note(f"Server {call}, {kind}, {'batch' if batch else 'one'}", attempt)
             if call == "recv" and attempt.result is not None:
