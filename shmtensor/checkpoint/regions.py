@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..codec.leaf import Leaf, c_strides
+from ..codec.leaf import Leaf, c_strides, overlapping
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
 from ..cuda.runtime import device_of, runtime
@@ -114,22 +114,10 @@ def lone(leaf: Leaf) -> Region:
 
 def _clusters(leaves: Sequence[Leaf]) -> list[list[int]]:
     """Groups of leaves (indices) whose memory overlaps, in order of their first leaf; only leaves with bytes."""
-    order = sorted((leaf.device, leaf.start, index) for index, leaf in enumerate(leaves) if leaf.extent)
-    clusters: list[list[int]] = []
-    device, end = "", 0
-    for where, start, index in order:
-        leaf = leaves[index]
-        # a leaf without memory of its own (implied zeros) starts at 0 and overlaps nothing
-        if where == device and 0 < start < end:
-            clusters[-1].append(index)
-            end = max(end, start + leaf.extent)
-        else:
-            clusters.append([index])
-            device, end = where, start + leaf.extent if start else 0
-    for cluster in clusters:
-        cluster.sort()
-    clusters.sort()
-    return clusters
+    filled = [index for index, leaf in enumerate(leaves) if leaf.extent]
+    # a leaf without memory of its own (implied zeros) starts at 0 and overlaps nothing
+    ranges = [(leaf.device, leaf.start, leaf.extent if leaf.start else 0) for leaf in map(leaves.__getitem__, filled)]
+    return sorted(sorted(filled[each] for each in group) for group in overlapping(ranges))
 
 
 def _view(leaf: Leaf) -> tuple[object, ...]:

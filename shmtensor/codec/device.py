@@ -14,7 +14,7 @@ import torch
 from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentTypeError
 from ..wire.spec import GROUP_ALIGNMENT
-from .leaf import is_dense, map_leaves
+from .leaf import is_dense, map_leaves, overlapping
 from .numpy import Array
 
 Parts = Callable[[int, int], Sequence[tuple[memoryview, int, int]] | None]
@@ -115,28 +115,22 @@ def copy_out(
 
 def _spans(value: object) -> dict[int, tuple[int, int]]:
     """Start of each plain leaf -> the run of bytes that is copied for it: its own, or that of all that overlap."""
-    ranges: list[tuple[int, int]] = []
+    ranges: list[tuple[str, int, int]] = []
 
     def note(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray) and device_of(leaf) < 0 and _is_plain(leaf) and leaf.numel():
             last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-            ranges.append((leaf.data_ptr(), leaf.data_ptr() + (last + 1) * leaf.element_size()))
+            ranges.append(("", leaf.data_ptr(), (last + 1) * leaf.element_size()))
         return leaf
 
     map_leaves(note, value)
     found: dict[int, tuple[int, int]] = {}
-    group: list[int] = []
-    low = high = 0
-    for start, end in [*sorted(ranges), (1 << 64, 1 << 64)]:
-        if group and start >= high:
-            if len(group) > 1:  # rounded down as the group's storage is, so that every member stays aligned
-                low -= low % GROUP_ALIGNMENT
-            found.update(dict.fromkeys(group, (low, high)))
-            group = []
-        if not group:
-            low, high = start, end
-        group.append(start)
-        high = max(high, end)
+    for group in overlapping(ranges):
+        low = ranges[group[0]][1]
+        high = max(start + nbytes for _, start, nbytes in map(ranges.__getitem__, group))
+        if len(group) > 1:  # rounded down as the group's storage is, so that every member stays aligned
+            low -= low % GROUP_ALIGNMENT
+        found.update({ranges[each][1]: (low, high) for each in group})
     return found
 
 

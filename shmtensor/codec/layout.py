@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..wire import spec
 from ..wire.spec import LeafSpec
-from .leaf import Leaf
+from .leaf import Leaf, overlapping
 from .libraries import device_job, is_cuda_name, torch_views
 
 if TYPE_CHECKING:
@@ -110,19 +110,10 @@ def job_of(leaf: Leaf, offset: int) -> Job:
 
 def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
     """Groups of indices of leaves whose byte ranges overlap and that can be sent as that memory."""
-    order = sorted(
-        (leaf.device, leaf.start, index) for index, leaf in enumerate(leaves) if leaf.raw is not None and leaf.extent
-    )
-    groups: list[list[int]] = []
-    device, end = "", 0
-    for where, start, index in order:
-        if where == device and start < end:
-            groups[-1].append(index)
-            end = max(end, start + leaves[index].extent)
-        else:
-            groups.append([index])
-            device, end = where, start + leaves[index].extent
-    return [group for group in groups if len(group) > 1 and _reachable([leaves[i] for i in group])]
+    plain = [index for index, leaf in enumerate(leaves) if leaf.raw is not None and leaf.extent]
+    found = overlapping([(leaves[index].device, leaves[index].start, leaves[index].extent) for index in plain])
+    groups = [[plain[each] for each in group] for group in found if len(group) > 1]
+    return [group for group in groups if _reachable([leaves[index] for index in group])]
 
 
 def identity(leaf: Leaf) -> tuple[object, ...]:

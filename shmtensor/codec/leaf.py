@@ -132,6 +132,24 @@ def is_tensor(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
+def overlapping(ranges: Sequence[tuple[str, int, int]]) -> list[list[int]]:
+    """Which byte ranges overlap: groups of their indices, each by start, one for each range that overlaps no other.
+
+    ranges: (device, start, nbytes) of each; one of no bytes overlaps nothing
+    """
+    groups: list[list[int]] = []
+    where, end = "", 0
+    for index in sorted(range(len(ranges)), key=lambda index: ranges[index][:2]):
+        device, start, nbytes = ranges[index]
+        if groups and device == where and start < end:
+            groups[-1].append(index)
+            end = max(end, start + nbytes)
+        else:
+            groups.append([index])
+            where, end = device, start + nbytes
+    return groups
+
+
 def map_leaves(function: Callable[[Any], Any], value: object) -> object:
     """The value with `function` applied to each tensor and array; an object that occurs twice is mapped once.
 
