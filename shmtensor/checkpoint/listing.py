@@ -140,13 +140,14 @@ def load_newest(
     map: bool = True,
     keys: Iterable[str] | str | None = None,
     verify: Verify = True,
+    rank: int | None = None,
     key: Key | None = None,
 ) -> Any:
     """The newest complete state of a directory, to resume from; None if there is none, or no such directory.
 
     Args:
-        map, keys, verify, key: as for `load_checkpoint`. A missing or wrong `key=`, or one for a newest checkpoint that
-            is not encrypted, is an error: no older checkpoint is loaded instead.
+        map, keys, verify, rank, key: as for `load_checkpoint`. A missing or wrong `key=`, or one for a newest
+            checkpoint that is not encrypted, is an error: no older checkpoint is loaded instead.
 
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
     from there. Otherwise it is the newest complete file, whatever `latest` leads to; its tensors are compared with
@@ -170,9 +171,10 @@ def load_newest(
     if not root.is_dir():
         raise ArgumentError(f"{root} is a file: pass the directory of a CheckpointWriter, or use load_checkpoint")
     if whole(root) is not None:
-        return load_checkpoint(root, map=map, keys=keys, verify=verify, key=key)
+        return load_checkpoint(root, map=map, keys=keys, verify=verify, rank=rank, key=key)
     try:
-        return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
+        if rank is None:  # of several ranks nothing is complete before it is on disk
+            return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
     except FileNotFoundError:
         pass
     except CheckpointError as error:
@@ -181,7 +183,7 @@ def load_newest(
         gone = False
         for _, path in newest_first(root):
             try:
-                return load_checkpoint(path, map=map, keys=keys, verify=verify, key=key)
+                return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key)
             except FileNotFoundError:
                 gone = True
             except WrongKey:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any, Final
 
+import numpy as np
+
 from ..errors import ArgumentError, ArgumentTypeError
 from .directory import LATEST, Best, Directory, highest_number
 from .index import MAX_METRICS
@@ -172,7 +174,8 @@ def step_of(state: Any, meta: Any) -> int | None:
     """The step in `meta`, or else in the state; None if there is none."""
     for place in (meta, state):
         step = place.get("step") if isinstance(place, dict) else None
-        if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
+        if isinstance(step, (int, np.integer)) and not isinstance(step, bool) and step >= 0:
+            step = int(step)
             if step > MAX_STEP:
                 digits = step.bit_length() * 30103 // 100_000  # or one more
                 raise ArgumentError(

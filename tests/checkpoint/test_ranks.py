@@ -107,6 +107,9 @@ def test_reading_a_part_or_the_whole(tmp_path):
     with pytest.raises(shmtensor.ArgumentTypeError, match="int"):
         shmtensor.load_checkpoint(path, rank="1")
     assert shmtensor.load_newest(path)[1]["step"] == 7
+    assert shmtensor.load_newest(path, rank=1, keys="step") == {"step": 7}
+    with pytest.raises(shmtensor.ArgumentError, match="2 ranks"):
+        shmtensor.load_newest(path, rank=2)
 
 
 def test_the_commands_take_a_checkpoint_of_several_ranks(tmp_path):

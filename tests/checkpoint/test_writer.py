@@ -408,9 +408,11 @@ def test_names(make, tmp_path):
     writer = make()
     saved = [
         writer.save({"step": 7}), writer.save({"step": 7}), writer.save({"x": 1}), writer.save({"x": 1}),
-        writer.save({"x": 1}, meta={"step": 9}), writer.save({"x": 1}, name="best"),
+        writer.save({"x": 1}, meta={"step": 9}), writer.save({"x": 1}, name="best"), writer.save({"step": np.int64(8)}),
     ]  # fmt: skip
-    expected = ["step-00000007", "step-00000007-2", "save-00000001", "save-00000002", "step-00000009", "best"]
+    expected = [
+        "step-00000007", "step-00000007-2", "save-00000001", "save-00000002", "step-00000009", "best", "step-00000008",
+    ]  # fmt: skip
     assert [handle.name for handle in saved] == [f"{name}.safetensors" for name in expected]
     with pytest.raises(shmtensor.ArgumentError, match="exists"):
         writer.save({"x": 2}, name="best")
