@@ -160,8 +160,10 @@ class CheckpointError(WireError):
 class DependencyError(ShmTensorError, ImportError):
     """An optional package is needed and not installed; its `name` says which.
 
-    Cause: shmtensor was installed without the extra that has the package, such as `torch`.
-    Remedy: the message has the command, such as `pip install 'shmtensor[torch]'`.
+    Cause: shmtensor was installed without the extra that has the package, such as `torch`. Also raised by `recv` for a
+    message with tensors that comes to a process without torch, and by a call whose reply has tensors.
+    Remedy: the text has the command, such as `pip install 'shmtensor[torch]'`. A message of a work queue or a request
+    stays for another process that has torch.
     """
 
 

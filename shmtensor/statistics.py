@@ -54,7 +54,8 @@ class ReceiverStatistics:
     abandoned: int
     """Work queue: messages dropped here because they had used up `max_attempts`."""
     bad_records: int
-    """Messages that were skipped because their slot descriptor is damaged."""
+    """Messages that were skipped because their slot descriptor is damaged; fan-out: also those with tensors, where
+    torch is not installed."""
     bad_doorbells: int
     """Wake-ups that were not valid."""
     sleeps: int

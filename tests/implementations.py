@@ -42,9 +42,9 @@ TRANSPORT = set(
 channel/membership channel/notifier channel/zmtp codec/bytes codec/codec codec/copies codec/values docs/pipeline
 endpoints/asyncio endpoints/claims endpoints/dropped endpoints/fan_out endpoints/handlers endpoints/hostile
 endpoints/local endpoints/reports endpoints/sleep endpoints/slot_wait endpoints/spinning endpoints/stale
-endpoints/work_queue faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits
-memory/memory mp/context mp/queues ring/reading ring/sizing ring/writer rpc/async_requests rpc/async_server
-rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool rpc/requests wire/dtypes
+endpoints/without_torch endpoints/work_queue faults/interrupted_members faults/interrupts faults/wakeup_interrupts
+memory/forks memory/limits memory/memory mp/context mp/queues ring/reading ring/sizing ring/writer rpc/async_requests
+rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool rpc/requests wire/dtypes
 """.split()  # noqa: SIM905
 )
 

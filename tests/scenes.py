@@ -31,6 +31,19 @@ HANGS = 300.0
 PAIRS = [("Publisher", "Subscriber"), ("Producer", "Consumer")]
 
 
+HIDDEN = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+"""The beginning of a program where no module `name` can be imported."""
+
+
 def play(scene, *args: object, mounts: tuple[str, ...] = ()) -> str:
     """Run `scene(*args)` in a new interpreter; what it printed. `mounts`: tmpfs options and place, each of its own."""
     code = f"from {scene.__module__} import {scene.__name__} as scene; scene(*{args!r})"

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import WireError
+from ..errors import DependencyError, WireError
 from ..wire import spec
 from ..wire.spec import LeafSpec
 from .leaf import is_tensor
-from .libraries import EXTRA, torch_views
+from .libraries import torch_views, without_torch
 from .numpy import CARRIER, MAX_NDIM, AnyDType, Array, build
 
 MakeLeaf = Callable[[LeafSpec, Any, tuple[int, int]], Any]
@@ -23,8 +23,8 @@ def decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[Any, 
 
     `payload` is a uint8 array [bytes], flagged writable, whose base is no array itself. The value's leaves are views
     of it: each of them keeps exactly `payload` alive, and nothing else does. Composites may make private copies of
-    their small parts. With `readonly`, NumPy arrays are not writable; torch tensors always appear writable. Raises
-    `WireError` for anything invalid; imports torch if a leaf is a torch tensor.
+    their small parts. With `readonly`, NumPy arrays are not writable; torch tensors always appear writable. Imports
+    torch if a leaf is a torch tensor. Raises `WireError` for anything invalid, `DependencyError` if torch is missing.
     """
     return Tree(description, Views(payload, readonly)).read()
 
@@ -49,7 +49,7 @@ class Views:
         try:
             views = torch_views()
         except ImportError:
-            raise WireError(f"the message has torch tensors, but torch is not installed: {EXTRA}") from None
+            raise without_torch() from None
         row: Any = leaf.dtype
         view_as = views.view_dtype(row)
         if not extent:
@@ -94,11 +94,11 @@ class Tree:
         self._memo: dict[Any, Any] = {}  # of composites
 
     def read(self) -> tuple[Any, Any]:
-        """The value and the meta. Raises `WireError`."""
+        """The value and the meta. Raises `WireError`, `DependencyError`."""
         try:
             value = self._value(0)
             return value, self._cursor.meta()
-        except WireError:
+        except (WireError, DependencyError):
             raise
         except Exception as error:  # an error of NumPy or torch comes from invalid bytes as well
             raise WireError(f"invalid message: {type(error).__name__}: {error}") from error

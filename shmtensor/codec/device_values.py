@@ -18,7 +18,7 @@ from .decode import Tree
 from .encode import Encoded, Walk, encode_empty
 from .layout import Layout
 from .leaf import Leaf
-from .libraries import EXTRA, torch_views
+from .libraries import torch_views, without_torch
 
 
 class ResidentEncoded(Encoded):
@@ -124,7 +124,7 @@ def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[
     """The value, whose tensors keep the payload's memory alive, and the meta.
 
     `payload` is a uint8 tensor [>= nbytes], or None if the message has no bytes. Raises `WireError` for anything
-    invalid.
+    invalid, `DependencyError` where torch is missing.
     """
 
     def make(leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Any:
@@ -134,7 +134,7 @@ def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[
         try:
             views = torch_views()
         except ImportError:
-            raise WireError(f"the message has torch tensors, but torch is not installed: {EXTRA}") from None
+            raise without_torch() from None
         dtype = views.view_dtype(row)
         extent = spec.check_extent(leaf, row.itemsize)
         if extent and leaf.offset + extent > nbytes:

@@ -38,6 +38,11 @@ def device_views() -> Any:
     return device
 
 
+def without_torch() -> DependencyError:
+    """The error to raise for a message that only torch can read."""
+    return DependencyError(f"the message has torch tensors, but torch is not installed: {EXTRA}", name="torch")
+
+
 def _explained(error: ModuleNotFoundError) -> ImportError:
     """The error to raise: it names the command to run, if torch itself is missing."""
     if error.name != "torch":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..channel import control as ctl
-from ..errors import EndOfStream, ReleasedError
+from ..errors import DependencyError, EndOfStream, ReleasedError
 from .async_endpoint import AsyncEndpoint, clock, wait_queue_of
 from .base import BUSY, NOTHING, check_timeout
 from .message import Message
@@ -43,7 +43,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             timeout, copy: as for `recv`.
 
         Raises:
-            TimedOut, EndOfStream, ClosedError, ForkedError: as for `recv`.
+            TimedOut, EndOfStream, DependencyError, ClosedError, ForkedError: as for `recv`.
             LoopError: tasks of another event loop wait at this receiver.
 
         >>> import asyncio, shmtensor, torch
@@ -74,6 +74,8 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
                 except ReleasedError:
                     continue
             if message in undelivered:  # as in `recv`
+                if message.meta.__class__ is DependencyError and self._traits.raises_unreadable:
+                    self._pass_over(message)
                 if private is not NOTHING:
                     message.value = private
                     if not self._traits.keeps_claims:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..channel import control as ctl
@@ -14,7 +15,7 @@ from ..channel.wakeup import Doorbells
 from ..codec.implementation import copy_value
 from ..memory.words import barrier
 from ..ring.layout import L_PUBLISHED, WORK_QUEUE
-from ..ring.reader import COMPETING
+from ..ring.reader import COMPETING, UNREADABLE
 from ..wire.record import EMPTY_RECORD, pack_bell
 from .async_receiver import AsyncReceiver
 from .base import BUSY, FORKED, LIVENESS_INTERVAL, NOTHING, check_choice, check_count
@@ -66,6 +67,8 @@ class Consumer(AsyncReceiver):
 
     _traits = ReceiverTraits(WORK_QUEUE, counts_lost=True, keeps_claims=True)
     _mode = COMPETING
+    _refused: tuple[Any, Any, float] | None = None
+    """The message that cannot be read here, as its reader and the event, and until when it is not claimed again."""
 
     def __init__(
         self,
@@ -145,6 +148,11 @@ class Consumer(AsyncReceiver):
         for uid, entry in peers.items():
             if uid not in self._siblings:
                 self._siblings[uid] = Peer(entry)
+        if self._refused is not None:
+            if self._refused[0] in self._readers:
+                self._direct = None
+            else:
+                self._refused = None
         for reader in self._readers:
             reader.set_siblings(tuple(peer.asleep for peer in self._siblings.values()))
 
@@ -169,6 +177,22 @@ class Consumer(AsyncReceiver):
         if message is not None and self._siblings and self._has_more():
             self._notify_sibling(reader.uid)
         return message
+
+    def _taken(self, reader: Any, take: Callable[..., Any], *patience: int) -> Message | None:
+        """As for every receiver; a message that cannot be read here raises again, without being claimed again."""
+        if self._refused is not None and self._refused[0] is reader:
+            _, event, until = self._refused
+            if time.monotonic() < until and _is_free(reader, event[1]):
+                super()._handle(reader, event)
+            self._refused, self._epoch = None, -1  # `_refresh` sets `_direct` again
+        return super()._taken(reader, take, *patience)
+
+    def _handle(self, reader: Any, event: Any) -> None:
+        if event[0] == UNREADABLE:
+            # a program that asks again at once must not hold the claim whenever another consumer tries it
+            self._refused = reader, event, time.monotonic() + LIVENESS_INTERVAL
+            self._direct = None  # the next calls go by `_taken`
+        super()._handle(reader, event)
 
     def _share(self) -> None:
         direct = self._direct
@@ -261,3 +285,8 @@ class Consumer(AsyncReceiver):
     def _holds_claims(self) -> bool:
         """Whether this consumer has messages that it has not acknowledged."""
         return any(reader.unacknowledged for reader in self._readers)
+
+
+def _is_free(reader: Any, seq: int) -> bool:
+    """Whether a message is not done, and no other consumer has it."""
+    return any(seq == other for _, _, other in reader.unfinished()) and not reader.sequences.locks.held_by_other(seq)

@@ -11,7 +11,7 @@ from ..codec import device_values as views
 from ..codec.leaf import map_leaves
 from ..cuda import keeper
 from ..cuda.runtime import runtime
-from ..errors import CudaError, PeerDied, WireError
+from ..errors import CudaError, DependencyError, PeerDied, WireError
 from ..memory.segment import unlink
 from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, OtherVersion, RingShape
@@ -170,13 +170,13 @@ class DeviceReceiver(AsyncReceiver):
             try:
                 block.arrive(found.slot)
                 value, meta = views.decode_loan(found.description, block, readonly=True)
-            except (WireError, CudaError) as error:
+            except (WireError, CudaError, DependencyError) as error:
                 is_lost = isinstance(error, CudaError) and not self._is_there(reader)
                 reader.taking = None
                 if is_lost:  # with the others
                     continue
                 reader.position = seq
-                if isinstance(error, CudaError):
+                if not isinstance(error, WireError):
                     raise
                 self._blame(reader, seq, str(error))
                 continue

@@ -14,10 +14,18 @@ from ..channel import control as ctl
 from ..channel import membership
 from ..channel.inbox import Inbox
 from ..channel.membership import Member
-from ..errors import ArgumentError, ArgumentTypeError, EndOfStream, ReleasedError, TimedOut, WireError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DependencyError,
+    EndOfStream,
+    ReleasedError,
+    TimedOut,
+    WireError,
+)
 from ..memory.words import barrier, store
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
-from ..ring.reader import ATTACH, GIVEN_UP, OTHER, Reader
+from ..ring.reader import ATTACH, GIVEN_UP, OTHER, UNREADABLE, Reader
 from ..statistics import ReceiverStatistics
 from ..wire.record import BELL_HEAD, BELL_SIZE, parse_bell
 from .base import (
@@ -106,6 +114,8 @@ class Receiver(Producers):
         Raises:
             TimedOut: nothing came in time (also a `TimeoutError`).
             EndOfStream: every sender has closed or died, and everything they sent is received.
+            DependencyError: the next message has torch tensors, and torch is not installed here. Work queue: it stays
+                for a consumer that has torch, and this one raises as long as it is there. Fan-out: it is passed over.
             WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
             PeerDied, CudaError: a publisher of device memory died with messages that were not received; its memory
                 cannot be reached from here (docs/guide/device-memory.md).
@@ -130,6 +140,8 @@ class Receiver(Producers):
                 except ReleasedError:  # another thread returned it meanwhile, or the receiver is closed
                     continue
             if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
+                if message.meta.__class__ is DependencyError and self._traits.raises_unreadable:
+                    self._pass_over(message)
                 if private is not NOTHING:
                     message.value = private
                     if not self._traits.keeps_claims:
@@ -138,6 +150,17 @@ class Receiver(Producers):
                     hand.message = message._lease, message._hold
                 del undelivered[message]
                 return message
+
+    def _pass_over(self, message: Message) -> None:
+        """Fan-out: give back a message that only a missing package can read, count it, and raise the error."""
+        self._undelivered.pop(message, None)
+        self._bad_records += 1
+        message.release()
+        raise self._unreadable(message.seq, str(message.meta))
+
+    def _unreadable(self, seq: int, why: str) -> DependencyError:
+        """The error for a message that only a missing package can read."""
+        return DependencyError(f'channel "{self.name}": message {seq}: {why}', name="torch")
 
     def _next(self, timeout: float | None) -> Message:
         """The next message. It is in `_undelivered`, and stays there until the caller returns it."""
@@ -235,6 +258,8 @@ class Receiver(Producers):
             self._abandoned += 1
             log.error(self._traits.given_up, self.name, seq, reader.uid, detail)
             reader.wake_sender()
+        elif code == UNREADABLE:
+            raise self._unreadable(seq, detail)
         else:
             self._blame(reader, seq, reader.explain(event))
             reader.wake_sender()

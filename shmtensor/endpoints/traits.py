@@ -47,6 +47,9 @@ class ReceiverTraits(Traits):
     """Whether no other receiver gets the same messages, although it is a fan-out."""
     keeps_claims: bool = False
     """Whether a message of `recv(copy=True)` keeps its claim, to be acknowledged later."""
+    raises_unreadable: bool = True
+    """Fan-out: whether `recv` raises the error of a message that only a missing package can read. Else it returns the
+    message, with the error as its meta."""
     given_up: str = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
     """What is logged of a message that was delivered too often."""
 

@@ -28,7 +28,7 @@ from ..options import format_bytes
 from ..ring.competing import state_word
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
 from ..ring.pool import Pool, Sizing
-from ..ring.reader import ATTACH, GIVEN_UP
+from ..ring.reader import ATTACH, GIVEN_UP, UNREADABLE
 
 _RING_BYTES: Final = 8 << 20
 """Size of a sender's first rings; later ones have a quarter of what it has."""
@@ -156,7 +156,8 @@ class DirectConsumer(DeviceConsumer):
     def take(self, ref: MessageRef) -> Message:
         """The message that `ref` names. `release()` marks it as done; its slot comes back with the last view's end.
 
-        Raises `PeerDied` if it is not there, `WireError` if its bytes are not valid.
+        Raises `PeerDied` if it is not there, `WireError` if its bytes are not valid, `DependencyError` if torch is
+        missing that can read it.
         """
         return self._run(self._take_inside, ref)  # type: ignore[no-any-return]
 
@@ -172,7 +173,7 @@ class DirectConsumer(DeviceConsumer):
                 while type(found := reader.take_named(ref.seq, self, self._undelivered)) is tuple:
                     if found[0] == ATTACH:
                         reader.ring(found[2])
-                    elif found[0] == GIVEN_UP:
+                    elif found[0] in (GIVEN_UP, UNREADABLE):
                         self._handle(reader, found)
                     else:
                         raise WireError(reader.explain(found))

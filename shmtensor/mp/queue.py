@@ -22,7 +22,7 @@ import numpy as np
 from ..endpoints.base import LIVENESS_INTERVAL, has_left
 from ..endpoints.message import Message
 from ..endpoints.spinning import Spin
-from ..errors import ArgumentTypeError, TimedOut, WireError
+from ..errors import ArgumentTypeError, DependencyError, TimedOut, WireError
 from ..memory import lifecycle
 from ..memory.counters import MOST, Counter
 from ..options import context_of, parse_bytes
@@ -168,6 +168,7 @@ class SimpleQueue(Generic[T]):
         Raises:
             Exception: whatever unpickling the item raises; it is gone then.
             WireError: the only putters left run another version of the library, and cannot be read; their items stay.
+            DependencyError: the item has torch tensors, and torch is not installed here; it stays for another process.
             ValueError: the queue is closed.
         """
         self._check_open()
@@ -221,7 +222,8 @@ class SimpleQueue(Generic[T]):
         """Undo `_reserve`: the item was not sent."""
 
     def _fetch(self, deadline: float | None) -> None:
-        """Fill `_undelivered`, or raise `Empty`; `WireError` if there are only items that cannot be read here.
+        """Fill `_undelivered`, or raise `Empty`; `WireError` if there are only items that cannot be read here, and
+        `DependencyError` if the next one cannot, since a package is missing.
 
         `_items` wakes a getter for each item, but shared memory decides: the item of a killed getter is not posted
         again, and is found by a look at least every `LIVENESS_INTERVAL`.
@@ -229,11 +231,11 @@ class SimpleQueue(Generic[T]):
         items = self._items
         posted = items.acquire(False) or (deadline != 0 and _comes_soon(self._spin, items))
         while True:
-            if not self._pending and self._pop():
-                return
             try:
+                if not self._pending and self._pop():
+                    return
                 received = self._receive()
-            except WireError:
+            except (WireError, DependencyError):
                 if posted:
                     items.release()  # for a getter that can read it
                 raise
@@ -422,7 +424,7 @@ class Queue(SimpleQueue[T]):
         Raises:
             queue.Empty: there was none.
             Exception: whatever unpickling the item raises; it is gone then.
-            WireError: as for `SimpleQueue.get`.
+            WireError, DependencyError: as for `SimpleQueue.get`.
             ValueError: the queue is closed.
         """
         self._check_open()

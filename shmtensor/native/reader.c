@@ -153,7 +153,7 @@ typedef struct {
     Codec *codec;
     Counts *counts;
     PyTypeObject *message_type, *lease_type;
-    PyObject *wire_error;
+    PyObject *wire_error, *dependency_error;
     PyObject *is_locked; /* of the receiver's mutex */
     PyObject *events;    /* a list: events that `recv` has met, for `take` to return */
     const word **siblings; /* the `asleep` words of a work queue's other consumers */
@@ -349,15 +349,15 @@ static int get_words(PyObject *object, Py_buffer *view) {
 static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)view->len / sizeof(word); }
 
 static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "is_locked", "control", "table", "order", "mask",
+    static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "dependency_error", "is_locked", "control", "table", "order", "mask",
                             "lock_fd", "mode", "history", "member", "member_uid", "asleep_at", "epoch_at", "max_attempts",
                             "description_version", "readonly", NULL};
-    PyObject *codec, *lease, *message, *counts, *wire_error, *is_locked, *control, *table;
+    PyObject *codec, *lease, *message, *counts, *wire_error, *dependency_error, *is_locked, *control, *table;
     unsigned long long order, mask, history, member_uid, asleep_at, epoch_at;
     unsigned int member, max_attempts;
     int lock_fd, mode, version, readonly;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOKKiiKIKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
-                                     &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &history, &member,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOKKiiKIKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
+                                     &dependency_error, &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &history, &member,
                                      &member_uid, &asleep_at, &epoch_at, &max_attempts, &version, &readonly))
         return -1;
     if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
@@ -372,6 +372,7 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     self->message_type = (PyTypeObject *)Py_NewRef(message);
     self->counts = (Counts *)Py_NewRef(counts);
     self->wire_error = Py_NewRef(wire_error);
+    self->dependency_error = Py_NewRef(dependency_error);
     self->is_locked = Py_NewRef(is_locked);
     if (get_words(control, &self->control) || get_words(table, &self->table)) return -1;
     if (!has_word(&self->control, asleep_at) || !has_word(&self->control, epoch_at) || mask & (mask + 1) || mask > UINT32_MAX ||
@@ -426,6 +427,7 @@ static void Reader_dealloc(Reader *self) {
     Py_XDECREF(self->message_type);
     Py_XDECREF(self->counts);
     Py_XDECREF(self->wire_error);
+    Py_XDECREF(self->dependency_error);
     Py_XDECREF(self->is_locked);
     Py_XDECREF(self->events);
     type->tp_free(self);
@@ -515,7 +517,7 @@ static PyObject *Reader_set_siblings(Reader *self, PyObject *words) {
 /* --- Reader: receiving ------------------------------------------------------------------------------------------------- */
 
 /* Events: (code, seq, detail). ring/reader.py has the same numbers. */
-enum { ATTACH = 1, OTHER, PASSED_OVER, GIVEN_UP };
+enum { ATTACH = 1, OTHER, PASSED_OVER, GIVEN_UP, UNREADABLE };
 
 static PyObject *event_of(take_result result, const taken *t) {
     if (result == TAKE_ATTACH) return Py_BuildValue("(iKk)", ATTACH, (unsigned long long)t->seq, (unsigned long)t->ring);
@@ -570,43 +572,66 @@ static void raise_late(Raised *raised) {
     Py_XDECREF(raised->traceback);
 }
 
-/* The event for a message that cannot be read and is finished; its text is that of the error that is set. */
-static PyObject *refuse(const taken *t, Lease *lease) {
-    PyObject *type, *error, *traceback, *event = NULL;
+/* The text of the error that is set, which is cleared: NULL with an error. */
+static PyObject *take_text(void) {
+    PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *text = error ? PyObject_Str(error) : NULL;
-    if (text) event = Py_BuildValue("(iKN)", PASSED_OVER, (unsigned long long)t->seq, text);
+    PyObject *text = error ? PyObject_Str(error) : PyUnicode_FromString("");
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
-    acknowledge(lease);
+    return text;
+}
+
+/* The event for a message that cannot be read, by the error that is set. A damaged message is finished; where the package is
+ * missing that can read it, the take is undone. */
+static PyObject *refuse(Reader *self, const taken *t, Lease *lease) {
+    int is_damaged = PyErr_ExceptionMatches(self->wire_error);
+    PyObject *text = take_text(), *event = NULL;
+    if (text) event = Py_BuildValue("(iKN)", is_damaged ? PASSED_OVER : UNREADABLE, (unsigned long long)t->seq, text);
+    if (is_damaged) acknowledge(lease);
+    else undo(self, t, lease);
     return event;
 }
 
-/* Value and meta of a message whose lease has begun: 0; -1 with an event if it is damaged, or with an error. An asynchronous
- * exception comes once: a second try succeeds, and `raised` holds the exception. If both fail, the take is undone. */
+/* In place of the value and meta of a fan-out's message that only a missing package can read: None, and an error that, other than
+ * the one that is set, has no frames that refer to the lease. 0, or -1 with an error set. */
+static int replace_value(Reader *self, PyObject **value, PyObject **meta) {
+    PyObject *text = take_text();
+    *meta = text ? PyObject_CallOneArg(self->dependency_error, text) : NULL;
+    Py_XDECREF(text);
+    if (!*meta) return -1;
+    *value = Py_NewRef(Py_None);
+    return 0;
+}
+
+/* Value and meta of a message whose lease has begun: 0; -1 with an event if it cannot be read, or with an error. An asynchronous
+ * exception comes once: a second try shows what the message is, and `raised` holds the exception. If both fail, the take is undone. */
 static int decode_twice(Reader *self, const taken *t, Lease *lease, PyObject **value, PyObject **meta, Raised *raised,
                         PyObject **event) {
-    if (!decode_taken(self, t, lease, value, meta)) return 0;
-    if (!PyErr_ExceptionMatches(self->wire_error)) {
-        put_off(raised);
+    for (int attempt = 0; attempt < 2; attempt++) {
         if (!decode_taken(self, t, lease, value, meta)) return 0;
+        int is_missing = PyErr_ExceptionMatches(self->dependency_error);
+        if (is_missing && self->f.mode != READER_COMPETING) return replace_value(self, value, meta);
+        if (is_missing || PyErr_ExceptionMatches(self->wire_error)) {
+            *event = refuse(self, t, lease);
+            return -1;
+        }
+        if (!attempt) put_off(raised);
     }
-    if (PyErr_ExceptionMatches(self->wire_error)) *event = refuse(t, lease);
-    if (!*event) {
-        Raised error;
-        put_off(&error);
-        undo(self, t, lease);
-        raise_late(&error);
-    }
+    Raised error;
+    put_off(&error);
+    undo(self, t, lease);
+    raise_late(&error);
     return -1;
 }
 
-static void count(Reader *self, const taken *t) {
+static void count(Reader *self, const taken *t, int is_readable) {
+    self->counts->missed += t->missed;
+    if (!is_readable) return;
     self->counts->received++;
     self->counts->received_bytes += t->head.nbytes;
-    self->counts->missed += t->missed;
     self->counts->redelivered += t->attempt > 1;
 }
 
@@ -631,7 +656,7 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->attempt = t->attempt;
         message->missed = t->missed;
         if (!PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None)) {
-            count(self, t);
+            count(self, t, (PyObject *)Py_TYPE(meta) != self->dependency_error);
             CRASH_POINT("take.delivered");
         } else {
             Raised error;
@@ -662,7 +687,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
     Py_DECREF(value);
     if (made && PyList_Append(sink->made, made)) PyErr_WriteUnraisable(sink->made);
     Py_XDECREF(made);
-    count(self, t);
+    count(self, t, 1);
     CRASH_POINT("take.delivered");
     acknowledge(lease);
     if (sink->then != Py_None) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import WireError
+from ..errors import DependencyError, WireError
 from ..memory.words import acquire_fence, barrier, store
 from .layout import L_PUBLISHED, OtherVersion
 from .lease import Lease, LockedLease
@@ -72,12 +72,15 @@ class BroadcastReader(ReferenceReader):
             except WireError as error:
                 self.position, self.taking = seq, None
                 return PASSED_OVER, seq, str(error)  # the array dies here, and the slot is given back
+            except DependencyError as error:
+                value, meta = None, DependencyError(str(error))  # the frames of that one refer to the array
             message = reception.message(value, meta, seq, found.nbytes, 1, missed, array, lease, receiver)
             undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
             self.position, self.taking = seq, None
             reception.counts.missed += missed
-            reception.counts.received += 1
-            reception.counts.received_bytes += found.nbytes
+            if meta.__class__ is not DependencyError:
+                reception.counts.received += 1
+                reception.counts.received_bytes += found.nbytes
             # crash: take.delivered
             return message
         return None

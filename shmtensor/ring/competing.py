@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WireError
+from ..errors import DependencyError, WireError
 from ..memory.words import store
 from .layout import ATTEMPT, CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RELEASED, OtherVersion
 from .lease import Claim, Lease
-from .reader import GIVEN_UP, OTHER, PASSED_OVER, Found, ReferenceReader
+from .reader import GIVEN_UP, OTHER, PASSED_OVER, UNREADABLE, Found, ReferenceReader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +106,9 @@ class CompetingReader(ReferenceReader):
             claim.acknowledge()
             self.taking = None
             return PASSED_OVER, seq, str(error)
+        except DependencyError as error:
+            self.abandon()  # if it is interrupted, the caller repeats it
+            return UNREADABLE, seq, str(error)
         message = reception.message(value, meta, seq, found.nbytes, attempt, 0, array, claim, receiver)
         undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
         self.taking = None
@@ -185,11 +188,14 @@ class CompetingReader(ReferenceReader):
         if self.taking is None:
             return
         seq, at, words, attempt = self.taking
-        self.taking = None
         self.leases.pop(seq, None)
         if attempt is not None and words[at + DONE] != seq:
             store(words, at + ATTEMPT, attempt)  # this one does not count
+            if attempt >> 8 != seq:
+                store(words, at + CLAIMED, 0)  # no consumer has had it
+        self.taking = seq, at, words, None  # from here on only the lock is left
         self.sequences.locks.unlock(seq)
+        self.taking = None
 
     def skip(self, seq: int) -> None:
         """Finish a message whose record is damaged, so that its slot is not lost."""

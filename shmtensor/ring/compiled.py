@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import native
-from ..errors import WireError
+from ..errors import DependencyError, WireError
 from ..memory.words import barrier
 from ..wire import spec
 from .reader import COMPETING, Reader
@@ -28,11 +28,11 @@ class CompiledReader(_Base, Reader):  # type: ignore[misc]
         reception, sequences = self.reception, self.sequences
         super().__init__(
             codec=reception.codec, lease=native.module.Lease, message=reception.message, counts=reception.counts,
-            wire_error=WireError, is_locked=reception.is_locked, control=reception.control, table=sequences.words,
-            order=self.order, mask=self.mask, lock_fd=sequences.locks.fd, mode=reception.mode,
-            history=sequences.history, member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
-            epoch_at=reception.epoch_at, max_attempts=reception.max_attempts, description_version=spec.VERSION,
-            readonly=reception.readonly,
+            wire_error=WireError, dependency_error=DependencyError, is_locked=reception.is_locked,
+            control=reception.control, table=sequences.words, order=self.order, mask=self.mask,
+            lock_fd=sequences.locks.fd, mode=reception.mode, history=sequences.history, member=reception.member,
+            member_uid=reception.member_uid, asleep_at=self._asleep, epoch_at=reception.epoch_at,
+            max_attempts=reception.max_attempts, description_version=spec.VERSION, readonly=reception.readonly,
         )  # fmt: skip
         if reception.mode == COMPETING:
             self._begin_queue()

@@ -38,12 +38,12 @@ from .sequence_table import SequenceTable
 ALL, LATEST, COMPETING = range(3)
 """Modes: a receiver takes every message; the newest one; each one that no other consumer has."""
 
-ATTACH, OTHER, PASSED_OVER, GIVEN_UP = range(1, 5)
+ATTACH, OTHER, PASSED_OVER, GIVEN_UP, UNREADABLE = range(1, 6)
 """Events, each (code, sequence number, detail): what `take` returns if something else has to be done first.
 
 ATTACH: ring `detail` has to be mapped first, nothing was done. OTHER: the sender is of another version, nothing was
 done. PASSED_OVER: the message cannot be read and was skipped. GIVEN_UP: it was delivered `detail` times without being
-finished, and is dropped.
+finished, and is dropped. UNREADABLE: a package is missing here that can read it; the take was undone.
 """
 
 
@@ -126,6 +126,9 @@ class Reader(ABC):
         """Take the next message and put it into `undelivered`. Returns it, or an event, or None.
 
         `patience`: nanoseconds to spin for one, if the implementation can do so without letting other threads run.
+
+        Where a package is missing that can read the value, a message of a fan-out is taken nevertheless: its value is
+        None, and its meta a `DependencyError`.
         """
 
     @abstractmethod

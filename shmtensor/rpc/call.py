@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PeerDied, RemoteError, TimedOut, WireError
+from ..errors import DependencyError, PeerDied, RemoteError, TimedOut, WireError
 from ..shielded import Condition
 from .sidecar import DIED, DROPPED, NO_ROOM, ONCE
 
@@ -178,8 +178,10 @@ class RequestFuture(Future[Any]):
         self._invoke_callbacks()  # type: ignore[attr-defined]
 
 
-def from_reply(value: Any) -> Exception:
-    """The error that an error reply carries."""
+def from_reply(value: Any, meta: Any) -> Exception:
+    """The error that an error reply carries, or why the reply cannot be read."""
+    if isinstance(meta, DependencyError):
+        return DependencyError(f"the reply cannot be read: {meta}", name="torch")
     try:
         return RemoteError(str(value["type"]), str(value["text"]), str(value["traceback"]))
     except (KeyError, TypeError, IndexError):

@@ -80,6 +80,7 @@ class Client(Local):
         Raises:
             TimedOut: there was no reply in time, or no room for the request.
             RemoteError: the server's handler raised, or dropped the request.
+            DependencyError: the reply has torch tensors, and torch is not installed here.
             PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.

@@ -131,15 +131,18 @@ class Requests(Posting, Producer):
         # crash: cancel.noted
         self.withdraw(call)
 
-    def withdraw(self, call: Call) -> bool:
-        """Finish a request, as a server that drops it would. False: a server has it, or it is done."""
+    def withdraw(self, call: Call, *, taken: bool = False) -> bool:
+        """Finish a request, as a server that drops it would. False: a server has it, or it is done.
+
+        `taken`: also False if no server has had it. A server without torch takes a request with tensors, and undoes it.
+        """
         seq, words, at = call.seq, call.words, call.at
         locks = self._sequences.locks
         with self._withdrawing:
             if self._state or words[at + DONE] >= seq:
                 return False
             try:
-                if not locks.try_exclusive(seq):
+                if not locks.try_exclusive(seq) or (taken and not self.was_taken(call)):
                     return False
                 # another thread that sends may free the slot as soon as it is done, and `released` must not be stored
                 # after that: it is only where no other thread is inside a call
@@ -195,7 +198,7 @@ class Answers(ServiceEndpoint, Subscriber):
     """Receives the replies to one client, which is their only receiver: their values are writable."""
 
     _owner = "Client"
-    _traits = ReceiverTraits(FAN_OUT, is_only_reader=True)
+    _traits = ReceiverTraits(FAN_OUT, is_only_reader=True, raises_unreadable=False)
 
     def __init__(self, channel: str, *, spin: float) -> None:
         self._rows: dict[int, tuple[memoryview, int]] = {}

@@ -163,7 +163,7 @@ class CallsInFlight:
             message = received[0]
             seq = self.answers.request_of(message)
             failed = message.meta is not None
-            value, error = (None, from_reply(message.value)) if failed else (message.value, None)
+            value, error = (None, from_reply(message.value, message.meta)) if failed else (message.value, None)
             if not self.end(seq, value, error):
                 self.duplicates += 1
             del received[0]
@@ -212,7 +212,9 @@ class CallsInFlight:
         self._expire()
         done = []
         for call in list(self.calls.values()):
-            if requests.is_done(call) or (call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call)):
+            if requests.is_done(call) or (
+                call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call, taken=True)
+            ):
                 done.append(call)
         if done:
             try:

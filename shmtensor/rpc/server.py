@@ -82,6 +82,8 @@ class Server(Local):
 
         Raises:
             TimedOut: none came within `timeout` seconds.
+            DependencyError: the next request has torch tensors, and torch is not installed here. It stays for a server
+                that has torch, and this one raises as long as it is there.
             ClosedError, ForkedError: the server is closed or was stopped, or was made by this process's parent.
         """
         check_timeout(timeout)
@@ -242,7 +244,8 @@ class Server(Local):
         again, to this or another server. With `max_batch` the handler gets the stacked value of a batch, and its result
         is split for the replies.
 
-        Raises `ArgumentTypeError` at once if the handler cannot be called, or is an async function.
+        Raises `ArgumentTypeError` at once if the handler cannot be called, or is an async function, and
+        `DependencyError` as `recv` does.
         """
         check_handler(handler)
         for request in self:

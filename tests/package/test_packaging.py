@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 import shmtensor
 from shmtensor import native
 
+from ..scenes import HIDDEN
 from ..waiting import PATIENCE
 from . import contents
 
@@ -132,18 +133,6 @@ def test_a_source_distribution_is_checked(tree, missing, added, fault):
 # --- programs
 
 
-HIDDEN = """
-import sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name == {name!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Hidden())
-"""
-
-
 def run(source: str, *, without: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The program, where no module of this name can be imported."""
     done = subprocess.run(
@@ -240,7 +229,7 @@ from shmtensor.codec.decode import decode
 
 try:
     decode(DESCRIPTION, np.zeros(64, np.uint8), readonly=False)
-except shmtensor.WireError as error:
+except shmtensor.DependencyError as error:
     print(error)
 with shmtensor.Subscriber(NAME) as sub, shmtensor.Publisher(NAME) as pub:
     pub.send(np.arange(3))

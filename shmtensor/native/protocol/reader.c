@@ -375,7 +375,10 @@ void reader_untake(reader *f, const taken *message) {
     r->held[message->slot] = 0;
     if (f->mode == READER_COMPETING) {
         word *state = state_of(&r->shared, message->slot);
-        if (load(state + DONE) != message->seq) store(state + ATTEMPT, message->seq << 8 | (message->attempt - 1));
+        if (load(state + DONE) != message->seq) {
+            store(state + ATTEMPT, message->seq << 8 | (message->attempt - 1));
+            if (message->attempt == 1) store(state + CLAIMED, 0); /* no consumer has had it */
+        }
     } else if (f->mode == READER_ALL)
         store(lease_word(&r->shared, f->member, message->slot), 0); /* as before it was taken */
     if (message->locked) set_lock(f->lock_fd, UNLOCK, message->seq);
