@@ -135,6 +135,8 @@ def _print_place(console: Console, place: dict[str, Any], versions: dict[str, st
     if place["gpu"]:
         console.print("{name}, CUDA {cuda}".format(**place["gpu"]))
     console.print(f"{place['cpu']}, {place['cores_allowed']} cores, Linux {place['kernel']}, load {load:.1f}")
+    if place["two_at_once"]:
+        console.print(f"two processes at once do {place['two_at_once']:.2f} x what one does")
     console.print(", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()) + "\n")
     if load > BUSY * place["cores_allowed"]:
         console.print(
