@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing import context, forkserver, get_context
 from pathlib import Path
+from typing import Any
 
 PATIENCE = 120.0
 
@@ -75,7 +76,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run([sys.executable, "-c", code, *arguments])` that captures, without its imports."""
     out, err = directory / "stdout", directory / "stderr"
-    process = forks.Process(target=_play, args=(code, arguments, dict(os.environ), str(out), str(err)))
+    process = forks.Process(target=_play, args=(code, arguments, dict(os.environ), {1: str(out), 2: str(err)}))
     process.start()
     process.join(timeout)
     ended = process.exitcode
@@ -89,12 +90,65 @@ def run_program(
     return subprocess.CompletedProcess(code, ended, *texts)
 
 
-def _play(code: str, arguments: tuple[str, ...], environment: dict[str, str], out: str, err: str) -> None:
+class Program:
+    """As `subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=PIPE, stdout=PIPE, text=True)`.
+
+    Without its imports, and without the end of an interpreter: no `atexit`, nothing is torn down.
+    """
+
+    def __init__(self, forks: context.ForkServerContext, code: str, *arguments: str) -> None:
+        (theirs_in, ours_in), (ours_out, theirs_out) = forks.Pipe(duplex=False), forks.Pipe(duplex=False)
+        ends = {0: theirs_in, 1: theirs_out}
+        self._process = forks.Process(target=_play, args=(code, arguments, dict(os.environ), ends))
+        self._process.start()
+        self.pid = self._process.pid
+        self.stdin = os.fdopen(os.dup(ours_in.fileno()), "w")
+        self.stdout = os.fdopen(os.dup(ours_out.fileno()))
+        for end in (theirs_in, ours_in, ours_out, theirs_out):
+            end.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        self._process.join(timeout)
+        ended = self._process.exitcode
+        if ended is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout)
+        return ended
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for its end: of a test that failed, by killing it."""
+        if sys.exc_info()[0] is not None:
+            self.kill()
+        self.stdin.close()
+        self.wait()
+        self.stdout.close()
+
+
+def _play(code: str, arguments: tuple[str, ...], environment: dict[str, str], ends: dict[int, Any]) -> None:
+    """`ends`: by descriptor, the pipe's end or the path of the file that it shall be."""
     os.environ.clear()
     os.environ.update(environment)
-    for path, number in ((out, 1), (err, 2)):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, end in ends.items():
+        fd = os.open(end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(end, str) else end.fileno()
         os.dup2(fd, number)
-        os.close(fd)
+        os.close(fd) if isinstance(end, str) else end.close()
+    if 0 in ends:
+        sys.stdin = os.fdopen(0, closefd=False)
     sys.argv[:] = ["-c", *arguments]
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

@@ -26,9 +26,18 @@ from shmtensor import Consumer, Producer
 from shmtensor.mp import joinable_queue
 
 from ..conftest import shared_files
+from ..faults.interrupts import SOAK
+from ..forkservers import Program, preloaded
+from ..mp.children import echo
 from ..waiting import wait_until
 
 PATIENCE = 120
+
+
+@pytest.fixture(scope="module")
+def forks(implementation):
+    with preloaded("torch", "numpy", "shmtensor", "shmtensor.endpoints.receiver") as context:
+        yield context
 
 
 @pytest.mark.parametrize("acknowledge", ["next", "release"])
@@ -97,7 +106,7 @@ OPERATIONS = st.lists(
 _count = itertools.count()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100 if SOAK else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS)
 def test_each_message_is_done_once(operations):
     """Two consumers, messages done, failed and given back in any order, consumers that leave: nothing lost or twice."""
@@ -180,22 +189,19 @@ for count, msg in enumerate(rx):
     assert msg.value.tolist() == [float(number)] * 16
     os.write(out, number.to_bytes(4, "little"))
     msg.release()
-    if count == 300:
+    if count == 100:
         print("going", flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
-def test_consumers_killed_in_full_flight(channel, tmp_path, attempt):
+def test_consumers_killed_in_full_flight(forks, channel, tmp_path, attempt):
     """What a killed consumer had not done goes to another: everything is done, and at most that one message twice."""
     log = tmp_path / "log"
     log.touch()
-    total = 6000
-    victims = [
-        subprocess.Popen([sys.executable, "-c", WORKER, channel, log], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    total = 6000 if SOAK else 1500
+    victims = [Program(forks, WORKER, channel, str(log)) for _ in range(2)]
     try:
         with Producer(channel, slots=16) as tx:
             tx.wait_for_consumers(2, timeout=PATIENCE)
@@ -213,7 +219,7 @@ def test_consumers_killed_in_full_flight(channel, tmp_path, attempt):
                 sent = 0
                 while sent < total or killer.is_alive():
                     try:
-                        tx.send(torch.full((16,), float(sent)), timeout=0)
+                        tx.send(torch.full((16,), float(sent)), timeout=0.001 if killer.is_alive() else 0)
                         sent += 1
                     except shmtensor.RingFull:
                         if killer.is_alive() and sent < total - 100:
@@ -232,6 +238,7 @@ def test_consumers_killed_in_full_flight(channel, tmp_path, attempt):
         for victim in victims:
             victim.kill()
             victim.wait()
+            victim.stdin.close()
             victim.stdout.close()
     assert {victim.returncode for victim in victims} == {-signal.SIGKILL}
     Producer(channel).close()
@@ -447,12 +454,16 @@ def test_a_getter_killed_while_it_unpickles_has_got_nothing():
     q.close()
 
 
+SURE = 3000 if SOAK else 1000
+"""Items that a putter has put before it is killed."""
+
+
 def _put_all(q, pipe):
     number = 0
     while True:
         q.put(number)
         number += 1
-        if number == 3000:
+        if number == SURE:
             pipe.send("going")
 
 
@@ -466,13 +477,14 @@ def test_a_putter_killed_in_full_flight(attempt):
     process.start()
     killer = threading.Thread(target=lambda: (ours.recv(), process.kill(), process.join()))
     killer.start()
-    got = 0
+    got, pause = 0, threading.Event()
     while killer.is_alive() or not q.empty():
         if q.empty():
+            pause.wait(0.001)
             continue
         assert q.get() == got
         got += 1
-    assert got >= 3000
+    assert got >= SURE
     assert process.exitcode == -signal.SIGKILL
     for end in (ours, theirs):
         end.close()
@@ -506,10 +518,10 @@ def _close():
 
 def test_a_backlog_in_several_rings_keeps_its_order():
     q = shmtensor.Queue()
-    for number in range(5000):
+    for number in range(2000):
         q.put(number if number % 50 else [number] * 200)
     assert len(q._handle.putter._pool.rings) > 2
-    for number in range(5000):
+    for number in range(2000):
         got = q.get(timeout=PATIENCE)
         assert got == (number if number % 50 else [number] * 200)
     q.close()
@@ -545,25 +557,21 @@ def test_an_old_stream_is_not_part_of_a_new_one():
     q.close()
 
 
-def _echo(wishes, answers):
-    while (item := wishes.get()) is not None:
-        answers.put(item)
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_between_processes(method):
     ctx = multiprocessing.get_context(method)
     wishes, answers = shmtensor.Queue(ctx=ctx), shmtensor.Queue(ctx=ctx)
-    process = ctx.Process(target=_echo, args=(wishes, answers))
+    process = ctx.Process(target=echo, args=(wishes, answers))
     process.start()
-    for number in range(3000):
+    count = 3000 if SOAK else 1000
+    for number in range(count):
         wishes.put((number, "x" * (number % 300)))
         if number >= 20:
             assert answers.get(timeout=PATIENCE) == (number - 20, "x" * ((number - 20) % 300))
     wishes.put(None)
     process.join(PATIENCE)
     assert process.exitcode == 0
-    for number in range(2980, 3000):
+    for number in range(count - 20, count):
         assert answers.get(timeout=PATIENCE) == (number, "x" * (number % 300))
     assert answers.empty()
     for q in (wishes, answers):
