@@ -1,0 +1,145 @@
+"""What the workers of the tests of the executor run. No torch here: a spawned worker that gets arrays imports none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+PATIENCE = 120
+
+
+def is_in_a_slot(array: np.ndarray) -> bool:
+    """Whether an array's memory is a mapped ring."""
+    address = array.__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(text, 16) for text in line.split()[0].split("-"))
+        if start <= address < end:
+            return "/dev/shm/shmtensor.executor-" in line
+    return False
+
+
+def same(value):
+    return value
+
+
+def twice(value):
+    return value * 2
+
+
+def ones(count):
+    return np.ones(count, np.uint8)
+
+
+def deep(value, *, scale):
+    return {
+        "sum": [value["x"][0].sum().item()],
+        "y": (value["x"][0] * scale, {"t": value["t"] + 1}),
+        "name": value["name"],
+    }
+
+
+def describe(value):
+    return is_in_a_slot(value), value.flags.writeable
+
+
+def fail(message):
+    raise LookupError(message)
+
+
+def leave(code):
+    sys.exit(code)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def break_a_pool():
+    raise BrokenProcessPool("a pool of this call's own")
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_first(path, times, value):
+    """Die at the first `times` calls."""
+    with open(path, "ab") as log:
+        log.write(b"x")
+        before = log.tell() - 1
+    if before < times:
+        kill_oneself()
+    return value
+
+
+def append(path, value):
+    with open(path, "ab") as log:
+        log.write(b"x")
+    return value
+
+
+def meet(fifo):
+    """Wait until the parent opens the other end; tell it who runs."""
+    with open(fifo, "w") as end:
+        end.write(str(os.getpid()))
+
+
+def stay(fifo, value=None):
+    """Wait until the parent has opened and closed the other end."""
+    with open(fifo) as end:
+        end.read()
+    return value
+
+
+_kept = []
+
+
+def kind_of_process():
+    return type(multiprocessing.current_process()).__name__
+
+
+def keep(value):
+    _kept.append(value)
+    return len(_kept)
+
+
+def set_up(value):
+    _kept.append(value)
+
+
+def first_kept():
+    return _kept[0]
+
+
+def note(number, large=None):
+    _kept.append(number)
+    return list(_kept)
+
+
+def fail_at_length(number, size):
+    raise LookupError(str(number) * size)
+
+
+def wait_at_the_gate():
+    return _kept[0].wait(PATIENCE)
+
+
+def fail_to_begin():
+    raise RuntimeError("no licence")
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise pickle.PicklingError("not for others")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return fail, ("not to be read",)
