@@ -31,7 +31,8 @@ def _large(effort: Effort) -> int:
 def measure_send(threads: int, effort: Effort) -> Samples:
     """Seconds of sends and of as many bare copies of the same bytes, by turns in one process; cores in use."""
     nbytes = _large(effort)
-    return run_roles([Role(_send, (fresh_name(), nbytes, effort), threads, forked=False)])[0]
+    forked = effort.scale == "tiny"  # only shows that it runs: without the seconds of an import
+    return run_roles([Role(_send, (fresh_name(), nbytes, effort), threads, forked)])[0]
 
 
 def _send(meet: Callable[[], object], name: str, nbytes: int, effort: Effort) -> Samples:
