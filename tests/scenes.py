@@ -14,6 +14,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from multiprocessing import context
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ import shmtensor
 from shmtensor.channel.control_lock import LOCK
 from shmtensor.channel.names import control_name
 from shmtensor.memory import segment as shm
+
+from .forkservers import Program
+from .waiting import wait_for_stop
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0
@@ -153,9 +157,16 @@ def address_space() -> int:
 
 
 class Fellow:
-    """Another process of a scene: told what to do line by line, answers line by line."""
+    """Another process of a scene: told what to do line by line, answers line by line.
 
-    def __init__(self, code: str, *args: object) -> None:
+    An interpreter of its own, or, where its end is not one that an interpreter comes to, a child of a fork server.
+    """
+
+    def __init__(self, code: str, *args: object, forks: context.ForkServerContext | None = None) -> None:
+        if forks is not None:
+            strictly = f"import warnings; warnings.simplefilter('error')\n{code}"
+            self.process: subprocess.Popen | Program = Program(forks, strictly, *map(str, args))
+            return
         command = [sys.executable, "-W", "error", "-c", code, *map(str, args)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -170,8 +181,7 @@ class Fellow:
 
     def stopped(self) -> None:
         """Wait until it is stopped."""
-        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), status
+        wait_for_stop(self.process.pid)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -46,7 +46,18 @@ def wait_for_end(pid: int) -> None:
 def stop(pid: int) -> None:
     """Stop a process, a child or not. A signal takes effect some time after `kill` has returned."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(state == "T" for state in _states(pid)))
+    wait_for_stop(pid)
+
+
+def wait_for_stop(pid: int) -> None:
+    """Wait until each thread of a process, a child or not, is stopped."""
+
+    def is_stopped() -> bool:
+        states = set(_states(pid))
+        assert not states & set("ZX"), f"process {pid} has ended"
+        return states == {"T"}
+
+    wait_until(is_stopped)
 
 
 def _states(pid: int) -> list[str]:

@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -56,6 +55,7 @@ from benchmarks.workloads import (
 from shmtensor.cli import main as cli
 
 from ..forkservers import preloaded
+from ..spawned import fail, hang, meet_and_return
 
 by_name = pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 OURS = frozenset({SHMTENSOR.name, SHMTENSOR_QUEUE.name})
@@ -241,42 +241,26 @@ def test_the_dict_check_sees_a_difference():
         mixed_dict.check({key: tensor.to(torch.float64) for key, tensor in sent.items()}, sent)
 
 
-def _meet_and_return(meet, value):
-    meet()
-    return value, multiprocessing.current_process().pid
-
-
-def _fail(meet):
-    raise ValueError("on purpose")
-
-
-def _hang(meet, pipe):
-    """Starts a process of its own and waits for ever."""
-    child = os.fork()
-    if child:
-        pipe.send(child)
-    signal.pause()
-
-
 def test_roles_run_in_processes_of_their_own():
-    roles = [Role(_meet_and_return, ("a",), NO_TORCH), Role(_meet_and_return, ("b",))]
-    (a, a_pid), (b, b_pid) = run_roles(roles)
+    roles = [Role(meet_and_return, ("a",), NO_TORCH), Role(meet_and_return, ("b",))]
+    (a, a_pid, a_torch), (b, b_pid, b_torch) = run_roles(roles)
     assert (a, b) == ("a", "b")
+    assert (a_torch, b_torch) == (False, True)
     assert len({a_pid, b_pid, multiprocessing.current_process().pid}) == 3
 
 
 def test_a_role_that_raises_ends_the_run():
     with pytest.raises(RoleFailed, match="on purpose"):
-        run_roles([Role(_meet_and_return, (1,)), Role(_fail)])
+        run_roles([Role(meet_and_return, (1,)), Role(fail)])
     assert not multiprocessing.active_children()
 
 
 def test_a_role_that_hangs_is_killed_with_all_that_it_started():
-    run_roles([Role(_meet_and_return, (1,))])  # the server that the next ones are forked from is up
+    run_roles([Role(meet_and_return, (1,))])  # the server that the next ones are forked from is up
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     for patience in (2, 10, 50):  # on a busy machine it may not even have started in time
-        with pytest.raises(RoleFailed, match="not finished in time: _hang"), processes.patience(patience):
-            run_roles([Role(_hang, (theirs,))])
+        with pytest.raises(RoleFailed, match="not finished in time: hang"), processes.patience(patience):
+            run_roles([Role(hang, (theirs,))])
         if ours.poll(0):
             break
     pid = ours.recv()
@@ -297,7 +281,7 @@ def _is_running(pid):
 
 def test_a_failing_case_is_reported_and_the_others_go_on():
     good = Case("good", SHMTENSOR, lambda effort: {"x": [1.0] * effort.least})
-    bad = Case("bad", SHMTENSOR, lambda effort: run_roles([Role(_fail)])[0])
+    bad = Case("bad", SHMTENSOR, lambda effort: run_roles([Role(fail)])[0])
     absent = Case("absent", SHMTENSOR, lambda effort: {"x": [1.0]}, needs=lambda: "no such module")
     rows = tuple(RowSpec(case, "shmtensor", case, "x", "s") for case in ("good", "bad", "absent"))
     workload = Workload("w", "W", "What.", (bad, good, absent), rows)
@@ -329,7 +313,7 @@ def test_cases_measured_by_turns_are_compared_round_by_round():
 
 def test_what_fails_by_turns_has_failed_for_all():
     def by_turns(effort, names, rounds):
-        return run_roles([Role(_fail)])[0]
+        return run_roles([Role(fail)])[0]
 
     cases = tuple(Case(name, SHMTENSOR, None) for name in ("a", "b"))
     rows = tuple(RowSpec(case.name, "shmtensor", case.name, "x", "s") for case in cases)

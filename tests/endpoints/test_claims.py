@@ -28,7 +28,7 @@ from shmtensor.mp import joinable_queue
 from ..conftest import shared_files
 from ..faults.interrupts import SOAK
 from ..forkservers import Program, preloaded
-from ..mp.children import echo
+from ..spawned import echo
 from ..waiting import wait_until
 
 PATIENCE = 120

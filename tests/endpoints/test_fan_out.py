@@ -23,8 +23,17 @@ from shmtensor import Publisher, Subscriber
 from shmtensor.codec.copies import ALONE
 
 from ..conftest import shared_files
-from ..forkservers import stop_forkserver
+from ..faults.interrupts import SOAK
+from ..forkservers import preloaded
+from ..spawned import receive_all
 from ..waiting import PATIENCE, wait_until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Others have theirs load torch."""
+    with preloaded("shmtensor"):
+        yield
 
 
 def numbers(count: int, start: int = 0) -> list[np.ndarray]:
@@ -482,19 +491,13 @@ def test_unrelated_programs_share_only_the_name(channel):
         assert child.returncode == 0
 
 
-def _child_of(pipe, channel):
-    with Subscriber(channel) as sub:
-        pipe.send("ready")
-        pipe.send([int(msg.value[0]) for msg in sub])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_start_methods(channel, method):
     context = multiprocessing.get_context(method)
     with Publisher(channel) as pub:
         pipe, theirs = context.Pipe()
-        child = context.Process(target=_child_of, args=(theirs, channel))
+        child = context.Process(target=receive_all, args=(theirs, channel))
         child.start()
         assert pipe.recv() == "ready"
         for value in numbers(50):
@@ -505,8 +508,6 @@ def test_start_methods(channel, method):
     pipe.close()
     theirs.close()
     child.close()
-    if method == "forkserver":
-        stop_forkserver()
 
 
 def test_an_endpoint_used_in_a_forked_child_raises(channel):
@@ -844,7 +845,7 @@ _count = itertools.count()
 SHAPES = [(4, 4), (4, 4), (2, 8), (16,), (3,), (200,)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100 if SOAK else 25, deadline=None)
 @given(operations=OPERATIONS)
 def test_any_order_of_everything(operations):
     """Plain and nested messages, loans, joins, views kept for any time: values, order and bytes as a list has them."""

@@ -20,13 +20,14 @@ from shmtensor.channel.names import socket_dir
 
 from ..scenes import PAIRS, PATIENCE, Fellow, files, pair_of
 from ..waiting import wait_until
-from . import build, points
+from . import build
 from .matrix import cases
+from .process import crash_servers
 
 pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("names", PAIRS, ids="-".join)
-POINTS = "from tests.faults import points; points.install(); points.arm({point!r}, {action!r}, {nth}); "
+POINTS = "from tests.faults import points; points.arm({point!r}, {action!r}, {nth})\n"
 START = "import os, signal, sys, threading, numpy as np, shmtensor; channel = sys.argv[1]\n"
 
 LEAVE = {
@@ -38,6 +39,23 @@ LEAVE = {
     "exception": ("sys.excepthook = lambda *_: None; raise RuntimeError", 1),
 }
 """How a process ends, and its exit code."""
+
+
+ENDS_OF_AN_INTERPRETER = ("exit", "exception")
+"""Those of an interpreter of its own; the others need none, so that their processes are forked."""
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """By whether it has the compiled module, a context whose processes have the package's crash points."""
+    with crash_servers("numpy") as of:
+        yield of
+
+
+@pytest.fixture
+def forks(servers):
+    """By the implementation that is in use."""
+    return servers(build.POSSIBLE)
 
 
 def all_of(rx) -> list[int]:
@@ -58,22 +76,22 @@ def collect() -> None:
 COPIER = (
     START
     + """
-import torch
-data = torch.empty({size}, dtype=torch.uint8)
+data = np.empty({size}, np.uint8)
 tx = shmtensor.{make}(channel, slots=1, slot_bytes={size})
 print("joined", flush=True)
 for number in range(1, 255):
-    tx.send(data.fill_(number))
+    data.fill(number)
+    tx.send(data)
 """
 )
 
 
 @BOTH
-def test_killed_in_the_middle_of_a_large_copy(channel, names):
+def test_killed_in_the_middle_of_a_large_copy(forks, channel, names):
     """Stopped with half of the payload written, then killed: nobody has seen any of it."""
     size = 256 << 20
     with pair_of(names)[1](channel) as rx:
-        victim = Fellow(COPIER.format(size=size, make=names[0]), channel)
+        victim = Fellow(COPIER.format(size=size, make=names[0]), channel, forks=forks)
         victim.listen("joined")
         deadline = time.monotonic() + 2 * PATIENCE
         for number in range(1, 255):
@@ -114,10 +132,11 @@ with shmtensor.{make}(channel, slots=2) as tx:
 
 @BOTH
 @pytest.mark.parametrize("end", LEAVE)
-def test_death_inside_a_loan(channel, names, end):
+def test_death_inside_a_loan(forks, channel, names, end):
     with pair_of(names)[1](channel) as rx:
         wait = "wait_for_subscribers" if names[0] == "Publisher" else "wait_for_consumers"
-        lender = Fellow(LENDER.format(make=names[0], wait=wait, end=LEAVE[end][0]), channel)
+        code = LENDER.format(make=names[0], wait=wait, end=LEAVE[end][0])
+        lender = Fellow(code, channel, forks=None if end in ENDS_OF_AN_INTERPRETER else forks)
         assert all_of(rx) == [1]
         lender.end(LEAVE[end][1])
     assert not files(channel)
@@ -145,13 +164,14 @@ STOPPED = (
     ("implementation", "point", "action", "nth"),
     cases(["send.acquired", "publish.record", "publish.ordered", "publish.published"], ["stop"], [3]),
 )
-def test_a_sender_stopped_while_publishing(channel, names, implementation, point, action, nth, monkeypatch):
+def test_a_sender_stopped_while_publishing(servers, channel, names, implementation, point, action, nth):
     """The others' messages go on; its own come, in order, when it does."""
-    monkeypatch.setenv(points.BUILD, build.module_path() if implementation == "compiled" else "")
+    forks = servers(implementation == "compiled")
     first = 1 if (implementation, point) == ("compiled", "send.acquired") else 0  # in Python: a ring has to be made
     make, take = pair_of(names)
     with take(channel) as rx, make(channel, slots=2) as other:
-        victim = Fellow(STOPPED.format(point=point, action=action, nth=nth - first, make=names[0]), channel)
+        code = STOPPED.format(point=point, action=action, nth=nth - first, make=names[0])
+        victim = Fellow(code, channel, forks=forks)
         victim.stopped()
         got = []
         for number in range(100, 150):
@@ -184,11 +204,12 @@ sys.stdin.readline()
 @pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
 @BOTH
 @pytest.mark.parametrize("end", LEAVE)
-def test_death_with_a_view_alive(channel, names, end):
+def test_death_with_a_view_alive(forks, channel, names, end):
     """The sender that it holds up goes on; on a work queue its message goes to another."""
     make, take = pair_of(names)
     with make(channel, slots=1) as tx:
-        victim = Fellow(HOLDER.format(take=names[1], end=LEAVE[end][0]), channel)
+        code = HOLDER.format(take=names[1], end=LEAVE[end][0])
+        victim = Fellow(code, channel, forks=None if end in ENDS_OF_AN_INTERPRETER else forks)
         tx._wait_for_receivers(1, PATIENCE, "receivers")
         tx.send(np.array(1))
         victim.listen("holds")
@@ -206,10 +227,11 @@ def test_death_with_a_view_alive(channel, names, end):
 
 @BOTH
 @pytest.mark.parametrize("close", ["rx.close(); ", ""])
-def test_death_of_the_last_receiver_with_views_alive(channel, names, close):
+def test_death_of_the_last_receiver_with_views_alive(forks, channel, names, close):
     """Nobody is left who could notice: the next sweep removes everything, not before."""
     tx = pair_of(names)[0](channel, slots=2)
-    victim = Fellow(HOLDER.format(take=names[1], end=f"{close}print('closed', flush=True); signal.pause()"), channel)
+    code = HOLDER.format(take=names[1], end=f"{close}print('closed', flush=True); signal.pause()")
+    victim = Fellow(code, channel, forks=forks)
     tx._wait_for_receivers(1, PATIENCE, "receivers")
     tx.send(np.array(1))
     victim.listen("holds")
@@ -251,12 +273,13 @@ DEAD = START + "ends = {ends}\nprint('joined', flush=True)\nsignal.pause()"
 @BOTH
 @pytest.mark.parametrize("action", ["kill", "stop"])
 @pytest.mark.parametrize(("point", "nth"), [("sweep.names", 1), ("sweep.names", 2), ("sweep.unlinked", 1)])
-def test_death_of_a_sweeper(channel, names, point, nth, action, monkeypatch):
+def test_death_of_a_sweeper(servers, channel, names, point, nth, action, monkeypatch):
     """Others use the channel meanwhile; the next sweep finishes what it had begun."""
     make, take = pair_of(names)
     with make(channel, slots=2) as tx, take(channel) as rx:
         ends = f"shmtensor.{names[1]}(channel), shmtensor.{names[1]}(channel), shmtensor.{names[0]}(channel)"
-        dying = [Fellow(DEAD.format(ends=ends), name) for name in (channel, channel + "-dead")]
+        forks = servers(False)
+        dying = [Fellow(DEAD.format(ends=ends), name, forks=forks) for name in (channel, channel + "-dead")]
         for fellow in dying:
             fellow.listen("joined")
 
@@ -266,7 +289,7 @@ def test_death_of_a_sweeper(channel, names, point, nth, action, monkeypatch):
                 assert int(rx.recv(timeout=PATIENCE).value) == number
 
         code = SWEEPER.format(point=point, action=action, nth=nth)
-        sweeper = Fellow(code, channel, *(fellow.process.pid for fellow in dying))
+        sweeper = Fellow(code, channel, *(fellow.process.pid for fellow in dying), forks=forks)
         for fellow in dying:
             fellow.end(-signal.SIGKILL)
         if action == "stop":
@@ -310,9 +333,9 @@ end.close()
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("end_of", ["continue", "kill"])
 @pytest.mark.parametrize("point", ["join.opened", "join.locked", "join.owned", "join.prepared", "join.entered"])
-def test_sweeping_while_another_joins(channel, names, end, point, end_of):
+def test_sweeping_while_another_joins(servers, channel, names, end, point, end_of):
     """Whoever is stopped in the middle of joining is not swept away for good: it goes on, or it dies and is swept."""
-    victim = Fellow(JOINER.format(point=point, action="stop", nth=1, name=names[end]), channel)
+    victim = Fellow(JOINER.format(point=point, action="stop", nth=1, name=names[end]), channel, forks=servers(False))
     victim.stopped()
     cleanup.sweep_all(socket_dir())
     if end_of == "kill":
@@ -349,8 +372,9 @@ def body():
 thread = threading.Thread(target=body, daemon=True)
 thread.start()
 words = tx._member.control.words
+pause = threading.Event()
 while not any(words[asleep_word(index)] & 1 for index in range(9)):
-    pass
+    pause.wait(0.001)
 """
 )
 

@@ -30,8 +30,8 @@ from shmtensor.mp import putter, queue_handle
 from shmtensor.ring.layout import L_VERSION
 
 from ..forkservers import preloaded
+from ..spawned import answer
 from ..waiting import complaints, wait_until
-from .children import answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 

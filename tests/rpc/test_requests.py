@@ -813,14 +813,14 @@ def test_statistics_count_the_servers_that_live(forks, channel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pending", [0, 16])
-def test_a_daemon_thread_in_run_ends_with_its_interpreter(channel, pending):
+@pytest.mark.parametrize(("library", "negate", "pending"), [("numpy", "negative", 0), ("torch", "neg", 16)])
+def test_a_daemon_thread_in_run_ends_with_its_interpreter(channel, library, negate, pending):
     program = (
-        "import threading, torch, shmtensor\n"
+        f"import threading, {library} as library, shmtensor\n"
         f"server, client = shmtensor.Server({channel!r}), shmtensor.Client({channel!r})\n"
-        "threading.Thread(target=server.run, args=(torch.neg,), daemon=True).start()\n"
-        f"futures = [client.submit(torch.ones(2)) for _ in range({pending})]\n"
-        "print(client.request(torch.ones(2), timeout=60).tolist())\n"
+        f"threading.Thread(target=server.run, args=(library.{negate},), daemon=True).start()\n"
+        f"futures = [client.submit(library.ones(2)) for _ in range({pending})]\n"
+        "print(client.request(library.ones(2), timeout=60).tolist())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert (done.stdout, complaints(done.stderr)) == ("[-1.0, -1.0]\n", "")

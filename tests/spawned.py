@@ -1,0 +1,48 @@
+"""What processes that tests spawn run. No torch here: they import a function's module, which takes seconds with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from shmtensor import Subscriber
+
+# --- of endpoints and queues
+
+
+def echo(wishes, answers):
+    for item in iter(wishes.get, None):
+        answers.put(item)
+
+
+def answer(tasks, answers):
+    for task in iter(tasks.get, None):
+        task["x"] += 1
+        answers.put((os.getpid(), task))
+
+
+def receive_all(pipe, channel):
+    with Subscriber(channel) as sub:
+        pipe.send("ready")
+        pipe.send([int(msg.value[0]) for msg in sub])
+
+
+# --- roles of the benchmarks
+
+
+def meet_and_return(meet, value):
+    meet()
+    return value, os.getpid(), "torch" in sys.modules
+
+
+def fail(meet):
+    raise ValueError("on purpose")
+
+
+def hang(meet, pipe):
+    """Starts a process of its own and waits for ever."""
+    child = os.fork()
+    if child:
+        pipe.send(child)
+    signal.pause()
