@@ -22,6 +22,7 @@ from shmtensor.rpc import pool as pools
 from shmtensor.rpc import worker
 
 from ..forkservers import preloaded
+from ..implementations import once
 from ..waiting import complaints, wait_until
 from . import services
 
@@ -296,6 +297,7 @@ HOSTILE = ["json", "socket", "signal", "pickle", "struct", "random", "selectors"
            "numpy", "zmq", "xxhash", "posix_ipc", "ml_dtypes", "shmtensor", "sitecustomize"]  # fmt: skip
 
 
+@once("what is found where, before there is an endpoint")
 @pytest.mark.parametrize("how", ["name", "function", "PYTHONPATH"])
 def test_a_worker_looks_for_its_handler_last(channel, tmp_path, how):
     """A directory where somebody may leave a json.py comes after all others; the handler is found there."""
@@ -335,6 +337,7 @@ def test_a_worker_looks_for_its_handler_last(channel, tmp_path, how):
     assert path[-1] == str(here)
 
 
+@once("which start methods are refused")
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_a_handler_that_workers_cannot_import_is_refused_at_once(channel, how):
     """Of a notebook, an interactive interpreter, `python -c` or standard input."""
@@ -412,6 +415,7 @@ def test_the_command_serves_until_a_signal(channel, tmp_path, number):
     assert len(lines) == 5, lines
 
 
+@once("arguments, before there is an endpoint")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -430,6 +434,7 @@ def test_the_command_says_what_is_wrong(arguments, text):
     assert "Traceback" not in err
 
 
+@once("the handler is looked for before there is an endpoint")
 @pytest.mark.parametrize("name", ["no_such_name", "PATIENCE", "Mute", "later"])
 def test_a_handler_that_cannot_serve_ends_the_pool_at_once(channel, name):
     with command(f"tests.rpc.services:{name}", "--name", channel, "--workers", "2") as process:
@@ -474,6 +479,7 @@ def test_a_handlers_own_logging_is_left_alone(channel, tmp_path):
     )
 
 
+@once("its workers never come to an endpoint")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_program_without_a_main_guard_is_told_so(channel, tmp_path, method):
     """Each worker imports the program, which would start a pool in it."""
