@@ -16,10 +16,14 @@ _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Described:
-    """The description of a plan that is being written. Its size does not depend on the digests."""
+    """The description of a plan that is being written. Its size does not depend on the digests.
 
-    def __init__(self, plan: bytes, stored: Sequence[str]) -> None:
-        self._start = f'{{"plan":{plan.decode("ascii")},"stored":{_encode_json(stored)},"xxh3":"'
+    more: further keys, JSON, of the format
+    """
+
+    def __init__(self, plan: bytes, stored: Sequence[str], **more: Any) -> None:
+        others = "".join([f'"{key}":{_encode_json(value)},' for key, value in more.items()])
+        self._start = f'{{"plan":{plan.decode("ascii")},"stored":{_encode_json(stored)},{others}"xxh3":"'
         self._regions = len(stored)
 
     def text(self, digests: Sequence[int] | None) -> tuple[str, str]:

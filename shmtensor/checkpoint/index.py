@@ -24,6 +24,7 @@ MAX_METRICS: Final = 100  # of one save
 _NOT_FINITE: Final = ("nan", "inf", "-inf")
 _VERSION: Final = 1
 _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,254}")
+_METADATA: Final = ".metadata"  # the only name with a dot before it that a file of a checkpoint may have
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
 UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError)
 
@@ -140,7 +141,7 @@ def _entry(found: dict[str, Any]) -> Saved:
     if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
         raise ValueError(f"numbers {numbers!r:.80}")
     inner = [name for name, _, _ in files]
-    names = [entry.name] if inner == [""] else [entry.name, *inner]
+    names = [entry.name] if inner == [""] else [entry.name, *(name for name in inner if name != _METADATA)]
     names += [entry.alias] if entry.alias != "" else []
     if not inner or not all(_FILE.fullmatch(name) for name in names):
         raise ValueError(f"names {names!r:.80}")

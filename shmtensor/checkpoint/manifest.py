@@ -7,6 +7,7 @@
 | `step` | of the checkpoint |
 | `metrics`, `alias` | what `save` was given |
 | `parts` | per rank `[file, bytes, digest]`, in the order of the ranks |
+| `others` | if there are any: files for other programs, `[file, bytes, digest]` each |
 
 Each part is a checkpoint file of its own. Readers see one checkpoint: a dict of the ranks' states by rank, in which a
 tensor's name begins with the rank: `3.model.weight`.
@@ -22,6 +23,8 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from . import index
+from .dcp_metadata import MAX_METADATA, METADATA
+from .digests import digest, text
 from .envelope import SealedFile
 from .formats import Opened
 from .formats.base import Place
@@ -54,6 +57,8 @@ class Manifest:
     metrics: dict[str, float]
     alias: str
     parts: tuple[Part, ...]
+    others: tuple[Part, ...] = ()
+    """Files that this library does not read: `.metadata` (`dcp_metadata`). Their digests are of all bytes."""
 
     def render(self) -> bytes:
         """The bytes of the file."""
@@ -62,6 +67,7 @@ class Manifest:
                 "version": _VERSION, "world_size": len(self.parts), "step": self.step,
                 "metrics": index.json_metrics(self.metrics), "alias": self.alias,
                 "parts": [[part.file, part.nbytes, part.digest] for part in self.parts],
+                **({"others": [[part.file, part.nbytes, part.digest] for part in self.others]} if self.others else {}),
             }
         ).encode()  # fmt: skip
 
@@ -91,15 +97,34 @@ def _parse(found: Any) -> Manifest:
     made = []
     for rank, each in enumerate(parts):
         match each:
-            case [str() as file, int() as nbytes, str() as digest] if named := _PART.fullmatch(file):
-                if int(named[1]) == rank and 0 <= nbytes < 1 << 62 and len(digest) <= 64:
-                    made.append(Part(file, nbytes, digest))
+            case [str() as file, int() as nbytes, str() as checksum] if named := _PART.fullmatch(file):
+                if int(named[1]) == rank and 0 <= nbytes < 1 << 62 and len(checksum) <= 64:
+                    made.append(Part(file, nbytes, checksum))
                     continue
         raise ValueError(f"its part {rank} is {each!r:.80}")
+    others = []
+    for each in found.get("others", []):
+        match each:
+            case [str() as file, int() as nbytes, str() as checksum] if file == METADATA and nbytes <= MAX_METADATA:
+                others.append(Part(file, nbytes, checksum))
+                continue
+        raise ValueError(f"its other file is {each!r:.80}")
     step, alias = found["step"], found["alias"]
     if type(step) is not int or not 0 <= step < 1 << 62 or (alias != "" and not index.is_file_name(alias)):
         raise ValueError(f"its step is {step!r:.40} and its alias {alias!r:.40}")
-    return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made))
+    return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made), tuple(others))
+
+
+def check_others(directory: Path) -> None:
+    """Compare the files for other programs with their digests; `CheckpointError` names one that is damaged."""
+    for other in read(directory).others:
+        path = directory / other.file
+        try:
+            found = index.read_regular(str(path), MAX_METADATA)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}, and {MANIFEST} names it: DCP's own reader needs it") from None
+        if text(digest(found)) != other.digest:
+            raise CheckpointError(f"{path} is damaged: it does not have the digest {other.digest!r:.20}")
 
 
 def open_part(directory: Path, rank: int, opener: Opener = PLAIN) -> Opened:
@@ -158,12 +183,13 @@ def open_ranks(directory: Path, opener: Opener = PLAIN) -> Opened:
         locked = locked or opened.locked
         files += opened.files
         sizes += opened.sizes
-    path = directory / MANIFEST
+    rest = [path for other in manifest.others if (path := directory / other.file).is_file()]
+    rest.append(directory / MANIFEST)
     meta = plan.meta if len(manifest.parts) == 1 else None
     made = Plan({"k": tree}, tensors, regions, meta)
     return Opened(
-        opened.format, made, [*files, path], [*sizes, path.stat().st_size], None if locked else places, digests,
-        native=True, sealed=[*sealed, None], locked=locked,
+        opened.format, made, [*files, *rest], [*sizes, *(path.stat().st_size for path in rest)],
+        None if locked else places, digests, native=True, sealed=[*sealed, *[None] * len(rest)], locked=locked,
     )  # fmt: skip
 
 

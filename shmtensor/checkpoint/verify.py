@@ -15,6 +15,7 @@ from .files import Files
 from .formats import Opened
 from .formats.zip_directory import check_crcs
 from .keys import WrongKey
+from .manifest import MANIFEST, check_others
 from .reading import CHUNK, Damage
 
 Progress = Callable[[int], Any]
@@ -25,11 +26,13 @@ def check(opened: Opened, *, readers: int, progress: Progress | None = None) -> 
 
     Files without digests cannot be verified, except for the CRC-32 of members of a zip archive: a wrong one raises
     `CheckpointError`, as does a file that ends early, and a segment of an encrypted file that is not authentic: every
-    byte of such a file is decrypted.
+    byte of such a file is decrypted. `.metadata` for DCP is compared with the digest in the manifest.
     """
     digests, places = opened.digests, opened.places
     if opened.locked:
         raise WrongKey(f"{opened.main} is encrypted: pass key=, what it was saved with")
+    if opened.files[-1].name == MANIFEST:
+        check_others(opened.files[-1].parent)
     _check_rest(opened, all_of_it=places is None or digests is None)
     if places is None or digests is None:
         if opened.format != "safetensors":

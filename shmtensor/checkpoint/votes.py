@@ -7,6 +7,8 @@ finds all parts there decides, alone, because it holds the mutex of the run:
     vote, part ...  all parts  -> manifest -> outcome in `.shmtensor.run` -> list of saves -> rename -> `latest`
     no part of a rank that is dead, or that has failed  -> outcome "given up" in `.shmtensor.run` -> removed
 
+Before the manifest comes `.metadata` for DCP's own reader, if the parts are those of `shmtensor.dcp`.
+
 The outcome is the decision. It is one atomic replacement of a file: before it the checkpoint can be given up, after it
 any process may repeat the steps that follow. docs/internals/checkpoint-protocol.md has the states and the deaths.
 """
@@ -23,8 +25,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError
-from . import index, manifest, ranks
-from .digests import combine
+from . import dcp_metadata, index, manifest, ranks
+from .digests import combine, digest, text
 from .directory import LATEST, Best, Directory, highest_number, remove, sync, target
 from .index import Saved
 from .manifest import MANIFEST, MAX_RANKS, Manifest, Part
@@ -271,7 +273,12 @@ class Votes:
             name: value for _, vote in sorted(votes.items(), reverse=True) for name, value in vote.metrics.items()
         }
         # crash: ranks.counted
-        made = Manifest(first.step, dict(list(metrics.items())[: index.MAX_METRICS]), alias, parts)
+        try:
+            others = self._write_metadata(pending, [part.file for part in parts])
+        except CheckpointError as error:
+            return self._give_up(record, number, key, f"its parts do not fit together: {error}")
+        # crash: ranks.metadata
+        made = Manifest(first.step, dict(list(metrics.items())[: index.MAX_METRICS]), alias, parts, others)
         index.replace(os.path.join(pending, MANIFEST), made.render())
         sync(pending)
         # crash: ranks.manifest
@@ -280,6 +287,15 @@ class Votes:
         sync(self._directory.path)
         # crash: ranks.decided
         return self._complete(outcome)
+
+    @staticmethod
+    def _write_metadata(pending: str, parts: list[str]) -> tuple[Part, ...]:
+        """Write `.metadata` for DCP's own reader, if the parts are for it."""
+        data = dcp_metadata.metadata_of(pending, parts)
+        if data is None:
+            return ()
+        index.replace(os.path.join(pending, dcp_metadata.METADATA), data)
+        return (Part(dcp_metadata.METADATA, len(data), text(digest(data))),)
 
     def _free_name(self, key: str, vote: Vote) -> str:
         directory = self._directory
@@ -313,11 +329,10 @@ class Votes:
 
     def _rename(self, outcome: Outcome, pending: str) -> None:
         made = manifest.read(Path(pending))
-        files = [_as_saved(pending, name) for name in (MANIFEST, *(part.file for part in made.parts))]
-        digest = combine([int(part.digest, 16) for part in made.parts])
+        files = [_as_saved(pending, name) for name in (MANIFEST, *(part.file for part in (*made.others, *made.parts)))]
         entry = Saved(
-            outcome.name, f"{outcome.run:016x}", made.step, made.step, sum(size for _, size, _ in files), digest,
-            tuple(files), made.metrics, made.alias,
+            outcome.name, f"{outcome.run:016x}", made.step, made.step, sum(size for _, size, _ in files),
+            combine([int(part.digest, 16) for part in made.parts]), tuple(files), made.metrics, made.alias,
         )  # fmt: skip
         self._directory.record(entry)
         # crash: ranks.recorded

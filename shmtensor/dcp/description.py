@@ -17,14 +17,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from ..checkpoint.dcp_metadata import KEY, VERSION
 from ..checkpoint.plan import Entry, Plan
 from ..checkpoint.slicing import stored_nbytes
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..wire.spec import MAX_BYTES
 
-KEY: Final = "dcp"
 OBJECTS: Final = "objects"
-_VERSION: Final = 1
 _MAX_FQN: Final = 4096  # characters
 _MAX_PATH: Final = 64  # steps
 _MOST_SHARED: Final = 64
@@ -59,7 +58,7 @@ class Description(NamedTuple):
     def render(self) -> dict[str, Any]:
         """The JSON value."""
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "tensors": [list(t) for t in self.tensors],
             "objects": [list(o) for o in self.objects],
         }
@@ -89,9 +88,9 @@ def parse(meta: dict[str, Any] | None, plan: Plan, label: str) -> Description:
     found = None if meta is None else meta.get(KEY)
     if not isinstance(found, dict):
         raise CheckpointError(f"{label} was not saved by shmtensor.dcp: load it by shmtensor.load_checkpoint")
-    if found.get("version") != _VERSION:
+    if found.get("version") != VERSION:
         raise CheckpointError(
-            f"{label} has version {found.get('version')!r:.20} of items, this library reads {_VERSION}"
+            f"{label} has version {found.get('version')!r:.20} of items, this library reads {VERSION}"
         )
     tensors, objects = found.get("tensors"), found.get("objects")
     if not isinstance(tensors, list) or not isinstance(objects, list):

@@ -16,14 +16,13 @@ from typing import Final, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ..checkpoint.dcp_metadata import MAX_METADATA, METADATA
 from ..errors import CheckpointError
 from ..wire.spec import MAX_BYTES
 from .archives import load_archive_at
 from .metadata import Chunks
 from .metadata_pickle import Chunk, Range, Tensor, read_pickle
 
-METADATA: Final = ".metadata"
-MAX_METADATA: Final = 512 << 20  # bytes
 _FILE: Final = re.compile(r"[^/\0]{1,255}")
 
 

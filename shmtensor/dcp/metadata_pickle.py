@@ -123,6 +123,8 @@ def _run(data: bytes) -> Any:
             case "MARK":
                 marks.append(stack)
                 stack = []
+            case "POP":
+                stack.pop()
             case "MEMOIZE":
                 memo[len(memo)] = stack[-1]
             case "BINPUT" | "LONG_BINPUT":

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.dcp_metadata import KEY
 from ..checkpoint.handle import SaveHandle
 from ..checkpoint.names import step_of
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import ArgumentTypeError
-from .description import KEY, OBJECTS, Description, ObjectItem, TensorItem, check_item
+from .description import OBJECTS, Description, ObjectItem, TensorItem, check_item
 
 _NUMBER: Final = re.compile(r"(?:.*\D)?(\d{1,18})")
 

@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from ..checkpoint.dcp_metadata import METADATA
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.names import check_source, is_url
 from ..checkpoint.resolving import resolve
 from ..errors import ArgumentError, CheckpointError
 from .archives import Repacked
-from .filesystem import METADATA, FileSystemFiles
+from .filesystem import FileSystemFiles
 from .stored_parts import StoredParts
 
 _PATIENCE: Final = 3
@@ -108,7 +109,7 @@ class StorageReader(storage.StorageReader):
         raise AssertionError("unreachable")
 
     def _open(self) -> Source:
-        if (self._path / METADATA).is_file():
+        if (self._path / METADATA).is_file() and not (self._path / MANIFEST).is_file():
             return FileSystemFiles(self._path)
         found = resolve(self._path)
         directory = Path(os.path.realpath(found if isinstance(found, Path) else found.files[0].parent))

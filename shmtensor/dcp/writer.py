@@ -38,7 +38,9 @@ class StorageWriter(Local, storage.StorageWriter):
     Args:
         directory: where the checkpoints are written; created if it is missing.
         memory: bytes of shared memory of this rank at most, as for `CheckpointWriter`.
-        format: of each rank's file: `"safetensors"`, `"torch"` or `"npz"`.
+        format: of each rank's file. `"distcp"`: DCP's own `FileSystemReader` reads the checkpoint as well, without this
+            library. `"safetensors"`, `"torch"` or `"npz"`: the file of a rank is for other programs, and the checkpoint
+            is read by `StorageReader` alone.
         keep_last, keep_every: which checkpoints stay, as for `CheckpointWriter`; the same on every rank.
         nice, ionice: of the writing process, as for `CheckpointWriter`.
         process_group: that of the saves, `process_group=`; None: all ranks.
@@ -54,10 +56,11 @@ class StorageWriter(Local, storage.StorageWriter):
     >>> with tempfile.TemporaryDirectory() as runs:
     ...     with StorageWriter(runs) as writer:
     ...         metadata = dcp.save({"w": torch.ones(3), "step": 7}, storage_writer=writer, no_dist=True)
-    ...     state = {"w": torch.zeros(3), "step": 0}
+    ...     state, same = {"w": torch.zeros(3), "step": 0}, {"w": torch.zeros(3), "step": 0}
     ...     dcp.load(state, storage_reader=StorageReader(runs), no_dist=True)
-    ...     state
-    {'w': tensor([1., 1., 1.]), 'step': 7}
+    ...     dcp.load(same, checkpoint_id=f"{runs}/step-00000007", no_dist=True)  # by torch's own reader
+    ...     state, same["w"]
+    ({'w': tensor([1., 1., 1.]), 'step': 7}, tensor([1., 1., 1.]))
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class StorageWriter(Local, storage.StorageWriter):
         directory: str | os.PathLike[str],
         *,
         memory: int | str | None = None,
-        format: Literal["safetensors", "torch", "npz"] = "safetensors",
+        format: Literal["distcp", "safetensors", "torch", "npz"] = "distcp",
         keep_last: int | None = None,
         keep_every: int | None = None,
         nice: int = 10,
@@ -147,7 +150,7 @@ class StorageWriter(Local, storage.StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: the checkpoint is durable, and its metadata is in the parts."""
+        """Nothing: the checkpoint is durable, with its metadata; the trainer may be gone by then."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

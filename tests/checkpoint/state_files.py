@@ -13,7 +13,7 @@ from shmtensor.checkpoint.digests import Summer
 from shmtensor.checkpoint.formats import get_format
 from shmtensor.checkpoint.plan import Plan, plan
 
-SUFFIX = {"safetensors": ".safetensors", "torch": ".pt", "npz": ".npz"}
+SUFFIX = {"safetensors": ".safetensors", "torch": ".pt", "npz": ".npz", "distcp": ".distcp"}
 
 
 def save(state, path, format="safetensors", *, max_shard=None, meta=None) -> Path:

@@ -7,32 +7,37 @@ import doctest
 import importlib
 import os
 import pickle
+import re
 import signal
 import threading
 import traceback
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.checkpoint import names
+from shmtensor.checkpoint import dcp_metadata, names
+from shmtensor.checkpoint.dcp_metadata import KEY
 from shmtensor.checkpoint.writer import CheckpointWriter
 
 from ..forkservers import preloaded
 from ..waiting import PATIENCE, stop, wait_for_end, wait_until
+from .dcp_parts import dcp_part, save_part
 from .test_deaths import names_in, own_channels  # noqa: F401
+from .test_ranks import close_all, dies, open_writers, trainers  # noqa: F401
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_all  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
-from shmtensor.dcp.description import KEY  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -184,7 +189,8 @@ def _same(value, expected) -> bool:
         value, expected = value.to_local(), expected.to_local()
     if (value.dtype, value.shape) != (expected.dtype, expected.shape):
         return False
-    return not value.numel() or torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (value, expected)))
+    own = [tensor.resolve_conj().resolve_neg().contiguous().flatten() for tensor in (value, expected)]
+    return not value.numel() or torch.equal(*(tensor.view(torch.uint8) for tensor in own))
 
 
 def bytes_read() -> int:
@@ -200,6 +206,13 @@ def saving(rank, count, path, seeds, options=None):
     with StorageWriter(path, **(options or {})) as writer:
         for seed in seeds:
             dcp.save(distributed(count, seed), storage_writer=writer)
+
+
+def loading_by_torch(rank, count, path, seed):
+    """Whether torch's own reader finds the state of the seed."""
+    state = distributed(count, seed + 1)
+    dcp.load(state, checkpoint_id=path)
+    return differences(state, distributed(count, seed))
 
 
 def loading(rank, count, path, seed):
@@ -313,6 +326,8 @@ def test_what_is_staged_becomes_durable_although_every_trainer_is_killed(forks, 
     assert os.readlink(path / "latest") == "step-00000002"
     assert names_in(path) == {"step-00000001", "step-00000002"}
     assert [different for different, _ in play(2, loading, str(path), 2)] == [[], []]
+    found = load_all("model", checkpoint_id=path / "step-00000002")["model"]  # by torch's own reader
+    assert differences(found, whole(2)) == []
 
 
 class Fails:
@@ -457,6 +472,219 @@ def test_a_save_after_an_async_save_that_failed_saves_its_own_state(tmp_path):
         stager.close()
     assert load_all(storage_reader=StorageReader(tmp_path / "step-00000002"))["w"].tolist() == [2.0] * 3
     assert {"step-00000001", "step-00000002"} < names_in(tmp_path)  # what was staged is durable all the same
+
+
+# --- torch's own reader
+
+
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "float8_e4m3fn", "float8_e5m2",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint64", "uint32",
+    "uint16", "uint8", "bool",
+)  # fmt: skip
+
+
+def everything() -> dict:
+    """Each dtype, each kind of view, and names of any kind."""
+    bits = torch.randint(0, 2, (24, 16), dtype=torch.uint8)
+    weight = torch.randn(40, 30)
+    return {
+        "dtypes": {name: bits.clone().view(getattr(torch, name)) for name in DTYPES},
+        "scalar": torch.tensor(3.5),
+        "empty": [torch.empty(0), torch.empty(0, 4, dtype=torch.bfloat16), torch.empty(0, 4, dtype=torch.bfloat16)],
+        "aliased": {"a": weight, "b": weight, "rows": weight[3:9], "bits": weight.view(torch.int32), "t": weight.t()},
+        "transposed": torch.randn(20, 30).t(),
+        "gaps": torch.randn(20, 20)[::2, ::3],
+        "expanded": torch.ones(1, 3).expand(5, 3),
+        "conjugated": torch.randn(7, dtype=torch.complex64).conj(),
+        "negative": torch.randn(7, dtype=torch.complex64).conj().imag,
+        "large": torch.randn(700, 900),
+        "objects": [{"betas": (0.9, 0.99), "none": None}, "text", 7, 0.1, OrderedDict(a=1)],
+        "step": 5,
+        "odd.\u00e4 \n\"'\\[0]/\u2028\U0001f600\ud800": torch.ones(3),
+        "x" * 3000: torch.zeros(2),
+        "x" * 3001: 7,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_torch_reads_every_kind_of_item(tmp_path):
+    state, path = everything(), tmp_path / "runs" / "step-00000005"
+    with StorageWriter(tmp_path / "runs") as writer:
+        dcp.save(state, storage_writer=writer)
+    dcp_to_torch_save(path, tmp_path / "all.pt")
+    assert differences(torch.load(tmp_path / "all.pt"), state) == []
+    target = {
+        name: each.new_zeros(each.shape) if isinstance(each, torch.Tensor) else each for name, each in state.items()
+    }
+    dcp.load(target, checkpoint_id=tmp_path / "runs" / "latest")
+    assert differences(target, state) == []
+    assert differences(load_all(storage_reader=StorageReader(tmp_path / "runs")), state) == []
+    (info,) = shmtensor.list_checkpoints(tmp_path / "runs")
+    assert info.error is None
+    assert info.nbytes == sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_torch_reads_what_several_ranks_have_saved(play, tmp_path):
+    path = str(tmp_path / "runs")
+    play(2, saving, path, [7])
+    assert differences(load_all(checkpoint_id=f"{path}/latest")["model"], whole(7)) == []
+    assert play(3, loading_by_torch, f"{path}/step-00000007", 7) == [[]] * 3
+
+
+def test_metadata_is_what_torch_writes(tmp_path):
+    """But for the places in the files, and for what this library leaves out."""
+    state = everything()
+    with StorageWriter(tmp_path / "ours") as writer:
+        dcp.save(state, storage_writer=writer)
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours/step-00000005", "theirs"))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    assert ours.version == theirs.version
+
+
+def test_other_formats_have_no_metadata(tmp_path):
+    for format in ("safetensors", "torch", "npz"):
+        with StorageWriter(tmp_path / format, format=format) as writer:
+            dcp.save({"w": torch.ones(5), "step": 1}, storage_writer=writer)
+        assert not (tmp_path / format / "step-00000001" / ".metadata").exists()
+        assert load_all(storage_reader=StorageReader(tmp_path / format))["w"].tolist() == [1.0] * 5
+
+
+def test_a_planner_without_paths(tmp_path):
+    state = {"a": {"w": torch.ones(3)}, "o": 1}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with StorageWriter(tmp_path) as writer:
+        dcp.save({"a.w": state["a"]["w"], "o": 1}, storage_writer=writer, planner=planner, checkpoint_id="flat")
+    assert dcp.FileSystemReader(tmp_path / "flat").read_metadata().planner_data is None
+    assert load_all(checkpoint_id=tmp_path / "flat")["a.w"].tolist() == [1.0] * 3
+
+
+def test_damaged_metadata_is_found_by_verify_and_not_read(tmp_path):
+    from shmtensor.checkpoint.resolving import open_path
+    from shmtensor.checkpoint.verify import check
+
+    with StorageWriter(tmp_path, keep_last=1) as writer:
+        for step in (1, 2):
+            dcp.save({"w": torch.ones(5), "step": step}, storage_writer=writer)
+    assert names_in(tmp_path) == {"step-00000002"}  # the first one was removed with its `.metadata`
+    path = tmp_path / "step-00000002" / ".metadata"
+    assert check(open_path(tmp_path), readers=1) == []
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(shmtensor.CheckpointError, match="metadata is damaged"):
+        check(open_path(tmp_path), readers=1)
+    path.unlink()
+    with pytest.raises(shmtensor.CheckpointError, match="No such file"):
+        check(open_path(tmp_path), readers=1)
+    assert load_all(storage_reader=StorageReader(tmp_path))["w"].tolist() == [1.0] * 5
+
+
+# --- `.metadata`, when processes die
+
+
+def check_dcp(path: Path, step: int) -> None:
+    """`.metadata` is whole, and so is what it names."""
+    reader = dcp.FileSystemReader(path)
+    found = reader.read_metadata()
+    assert found.planner_data == {
+        "w": ("w",), "object": ("object",), **{f"{key}{rank}": (key, rank) for key in ("own", "o") for rank in (0, 1)},
+    }  # fmt: skip
+    state = {"w": torch.zeros(10_000, dtype=torch.float64)}
+    dcp.load(state, storage_reader=reader)
+    assert state["w"].unique_consecutive().tolist() == [10.0 * step, 10.0 * step + 1]
+    for fqn, data in (("object", b"same"), ("o0", b"own"), ("o1", b"own")):
+        where = found.storage_data[dcp.metadata.MetadataIndex(fqn)]
+        assert (path / where.relative_path).read_bytes()[where.offset :][: where.length] == data
+
+
+POINTS = ["ranks.counted", "ranks.metadata", "ranks.manifest", "ranks.decided", "ranks.cleared", "ranks.renamed"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_writing_process_dies_at_the_metadata(dies, tmp_path, point):  # noqa: F811
+    path = tmp_path / "runs"
+    dies(point)
+    writers = open_writers(path, 2, format="distcp", keep_last=2)
+    for step in (1, 2, 3):
+        for handle in [save_part(writer, rank, step) for rank, writer in enumerate(writers)]:
+            handle.durable.result(PATIENCE)
+    assert sum(writer.statistics().restarts for writer in writers) == 1
+    close_all(writers)
+    assert names_in(path) == {"step-00000002", "step-00000003"}
+    for step in (2, 3):
+        check_dcp(path / f"step-{step:08d}", step)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_every_process_dies_at_the_metadata(tmp_path, point):
+    """What has a name has a whole `.metadata`; the next run completes what was left."""
+    path = tmp_path / "runs"
+    die = (
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        f"import os, signal, sys, json; points.arm({point!r}, 'kill')\n"
+    )
+    end = f"""
+from tests.checkpoint.dcp_parts import save_part
+for w in writers: w.close()
+process_handle.LAUNCH = {die!r} + process_handle.LAUNCH
+writers = [CheckpointWriter(path, rank=rank, world_size=2, format="distcp") for rank in range(2)]
+for w in writers: w.start()
+pids = [w.statistics().pid for w in writers]
+for pid in pids: stop(pid)
+for rank, w in enumerate(writers): save_part(w, rank, 2)
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pids = trainers(path, end)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    for pid in pids:
+        wait_for_end(pid)
+    made = path / "step-00000002"
+    if POINTS.index(point) < POINTS.index("ranks.decided"):  # later the process of the other rank may go on
+        assert not made.exists()
+    if made.exists():
+        check_dcp(made, 2)
+    writers = open_writers(path, 2, format="distcp")
+    for rank, writer in enumerate(writers):
+        save_part(writer, rank, 5)
+    close_all(writers)
+    check_dcp(made, 2)
+    check_dcp(path / "step-00000005", 5)
+
+
+def test_parts_that_do_not_agree_make_no_checkpoint(tmp_path):
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(writer) for writer in open_writers(tmp_path, 2, format="distcp")]
+        for change in ("size", "kind"):
+            handles = []
+            for rank, writer in enumerate(writers):
+                state, meta = dcp_part(rank, 1)
+                if rank and change == "size":
+                    meta[KEY]["tensors"][0][2] = [20_000]
+                elif rank:
+                    meta[KEY]["objects"][0][0] = "w"
+                handles.append(writer.save(state, meta=meta))
+            for handle in handles:
+                assert re.search("two sizes|an object on one", str(handle.durable.exception(PATIENCE)))
+        for handle in [save_part(writer, rank, 3) for rank, writer in enumerate(writers)]:
+            handle.durable.result(PATIENCE)
+    assert names_in(tmp_path) == {"step-00000003"}
+    check_dcp(tmp_path / "step-00000003", 3)
+
+
+def test_a_checkpoint_without_its_manifest_is_read_by_its_metadata(tmp_path):
+    """A checkpoint whose manifest was lost is still one for DCP's readers."""
+    with StorageWriter(tmp_path) as writer:
+        dcp.save({"w": torch.arange(5), "empty": torch.empty(0), "step": 1}, storage_writer=writer)
+    made = tmp_path / "step-00000001"
+    assert dcp_metadata.metadata_of(str(made), ["rank-00000.distcp"]) == (made / ".metadata").read_bytes()
+    (made / "shmtensor.ranks.json").unlink()
+    assert load_all(storage_reader=StorageReader(made))["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 # --- checkpoints of FileSystemWriter
@@ -623,7 +851,7 @@ def test_damage_is_found(tmp_path):
     state = {"w": torch.ones(5000), "step": 1}
     with StorageWriter(tmp_path) as writer:
         dcp.save(state, storage_writer=writer)
-    file = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    file = tmp_path / "step-00000001" / "rank-00000.distcp"
     data = bytearray(file.read_bytes())
     data[data.index(torch.ones(5000).numpy().tobytes()) + 40] ^= 1
     file.write_bytes(data)

@@ -49,8 +49,8 @@ OTHER_POINTS = ["abandon.done", "discard.removed", "ckptsweep.removed", "worker.
 CLOSE_POINTS = ["close.staged", "close.over", "close.left"]
 RANK_POINTS = [
     "vote.begun", "vote.written", "vote.added", "vote.durable", "part.before", "part.released", "ranks.counted",
-    "ranks.manifest", "ranks.decided", "ranks.recorded", "ranks.cleared", "ranks.renamed", "ranks.durable",
-    "part.reported", "part.done",
+    "ranks.metadata", "ranks.manifest", "ranks.decided", "ranks.recorded", "ranks.cleared", "ranks.renamed",
+    "ranks.durable", "part.reported", "part.done",
 ]  # fmt: skip
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
 GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun"]

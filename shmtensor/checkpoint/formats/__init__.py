@@ -6,13 +6,14 @@ from pathlib import Path
 
 from ...errors import ArgumentError, CheckpointError
 from .base import FileSpec, Format, Layout, Opened, Piece, Stored
+from .distcp import Distcp
 from .npz import Npz
 from .safetensors import Safetensors
 from .torch import Torch
 
 __all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "Stored", "detect", "get_format"]
 
-FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz())}
+FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz(), Distcp())}
 
 
 def get_format(name: str) -> Format:

@@ -40,10 +40,17 @@ class Member(NamedTuple):
     nbytes: int
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
+    """A member, and where its header and its bytes begin in the archive."""
+
     member: Member
     header: int
     start: int
+
+
+def place(member: Member, at: int, alignment: int = 1) -> Placed:
+    """Place a member whose header begins at `at`."""
+    return Placed(member, at, align(at + _LOCAL.size + len(member.name.encode()) + _extra_room(member), alignment))
 
 
 class Archive:
@@ -68,14 +75,14 @@ class Archive:
         places: list[Place] = [(0, 0)] * len(self._plan.regions)
         fill: list[Write] = []
         for member in self.members:
-            start = align(at + _LOCAL.size + len(member.name.encode()) + _extra_room(member), ALIGNMENT)
-            placed.append(_Placed(member, at, start))
+            placed.append(place(member, at, ALIGNMENT))
+            start = placed[-1].start
             if member.region >= 0:
                 places[member.region] = (0, start + len(member.data))
                 if member.data:
                     fill.append((0, start, member.data))
             else:
-                fill.append((0, at, _local(placed[-1], zlib.crc32(member.data)) + member.data))
+                fill.append((0, at, local_header(placed[-1], zlib.crc32(member.data)) + member.data))
             at = start + member.nbytes
         nbytes = at + len(_tail(placed, at, [0] * len(placed), described.file(None), description))
 
@@ -87,7 +94,7 @@ class Archive:
                 crc = zlib.crc32(data)
                 if region >= 0:
                     crc = combine_crc(crc, crcs[region], self._plan.regions[region].nbytes)
-                    writes.append((0, each.header, _local(each, crc)))
+                    writes.append((0, each.header, local_header(each, crc)))
                 sums.append(crc)
             writes.append((0, at, _tail(placed, at, sums, described.file(digests), description)))
             return writes
@@ -105,7 +112,8 @@ def _flags(name: bytes) -> int:
     return 0 if name.isascii() else _UTF8
 
 
-def _local(placed: _Placed, crc: int) -> bytes:
+def local_header(placed: Placed, crc: int) -> bytes:
+    """The header before a member, with padding up to its bytes."""
     member, header, start = placed
     name = member.name.encode()
     extra = b""
@@ -123,7 +131,7 @@ def _local(placed: _Placed, crc: int) -> bytes:
     )
 
 
-def _central(placed: _Placed, crc: int) -> bytes:
+def _central(placed: Placed, crc: int) -> bytes:
     member, header, _ = placed
     name = member.name.encode()
     size = member.nbytes
@@ -143,22 +151,26 @@ def _central(placed: _Placed, crc: int) -> bytes:
     )  # fmt: skip
 
 
-def _tail(placed: Sequence[_Placed], at: int, crcs: Sequence[int], data: bytes, name: str) -> bytes:
+def _tail(placed: Sequence[Placed], at: int, crcs: Sequence[int], data: bytes, name: str) -> bytes:
     """The description as the last member, the table of contents, and the end."""
     member = Member(name, data, -1, len(data))
-    start = align(at + _LOCAL.size + len(name.encode()) + _extra_room(member), ALIGNMENT)
-    last = _Placed(member, at, start)
+    last = place(member, at, ALIGNMENT)
     crc = zlib.crc32(data)
-    body = _local(last, crc) + data
-    table = b"".join([_central(each, crc) for each, crc in zip(placed, crcs, strict=True)]) + _central(last, crc)
-    count, offset = len(placed) + 1, at + len(body)
+    body = local_header(last, crc) + data
+    return body + contents([*placed, last], [*crcs, crc], at + len(body))
+
+
+def contents(placed: Sequence[Placed], crcs: Sequence[int], offset: int) -> bytes:
+    """The table of contents that begins at `offset`, and the end of the archive."""
+    table = b"".join([_central(each, crc) for each, crc in zip(placed, crcs, strict=True)])
+    count = len(placed)
     end = b""
     if count >= _MAX16 or offset >= _MAX32 or len(table) >= _MAX32:
         end = _END64.pack(0x06064B50, 44, 45, 45, 0, 0, count, count, len(table), offset)
         end += _LOCATOR.pack(0x07064B50, 0, offset + len(table), 1)
     short = min(count, _MAX16)
     end += _END.pack(0x06054B50, 0, 0, short, short, min(len(table), _MAX32), min(offset, _MAX32), 0)
-    return body + table + end
+    return table + end
 
 
 _POLYNOMIAL = 0xEDB88320
