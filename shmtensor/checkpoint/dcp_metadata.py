@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..wire.dtypes import BY_NAME
 from .formats.distcp import Distcp, read_table
 from .limits import MAX_TENSORS
 
@@ -82,6 +83,8 @@ class _Items:
         ):
             _, _, dtype, shape, *_ = entry
             found = self.tensors.get(fqn)
+            if not isinstance(fqn, str) or dtype not in BY_NAME:  # it becomes a name in the pickle
+                raise CheckpointError(f"item {fqn!r:.80} has dtype {dtype!r:.40}")
             if found is None:
                 found = self.tensors[fqn] = _Tensor(tuple(size), dtype)
             elif found.dtype != dtype or found.size != tuple(size):
