@@ -4,9 +4,9 @@ The process that commits a checkpoint of several ranks writes it beside the part
 distcp and say what DCP's items they have (`shmtensor.dcp.description`). No trainer has to be there, and the file is on
 disk before the checkpoint gets its name. This library never reads it: the manifest and the parts say the same.
 
-The pickle has protocol 2 and is written opcode by opcode: instances of four classes of
-`torch.distributed.checkpoint.metadata` and of `_StorageInfo`, with the fields that they have had since torch 2.3, and
-nothing of the user's but strings and numbers.
+The pickle has protocol 2 and is written opcode by opcode: instances of the classes of
+`torch.distributed.checkpoint.metadata` and of `_StorageInfo`, with the fields that DCP pickles itself, and nothing of
+the user's but strings and numbers.
 """
 
 from __future__ import annotations

@@ -108,13 +108,14 @@ def _read(path: Path) -> tuple[int, bytes]:
         size = file.seek(0, 2)
         file.seek(0)
         head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        if not head.startswith(_MAGIC):
             raise CheckpointError(f"{path} is no distcp file: it begins with {head[:16]!r}")
+        if len(head) < _HEAD.size:
+            raise CheckpointError(f"{path} has {size} bytes, less than its head: it is truncated")
         _, start, nbytes = _HEAD.unpack(head)
-        if start + nbytes > size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, its description is at {start} and has {nbytes}: it is truncated"
-            )
+        if align(start + nbytes, PAGE) != size:
+            fault = "it is truncated" if align(start + nbytes, PAGE) > size else "it is longer than it says"
+            raise CheckpointError(f"{path} has {size} bytes, its description is at {start} and has {nbytes}: {fault}")
         if start < _START or nbytes > 4 * MAX_DESCRIPTION:
             raise CheckpointError(f"{path}: its description is at {start} and has {nbytes} bytes: it is damaged")
         file.seek(start)
