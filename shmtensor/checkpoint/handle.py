@@ -82,7 +82,8 @@ class _Result(Local, Future[_T]):
         return super().exception(0)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._ended.wait(timeout if timeout is None else max(0.0, timeout)):
+        # a callback may ask before `_ended` is set
+        if not self.done() and not self._ended.wait(timeout if timeout is None else max(0.0, timeout)):
             raise TimeoutError
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:

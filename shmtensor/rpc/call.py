@@ -129,7 +129,7 @@ class RequestFuture(Future[Any]):
         if source is not None:
             in_flight, call = source
             in_flight.wait(call, timeout)
-            if not call.done:
+            if not call.done and not self.done():  # a callback may ask before the call has ended
                 raise FutureTimeout
 
     def cancel(self) -> bool:

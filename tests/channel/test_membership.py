@@ -343,7 +343,8 @@ def test_a_damaged_record_of_a_sender_that_was_read_is_passed_over(channel, capl
 def test_a_reply_of_another_version_is_named(channel):
     with shmtensor.Server(channel) as server, shmtensor.Client(channel) as client:
         future = client.submit(np.array(1))
-        with server.recv(timeout=100) as request:
+        # the client's thread does not look before the version is there
+        with server.recv(timeout=100) as request, client._in_flight.leading:
             replies = server._taken._replies_for(record_of(request))
             store(replies._words, L_VERSION, 99)
             request.reply(np.array(2))

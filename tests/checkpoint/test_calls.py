@@ -147,6 +147,22 @@ def test_callbacks_are_called_in_order_in_one_thread_without_a_lock(tmp_path):
     assert seen[-1] == (threading.current_thread().name, handles[0].path)
 
 
+def test_a_callback_has_the_result_at_once():
+    """Also if the thread for callbacks is faster than the one that has set the result."""
+
+    class Fast:
+        def put(self, call):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+    seen = []
+    for outcome in (Outcome(Fast()), Outcome(Fast())):
+        outcome.add_done_callback(lambda future: seen.append((future.result(0), future.exception(0))))
+        outcome.set_result("durable")
+    assert seen == [("durable", None)] * 2
+
+
 def test_a_callback_that_saves_and_closes(tmp_path):
     over = threading.Event()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import shmtensor
 from shmtensor.ring.implementation import Received
 from shmtensor.ring.layout import DEADLINE, NOTE
+from shmtensor.rpc.call import Call, RequestFuture
 from shmtensor.rpc.request import record_of
 from shmtensor.rpc.sidecar import CANCELLED, ONCE
 
@@ -238,3 +240,16 @@ def test_unusual_replies_of_several_servers(channel):
             ):
                 assert int(reply["number"] if number % 3 == 2 else reply[0]) == number
         assert client.statistics().duplicates == 0
+
+
+def test_a_callback_has_the_reply_before_its_call_has_ended():
+    """As it may, in its own thread, while the one that receives is about to note the end of the call."""
+    in_flight = SimpleNamespace(wait=lambda call, timeout: None, notifier=SimpleNamespace(due=[]))
+    call, seen = Call(0, 0), []
+    future = RequestFuture(in_flight, call)
+    future.add_done_callback(lambda future: seen.append((future.result(0), future.exception(0))))
+    future._finish(7, None)
+    future._source = in_flight, call  # as before the last step of `_finish`
+    (notify,) = in_flight.notifier.due
+    notify()
+    assert seen == [(7, None)]
