@@ -8,6 +8,7 @@ from .claims import (
     ClaimsPoison,
     ClaimsProducerDeath,
     ClaimsTwoSlots,
+    ClaimsUndone,
     ClaimsUnlockedLate,
     ClaimsUnlockedLateAndDeath,
 )
@@ -31,7 +32,7 @@ MODELS: tuple[type[Model], ...] = (
     *(SleepWake, SleepWakeRinger, SleepWakeDeath, SleepWakeTick),  # 3
     *(SlotWait, SlotWaitDeath),  # 4
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
-    *(ClaimsUnlockedLate, ClaimsUnlockedLateAndDeath),
+    *(ClaimsUnlockedLate, ClaimsUnlockedLateAndDeath, ClaimsUndone),
     *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
     *(Requests, RequestsOnce),  # 8

@@ -178,6 +178,8 @@ class Consumer(Process):
 
     def write_claimed(self, mem, me):
         mem["claimed", me.slot] = me.n
+        if self.undoes:
+            return "undo_attempt"
         if me.count + (self.broken == "attempt_late") > self.max_attempts:
             mem.ghost["reported"] |= {me.n}
             return "done"
@@ -188,6 +190,15 @@ class Consumer(Process):
         if self.broken == "attempt_late":
             return "write_attempt"
         return "unlock" if self.broken in ("unlock_before_done", "unlock_with_view") else "done"
+
+    def undo_attempt(self, mem, me):
+        """It cannot read the message: a package is missing. What was stored is undone before the unlock."""
+        mem["attempt", me.slot] = (me.n, me.count - 1)
+        return "undo_claimed" if me.count == 1 else "unlock"
+
+    def undo_claimed(self, mem, me):
+        mem["claimed", me.slot] = 0
+        return "unlock"
 
     def done(self, mem, me):
         mem["done", me.slot] = me.n
@@ -240,6 +251,7 @@ class Claims(Model):
     slots, messages, max_attempts, mortal = 1, 2, 9, ()
     # does a consumer scan at ticks; how many messages does it take before it leaves; may it unlock late
     ticks, quotas, keeps = True, (0, 0), False
+    undoes = ()  # consumers that cannot read any message
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -255,7 +267,16 @@ class Claims(Model):
         self.processes = [
             Producer("P", broken, "P" in self.mortal, **settings),
             *(
-                Consumer(c, broken, c in self.mortal, ticks=self.ticks, quota=quota, keeps=self.keeps, **settings)
+                Consumer(
+                    c,
+                    broken,
+                    c in self.mortal,
+                    ticks=self.ticks,
+                    quota=quota,
+                    keeps=self.keeps,
+                    undoes=c in self.undoes,
+                    **settings,
+                )
                 for c, quota in zip(("C1", "C2"), self.quotas, strict=True)
             ),
         ]
@@ -330,6 +351,13 @@ class ClaimsConsumerDeath(Claims):
         unlock_with_view="the claim is unlocked before done is stored, while the view lives",
     )
     messages, mortal, crashes = 2, ("C1",), 1
+
+
+class ClaimsUndone(Claims):
+    """A consumer that can read no message undoes each claim, and dies anywhere: the other one gets all of them."""
+
+    MUTATIONS = named(no_scan="there is no scan: only the walk")
+    messages, mortal, crashes, undoes = 2, ("C1",), 1, ("C1",)
 
 
 class ClaimsProducerDeath(Claims):
