@@ -217,7 +217,10 @@ class Endpoint(Local, ABC):
             raise
 
     def _outlast(self) -> None:
-        """Wait for processes that need what ends with this one. Called at exit, when all its endpoints are closed."""
+        """Leave, though views are alive; wait for other processes that need what ends with this one.
+
+        Called at exit, when all endpoints of the process are closed, for each that is `lingering`.
+        """
         return
 
     def _refuse(self) -> None:

@@ -39,6 +39,7 @@ from .base import (
     AsleepWord,
     check_timeout,
     lingering,
+    local_members,
 )
 from .devices import Devices
 from .message import Message, drop_all
@@ -502,6 +503,15 @@ class Receiver(Producers):
             self._leave(acknowledge=False)
         if self._state == LEAVING and not self._member.control.anybody_alive():
             self._depart()  # it is the last member, and its views end with the process
+
+    def _outlast(self) -> None:
+        """At exit, with views that nobody will drop, such as a daemon thread's: leave, if no other process is left.
+
+        Otherwise the kernel drops this member's lock when the process ends, and the others sweep what it leaves.
+        """
+        control, local = self._member.control, local_members()
+        if not any(control.is_alive(entry.index) for entry in control.members() if entry.uid not in local):
+            self._run(self._depart)
 
     def statistics(self) -> ReceiverStatistics:
         """Counters since this receiver was made."""

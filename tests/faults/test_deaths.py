@@ -391,6 +391,35 @@ def test_the_interpreter_ends_while_a_thread_waits(channel, names, call):
     assert not files(channel)
 
 
+HOLDING_THREAD = (
+    START
+    + """
+def body(receiver, held):
+    msg = receiver.recv(timeout=60)
+    held.set()
+    threading.Event().wait()
+made = [lambda: shmtensor.{0}(channel), *(lambda: shmtensor.{1}(channel) for _ in range({2}))]
+made = [make() for make in (made if {3} else made[::-1])]
+tx = next(one for one in made if hasattr(one, "send"))
+for receiver in made:
+    if receiver is not tx:
+        held = threading.Event()
+        threading.Thread(target=body, args=(receiver, held), daemon=True).start()
+        tx.send(np.ones(9))
+        held.wait(60)
+"""
+)
+
+
+@BOTH
+@pytest.mark.parametrize("sender_first", [True, False])
+@pytest.mark.parametrize("receivers", [1, 2])
+def test_the_interpreter_ends_while_a_daemon_thread_holds_a_message(channel, names, receivers, sender_first):
+    """Its views never die, in whichever order the endpoints close, and whether or not it is the last member then."""
+    Fellow(HOLDING_THREAD.format(*names, receivers, sender_first), channel).end()
+    assert not files(channel)
+
+
 DYING_THREAD = (
     START
     + """
