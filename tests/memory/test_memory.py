@@ -20,7 +20,7 @@ from ..waiting import PATIENCE
 
 @pytest.fixture
 def name(channel):
-    name = f"/shmtensor.{channel}"
+    name = f"/x-shmtensor.{channel}"  # no channel's name, whose unlocked file any other program would sweep
     yield name
     shm.unlink(name)
 
