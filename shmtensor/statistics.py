@@ -152,3 +152,7 @@ class WriterStatistics:
     """Shared memory of the slots, bytes."""
     pid: int
     """Process id of the writing process, 0 while there is none."""
+    uploaded: int = 0
+    """With `upload=`: checkpoints that were uploaded, those of earlier writers included."""
+    uploading: int = 0
+    """Saves that are durable, and being uploaded or waiting for that."""

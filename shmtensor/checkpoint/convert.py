@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, ResourceError
+from ..errors import ArgumentError, ResourceError, ShmTensorError
 from .build import check_structure
 from .digests import Summer, combine
 from .encrypted_output import EncryptedOutput, Sealing
@@ -95,6 +95,8 @@ def replacing(
         _sync(target.parent)
     except OSError as error:
         output.discard()
+        if isinstance(error, ShmTensorError):  # of what is read
+            raise
         raise _explain(error, target) from None
     except BaseException:
         output.discard()
@@ -121,12 +123,12 @@ def _format_of(target: Path, name: str | None, max_shard: int | None, *, encrypt
 def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable[[int], Any] | None) -> list[int]:
     """Write everything; returns the digests of the regions."""
     plan = opened.plan
-    sealed = any(opened.sealed)
-    mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None and not sealed else {}
+    in_pieces = opened.places is not None and not opened.mappable
+    mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None and not in_pieces else {}
     summers = [Summer(crc=layout.needs_crc) for _ in plan.regions]
     with (
         ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool,
-        Files(opened.files, opened.sizes, opened.sealed) if sealed else contextlib.nullcontext() as files,
+        Files(opened.files, opened.sizes, opened.sealed) if in_pieces else contextlib.nullcontext() as files,
     ):
         for file in range(len(layout.files)):
             for piece in layout.pieces(file):
@@ -142,7 +144,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
                     if files is None:
                         part = contents[at : at + _PIECE]
                     else:
-                        part = _decrypted(opened, files, piece.region, at, min(_PIECE, piece.nbytes - at))
+                        part = _read_piece(opened, files, piece.region, at, min(_PIECE, piece.nbytes - at))
                     writing = pool.submit(output.patch, file, piece.offset + at, part)
                     summers[piece.region].update(part)
                     writing.result()
@@ -163,7 +165,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
     return digests
 
 
-def _decrypted(opened: Opened, files: Files, region: int, at: int, nbytes: int) -> memoryview:
+def _read_piece(opened: Opened, files: Files, region: int, at: int, nbytes: int) -> memoryview:
     memory: Any = np.empty(nbytes, np.uint8)
     file, offset = (opened.places or [])[region]
     files.fill(memory, file, offset + at, opened.plan.names(region))

@@ -17,12 +17,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from ..errors import ResourceError
 from ..memory.locks import LockFile
 from . import index
-from .index import Saved
+from .index import PENDING, UPLOADED, Saved
 
 LOCK: Final = ".shmtensor.lock"
 LATEST: Final = "latest"
@@ -41,6 +42,8 @@ class Directory:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.spares_pending = False
+        """Whether checkpoints that are to be uploaded, and are not yet, are kept."""
         self._locks: LockFile | None = None
 
     # --- locks
@@ -83,6 +86,11 @@ class Directory:
 
     def _try_write(self, locks: LockFile) -> bool:
         return locks.try_exclusive(_WRITER)
+
+    @property
+    def has_trainer(self) -> bool:
+        """For the writing process: whether a trainer has the directory open."""
+        return self._locks is not None and self._locks.held_by_other(_TRAINER)
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
@@ -145,6 +153,14 @@ class Directory:
         """Add a save to the list, as the newest, before its files get their final name."""
         entries = [entry for entry in index.read(self.path) if entry.name != saved.name]
         index.write(self.path, [*entries, saved])
+
+    def record_uploaded(self, saved: Saved) -> None:
+        """Note in the list that a checkpoint is at its URL, durably. Raises OSError."""
+        index.write(
+            self.path,
+            [replace(entry, upload=UPLOADED) if entry == saved else entry for entry in index.read(self.path)],
+        )
+        self.sync()
 
     def recorded(self, writer: str, number: int) -> Saved | None:
         """The entry of a save, if it was recorded."""
@@ -213,7 +229,9 @@ class Directory:
         doomed = [
             entry
             for entry in present[: max(0, len(present) - keep_last)]
-            if entry.name not in kept and not (keep_every and entry.step % keep_every == 0)
+            if entry.name not in kept
+            and not (keep_every and entry.step % keep_every == 0)
+            and not (self.spares_pending and entry.upload == PENDING)
         ]
         for entry in doomed:
             # crash: retain.before

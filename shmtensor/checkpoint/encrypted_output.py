@@ -29,6 +29,7 @@ from .formats import Layout
 from .formats.base import FileSpec, Place
 from .keys import KEY_BYTES, NONCE_BYTES, TAG_BYTES, MasterKey
 from .limits import PAGE
+from .locations import LocalFile
 from .output import Output
 from .plan import Plan
 
@@ -126,7 +127,7 @@ class EncryptedOutput:
 
     def _resume(self, number: int, expected: Envelope, master: MasterKey) -> tuple[Envelope, Cipher]:
         path = Path(self.at(number))
-        found = read_envelope(path, fd=self._fds[number], is_complete=False)
+        found = read_envelope(path, file=LocalFile(self._fds[number], owned=False), is_complete=False)
         data_key = master.unwrap(found.wrapped, found.digest)
         if data_key is None or found.envelope.file_bytes != expected.file_bytes:
             raise OSError(errno.EIO, f"{path} was changed by somebody: it does not open with the key of the save")
@@ -233,7 +234,7 @@ class EncryptedOutput:
         """Read back what was written. Raises `CheckpointError` if it is not there."""
         sealed = self._sealed[index]
         reader = SealedFile(sealed.path, sealed.envelope, self._ciphers[index])  # which keeps no segment
-        reader.read(self._fds[index], DATA, offset, into)
+        reader.read(LocalFile(self._fds[index], owned=False), DATA, offset, into)
 
     def describe(self, digests: Sequence[int]) -> None:
         """Write the contents, with the digests of the regions. Call it once, after everything else."""

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
@@ -38,6 +36,7 @@ from .index import is_file_name
 from .json_pieces import JsonPieces
 from .keys import NONCE_BYTES, TAG_BYTES, WRAPPED_BYTES, check_recipe, import_aes, invalid_tag
 from .limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
+from .locations import InputFile, Location, open_input
 from .plan import Plan
 
 SUFFIX: Final = ".encrypted"
@@ -171,7 +170,7 @@ class Cipher:
 class SealedFile:
     """An encrypted file whose data key is known."""
 
-    def __init__(self, path: Path, envelope: Envelope, cipher: Cipher) -> None:
+    def __init__(self, path: Location, envelope: Envelope, cipher: Cipher) -> None:
         self.path, self.envelope, self._cipher = path, envelope, cipher
         self._own = threading.local()
         self._last: tuple[int, int, bytes] = (-1, -1, b"")  # the last segment of which only a part was wanted
@@ -179,7 +178,7 @@ class SealedFile:
     def __repr__(self) -> str:
         return f"<SealedFile {str(self.path)!r}>"
 
-    def read(self, fd: int, part: int, offset: int, memory: Any) -> None:
+    def read(self, file: InputFile, part: int, offset: int, memory: Any) -> None:
         """Decrypt bytes of a part, straight into the memory (a writable view of bytes). Raises `CheckpointError`."""
         view, at, end = memoryview(memory).cast("B"), offset, offset + len(memory)
         if end > self.envelope.size(part):
@@ -189,21 +188,21 @@ class SealedFile:
             size = min(SEGMENT, self.envelope.size(part) - number * SEGMENT)
             if skipped or end - at < size:
                 count = min(size - skipped, end - at)
-                view[at - offset : at - offset + count] = self._one(fd, part, number, size)[skipped : skipped + count]
+                view[at - offset : at - offset + count] = self._one(file, part, number, size)[skipped : skipped + count]
             else:
-                count = self._run(fd, part, number, view[at - offset :])
+                count = self._run(file, part, number, view[at - offset :])
             at += count
 
-    def _one(self, fd: int, part: int, number: int, size: int) -> bytes:
+    def _one(self, file: InputFile, part: int, number: int, size: int) -> bytes:
         """A segment of which a part is wanted. The last one is kept: small parts of a tensor follow each other."""
         last = self._last
         if last[:2] != (part, number):
             plain = bytearray(size)
-            self._run(fd, part, number, memoryview(plain))
+            self._run(file, part, number, memoryview(plain))
             self._last = last = (part, number, bytes(plain))
         return last[2]
 
-    def _run(self, fd: int, part: int, first: int, view: memoryview) -> int:
+    def _run(self, file: InputFile, part: int, first: int, view: memoryview) -> int:
         """Decrypt as many whole segments as the memory has room for, and are read at once; returns the bytes."""
         envelope = self.envelope
         sizes: list[int] = []
@@ -214,7 +213,7 @@ class SealedFile:
                 break
             sizes.append(size)
             room -= size
-        table = self._pread(fd, ENTRY * len(sizes), envelope.entry_at(part, first))
+        table = self._pread(file, ENTRY * len(sizes), envelope.entry_at(part, first))
         if not hasattr(self._own, "sealed"):
             self._own.sealed = memoryview(bytearray((SEGMENT + TAG_BYTES) * _TOGETHER))
         sealed: memoryview = self._own.sealed
@@ -223,7 +222,7 @@ class SealedFile:
             pieces.append(sealed[at : at + size + TAG_BYTES])
             at += size + TAG_BYTES
             pieces[-1][size:] = table[ENTRY * number + NONCE_BYTES : ENTRY * (number + 1)]
-        self._preadv(fd, [piece[:-TAG_BYTES] for piece in pieces], envelope.at(part) + first * SEGMENT)
+        self._preadv(file, [piece[:-TAG_BYTES] for piece in pieces], envelope.at(part) + first * SEGMENT)
         done = 0
         for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
             nonce = table[ENTRY * number : ENTRY * number + NONCE_BYTES]
@@ -237,15 +236,15 @@ class SealedFile:
             done += size
         return done
 
-    def _pread(self, fd: int, nbytes: int, offset: int) -> bytes:
+    def _pread(self, file: InputFile, nbytes: int, offset: int) -> bytes:
         data = bytearray(nbytes)
-        self._preadv(fd, [memoryview(data)], offset)
+        self._preadv(file, [memoryview(data)], offset)
         return bytes(data)
 
-    def _preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
+    def _preadv(self, file: InputFile, views: Sequence[memoryview], offset: int) -> None:
         left = list(views)
         while left:
-            count = os.preadv(fd, left, offset)
+            count = file.preadv(left, offset)
             if not count:
                 raise CheckpointError(f"{self.path}: the file ends at offset {offset}: it is truncated")
             offset += count
@@ -258,21 +257,21 @@ class SealedFile:
 class Readable:
     """What an encrypted file says without a key: not authentic before the data key was unwrapped."""
 
-    def __init__(self, path: Path, envelope: Envelope, wrapped: bytes, digest: bytes, file_bytes: int) -> None:
+    def __init__(self, path: Location, envelope: Envelope, wrapped: bytes, digest: bytes, file_bytes: int) -> None:
         self.path, self.envelope, self.wrapped, self.digest = path, envelope, wrapped, digest
         self.file_bytes = file_bytes
 
 
-def read_envelope(path: Path, *, fd: int = -1, is_complete: bool = True) -> Readable:
+def read_envelope(path: Location, *, file: InputFile | None = None, is_complete: bool = True) -> Readable:
     """Read what a file says without a key. Raises `CheckpointError` unless every size fits the file.
 
-    With `fd`, of the open file; not `is_complete`: it is being written, and may be longer.
+    With `file`, of the open file; not `is_complete`: it is being written, and may be longer.
     """
-    if fd < 0:
-        with path.open("rb") as file:
-            return read_envelope(path, fd=file.fileno(), is_complete=is_complete)
-    size = os.fstat(fd).st_size
-    start = os.pread(fd, _START.size, 0)
+    if file is None:
+        with open_input(path) as opened:
+            return read_envelope(path, file=opened, is_complete=is_complete)
+    size = file.nbytes
+    start = file.pread(_START.size, 0)
     magic, length = _START.unpack(start) if len(start) == _START.size else (b"", 0)
     if magic != MAGIC:
         raise CheckpointError(f"{path} is no encrypted checkpoint: it begins with {start[:16]!r}")
@@ -281,18 +280,18 @@ def read_envelope(path: Path, *, fd: int = -1, is_complete: bool = True) -> Read
             f"{path}: its header should have {length} bytes, the file has {size} (at most {_MAX_HEADER} are allowed): "
             "it is truncated or damaged"
         )
-    start += os.pread(fd, length, len(start))
+    start += file.pread(length, len(start))
     envelope = _parse(start, str(path))
     if size != envelope.file_bytes and (is_complete or size < envelope.file_bytes):
         raise CheckpointError(
             f"{path}: it should have {envelope.file_bytes} bytes, and has {size}: it is "
             + ("truncated" if size < envelope.file_bytes else "longer than it says")
         )
-    wrapped = os.pread(fd, WRAPPED_BYTES, len(start))
+    wrapped = file.pread(WRAPPED_BYTES, len(start))
     summer = hashlib.sha256(start)
     at, end = envelope.names_at, envelope.table_at
     while at < end:
-        piece = os.pread(fd, min(PIECE, end - at), at)
+        piece = file.pread(min(PIECE, end - at), at)
         if not piece:
             raise CheckpointError(f"{path}: the file ends at offset {at}: it is truncated")
         summer.update(piece)
@@ -345,8 +344,8 @@ def read_names(readable: Readable) -> Plan:
     tensors: list[Any] = []
     regions: list[Any] = []
     if envelope.names:
-        with readable.path.open("rb") as file:
-            pieces = JsonPieces(file.fileno(), envelope.names_at, envelope.names, label)
+        with open_input(readable.path) as file:
+            pieces = JsonPieces(file, envelope.names_at, envelope.names, label)
             for name in pieces.entries():
                 match pieces.value():
                     case [dtype, int() as torch, list() as shape, int() as nbytes]:
@@ -363,7 +362,7 @@ def read_names(readable: Readable) -> Plan:
         raise CheckpointError(f"{label}: {error}") from None
 
 
-def is_encrypted(path: Path) -> bool:
+def is_encrypted(path: Location) -> bool:
     """Whether a file begins as an encrypted one does."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    with open_input(path) as file:
+        return file.pread(len(MAGIC), 0) == MAGIC

@@ -17,7 +17,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from ..codec.numpy import Array
@@ -25,6 +24,7 @@ from ..errors import CheckpointError
 from ..memory.mapped_file import is_cached
 from .envelope import DATA, SealedFile
 from .limits import PAGE
+from .locations import InputFile, LocalFile, Location, open_input
 
 DIRECT_MIN: Final = 1 << 20
 """Reads of at least so many bytes use direct I/O: shorter ones would not keep a disk busy."""
@@ -41,10 +41,12 @@ class Files:
     Raises `CheckpointError` if a file does not have the size that it had when its description was read.
     """
 
-    def __init__(self, paths: Sequence[Path], sizes: Sequence[int], sealed: Sequence[SealedFile | None] = ()) -> None:
+    def __init__(
+        self, paths: Sequence[Location], sizes: Sequence[int], sealed: Sequence[SealedFile | None] = ()
+    ) -> None:
         self.paths = list(paths)
         self._sealed = sealed or [None] * len(self.paths)
-        self.fds: list[int] = []
+        self._inputs: list[InputFile] = []
         self._direct: dict[int, int] = {}  # for direct I/O, opened at first use
         self._sizes = list(sizes)
         self._lock = threading.Lock()
@@ -52,8 +54,8 @@ class Files:
         self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
         try:
             for path, size in zip(paths, sizes, strict=True):
-                self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                now = os.fstat(self.fds[-1]).st_size
+                self._inputs.append(open_input(path))
+                now = self._inputs[-1].nbytes
                 if now != size:
                     raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
         except BaseException:
@@ -62,10 +64,32 @@ class Files:
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
-        while self.fds:
-            os.close(self.fds.pop())
+        while self._inputs:
+            opened = self._inputs.pop()
+            opened.drop()
+            opened.close()
         while self._direct:
             os.close(self._direct.popitem()[1])
+
+    def fd(self, file: int) -> int:
+        """The descriptor of a file of this machine."""
+        found = self._inputs[file]
+        if not isinstance(found, LocalFile):
+            raise TypeError(f"{self.paths[file]} is at a URL, and has no descriptor")
+        return found.fd
+
+    def check(self, file: int) -> None:
+        """Raise `CheckpointError` if a file at a URL has become another one: for what is not compared with a digest."""
+        self._inputs[file].check()
+
+    def is_remote(self, file: int) -> bool:
+        """Whether it is read through the network, by few long requests."""
+        return not isinstance(self._inputs[file], LocalFile)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return not self._inputs
 
     def __enter__(self) -> Files:
         return self
@@ -82,7 +106,7 @@ class Files:
         sealed = self._sealed[file]
         if sealed is not None:
             try:
-                sealed.read(self.fds[file], DATA, offset, memory)
+                sealed.read(self._inputs[file], DATA, offset, memory)
             except CheckpointError as error:
                 raise CheckpointError(f"tensor {names}: {error}") from None
             return
@@ -105,7 +129,7 @@ class Files:
                     return os.preadv(self._direct[file], [memory[: len(memory) // PAGE * PAGE]], offset)
                 except OSError:  # if it is a real error, the plain read raises it too
                     self._refuses[file] = True  # the descriptor stays open: another reader may be using it
-        return os.preadv(self.fds[file], [memory], offset)
+        return self._inputs[file].preadv([memory], offset)
 
     def reads_directly(self, memory: Any, file: int, offset: int) -> bool:
         """Whether `fill` would read this with direct I/O."""
@@ -113,6 +137,7 @@ class Files:
             len(memory) >= DIRECT_MIN
             and self._sealed[file] is None
             and not self._refuses[file]
+            and not self.is_remote(file)
             and not (memory.__array_interface__["data"][0] - offset) % PAGE
             and not self._is_cached(file, offset // STRETCH)
         )
@@ -125,7 +150,7 @@ class Files:
         with self._lock:
             found = self._cached.get((file, stretch))
             if found is None:
-                fd, start = self.fds[file], stretch * STRETCH
+                fd, start = self.fd(file), stretch * STRETCH
                 at = (start + min(start + STRETCH, self._sizes[file])) // 2
                 found = is_cached(fd, at)
                 if not found and file not in self._direct:

@@ -90,7 +90,7 @@ def load_into(
     targets = _targets(opened.plan, tree, own)
     direct = {target.region: target for target in targets}
     others = [region for region in regions if region not in direct]
-    if opened.encrypted:
+    if not opened.mappable:
         memory = read(opened, others, readers=count, verify=bool(verify))
     else:
         memory = map_files(opened, regions)
@@ -100,7 +100,7 @@ def load_into(
                 opened, files, list(direct), lambda region: direct[region].memory, readers=count, verify=bool(verify)
             )
         )
-    if verify and not opened.encrypted:
+    if verify and opened.mappable:
         verify_mapped(opened, others, memory, count)
     memory |= {region: target.memory for region, target in direct.items() if region not in memory}
     state = build_state(opened.plan, memory.__getitem__, tree=tree)

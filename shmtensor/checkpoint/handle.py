@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from ..endpoints.base import Local
+from ..errors import ArgumentError
 from ..shielded import CallQueue, Flag
 
 if TYPE_CHECKING:
@@ -161,12 +162,18 @@ class Save:
     callbacks: the thread that calls `add_done_callback` functions; None: the thread in which the future ends.
     """
 
-    def __init__(self, name: str, path: str, total: int, alias: str = "", callbacks: CallQueue | None = None) -> None:
+    def __init__(
+        self, name: str, path: str, total: int, alias: str = "", callbacks: CallQueue | None = None, *,
+        uploads: bool = False,
+    ) -> None:  # fmt: skip
         self.name, self.path, self.total, self.alias = name, path, total, alias
+        self.uploads = uploads
+        """Whether it is uploaded when it is durable."""
         self.number = 0
         """Which save of its writer it is, from 1; 0 until it has begun."""
         self.staged: _Result[int] = _Result(callbacks)
         self.durable = Outcome(callbacks)
+        self.uploaded: _Result[str] = _Result(callbacks)
         self.asked_to_yield: list[Save] = []
         """With `busy="replace"`: earlier saves that the writing process was asked to drop for this one."""
         self.offload: Offload | None = None
@@ -212,11 +219,19 @@ class Save:
             self.durable.set_result(result)
         elif result is not None:
             self.durable.set_exception(result)
+            self.uploaded.set_exception(result)
         else:
-            for future in (self.staged, self.durable):
+            for future in (self.staged, self.durable, self.uploaded):
                 if not future.done():
                     future.give_up()
         return True
+
+    def end_upload(self, result: str | Exception) -> None:
+        """It is at this URL, or was not uploaded."""
+        if isinstance(result, str):
+            self.uploaded.set_result(result)
+        else:
+            self.uploaded.set_exception(result)
 
 
 class SaveHandle(Local):
@@ -266,6 +281,15 @@ class SaveHandle(Local):
     def durable(self) -> Future[Durable]:
         """Done when the checkpoint is safe on disk, or has failed."""
         return self._save.durable
+
+    @property
+    def uploaded(self) -> Future[str]:
+        """With `upload=`: done when the checkpoint is at its URL, and listed there; its result is that URL. If it
+        failed, the checkpoint is durable all the same, and is uploaded after the next save, or by the next
+        `CheckpointWriter` of the directory. Raises `ArgumentError` without `upload=`."""
+        if not self._save.uploads:
+            raise ArgumentError("this CheckpointWriter uploads nothing: pass upload=, the URL of a directory")
+        return self._save.uploaded
 
     @property
     def status(self) -> str:

@@ -38,7 +38,8 @@ class SavesInFlight:
         self._next = 1
         self._voted: dict[int, float] = {}  # when the wait for other ranks began; infinity once it was logged
         self.counts = {DURABLE: 0, COMPLETE: 0, FAILED: 0, REPLACED: 0}
-        self.deleted = 0
+        self.deleted = self.uploaded = 0
+        self._uploading: dict[int, Save] = {}  # durable, and not uploaded yet
 
     def add(self, save: Save) -> None:
         """Add a save that begins."""
@@ -67,6 +68,8 @@ class SavesInFlight:
             self._voted.pop(number, None)
             if save is not None and is_first:
                 self.counts[status] += 1
+                if status == DURABLE and save.uploads:
+                    self._uploading[number] = save
                 if status in (COMPLETE, FAILED):
                     self._failed.append(save)
             self._changed.notify_all()
@@ -74,8 +77,9 @@ class SavesInFlight:
             self._bar.update(save)
 
     def wait(self, deadline: float | None, is_abandoned: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until none is in flight; False if the caller has given up. `TimedOut` at the deadline (monotonic)."""
-        return self._wait_while(lambda: bool(self._saves), deadline, is_abandoned)
+        """Wait until none is in flight or being uploaded; False if the caller has given up. `TimedOut` at the deadline
+        (monotonic)."""
+        return self._wait_while(lambda: bool(self._saves or self._uploading), deadline, is_abandoned)
 
     def wait_for_votes(self, most: int, deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
         """As `wait`, until fewer than `most` saves wait for the parts of other ranks."""
@@ -90,7 +94,8 @@ class SavesInFlight:
             while holds():
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise TimedOut(f"{len(self._saves)} checkpoints are still being written{self._awaited()}")
+                    uploads = f" and {len(self._uploading)} uploaded" if self._uploading else ""
+                    raise TimedOut(f"{len(self._saves)} checkpoints are still being written{uploads}{self._awaited()}")
                 if is_abandoned():
                     return False
                 self._changed.wait(_CHECK_INTERVAL if left is None else min(left, _CHECK_INTERVAL))
@@ -115,13 +120,36 @@ class SavesInFlight:
     def live_numbers(self) -> dict[str, Any]:
         """For a new writing process: which of the numbers below `next` have not ended."""
         with self._changed:
-            return {"next": self._next, "live": sorted(self._saves)}
+            return {"next": self._next, "live": sorted(self._saves), "uploading": sorted(self._uploading)}
+
+    @property
+    def uploading(self) -> int:
+        """How many are durable and not uploaded yet."""
+        return len(self._uploading)
+
+    def _end_upload(self, number: int, result: str | Exception) -> None:
+        with self._changed:
+            save = self._uploading.get(number)
+        if save is not None:
+            save.end_upload(result)
+        with self._changed:
+            self._uploading.pop(number, None)
+            self._changed.notify_all()
 
     # --- called by the thread of `ProcessHandle`
 
     def on_report(self, report: dict[str, Any]) -> None:
         """Note what the writing process reports about one save."""
         kind, number = report["r"], report.get("n", 0)
+        if kind == "uploaded":
+            self.deleted += report["deleted"]
+            self.uploaded += 1
+            self._end_upload(number, report["url"])
+            return
+        if kind == "unuploaded":
+            log.warning("%s; it is tried again after the next save, and by the next CheckpointWriter", report["text"])
+            self._end_upload(number, ResourceError(errno.EIO, report["text"]))
+            return
         with self._changed:
             save = self._saves.get(number)
         if save is None:
@@ -176,3 +204,5 @@ class SavesInFlight:
         """There is no writing process, and no other will be started: every save fails."""
         for save in self.in_flight:
             self.finish(save.number, FAILED, PeerDied(f"checkpoint {save.path} was not written: {error}"))
+        for number, save in list(self._uploading.items()):
+            self._end_upload(number, PeerDied(f"checkpoint {save.path} is durable, and was not uploaded: {error}"))

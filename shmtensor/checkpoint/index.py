@@ -12,10 +12,14 @@ import logging
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+from ..errors import CheckpointError
+from .locations import Location, read_regular
+from .remote import RemotePath, is_outage
 
 INDEX: Final = ".shmtensor.index"
 MAX_LIST: Final = 8 << 20
@@ -28,6 +32,9 @@ _METADATA: Final = ".metadata"  # the only name with a dot before it that a file
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
 UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError)
 
+PENDING: Final = "pending"
+UPLOADED: Final = "done"
+
 log = logging.getLogger("shmtensor")
 
 
@@ -38,6 +45,7 @@ class Saved:
     files:   (name below `name`, or "", bytes, mtime in ns)
     metrics: numbers by name
     alias:   the second name that it was given, or ""
+    upload:  whether it is to be uploaded: "" no, `PENDING`, `UPLOADED`
     """
 
     name: str
@@ -49,10 +57,24 @@ class Saved:
     files: tuple[tuple[str, int, int], ...]
     metrics: dict[str, float] = field(default_factory=dict)
     alias: str = ""
+    upload: str = ""
 
-    def is_there(self, directory: str) -> bool:
-        """Whether the files under the name are those that were saved, and no others: same names, sizes and times."""
+    def is_there(self, directory: str | Location) -> bool:
+        """Whether the files under the name are those that were saved, and no others: same names, sizes and times; at a
+        URL, where times are others, same names and sizes."""
+        if isinstance(directory, RemotePath):
+            return self._is_at_url(directory / self.name)
         return self.is_at(os.path.join(directory, self.name))
+
+    def _is_at_url(self, path: RemotePath) -> bool:
+        try:
+            if self.files[0][0] and _shown(name for name, _, _ in self.files) != _shown(
+                each.name for each in path.iterdir()
+            ):
+                return False
+            return all((path / name if name else path).stat().st_size == nbytes for name, nbytes, _ in self.files)
+        except (FileNotFoundError, NotADirectoryError, CheckpointError):
+            return False
 
     def is_at(self, path: str) -> bool:
         """The same at `path`, which may be a temporary name."""
@@ -70,10 +92,15 @@ class Saved:
         return True
 
 
+def _shown(names: Iterable[str]) -> set[str]:
+    """Those that a server's listing has: many leave out hidden ones."""
+    return {name for name in names if not name.startswith(".")}
+
+
 def read(directory: str) -> list[Saved]:
     """Every entry, oldest first. A list that cannot be read counts as empty: then no file counts as ours."""
     try:
-        return _read(directory)
+        return _read(Path(directory))
     except FileNotFoundError:
         return []
     except UNREADABLE as error:
@@ -82,39 +109,37 @@ def read(directory: str) -> list[Saved]:
         return []
 
 
-def order(directory: str) -> dict[str, int]:
+def order(directory: Location) -> dict[str, int]:
     """The position of each name in the list; later saves have larger ones. For readers, as `entries`."""
     return {entry.name: place for place, entry in enumerate(entries(directory))}
 
 
-def entries(directory: str) -> list[Saved]:
-    """Every entry, oldest first, for readers; none if there is no list, or it cannot be read."""
+def entries(directory: Location) -> list[Saved]:
+    """Every entry, oldest first, for readers; none if there is no list, or it cannot be read. Raises `ResourceError` if
+    a server fails or refuses it: without its list, another checkpoint would be taken for the newest."""
     try:
         return _read(directory)
-    except UNREADABLE:
+    except (*UNREADABLE, CheckpointError) as error:
+        if is_outage(directory, error):
+            raise
         return []
 
 
-def aliases(entries: Iterable[Saved], directory: str) -> dict[str, Saved]:
+def aliases(entries: Iterable[Saved], directory: str | Location) -> dict[str, Saved]:
     """The checkpoint of each alias: the newest one that was given it and is there."""
     return {entry.alias: entry for entry in entries if entry.alias and entry.is_there(directory)}
 
 
-def _read(directory: str) -> list[Saved]:
-    document = json.loads(read_regular(os.path.join(directory, INDEX)))
+def _read(directory: Location) -> list[Saved]:
+    return parse(read_regular(directory / INDEX, MAX_LIST))
+
+
+def parse(data: bytes) -> list[Saved]:
+    """The entries of a list's bytes. Raises what `UNREADABLE` has."""
+    document = json.loads(data)
     if document["version"] != _VERSION:
         raise ValueError(f"version {document['version']!r:.40}")
     return [_entry(found) for found in document["saves"]]
-
-
-def read_regular(path: str, most: int = MAX_LIST) -> bytes:
-    """All bytes of a small file. Others may write into its directory, so it neither waits for a FIFO nor reads more
-    than `most` bytes. Raises OSError, and `ValueError` for a file that is too large or not regular."""
-    with open(path, "rb", opener=_open_regular) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it has more than {most} bytes")
-    return data
 
 
 def is_file_name(name: object) -> bool:
@@ -122,20 +147,12 @@ def is_file_name(name: object) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def _open_regular(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise ValueError("it is no regular file")
-
-
 def _entry(found: dict[str, Any]) -> Saved:
     """Parse an entry, strictly: the files that it names will be deleted one day."""
     files = tuple((name, nbytes, changed) for name, nbytes, changed in found["files"])
     entry = Saved(
         found["name"], found["writer"], found["number"], found["step"], found["nbytes"], found["digest"], files,
-        metrics_of(found.get("metrics", {})), found.get("alias", ""),
+        metrics_of(found.get("metrics", {})), found.get("alias", ""), found.get("upload", ""),
     )  # fmt: skip
     numbers = [entry.number, entry.step, entry.nbytes, *(each for _, *both in files for each in both)]
     if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
@@ -145,6 +162,8 @@ def _entry(found: dict[str, Any]) -> Saved:
     names += [entry.alias] if entry.alias != "" else []
     if not inner or not all(_FILE.fullmatch(name) for name in names):
         raise ValueError(f"names {names!r:.80}")
+    if entry.upload not in ("", PENDING, UPLOADED):
+        raise ValueError(f"upload {entry.upload!r:.40} of {entry.name!r:.40}")
     if not _WRITER.fullmatch(entry.writer) or not isinstance(entry.digest, str):
         raise ValueError(f"the writer {entry.writer!r:.40} or the digest of {entry.name!r:.40}")
     return entry
@@ -167,12 +186,12 @@ def metrics_of(found: Any) -> dict[str, float]:
 def write(directory: str, entries: Sequence[Saved]) -> None:
     """Replace the list and sync the file; the caller syncs the directory."""
     path = os.path.join(directory, INDEX)
-    data = _render(entries)
+    data = render(entries)
     while len(data) > MAX_LIST and len(entries) > 1:
         left = len(entries) // 8 or 1
         log.warning("%s would have %d bytes: the oldest %d checkpoints are kept for ever", path, len(data), left)
         entries = entries[left:]
-        data = _render(entries)
+        data = render(entries)
     replace(path, data)
 
 
@@ -191,7 +210,8 @@ def replace(path: str, data: bytes) -> None:
     os.replace(path + ".tmp", path)
 
 
-def _render(entries: Sequence[Saved]) -> bytes:
+def render(entries: Sequence[Saved]) -> bytes:
+    """The bytes of a list."""
     saves = []
     for entry in entries:
         saves.append({**asdict(entry), "metrics": json_metrics(entry.metrics)})

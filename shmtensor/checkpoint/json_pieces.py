@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..errors import CheckpointError
 from .limits import MAX_DEPTH
+from .locations import InputFile
 
 MOST: Final = 1 << 17
 """Most characters of a name, and of a value that is parsed into an object."""
@@ -29,8 +29,8 @@ class JsonPieces:
     `value`, `text`, `skip` or `entries`. Invalid JSON raises `CheckpointError`.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int, label: str) -> None:
-        self._fd, self._at, self._end, self._label = fd, offset, offset + nbytes, label
+    def __init__(self, file: InputFile, offset: int, nbytes: int, label: str) -> None:
+        self._file, self._at, self._end, self._label = file, offset, offset + nbytes, label
         self._nbytes = nbytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._text, self._pos = "", 0
@@ -43,7 +43,7 @@ class JsonPieces:
         """Read more text; False at the end."""
         if self._at >= self._end:
             return False
-        data = os.pread(self._fd, min(_PIECE, self._end - self._at), self._at)
+        data = self._file.pread(min(_PIECE, self._end - self._at), self._at)
         if not data:
             raise self.bad("the file ends early")
         self._at += len(data)

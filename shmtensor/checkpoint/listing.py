@@ -12,11 +12,12 @@ from typing import Any, Final
 from ..errors import ArgumentError, CheckpointError
 from . import index
 from .formats import Opened
-from .index import Saved
+from .index import UPLOADED, Saved
 from .keys import Key, WrongKey
 from .load import Verify, check_options, load_checkpoint
-from .names import check_source
+from .locations import Location, fresh, location
 from .opening import Opener
+from .remote import is_outage
 from .resolving import LATEST, newest_first, open_found, whole
 
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
@@ -47,6 +48,8 @@ class CheckpointInfo:
     """Why it is not complete; None if it is, judged by its description: tensors are not read."""
     encrypted: bool = False
     """Whether it is encrypted. Without `key=`, it counts as complete by the size of its file."""
+    uploaded: bool | None = None
+    """Whether it is at the URL of `upload=`; None if it was saved without."""
 
 
 def list_checkpoints(directory: str | os.PathLike[str], *, key: Key | None = None) -> list[CheckpointInfo]:
@@ -70,9 +73,8 @@ def list_checkpoints(directory: str | os.PathLike[str], *, key: Key | None = Non
 
 def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> list[tuple[CheckpointInfo, Opened | None]]:
     """As `list_checkpoints`, with each opened checkpoint, None if it cannot be opened."""
-    check_source(directory)
-    root = Path(directory)
-    saved = {entry.name: entry for entry in index.entries(str(root))}
+    root = location(directory)
+    saved = {entry.name: entry for entry in index.entries(root)}
     links = _links(root, saved.values())
     found: list[tuple[CheckpointInfo, Opened | None]] = []
     for changed, path in newest_first(root):
@@ -81,7 +83,7 @@ def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> lis
         try:
             opened = open_found(path, opener)
         except FileNotFoundError:
-            if not os.path.lexists(path):
+            if not (path.is_symlink() or path.exists()):
                 continue  # deleted meanwhile
             found.append((_info(path, entry, changed, aliases, error="one of its files is gone"), None))
         except (CheckpointError, OSError) as error:
@@ -92,7 +94,7 @@ def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> lis
 
 
 def _info(
-    path: Path, entry: Saved | None, changed: int, aliases: tuple[str, ...], opened: Opened | None = None, *,
+    path: Location, entry: Saved | None, changed: int, aliases: tuple[str, ...], opened: Opened | None = None, *,
     error: str | None = None,
 ) -> CheckpointInfo:  # fmt: skip
     nbytes = 0 if opened is None else sum(opened.sizes)
@@ -108,6 +110,7 @@ def _info(
         path.name, str(path), step, (changed if entry is None else entry.files[-1][2]) / 1e9, nbytes,
         {} if entry is None else entry.metrics, aliases, None if opened is None else opened.format, error,
         opened is not None and opened.encrypted,
+        None if entry is None or not entry.upload else entry.upload == UPLOADED,
     )  # fmt: skip
 
 
@@ -122,11 +125,11 @@ def _step(opened: Opened) -> int | None:
     return None
 
 
-def _links(directory: Path, saved: Iterable[Saved]) -> dict[str, set[str]]:
+def _links(directory: Location, saved: Iterable[Saved]) -> dict[str, set[str]]:
     """The names that lead to each checkpoint: links, and aliases in the list of saves whose links could not be made."""
     found: dict[str, set[str]] = {}
-    for alias, entry in index.aliases(saved, str(directory)).items():
-        if not os.path.lexists(directory / alias):
+    for alias, entry in index.aliases(saved, directory).items():
+        if not ((directory / alias).is_symlink() or (directory / alias).exists()):
             found.setdefault(entry.name, set()).add(alias)
     for path in directory.iterdir():
         if path.is_symlink() and path.exists() and path.resolve().parent == directory.resolve():
@@ -163,9 +166,8 @@ def load_newest(
     True
     7
     """
-    check_source(directory)
     check_options(None, verify)
-    root = Path(directory)
+    root = location(directory)
     if not root.exists():
         return None
     if not root.is_dir():
@@ -173,7 +175,7 @@ def load_newest(
     if whole(root) is not None:
         return load_checkpoint(root, map=map, keys=keys, verify=verify, rank=rank, key=key)
     try:
-        if rank is None:  # of several ranks nothing is complete before it is on disk
+        if rank is None and isinstance(root, Path):  # of several ranks nothing is complete before it is on disk
             return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
     except FileNotFoundError:
         pass
@@ -181,7 +183,7 @@ def load_newest(
         warnings.warn(f"passed over in shared memory: {error}", RuntimeWarning, stacklevel=2)
     for _ in range(_PATIENCE):
         gone = False
-        for _, path in newest_first(root):
+        for _, path in newest_first(fresh(root)):
             try:
                 return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key)
             except FileNotFoundError:
@@ -189,6 +191,8 @@ def load_newest(
             except WrongKey:
                 raise
             except (CheckpointError, OSError) as error:
+                if is_outage(path, error):
+                    raise
                 warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=2)
         if not gone:
             break

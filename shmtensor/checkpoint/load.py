@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ..codec.numpy import Array
@@ -22,6 +23,7 @@ from .verify import check_archive
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]
+Progress = Callable[[int, int], object]
 
 
 def load_checkpoint(
@@ -34,6 +36,7 @@ def load_checkpoint(
     slices: Mapping[str, Index] | None = None,
     rank: int | None = None,
     key: Key | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
@@ -43,7 +46,8 @@ def load_checkpoint(
 
     Args:
         path: a file (`.safetensors`, `.pt`, `.npz`), a directory of shards, `latest`, or a directory of checkpoints,
-            which means its `latest`, else the newest complete one.
+            which means its `latest`, else the newest complete one. Or the URL of one (`s3://`, `https://`, whatever
+            fsspec has): it is read by ranges, several at once, into memory. See docs/guide/remote-checkpoints.md.
         map: True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
             allowed and never changes the file. False: everything is read into memory now.
         keys: dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole.
@@ -65,9 +69,13 @@ def load_checkpoint(
             `wrap` and `unwrap`. It is always read into memory, as with `map=False`: what is encrypted cannot be
             mapped. With `key=`, a checkpoint that is not encrypted is a `CheckpointError`.
             See docs/guide/encryption.md.
+        progress: called with the bytes that were read so far and all that are read, from any reading thread; not for
+            what is mapped, nor for `slices=`.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
+        ResourceError: a server did not answer properly, for as often as it was asked.
+        DependencyError: of a URL, fsspec or its package for this kind of URL is not installed.
         CheckpointError: it is damaged or truncated, and the message names the tensor and the offset; or `key=` is
             missing or not the right one.
         ArgumentError: an argument, a name or an index is wrong.
@@ -81,7 +89,7 @@ def load_checkpoint(
     """
     return _load(
         path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=False,
-        rank=rank, key=key,
+        rank=rank, key=key, progress=progress,
     )  # fmt: skip
 
 
@@ -95,6 +103,7 @@ def load_arrays(
     slices: Mapping[str, Index] | None = None,
     rank: int | None = None,
     key: Key | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """The same as `load_checkpoint` with every tensor as NumPy array; does not import torch (except for a `.pt` of
     torch's own).
@@ -104,13 +113,13 @@ def load_arrays(
     """
     return _load(
         path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=True,
-        rank=rank, key=key,
+        rank=rank, key=key, progress=progress,
     )  # fmt: skip
 
 
 def _load(
     path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, from_memory: bool,
-    slices: Slices, arrays: bool, rank: int | None, key: Key | None,
+    slices: Slices, arrays: bool, rank: int | None, key: Key | None, progress: Progress | None,
 ) -> Any:  # fmt: skip
     count = check_options(readers, verify)
     if from_memory:
@@ -128,7 +137,7 @@ def _load(
         return _load_staged(path, keys=keys, arrays=arrays)
     opener = Opener(key)
     opened = open_path(path, opener) if rank is None else open_rank(path, rank, opener)
-    map = map and not opened.encrypted
+    map = map and opened.mappable
     if verify == "all" and opened.digests is None and opened.format != "safetensors":
         check_archive(opened)  # of another program: the CRCs are the only digests
     if opened.state is not None and not arrays:
@@ -158,7 +167,7 @@ def _load(
             now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
             verify_mapped(opened, now, memory, count)
     else:
-        memory |= read(opened, wanted, readers=count, verify=bool(verify))
+        memory |= read(opened, wanted, readers=count, verify=bool(verify), progress=progress)
     return build_state(plan, memory.__getitem__, tree=tree, arrays=arrays)
 
 
@@ -223,18 +232,38 @@ def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
         for region in regions:
             file, offset = places[region]
             if file not in mapped:
-                mapped[file] = map_private(files.fds[file], opened.sizes[file])
+                mapped[file] = map_private(files.fd(file), opened.sizes[file])
             result[region] = mapped[file][offset : offset + opened.plan.regions[region].nbytes]
         return result
 
 
-def read(opened: Opened, regions: Sequence[int], *, readers: int, verify: bool) -> dict[int, Array]:
+def read(
+    opened: Opened, regions: Sequence[int], *, readers: int, verify: bool, progress: Progress | None = None
+) -> dict[int, Array]:
     """Read some regions into fresh memory. Raises `CheckpointError` if any is damaged."""
     places = opened.places or []
     memory = {region: private(opened.plan.regions[region].nbytes, places[region][1]) for region in regions}
     with Files(opened.files, opened.sizes, opened.sealed) as files:
-        raise_damage(read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify))
+        raise_damage(
+            read_regions(
+                opened, files, regions, memory.__getitem__, readers=readers, verify=verify,
+                progress=None if progress is None else _summed(progress, sum(map(len, memory.values()))),
+            )
+        )  # fmt: skip
     return memory
+
+
+def _summed(progress: Progress, total: int) -> Callable[[int], None]:
+    """Call `progress(bytes so far, total)` for each number of bytes that are read."""
+    lock, done = threading.Lock(), 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
+
+    return add
 
 
 def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Array], readers: int) -> None:

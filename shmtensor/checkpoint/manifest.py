@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -29,9 +28,11 @@ from .envelope import SealedFile
 from .formats import Opened
 from .formats.base import Place
 from .limits import MAX_TENSORS
+from .locations import Location, read_regular
 from .opening import PLAIN, Opener
 from .plan import Entry, Plan
 from .regions import Region
+from .remote import is_outage
 
 MANIFEST: Final = "shmtensor.ranks.json"
 MAX_RANKS: Final = 1 << 16
@@ -77,14 +78,16 @@ def part_name(rank: int, suffix: str) -> str:
     return f"rank-{rank:05d}{suffix}"
 
 
-def read(directory: Path) -> Manifest:
+def read(directory: Location) -> Manifest:
     """The manifest of a directory. Raises `FileNotFoundError`, `CheckpointError` if it is invalid."""
     path = directory / MANIFEST
     try:
-        return _parse(json.loads(index.read_regular(str(path), _MAX_BYTES)))
+        return _parse(json.loads(read_regular(path, _MAX_BYTES)))
     except FileNotFoundError:
         raise
     except index.UNREADABLE as error:
+        if is_outage(path, error):
+            raise
         raise CheckpointError(f"{path} is no manifest of the ranks' parts: {error}") from None
 
 
@@ -115,19 +118,19 @@ def _parse(found: Any) -> Manifest:
     return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made), tuple(others))
 
 
-def check_others(directory: Path) -> None:
+def check_others(directory: Location) -> None:
     """Compare the files for other programs with their digests; `CheckpointError` names one that is damaged."""
     for other in read(directory).others:
         path = directory / other.file
         try:
-            found = index.read_regular(str(path), MAX_METADATA)
+            found = read_regular(path, MAX_METADATA)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}, and {MANIFEST} names it: DCP's own reader needs it") from None
         if text(digest(found)) != other.digest:
             raise CheckpointError(f"{path} is damaged: it does not have the digest {other.digest!r:.20}")
 
 
-def open_part(directory: Path, rank: int, opener: Opener = PLAIN) -> Opened:
+def open_part(directory: Location, rank: int, opener: Opener = PLAIN) -> Opened:
     """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
@@ -137,7 +140,7 @@ def open_part(directory: Path, rank: int, opener: Opener = PLAIN) -> Opened:
     return _open(directory, manifest.parts[rank], opener)
 
 
-def _open(directory: Path, part: Part, opener: Opener) -> Opened:
+def _open(directory: Location, part: Part, opener: Opener) -> Opened:
     path = directory / part.file
     if not path.is_file():
         raise CheckpointError(f"{directory}: {part.file} is missing, which its manifest names")
@@ -151,13 +154,13 @@ def _open(directory: Path, part: Part, opener: Opener) -> Opened:
     return opened
 
 
-def open_ranks(directory: Path, opener: Opener = PLAIN) -> Opened:
+def open_ranks(directory: Location, opener: Opener = PLAIN) -> Opened:
     """Open all parts as one checkpoint."""
     manifest = read(directory)
     tree: list[Any] = []
     tensors: list[Entry] = []
     regions: list[Region] = []
-    files: list[Path] = []
+    files: list[Location] = []
     sizes: list[int] = []
     places: list[Place] = []
     digests: list[int] | None = []

@@ -14,11 +14,11 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .directory import LATEST, Best, Directory, highest_number
 from .index import MAX_METRICS
 from .manifest import MAX_RANKS
+from .remote import is_url, without_secrets
 
 PREFIX: Final = "ckpt"
 MAX_STEP: Final = 10**18 - 1
 MAX_METRIC_NAME: Final = 200  # characters
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:)(/+)")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 
 
@@ -34,19 +34,10 @@ def channel_of(directory: str, writer: str, *, ranks: bool = False) -> str:
     return f"{channels_of(directory)[:-1]}r-{writer}" if ranks else channels_of(directory) + writer
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL. (`pathlib` turns two slashes into one.)"""
-    found = _URL.match(os.fsdecode(path))
-    return found is not None and (len(found[2]) > 1 or not os.path.exists(found[1]))
-
-
-def check_source(path: str | os.PathLike[str]) -> None:
-    """Raise `ArgumentError` if the path of a checkpoint is a URL."""
+def check_local(path: str | os.PathLike[str], what: str) -> None:
+    """Raise `ArgumentError` if a path is a URL: `what` needs a mounted file system."""
     if is_url(path):
-        raise ArgumentError(
-            f"checkpoint {os.fsdecode(path)!r} is a URL, and checkpoints are read from mounted file systems only: "
-            "download it, or mount what it lies on, and pass the local path"
-        )
+        raise ArgumentError(f"{without_secrets(os.fsdecode(path))!r} is a URL, and {what}: pass a local path")
 
 
 def check_directory(directory: str | os.PathLike[str]) -> str:
@@ -54,8 +45,8 @@ def check_directory(directory: str | os.PathLike[str]) -> str:
     path = os.fsdecode(directory)
     if is_url(path):
         raise ArgumentError(
-            f"directory {path!r} is a URL, and a CheckpointWriter writes to mounted file systems only: pass a local "
-            "directory, and upload what is durable: handle.durable.add_done_callback(...)"
+            f"directory {without_secrets(path)!r} is a URL, and a CheckpointWriter writes to mounted file systems "
+            "only: pass a local directory, and upload= the URL"
         )
     if not path or "\0" in path:
         raise ArgumentError(f"directory {path!r}: pass the path of a directory")

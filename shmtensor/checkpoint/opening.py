@@ -12,7 +12,6 @@ import hmac
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
@@ -33,6 +32,7 @@ from .formats import FORMATS, Opened, detect
 from .formats.base import Place
 from .index import is_file_name
 from .keys import KeyRing, WrongKey
+from .locations import Location, MemoryFile, open_input
 
 _PIECE: Final = 8 << 20
 _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)
@@ -49,7 +49,7 @@ class Opener:
         self._keys = None if key is None else KeyRing(key)
         self._locked = locked
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         """Open a file, or a directory of a format. Raises `CheckpointError`, `WrongKey`."""
         if path.is_file() and is_encrypted(path):
             return self._open_encrypted(path)
@@ -73,7 +73,7 @@ class Opener:
             )
         return SealedFile(path, envelope, Cipher(data_key, readable.digest)), data_key
 
-    def _open_encrypted(self, path: Path) -> Opened:
+    def _open_encrypted(self, path: Location) -> Opened:
         readable = read_envelope(path)
         envelope = readable.envelope
         if envelope.format not in FORMATS:
@@ -93,8 +93,8 @@ class Opener:
     def _open_contents(self, readable: Readable, sealed: SealedFile, data_key: bytes) -> Opened:
         path, envelope = readable.path, readable.envelope
         data = bytearray(envelope.contents)
-        with path.open("rb") as file:
-            sealed.read(file.fileno(), CONTENTS, 0, data)
+        with open_input(path) as file:
+            sealed.read(file, CONTENTS, 0, data)
         described = read_described_file(bytes(data), str(path))
         files, sizes, all_sealed = [path], [readable.file_bytes], [sealed]
         numbers = {envelope.name: 0}
@@ -123,7 +123,7 @@ class Opener:
             shown=path.parent if envelope.name else None,
         )  # fmt: skip
 
-    def _open_other(self, path: Path, name: str, first: Envelope, data_key: bytes) -> tuple[SealedFile, Readable]:
+    def _open_other(self, path: Location, name: str, first: Envelope, data_key: bytes) -> tuple[SealedFile, Readable]:
         """Another file of the same checkpoint."""
         if not first.name or not is_file_name(name):
             raise CheckpointError(f"{path} names the file {name!r:.80}, which is not beside it")
@@ -141,35 +141,21 @@ class Opener:
         raise CheckpointError(f"{other} is a file of another checkpoint: it was swapped")
 
 
-class _Decrypted:
-    """A file in memory that has a path while this lives."""
-
-    def __init__(self, name: str) -> None:
-        self.fd = os.memfd_create(f"shmtensor.{name}"[:200], os.MFD_CLOEXEC)
-
-    @property
-    def path(self) -> Path:
-        return Path(f"/proc/self/fd/{self.fd}")
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
 def _open_whole(sealed: SealedFile) -> Opened:
     """Decrypt a file into memory, and open it there."""
-    memory = _Decrypted(sealed.path.name)
+    memory = MemoryFile(sealed.path.name)
     decrypt_to(sealed, lambda offset, piece: os.pwrite(memory.fd, piece, offset))
     opened = FORMATS[sealed.envelope.format].open(memory.path)
-    return dataclasses.replace(opened, shown=sealed.path, keeps=memory)
+    return dataclasses.replace(opened, shown=sealed.path, keeps=memory, decrypted=True)
 
 
 def decrypt_to(sealed: SealedFile, write: Callable[[int, memoryview], Any]) -> None:
     """Pass the plain bytes of a file to `write(offset, bytes)`, in order, each piece after it was authenticated."""
     buffer, nbytes = memoryview(bytearray(min(_PIECE, sealed.envelope.nbytes))), sealed.envelope.nbytes
-    with sealed.path.open("rb") as file:
+    with open_input(sealed.path) as file:
         for at in range(0, nbytes, _PIECE):
             piece = buffer[: min(_PIECE, nbytes - at)]
-            sealed.read(file.fileno(), DATA, at, piece)
+            sealed.read(file, DATA, at, piece)
             write(at, piece)
 
 

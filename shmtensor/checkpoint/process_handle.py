@@ -26,6 +26,8 @@ from ..endpoints.consumer import Consumer
 from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
 from ..shielded import Flag
 
+UPLOAD: Final = "SHMTENSOR_UPLOAD"
+"""The variable in the writing process's environment that has the URL of `upload=`."""
 LAUNCH: Final = "import sys; from shmtensor.checkpoint.writer_process import main; main(sys.argv[1])"
 DEATHS: Final = 5
 """After so many deaths in a row, with no save finished in between, the process is not started again."""
@@ -100,11 +102,13 @@ class ProcessHandle:
         on_death: Callable[[int], dict[str, Any]],
         on_lost: Callable[[PeerDied], None],
         secret: bytes = b"",
+        upload: str | None = None,
     ) -> None:
         self.channel = channel
         self.restarts = 0
         self.lost = False
         self._settings, self._prefix, self._secret = settings, prefix, secret
+        self._more = {} if upload is None else {UPLOAD: upload}  # not an argument, which everybody sees
         self._on_report, self._on_death, self._on_lost = on_report, on_death, on_lost
         self._stderr = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
         self._ready_or_lost = Flag()
@@ -207,7 +211,7 @@ class ProcessHandle:
             return
         if report["r"] == "ready":
             self._ready_or_lost.set()
-        elif report["r"] in ("durable", "error"):
+        elif report["r"] in ("durable", "error", "uploaded"):
             self._deaths = 0
         self._on_report(report)
 
@@ -249,7 +253,7 @@ class ProcessHandle:
             stdout=subprocess.DEVNULL,  # it may outlive us: readers of our output must see its end
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C in the terminal must reach only the trainer
-            env=python_environment(CUDA_VISIBLE_DEVICES=""),
+            env=python_environment(CUDA_VISIBLE_DEVICES="", **self._more),
         )
         if process.stdin is not None:
             with (

@@ -24,12 +24,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from ..errors import ResourceError
 from ..memory.locks import LockFile
 from . import index
 from .directory import Directory, remove
+from .locations import read_regular
 
 RUN: Final = ".shmtensor.run"
 MAX_RUN: Final = 1 << 45
@@ -82,7 +84,7 @@ class Run:
 def read(directory: str) -> Run | None:
     """The file's contents, None if there is none. `OSError` if it cannot be read."""
     try:
-        found = json.loads(index.read_regular(os.path.join(directory, RUN)))
+        found = json.loads(read_regular(Path(directory, RUN), index.MAX_LIST))
         if found["version"] != _VERSION:
             raise ValueError(f"version {found['version']!r:.40}")
         run = Run(

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,8 +24,11 @@ from .digests import Summer, text
 from .files import Files
 from .formats import Opened
 from .limits import LINE, PAGE
+from .locations import Location
+from .remote import Stopped, stop_by
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
+CHUNK_REMOTE: Final = 8 << 20  # bytes; each is one request
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes
@@ -145,7 +147,7 @@ class Damage(NamedTuple):
 
     region: int
     names: str
-    path: Path
+    path: Location
     offset: int
     expected: int
     found: int
@@ -177,7 +179,9 @@ def read_regions(
     targets = []
     for region in sorted(regions, key=places.__getitem__):
         memory, (file, offset) = memory_of(region), places[region]
-        size = CHUNK_DIRECT if files.reads_directly(memory, file, offset) else CHUNK
+        size = CHUNK_REMOTE if files.is_remote(file) else CHUNK
+        if files.reads_directly(memory, file, offset):
+            size = CHUNK_DIRECT
         targets.append(_Target(region, memory, file, offset, Summer() if digests is not None else None, size))
     runs = _cut(targets, readers)
 
@@ -199,19 +203,28 @@ def read_regions(
     if count == 1:
         work(0)
     else:
-        with ThreadPoolExecutor(count + bool(ahead), thread_name_prefix="shmtensor-read") as pool:
-            at_work = []
+        stop, at_work = threading.Event(), []
+        with ThreadPoolExecutor(count + bool(ahead), "shmtensor-read", stop_by, (stop,)) as pool:
             try:
                 at_work = [pool.submit(work, number) for number in range(count)]
                 if ahead:
                     at_work.append(pool.submit(_touch, ahead, runs))
                 wait(at_work, return_when=FIRST_EXCEPTION)
+                if any(done.done() and done.exception() is not None for done in at_work):
+                    stop.set()
+            except BaseException:
+                stop.set()
+                raise
             finally:
                 for run in runs:
                     run.clear()  # after an error or Ctrl-C no reader begins another chunk
-            for done in at_work:
-                done.result()
+            errors = [error for done in at_work if (error := done.exception()) is not None]
+            for error in errors:
+                if not isinstance(error, Stopped) or error is errors[-1]:
+                    raise error
     if digests is None:
+        for file in {target.file for target in targets}:
+            files.check(file)
         return []
     return [
         Damage(each.region, opened.plan.names(each.region), files.paths[each.file], each.offset,

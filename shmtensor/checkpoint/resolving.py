@@ -16,9 +16,10 @@ from .envelope import SUFFIX
 from .formats import FORMATS, Opened
 from .formats.shards import INDEX, find_groups, find_index, shard_of
 from .keys import WrongKey
+from .locations import Location, fresh, open_input
 from .manifest import MANIFEST, open_part, open_ranks
-from .names import check_source
 from .opening import PLAIN, Opener
+from .remote import RemotePath, is_outage
 
 LATEST = "latest"
 _PATIENCE = 3
@@ -39,19 +40,18 @@ def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
     its target is gone, the newest complete checkpoint in it. Raises `FileNotFoundError`, or `CheckpointError` for what
     is damaged or no checkpoint.
     """
-    check_source(path)
     for attempt in range(_PATIENCE):
         try:
-            found = resolve(path, opener)
+            found = resolve(fresh(path), opener)
             return found if isinstance(found, Opened) else open_found(found, opener)
         except FileNotFoundError:
             # a writer with a small keep_last may have deleted it between two of our steps
-            if attempt == _PATIENCE - 1 or not Path(path).exists():
+            if attempt == _PATIENCE - 1 or not fresh(path).exists():
                 raise
     raise AssertionError("unreachable")
 
 
-def open_found(path: Path, opener: Opener = PLAIN) -> Opened:
+def open_found(path: Location, opener: Opener = PLAIN) -> Opened:
     """Open a file, or a directory that is one checkpoint."""
     if path.is_dir():
         if (path / MANIFEST).exists():
@@ -62,26 +62,28 @@ def open_found(path: Path, opener: Opener = PLAIN) -> Opened:
 
 def open_rank(path: str | os.PathLike[str], rank: int, opener: Opener = PLAIN) -> Opened:
     """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
-    check_source(path)
     for attempt in range(_PATIENCE):
         try:
-            found = resolve(path, opener)
+            found = resolve(fresh(path), opener)
             directory = found.files[0].parent if isinstance(found, Opened) else found
             if not (directory / MANIFEST).exists():
                 raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
             return open_part(directory, rank, opener)
         except FileNotFoundError:
-            if attempt == _PATIENCE - 1 or not Path(path).exists():
+            if attempt == _PATIENCE - 1 or not fresh(path).exists():
                 raise
     raise AssertionError("unreachable")
 
 
-def resolve(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Path | Opened:
+def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
     """The file or directory that a path means; already opened if it was found as the newest complete one."""
-    path = Path(path)
-    if not path.exists() and (second := _by_alias(path)) is not None:
+    is_remote = isinstance(path, RemotePath)  # where links were copied as files, which do not move
+    if is_remote and path.name == LATEST and (path.parent / index.INDEX).exists():
+        return newest(path.parent, opener)
+    is_copy = is_remote and not path.name.endswith(_SUFFIXES) and path.is_file()
+    if (is_copy or not path.exists()) and (second := _by_alias(path)) is not None:
         return second
-    if path.is_symlink() and not path.exists():
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
         # a file of another program, as in an incomplete cache; or an alias, which means no other checkpoint
         if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
             raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
@@ -90,7 +92,7 @@ def resolve(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Path | Open
         if (path / MANIFEST).exists() or (path / _ENCRYPTED_INDEX).exists() or find_index(path) is not None:
             return path
         latest = path / LATEST
-        if latest.exists() and not _is_note(latest):
+        if not (is_remote and (path / index.INDEX).exists()) and latest.exists() and not _is_note(latest):
             return resolve(latest, opener)
         snapshot = _snapshot(path)
         if snapshot is not None:
@@ -107,19 +109,19 @@ def resolve(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Path | Open
     return path
 
 
-def _by_alias(path: Path) -> Path | None:
+def _by_alias(path: Location) -> Location | None:
     """The checkpoint of an alias by the list of saves, for aliases whose link could not be made."""
     if not _known_aliases(path.parent):
         return None
-    entry = index.aliases(index.entries(str(path.parent)), str(path.parent)).get(path.name)
+    entry = index.aliases(index.entries(path.parent), path.parent).get(path.name)
     return None if entry is None else path.with_name(entry.name)
 
 
-def _known_aliases(directory: Path) -> set[str]:
-    return {entry.alias for entry in index.entries(str(directory)) if entry.alias}
+def _known_aliases(directory: Location) -> set[str]:
+    return {entry.alias for entry in index.entries(directory) if entry.alias}
 
 
-def whole(directory: Path) -> Path | None:
+def whole(directory: Location) -> Location | None:
     """The main file of a directory that is one checkpoint: its index, the first of its shards, or the model's file.
 
     None for any other directory, such as one that a `CheckpointWriter` writes to, whose files are a checkpoint each.
@@ -131,7 +133,7 @@ def whole(directory: Path) -> Path | None:
     found = find_index(directory)
     if found is not None or (directory / index.INDEX).exists():
         return found
-    names = [name for name in os.listdir(directory) if not name.startswith(".")]
+    names = [found.name for found in directory.iterdir() if not found.name.startswith(".")]
     groups = list(find_groups(names).values())
     models = sorted(
         (match["variant"], not name.endswith(".safetensors"), name)
@@ -143,7 +145,7 @@ def whole(directory: Path) -> Path | None:
     return directory / groups[0][0] if len(groups) == 1 and not models else None
 
 
-def candidates(directory: Path) -> Iterator[tuple[int, Path]]:
+def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
     """(mtime in ns, path) of what may be checkpoints in a directory; hidden names are unfinished ones."""
     there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
     groups = find_groups(path.name for path in there)
@@ -161,17 +163,24 @@ def candidates(directory: Path) -> Iterator[tuple[int, Path]]:
         except FileNotFoundError:
             continue
         except CheckpointError:  # reported when it is opened
-            yield path.stat().st_mtime_ns, path
+            yield _time_of(path), path
 
 
-def newest_first(directory: Path) -> list[tuple[int, Path]]:
+def _time_of(path: Location) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except CheckpointError:
+        return 0
+
+
+def newest_first(directory: Location) -> list[tuple[int, Location]]:
     """The candidates: first those in the list of saves, the last saved first, whatever their mtime; then the others by
     their mtime."""
-    order = index.order(str(directory))
+    order = index.order(directory)
     return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
 
 
-def newest(directory: Path, opener: Opener = PLAIN) -> Opened:
+def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
     """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
     found = newest_first(directory)
     for _, path in found:
@@ -182,28 +191,30 @@ def newest(directory: Path, opener: Opener = PLAIN) -> Opened:
         except WrongKey:  # an older one is not what the caller wants
             raise
         except Exception as error:  # whatever the error is, try the others
+            if is_outage(path, error):
+                raise
             if len(found) == 1 and isinstance(error, CheckpointError):
                 raise  # there is no other one
             warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
     raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint in this directory", str(directory))
 
 
-def _is_note(latest: Path) -> bool:
+def _is_note(latest: Location) -> bool:
     """Whether `latest` is a file of one line that another program wrote, such as the name of a directory."""
     if latest.is_symlink() or not latest.is_file():
         return False
-    with latest.open("rb") as file:
-        text = file.read(257)
+    with open_input(latest) as file:
+        text = file.pread(257, 0)
     return len(text) <= 256 and text.isascii() and text.decode("ascii").strip().isprintable()
 
 
-def _snapshot(directory: Path) -> Path | None:
+def _snapshot(directory: Location) -> Location | None:
     """The directory of revision `main` in a repository of Hugging Face's cache; None if it is no such cache."""
     main = directory / "refs" / "main"
     if not main.is_file() or not (directory / "snapshots").is_dir():
         return None
-    with main.open("rb") as file:
-        revision = file.read(257).decode("utf-8", "replace").strip()
+    with open_input(main) as file:
+        revision = file.pread(257, 0).decode("utf-8", "replace").strip()
     found = directory / "snapshots" / revision
     if not re.fullmatch(r"[0-9A-Za-z]{1,128}", revision) or not found.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"revision {revision!r:.80} is not in this cache", str(directory))

@@ -119,6 +119,9 @@ class Source(Protocol):
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
         """Fill uint8 memory with the bytes at `offset`."""
 
+    def check(self, file: int) -> None:
+        """Raise `CheckpointError` if a file has become another one since it was opened."""
+
 
 class InMemory:
     """Bytes in memory, in place of a file."""
@@ -129,6 +132,9 @@ class InMemory:
     def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
         """Fill uint8 memory with the bytes at `offset`."""
         memory[:] = self._data[offset : offset + len(memory)]
+
+    def check(self, file: int) -> None:
+        """It is what it is."""
 
 
 class Span(NamedTuple):
@@ -151,7 +157,13 @@ def packed(entry: Entry) -> Entry:
 
 
 def read_part(files: Source, span: Span, readers: int) -> Array:
-    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early."""
+    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early, or is another one."""
+    memory = _read_part(files, span, readers)
+    files.check(span.file)
+    return memory
+
+
+def _read_part(files: Source, span: Span, readers: int) -> Array:
     entry, label = span.entry, f'"{span.entry.name}"'
     start, nbytes = span.start + entry.offset, stored_nbytes(entry)
     memory = private(nbytes, start)

@@ -24,7 +24,7 @@ from .directory import Best, Directory, remove
 from .encrypted_output import EncryptedOutput, Sealing
 from .envelope import HIDDEN_DIGEST
 from .formats import Layout, get_format
-from .index import Saved
+from .index import PENDING, Saved
 from .keys import MasterKey
 from .limits import PAGE
 from .output import Disk, Output
@@ -236,7 +236,7 @@ class Snapshot:
         entry = Saved(
             self.name, self._writer, self.number, self.options["step"],
             sum(nbytes for _, nbytes, _ in files), HIDDEN_DIGEST if self._master else combine(digests),
-            tuple(files), metrics, self.options["alias"],
+            tuple(files), metrics, self.options["alias"], PENDING if self.options["upload"] else "",
         )  # fmt: skip
         # crash: commit.before
         self._record(entry)

@@ -29,7 +29,7 @@ from ..ring.reader import COMPETING, Reception
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .formats import get_format
-from .names import channels_of, check_source
+from .names import channels_of, check_local
 from .opening import Opener
 from .plan import Plan
 from .reading import private
@@ -99,7 +99,7 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
     path: the directory of a `CheckpointWriter`, or `latest` in it. `FileNotFoundError`, which says why and what there
     is on disk, if there is none.
     """
-    check_source(path)
+    check_local(path, "from_memory= takes the directory of a CheckpointWriter")
     directory = Path(path)
     if directory.name == LATEST:
         directory = directory.parent
@@ -126,7 +126,7 @@ def open_staged(path: str | os.PathLike[str]) -> Staged:
 def _not_found(directory: Path, why: str) -> FileNotFoundError:
     try:
         opened = open_path(directory, Opener(locked=True))
-        there = f"on disk there is {os.path.realpath(opened.main)}: load it without from_memory="
+        there = f"on disk there is {os.path.realpath(str(opened.main))}: load it without from_memory="
     except (FileNotFoundError, CheckpointError):
         there = "on disk there is no complete checkpoint either"
     return FileNotFoundError(errno.ENOENT, f"no checkpoint in shared memory: {why}; {there}", str(directory))

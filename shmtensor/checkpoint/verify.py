@@ -15,6 +15,7 @@ from .files import Files
 from .formats import Opened
 from .formats.zip_directory import check_crcs
 from .keys import WrongKey
+from .locations import open_input
 from .manifest import MANIFEST, check_others
 from .reading import CHUNK, Damage
 
@@ -85,7 +86,7 @@ def _check_rest(opened: Opened, *, all_of_it: bool) -> None:
 def check_archive(opened: Opened, progress: Progress | None = None) -> None:
     """Compare the members of zip archives with their CRC-32; `CheckpointError` names one that is damaged."""
     for path in opened.files:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
+        with open_input(path) as file:
+            zipped = file.pread(2, 0) == b"PK"
         if zipped:
             check_crcs(path, progress)

@@ -29,6 +29,7 @@ from . import dcp_metadata, index, manifest, ranks
 from .digests import combine, digest, text
 from .directory import LATEST, Best, Directory, highest_number, remove, sync, target
 from .index import Saved
+from .locations import read_regular
 from .manifest import MANIFEST, MAX_RANKS, Manifest, Part
 from .ranks import Outcome, RankDirectory, Run
 
@@ -394,7 +395,7 @@ def _is_part(pending: str, vote: Vote) -> bool:
 def _read_vote(pending: str, rank: int) -> Vote | None:
     """A rank's vote; None if there is none, or it cannot be read."""
     try:
-        found: Any = json.loads(index.read_regular(os.path.join(pending, _vote_name(rank)), _MAX_VOTE))
+        found: Any = json.loads(read_regular(Path(pending, _vote_name(rank)), _MAX_VOTE))
         vote = Vote(**found)._replace(metrics=index.metrics_of(found["metrics"]))
         numbers = (vote.rank, vote.world_size, vote.number, vote.nbytes, vote.changed, vote.step)
         if not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) or type(vote.fixed) is not bool:

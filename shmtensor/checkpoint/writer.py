@@ -38,6 +38,7 @@ from .progress_bar import Bar
 from .ranks import RankDirectory
 from .slots import LEAST_MEMORY, Stager, check_memory
 from .staging import Abandoned, Staging
+from .upload import check_upload
 
 _T = TypeVar("_T")
 _HEAD_EXTRA: Final = 4096
@@ -81,6 +82,10 @@ class CheckpointWriter(Local):
             (`shmtensor.checkpoint.keys.KeyWrapper`). The files' names end in `.encrypted`. `cryptography` is needed:
             the extra `crypto`. Shared memory is not encrypted. See docs/guide/encryption.md.
         readable_names: with `key=`: names, shapes and dtypes of the tensors are readable without it.
+        upload: the URL of a directory (`s3://bucket/runs/a`, whatever fsspec can write) to which each checkpoint is
+            copied when it is durable, by the writing process: `SaveHandle.uploaded`. `keep_last` deletes none that is
+            not uploaded yet, and nothing at the URL; `close` waits for the uploads. Not with `rank=`.
+            See docs/guide/remote-checkpoints.md.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -110,6 +115,7 @@ class CheckpointWriter(Local):
         world_size: int | None = None,
         key: Key | None = None,
         readable_names: bool = False,
+        upload: str | None = None,
     ) -> None:
         check_choice("busy", busy, ("block", "skip", "replace"))
         check_choice("on_error", on_error, ("raise", "warn"))
@@ -124,6 +130,9 @@ class CheckpointWriter(Local):
         check_ranks(rank, world_size, busy, max_shard)
         if readable_names and key is None:
             raise ArgumentError("readable_names= is for encrypted checkpoints: pass key= as well")
+        if upload is not None and rank is not None:
+            raise ArgumentError("upload= copies what one process saves: leave it out, or rank= and world_size=")
+        self._upload = check_upload(upload)
         self._secret = b"" if key is None else MasterKey.of(key).dump()
         self._readable_names = bool(readable_names)
         self._memory = None if memory is None else check_memory(parse_bytes(memory, "memory"))
@@ -153,6 +162,7 @@ class CheckpointWriter(Local):
         self._settings: dict[str, Any] = {
             "directory": self._directory.path, "writer": self._writer, "keep_last": keep_last,
             "keep_every": keep_every, "keep_best": best, "nice": nice, "encrypted": key is not None,
+            "upload": self._upload is not None,
             **self._ranks,
         }  # fmt: skip
         if isinstance(self._directory, RankDirectory):
@@ -270,7 +280,9 @@ class CheckpointWriter(Local):
         head = len(described) + _HEAD_EXTRA + len(json.dumps(json_metrics))
         stager, staging = self._stager_for(head, geometry.nbytes)
         chunks = geometry.chunks(stager.chunk)
-        save = Save(name, self._directory.at(name), geometry.nbytes, alias, self._callbacks)
+        save = Save(
+            name, self._directory.at(name), geometry.nbytes, alias, self._callbacks, uploads=self._upload is not None
+        )
         handle = SaveHandle(save)
         stager.provide(head, len(chunks) * stager.chunk)
         asked = staging.make_room(call, self._busy, len(chunks))
@@ -285,7 +297,7 @@ class CheckpointWriter(Local):
             "name": name, "step": step, "format": self._format.name, "max_shard": self._max_shard,
             "chunk": stager.chunk, "streams": not stager.fits(len(chunks)), "began": began,
             "metrics": json_metrics, "alias": alias, "fixed": fixed,
-            "readable_names": self._readable_names, **self._ranks,
+            "readable_names": self._readable_names, "upload": self._upload is not None, **self._ranks,
         }  # fmt: skip
         self._saves.add(save)
         finish = staging.stage(call, save, plan, after, chunks, described, options, deadline)
@@ -363,7 +375,7 @@ class CheckpointWriter(Local):
             saves = self._saves
             process = self._process = ProcessHandle(
                 self._channel, self._settings, self._prefix, saves.live_numbers(),
-                saves.on_report, saves.on_death, saves.on_lost, self._secret,
+                saves.on_report, saves.on_death, saves.on_lost, self._secret, self._upload,
             )  # fmt: skip
         return process
 
@@ -385,8 +397,8 @@ class CheckpointWriter(Local):
     # --- the end
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait until everything that was staged is durable or has failed and callbacks have ended, and end the writing
-        process. Idempotent.
+        """Wait until everything that was staged is durable or has failed, with `upload=` is uploaded or has failed, and
+        callbacks have ended, and end the writing process. Idempotent.
 
         With `on_error="raise"` it raises the first error of a save that you have not seen; it has closed all the same.
 
@@ -445,6 +457,7 @@ class CheckpointWriter(Local):
             restarts=self._restarts + (process.restarts if process is not None else 0),
             memory_bytes=stager.memory if stager is not None else 0,
             pid=process.pid if process is not None else 0,
+            uploaded=self._saves.uploaded, uploading=self._saves.uploading,
         )  # fmt: skip
 
     def _instead(self) -> str:

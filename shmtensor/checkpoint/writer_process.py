@@ -19,14 +19,17 @@ from typing import Any, Final
 from ..endpoints.message import Message
 from ..endpoints.producer import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
+from . import index
 from .directory import Directory
+from .index import UPLOADED
 from .keys import MasterKey
 from .output import Disk
 from .part import PartSnapshot
-from .process_handle import receive_secret, results_channel
+from .process_handle import UPLOAD, receive_secret, results_channel
 from .ranks import Outcome, RankDirectory
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, Snapshot
+from .upload import Uploads, explained
 from .votes import Votes, finish_older_runs
 
 _CHECK_INTERVAL: Final = 1.0
@@ -65,6 +68,10 @@ class Worker:
         self._dropped: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
+        self._uploads: Uploads | None = None
+        if settings["upload"]:
+            self._directory.spares_pending = True
+            self._uploads = Uploads(os.environ[UPLOAD], self._directory.path)
         self._progress_reported = 0.0
         self._disk = Disk(WRITES)
         self._reports = _Reports(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
@@ -97,7 +104,7 @@ class Worker:
                 self._work_on(snapshot)
             elif self._taker.over:
                 self._drop_all()
-                if not self._voted:
+                if not self._voted and not self._uploads_alone():
                     break
                 time.sleep(_VOTES_INTERVAL)
             elif self._is_alone():
@@ -105,12 +112,14 @@ class Worker:
                 if messages:
                     continue
                 self._drop_all()
-                if not self._voted:
+                if not self._voted and not self._uploads_alone():
                     break
                 time.sleep(_VOTES_INTERVAL)
             self._check_votes()
+            self._check_uploads()
+            is_polling = self._voted or (self._uploads is not None and self._uploads.busy)
             messages = self._taker.take(
-                0 if self._current() is not None else _VOTES_INTERVAL if self._voted else _CHECK_INTERVAL
+                0 if self._current() is not None else _VOTES_INTERVAL if is_polling else _CHECK_INTERVAL
             )
         self._drop_all()
         with contextlib.suppress(OSError):
@@ -126,7 +135,8 @@ class Worker:
         self._wait_to_be_last(deadline)
         self._reports.close()
         self._taker.close()
-        self._directory.close()
+        if self._uploads is None:
+            self._directory.close()  # else its lock ends with the process, and with it the thread that uploads
 
     def _wait_to_be_last(self, deadline: float) -> None:
         """Wait until this process is the last member of both channels: the last one removes them.
@@ -259,6 +269,8 @@ class Worker:
         self._dropped.add(snapshot.number)
         snapshot.release()
         # crash: finish.done
+        if self._uploads is not None:
+            self._uploads.add(index.read(self._directory.path))
 
     def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
         snapshot.discard_files()
@@ -325,7 +337,56 @@ class Worker:
             else:
                 finish_older_runs(self._directory)
             self._swept = True
+            self._resume_uploads()
         return True
+
+    # --- uploads
+
+    def _resume_uploads(self) -> None:
+        """Go on where an earlier process has ended: report what it had uploaded, and upload what is pending."""
+        if self._uploads is None:
+            return
+        entries = index.read(self._directory.path)
+        own = {entry.number: entry for entry in entries if entry.writer == self._writer}
+        for number in self._settings["uploading"]:
+            entry = own.get(number)
+            if entry is None:
+                self._report(r="unuploaded", n=number, text="a durable checkpoint was deleted before it was uploaded")
+            elif entry.upload == UPLOADED:
+                self._report(r="uploaded", n=number, url=self._uploads.url_of(entry), deleted=0)
+        self._uploads.add(entries)
+
+    def _uploads_alone(self) -> bool:
+        """Without a trainer: whether there is anything to upload. What is left goes to the process of the next trainer,
+        if there is one, and of this one, if it is closing: it has waited for its own uploads, not for earlier ones'."""
+        if self._uploads is None:
+            return False
+        self._check_uploads()
+        return self._uploads.busy and not self._directory.has_trainer
+
+    def _check_uploads(self) -> None:
+        """Note and report the uploads that have ended."""
+        if self._uploads is None:
+            return
+        if not self._swept:  # the process of an earlier trainer was there
+            with contextlib.suppress(OSError):
+                self._may_write()
+        while (ended := self._uploads.take()) is not None:
+            number = ended.entry.number if ended.entry.writer == self._writer else 0
+            error, deleted = ended.error, 0
+            if error is None:
+                try:
+                    self._directory.record_uploaded(ended.entry)
+                    # crash: upload.recorded
+                    keep = self._settings
+                    deleted = len(self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])[0])
+                except OSError as caught:
+                    error = caught
+            if error is None:
+                self._report(r="uploaded", n=number, url=ended.url, deleted=deleted)
+            else:
+                self._report(r="unuploaded", n=number, text=explained(ended.entry, self._uploads.url, error))
+            # crash: upload.reported
 
     # --- reports
 

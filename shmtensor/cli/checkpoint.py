@@ -23,8 +23,10 @@ from ..checkpoint.formats import FORMATS, Opened
 from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
 from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
 from ..checkpoint.load import check_options
+from ..checkpoint.locations import location
 from ..checkpoint.opening import Opener
 from ..checkpoint.plan import Entry
+from ..checkpoint.remote import without_secrets
 from ..checkpoint.resolving import LATEST, open_path
 from ..checkpoint.sealing import decrypt_file, encrypt_file
 from ..checkpoint.verify import check
@@ -67,7 +69,7 @@ def _with_files(function: _F) -> _F:
 @guarded
 @_with_files
 def info(
-    path: Annotated[Path, typer.Argument(help="A file, a directory of shards, or a directory of checkpoints.")],
+    path: Annotated[str, typer.Argument(help="A file, a directory of shards or of checkpoints, or a URL.")],
     every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
@@ -106,7 +108,7 @@ def info(
 @guarded
 @_with_files
 def verify(
-    paths: Annotated[list[Path], typer.Argument(help="Files, directories of shards, or directories of checkpoints.")],
+    paths: Annotated[list[str], typer.Argument(help="Files, directories of shards or of checkpoints; or URLs.")],
     readers: _Readers = None,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
@@ -135,7 +137,7 @@ def verify(
 @guarded
 @_with_files
 def convert(
-    source: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    source: Annotated[str, typer.Argument(help="A checkpoint of any format, or its URL.")],
     target: Annotated[Path, typer.Argument(help="The new file; with --max-shard a directory.")],
     format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; else by the suffix.")] = None,
     max_shard: Annotated[str | None, typer.Option("--max-shard", help='Bytes of a file, such as "4GiB".')] = None,
@@ -230,19 +232,20 @@ def _show_written(path: Path, *, as_json: bool) -> None:
 @guarded
 @_with_files
 def ls(
-    directory: Annotated[Path, typer.Argument(help="A directory of checkpoints.")] = Path(),
+    directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or its URL.")] = ".",
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest first: step, size, metrics, the names that lead there (`latest`,
     `best`), and which are not complete."""
-    if not directory.is_dir():
-        raise fail(f"{directory} is no directory")
+    root = location(directory)
+    if not root.is_dir():
+        raise fail(f"{root} is no directory")
     opener = _opener(key_file, passphrase, locked=True)
-    rows = [_row(info, opened) for info, opened in opened_checkpoints(directory, opener)]
+    rows = [_row(info, opened) for info, opened in opened_checkpoints(root, opener)]
     if as_json:
-        print_json({"directory": str(directory), "checkpoints": rows})
+        print_json({"directory": str(root), "checkpoints": rows})
         return
     out = console()
     if not rows:
@@ -274,7 +277,7 @@ def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
         "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": 0,
         "time": info.time, "metrics": {name: _plain(value) for name, value in info.metrics.items()},
         "aliases": list(info.aliases), "latest": LATEST in info.aliases, "error": info.error,
-        "encrypted": info.encrypted,
+        "encrypted": info.encrypted, "uploaded": info.uploaded,
     }  # fmt: skip
     try:
         return row if opened is None else row | {"tensors": len(opened.plan.tensors)}
@@ -294,9 +297,10 @@ def _number_of_readers(readers: int | None) -> int:
         raise fail(str(error), 2) from None
 
 
-def _verify(path: Path, readers: int, opener: Opener, *, bar: bool) -> dict[str, Any]:
+def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
-        "path": str(path), "ok": False, "format": None, "digests": False, "bytes": 0, "damaged": [], "error": None,
+        "path": without_secrets(path), "ok": False, "format": None, "digests": False, "bytes": 0,
+        "damaged": [], "error": None,
     }  # fmt: skip
     try:
         opened = open_path(path, opener)
@@ -306,7 +310,7 @@ def _verify(path: Path, readers: int, opener: Opener, *, bar: bool) -> dict[str,
             "digests": opened.digests is not None or opened.encrypted,  # every segment has a tag
             "bytes": nbytes,
         }  # fmt: skip
-        with _bar(path.name, nbytes, shown=bar) as progress:
+        with _bar(opened.main.name, nbytes, shown=bar) as progress:
             damaged = check(opened, readers=readers, progress=progress)
     except (CheckpointError, OSError) as error:
         return report | {"error": str(error)}

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..checkpoint.index import read_regular
 from ..checkpoint.limits import MAX_TENSORS
+from ..checkpoint.locations import read_regular
 from ..errors import CheckpointError
 from ..wire.spec import MAX_BYTES, MAX_NDIM
 from .description import Path
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 def read_pickle(path: FilePath, most: int) -> Found:
     """The contents of a `.metadata` of at most so many bytes. Raises `FileNotFoundError`, `CheckpointError`."""
     try:
-        return _found(_run(read_regular(str(path), most)))
+        return _found(_run(read_regular(path, most)))
     except _Invalid as error:
         raise CheckpointError(f"{path} is no metadata of DCP's FileSystemWriter: {error}") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:

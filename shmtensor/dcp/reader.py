@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..checkpoint.dcp_metadata import METADATA
+from ..checkpoint.formats import Opened
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.names import check_source, is_url
+from ..checkpoint.names import check_local
+from ..checkpoint.remote import is_url
 from ..checkpoint.resolving import resolve
 from ..errors import ArgumentError, CheckpointError
 from .archives import Repacked
@@ -24,6 +26,7 @@ from .filesystem import FileSystemFiles
 from .stored_parts import StoredParts
 
 _PATIENCE: Final = 3
+_LOCAL: Final = "shmtensor.dcp reads from mounted file systems only"
 
 
 class Source(Protocol):
@@ -78,7 +81,7 @@ class StorageReader(storage.StorageReader):
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
         super().__init__()
-        check_source(path)
+        check_local(path, _LOCAL)
         self._path = self._base = Path(path)
         self._verify, self._weights_only = verify, weights_only
         self._source: Source | None = None
@@ -90,7 +93,7 @@ class StorageReader(storage.StorageReader):
         """Load another checkpoint: a path, or a name in the reader's directory."""
         self._source = None
         if checkpoint_id is not None:
-            check_source(checkpoint_id)
+            check_local(checkpoint_id, _LOCAL)
             named = self._base / checkpoint_id
             self._path = named if os.path.lexists(named) else Path(checkpoint_id)
 
@@ -112,7 +115,7 @@ class StorageReader(storage.StorageReader):
         if (self._path / METADATA).is_file() and not (self._path / MANIFEST).is_file():
             return FileSystemFiles(self._path)
         found = resolve(self._path)
-        directory = Path(os.path.realpath(found if isinstance(found, Path) else found.files[0].parent))
+        directory = Path(os.path.realpath(found.files[0].parent if isinstance(found, Opened) else found))
         if not (directory / MANIFEST).is_file():
             raise CheckpointError(
                 f"{directory} was saved neither by shmtensor.dcp nor by FileSystemWriter: it has no {MANIFEST} and no "

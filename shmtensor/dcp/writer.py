@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..checkpoint.formats import get_format
-from ..checkpoint.names import check_directory, check_name, is_url
+from ..checkpoint.names import check_directory, check_name
+from ..checkpoint.remote import is_url
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError
 from .part_writer import PartWriter, Place, Saving

@@ -55,10 +55,17 @@ RANK_POINTS = [
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
 GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun"]
 SEAL_POINTS = ["seal.begun", "seal.written", "seal.journal", "seal.described"]  # test_encryption.py
+UPLOAD_POINTS = [
+    "upload.begun",
+    "upload.file",
+    "upload.listed",
+    "upload.recorded",
+    "upload.reported",
+]  # test_upload.py
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: cuda/test_deaths.py
 CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS, *SEAL_POINTS,
-    *RANK_POINTS, *GIVING_UP_POINTS,
+    *UPLOAD_POINTS, *RANK_POINTS, *GIVING_UP_POINTS,
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""
 
@@ -453,7 +460,7 @@ def scene_of_a_trainer_that_dies_slowly(directory: str, channel: str, first: str
     stager.provide(100, 1 << 16)
     stager.send_small(HEAD, 1, np.zeros(100, np.uint8), timeout=PATIENCE, name="a", streams=False)
     settings = {"directory": directory, "writer": "0" * 16, "keep_last": None, "keep_every": None, "keep_best": None}
-    working = writer_process.Worker({**settings, "channel": channel, "next": 1, "live": []})
+    working = writer_process.Worker({**settings, "channel": channel, "next": 1, "live": [], "upload": False})
     ends_of_trainer.pop(first)._member.control.locks.close()
 
     def let_go(seconds: float) -> None:

@@ -291,8 +291,6 @@ def test_there_is_nothing_to_resume_from(tmp_path):
     assert load_newest(tmp_path) is None
     with pytest.raises(ArgumentError, match="is a file"):
         load_newest(tmp_path / "notes.txt")
-    with pytest.raises(ArgumentError, match="URL"):
-        load_newest("s3://bucket/run")
     with pytest.raises(ArgumentError, match="verify"):
         load_newest(tmp_path, verify="some")
 

@@ -25,6 +25,7 @@ from .ranks import Ranks
 from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
+from .uploads import Uploads
 
 MODELS: tuple[type[Model], ...] = (
     *(Fanout, FanoutStoreBuffers, FanoutLeave, FanoutDeath),  # section 1
@@ -38,5 +39,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
     *(DeviceRing, Unmapping),  # 11
-    Ranks,  # docs/internals/checkpoint-protocol.md
+    *(Ranks, Uploads),  # docs/internals/checkpoint-protocol.md
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ...errors import ArgumentError, CheckpointError
+from ..locations import Location, open_input
 from .base import FileSpec, Format, Layout, Opened, Piece, Stored
 from .distcp import Distcp
 from .npz import Npz
@@ -24,12 +23,12 @@ def get_format(name: str) -> Format:
         raise ArgumentError(f"format={name!r} is not known: choose one of {', '.join(FORMATS)}") from None
 
 
-def detect(path: Path) -> Format:
+def detect(path: Location) -> Format:
     """The format of an existing file or directory, by its contents. `CheckpointError` if it is none of these."""
     start = b""
     if path.is_file():
-        with path.open("rb") as file:
-            start = file.read(16)
+        with open_input(path) as file:
+            start = file.pread(16, 0)
     for each in FORMATS.values():
         if each.recognizes(path, start):
             return each

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..locations import Location
 from ..plan import Plan
 
 if TYPE_CHECKING:
@@ -138,11 +139,12 @@ class Opened:
     locked:  it is encrypted and was opened without a key: the plan has the readable names, and no structure
     shown:   the path to show, if `files` are others
     keeps:   what must live as long as this
+    decrypted: `files` are decrypted copies in memory
     """
 
     format: str
     made: Plan | Callable[[], Plan]
-    files: list[Path]
+    files: list[Location]
     sizes: list[int]
     places: list[Place] | None
     digests: list[int] | None
@@ -151,16 +153,22 @@ class Opened:
     parts: list[Stored | None] | None = None
     sealed: Sequence[SealedFile | None] = ()
     locked: bool = False
-    shown: Path | None = None
+    shown: Location | None = None
     keeps: Any = None
+    decrypted: bool = False
 
     @property
     def encrypted(self) -> bool:
-        """Whether it is encrypted on disk, so that it cannot be mapped."""
-        return self.locked or self.keeps is not None or any(self.sealed)
+        """Whether it is encrypted on disk."""
+        return self.locked or self.decrypted or any(self.sealed)
 
     @property
-    def main(self) -> Path:
+    def mappable(self) -> bool:
+        """Whether its bytes can be mapped: they are plain, in files of this machine."""
+        return not self.encrypted and all(isinstance(file, Path) for file in self.files)
+
+    @property
+    def main(self) -> Location:
         """Path of its file, or of the directory of its files."""
         if self.shown is not None:
             return self.shown
@@ -198,11 +206,11 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def recognizes(self, path: Path, start: bytes) -> bool:
+    def recognizes(self, path: Location, start: bytes) -> bool:
         """Whether a path (a directory, or a file that begins with these up to 16 bytes) looks like this format."""
 
     @abstractmethod
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         """Read the description of a checkpoint, not its tensors. Raises `CheckpointError` if it is invalid."""
 
 

@@ -33,13 +33,13 @@ import re
 import struct
 import zlib
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...errors import ArgumentError, CheckpointError
 from ..description import Described, read_described_file
 from ..digests import digest, text
 from ..limits import MAX_DESCRIPTION, PAGE
+from ..locations import Location, open_input
 from ..plan import Entry, Plan
 from ..regions import Region
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
@@ -78,10 +78,10 @@ class Distcp(Format):
             holds=lambda description: align(start + rest + len(description), PAGE) == size,
         )  # fmt: skip
 
-    def recognizes(self, path: Path, start: bytes) -> bool:
+    def recognizes(self, path: Location, start: bytes) -> bool:
         return start[: len(_MAGIC)] == _MAGIC
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         size, data = _read(path)
         described = read_described_file(data, str(path))
         places = []
@@ -92,7 +92,7 @@ class Distcp(Format):
         return Opened(self.name, described.plan, [path], [size], places, described.digests, native=True)
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_table(path: Location) -> dict[str, Any]:
     """The description of a file as it is, with `plan`, `stored` and `archives`; only its digest is checked. Raises
     OSError, `CheckpointError`."""
     _, data = _read(path)
@@ -102,12 +102,11 @@ def read_table(path: Path) -> dict[str, Any]:
     return dict(json.loads(rest))
 
 
-def _read(path: Path) -> tuple[int, bytes]:
+def _read(path: Location) -> tuple[int, bytes]:
     """The size of a file, and the bytes of its description."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        head = file.read(_HEAD.size)
+    with open_input(path) as file:
+        size = file.nbytes
+        head = file.pread(_HEAD.size, 0)
         if not head.startswith(_MAGIC):
             raise CheckpointError(f"{path} is no distcp file: it begins with {head[:16]!r}")
         if len(head) < _HEAD.size:
@@ -118,8 +117,7 @@ def _read(path: Path) -> tuple[int, bytes]:
             raise CheckpointError(f"{path} has {size} bytes, its description is at {start} and has {nbytes}: {fault}")
         if start < _START or nbytes > 4 * MAX_DESCRIPTION:
             raise CheckpointError(f"{path}: its description is at {start} and has {nbytes} bytes: it is damaged")
-        file.seek(start)
-        return size, file.read(nbytes)
+        return size, file.pread(nbytes, start)
 
 
 class _Group(NamedTuple):

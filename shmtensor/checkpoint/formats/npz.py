@@ -15,7 +15,6 @@ import io
 import math
 import zlib
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from ...codec.numpy import MAX_NDIM, Array
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
 from ..limits import PAGE
+from ..locations import Location, open_input
 from ..plan import Entry, Plan, stored_shape, unique_names
 from ..regions import Region
 from ..structure import dtype_name
@@ -61,12 +61,12 @@ class Npz(Format):
             archive.add_region(names[-1], region, header)
         return archive.layout(Described(plan.describe(), names), DESCRIPTION)
 
-    def recognizes(self, path: Path, start: bytes) -> bool:
+    def recognizes(self, path: Location, start: bytes) -> bool:
         if start[:4] == b"PK\x05\x06":
             return path.suffix == self.suffix
         return start[:4] == b"PK\x03\x04" and has_member(path, _is_ours)
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         directory = read_directory(path, _is_ours)
         member = directory.members.get(DESCRIPTION)
         if member is not None:
@@ -120,7 +120,7 @@ def _npy(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return data
 
 
-def _plan_of(path: Path, directory: Directory) -> tuple[Plan, list[Stored | None]]:
+def _plan_of(path: Location, directory: Directory) -> tuple[Plan, list[Stored | None]]:
     """The plan of an archive of another program, a flat dict of arrays, each read when its bytes are needed; and the
     places of those that are not packed."""
     tensors: list[Entry] = []
@@ -150,10 +150,10 @@ class _Header(NamedTuple):
     nbytes: int
 
 
-def _read_header(path: Path, member: ZipMember, label: str) -> _Header:
+def _read_header(path: Location, member: ZipMember, label: str) -> _Header:
     """Read the header of a member. `CheckpointError` unless the member has the size of its array."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             start = b""
             for piece in read_pieces(file, member, str(path), PAGE):
                 start += piece
@@ -192,11 +192,11 @@ def _fortran_strides(header: _Header) -> tuple[int, ...]:
     return c_strides(header.shape[::-1], header.dtype.itemsize)[::-1]
 
 
-def _read_array(path: Path, member: ZipMember, header: _Header) -> Array:
+def _read_array(path: Location, member: ZipMember, header: _Header) -> Array:
     """The bytes of an array, in C order."""
     data = np.empty(member.nbytes - header.nbytes, np.uint8)
     at, crc = -header.nbytes, 0
-    with path.open("rb") as file:
+    with open_input(path) as file:
         for piece in read_pieces(file, member, str(path)):
             crc = zlib.crc32(piece, crc)
             part = np.frombuffer(piece, np.uint8)[max(0, -at) :]

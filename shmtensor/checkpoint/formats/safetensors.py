@@ -26,12 +26,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ArgumentError, CheckpointError
 from ..description import Described, read_described
 from ..limits import LINE, PAGE
+from ..locations import Location
 from ..plan import Entry, Plan, stored_shape
 from ..regions import Region
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
@@ -70,14 +70,14 @@ class Safetensors(Format):
             raise ArgumentError(f"max_shard must be positive, not {max_shard}")
         return draft.shards(max_shard)
 
-    def recognizes(self, path: Path, start: bytes) -> bool:
+    def recognizes(self, path: Location, start: bytes) -> bool:
         if path.is_dir():
             return (path / INDEX).is_file()
         if is_index(path.name):
             return ".safetensors.index" in path.name
         return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] in _STARTS
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         """Open a checkpoint; for a shard, all of its shards: by the index that names it, or else by their names."""
         if path.is_dir():
             path = path / INDEX
@@ -91,7 +91,7 @@ class Safetensors(Format):
         described = partial(read_description, path, 8, header.header_bytes) if header.described else None
         return _opened(self.name, path, [path], [header], stored, header, described)
 
-    def _open_group(self, path: Path) -> Opened:
+    def _open_group(self, path: Location) -> Opened:
         """Open shards without an index: all that their names count must be there."""
         files = all_of(path)
         headers = [read_header(file) for file in files]
@@ -107,7 +107,7 @@ class Safetensors(Format):
                 stored[name] = (number, tensor)
         return _opened(self.name, path, files, headers, stored, None, None)
 
-    def _open_index(self, index: Path) -> Opened:
+    def _open_index(self, index: Location) -> Opened:
         names = shard_names(index)
         files = check_shard_names(index, names)
         headers = [read_header(file) for file in files]
@@ -131,18 +131,19 @@ class Safetensors(Format):
         return _opened(self.name, index, files, headers, stored, says, described)
 
 
-def _index_of(shard: Path) -> Path | None:
+def _index_of(shard: Location) -> Location | None:
     """The index beside a shard that names it."""
-    for path in sorted(shard.parent.glob("*.safetensors.index*.json")):
-        if is_index(path.name) and any(name == shard.name for _, name in read_index(path)):
-            return path
+    for name in sorted(path.name for path in shard.parent.iterdir()):
+        index = shard.parent / name
+        if is_index(name) and ".safetensors.index" in name and any(file == shard.name for _, file in read_index(index)):
+            return index
     return None
 
 
 def _opened(
     name: str,
-    path: Path,
-    files: list[Path],
+    path: Location,
+    files: list[Location],
     headers: Sequence[Header],
     stored: dict[str, tuple[int, StoredTensor]],
     says: Header | None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError
@@ -11,6 +10,7 @@ from ...wire.spec import MAX_BYTES, MAX_NDIM
 from ..digests import Summer, text
 from ..json_pieces import JsonPieces
 from ..limits import MAX_TENSORS
+from ..locations import Location, open_input
 
 MAX_HEADER: Final = 100_000_000  # bytes, as in safetensors itself
 
@@ -51,22 +51,20 @@ SHORT: Final = 1000  # characters of a text that is kept
 _COUNTED: Final = 1 << 22  # bytes of a header, from which on its tensors are counted before they are kept
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Location) -> Header:
     """Read the header of a file. `CheckpointError` unless its tensors fill the file exactly: no gaps, no overlap."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
+    with open_input(path) as file:
+        size = file.nbytes
+        length = int.from_bytes(file.pread(8, 0), "little")
         if size < 8 or length > min(MAX_HEADER, size - 8):
             raise CheckpointError(
                 f"{path}: its header should have {length} bytes, the file has {size} "
                 f"(at most {MAX_HEADER} are allowed): it is truncated, or no safetensors file"
             )
         start = 8 + length
-        fd = file.fileno()
         if length > _COUNTED:
             count = filled = 0
-            for _, tensor in _entries(JsonPieces(fd, 8, length, str(path)), start, path, None):
+            for _, tensor in _entries(JsonPieces(file, 8, length, str(path)), start, path, None):
                 count, filled = count + 1, filled + tensor.nbytes
                 if count > MAX_TENSORS:
                     raise CheckpointError(f"{path}: more than {MAX_TENSORS} tensors")
@@ -74,7 +72,7 @@ def read_header(path: Path) -> Header:
                 raise CheckpointError(f"{path}: its tensors have {filled} bytes, {size - start} come after its header")
         metadata = Metadata(str(path))
         tensors: dict[str, StoredTensor] = {}
-        for name, tensor in _entries(JsonPieces(fd, 8, length, str(path)), start, path, metadata):
+        for name, tensor in _entries(JsonPieces(file, 8, length, str(path)), start, path, metadata):
             if name in tensors:
                 raise CheckpointError(f"{path}: invalid JSON of {length} bytes: a key appears twice, {name!r:.80}")
             tensors[name] = tensor
@@ -95,7 +93,7 @@ def read_header(path: Path) -> Header:
 
 
 def _entries(
-    pieces: JsonPieces, start: int, path: Path, metadata: Metadata | None
+    pieces: JsonPieces, start: int, path: Location, metadata: Metadata | None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of a header, in order; other entries go to `metadata`."""
     met = False
@@ -160,10 +158,10 @@ _MOST_SHORT: Final = 1000  # texts that are kept
 _MOST_TEXTS: Final = 100_000  # that there may be
 
 
-def read_description(path: Path, offset: int, nbytes: int) -> str:
+def read_description(path: Location, offset: int, nbytes: int) -> str:
     """The text under `DESCRIBED`, in an object inside the object at this place of a file."""
-    with path.open("rb") as file:
-        pieces = JsonPieces(file.fileno(), offset, nbytes, str(path))
+    with open_input(path) as file:
+        pieces = JsonPieces(file, offset, nbytes, str(path))
         parts: list[str] = []
         for _ in pieces.entries():
             if pieces.peek() != "{":
@@ -179,7 +177,7 @@ def read_description(path: Path, offset: int, nbytes: int) -> str:
     return "".join(parts)
 
 
-def _tensor(part: Any, name: str, start: int, path: Path) -> StoredTensor:
+def _tensor(part: Any, name: str, start: int, path: Location) -> StoredTensor:
     match part:
         case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [int() as low, int() as high]}:
             numbers = [*shape, low, high]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final, NamedTuple
 from ...errors import CheckpointError
 from ..json_pieces import JsonPieces
 from ..limits import MAX_TENSORS
+from ..locations import Location, open_input
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_SHARDS: Final = 99_999
@@ -49,7 +49,7 @@ def shard_of(name: str) -> Shard | None:
     return Shard(match["stem"], int(match["number"]), match["count"], match["rest"])
 
 
-def find_index(directory: Path) -> Path | None:
+def find_index(directory: Location) -> Location | None:
     """The index of a directory; of several, `model.safetensors.index.json`, or else the only one without a variant and
     of safetensors. `CheckpointError` if it is ambiguous."""
     found = sorted(path for path in directory.iterdir() if is_index(path.name) and path.is_file())
@@ -83,7 +83,7 @@ def find_groups(names: Iterable[str]) -> dict[tuple[str, str, str], list[str]]:
     return {group: [name for _, name in sorted(found)] for group, found in groups.items()}
 
 
-def all_of(path: Path) -> list[Path]:
+def all_of(path: Location) -> list[Location]:
     """Every file of the checkpoint that a shard belongs to, in order. `CheckpointError` names what is missing."""
     shard = shard_of(path.name)
     if shard is None:
@@ -107,17 +107,17 @@ def all_of(path: Path) -> list[Path]:
     return files
 
 
-def read_index(index: Path, metadata: Callable[[JsonPieces], object] | None = None) -> Iterator[tuple[str, str]]:
+def read_index(index: Location, metadata: Callable[[JsonPieces], object] | None = None) -> Iterator[tuple[str, str]]:
     """Yield the names in an index's `weight_map`, and the file of each.
 
     `metadata` is called for any other object in the index, wherever it is: if a description were overlooked, the state
     would be loaded as a flat dict. `CheckpointError` for what is no index.
     """
-    with index.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_input(index) as file:
+        size = file.nbytes
         if size > MAX_INDEX:
             raise CheckpointError(f"{index} has more than {MAX_INDEX} bytes")
-        pieces = JsonPieces(file.fileno(), 0, size, str(index))
+        pieces = JsonPieces(file, 0, size, str(index))
         met = 0
         for key in pieces.entries():
             if key != "weight_map":
@@ -138,7 +138,7 @@ def read_index(index: Path, metadata: Callable[[JsonPieces], object] | None = No
         raise CheckpointError(f"{index} has no weight_map of names")
 
 
-def shard_names(index: Path) -> list[str]:
+def shard_names(index: Location) -> list[str]:
     """The files that an index names, in order."""
     names: set[str] = set()
     for _, name in read_index(index):
@@ -148,7 +148,7 @@ def shard_names(index: Path) -> list[str]:
     return sorted(names)
 
 
-def check_shard_names(index: Path, names: Sequence[str]) -> list[Path]:
+def check_shard_names(index: Location, names: Sequence[str]) -> list[Location]:
     """The files that an index names. `CheckpointError` if one is not beside the index, or missing."""
     for name in names:
         if name != Path(name).name or name in ("", ".", "..") or "\0" in name:

@@ -18,16 +18,20 @@ KiB is a tensor, and a sparse, quantized or nested tensor is a tuple of its kind
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
 from ...codec.libraries import import_torch
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
+from ..locations import Location, MemoryFile, as_stream, copy_to_memory, open_input
 from ..objects import check_objects
 from ..plan import Plan, plan
+from ..remote import RemotePath
 from .base import Format, Layout, Opened
 from .pickle_check import PickleCheck
 from .shards import all_of, check_shard_names, is_index, shard_names
@@ -66,14 +70,14 @@ class Torch(Format):
         archive.add("archive/version", b"3\n")
         return archive.layout(Described(plan.describe(), names), _DESCRIPTION)
 
-    def recognizes(self, path: Path, start: bytes) -> bool:
+    def recognizes(self, path: Location, start: bytes) -> bool:
         if is_index(path.name):
             return ".safetensors.index" not in path.name
         if start[:4] != b"PK\x03\x04":
             return path.suffix in (".pt", ".pth", ".bin") and start[:1] == b"\x80"
         return has_member(path, lambda name: name.endswith("/data.pkl"))
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Location) -> Opened:
         if is_index(path.name):
             return self._open_foreign(check_shard_names(path, shard_names(path)))
         if _is_zip(path):
@@ -85,10 +89,16 @@ class Torch(Format):
                 )
         return self._open_foreign(all_of(path))
 
-    def _open_foreign(self, files: list[Path]) -> Opened:
-        """Open files that torch itself wrote. Several are shards, each a dict of some of the names."""
+    def _open_foreign(self, files: list[Location]) -> Opened:
+        """Open files that torch itself wrote. Several are shards, each a dict of some of the names.
+
+        torch reads files of this machine only: those at URLs are copied into memory, as a whole, after the check.
+        """
         for file in files:
             _check(file)
+        copies = [copy_to_memory(file) for file in files if isinstance(file, RemotePath)]
+        if copies:
+            return _renamed(self._open_foreign([copy.path for copy in copies]), files, copies)
 
         def state(map: bool) -> Any:
             return _load(files[0], mmap=map) if len(files) == 1 else _joined(files, mmap=map)
@@ -104,17 +114,35 @@ class Torch(Format):
         return Opened(self.name, made, files, sizes, None, None, native=False, state=state)
 
 
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def _renamed(opened: Opened, files: list[Location], copies: list[MemoryFile]) -> Opened:
+    """What was opened from copies in memory, with the names of the files themselves; errors name them, too."""
+    names = {str(copy.path): str(file) for copy, file in zip(copies, files, strict=True)}
+
+    def renamed(function: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except CheckpointError as error:
+                text = functools.reduce(lambda text, name: text.replace(name, names[name]), names, str(error))
+                raise CheckpointError(text) from None
+
+        return call
+
+    shown = files[0] if len(files) == 1 else files[0].parent
+    return replace(opened, made=renamed(opened.made), state=renamed(opened.state), shown=shown, keeps=copies)
 
 
-def _check(path: Path) -> None:
+def _is_zip(path: Location) -> bool:
+    with open_input(path) as file:
+        return file.pread(4, 0) == b"PK\x03\x04"
+
+
+def _check(path: Location) -> None:
     """`CheckpointError` unless torch can safely open the file: its storages are in it, and its pickle takes no more
     memory than it should."""
-    with path.open("rb") as file:
+    with open_input(path) as file:
         if not _is_zip(path):
-            _check_old(path, file)
+            _check_old(path, as_stream(file))
             return
         found = read_directory(path, lambda name: name.endswith("/data.pkl") or name.rpartition("/")[2] in _SMALL)
         pickles = [member for name, member in found.members.items() if name.endswith("/data.pkl")]
@@ -134,11 +162,11 @@ def _check(path: Path) -> None:
         def ask(key: str, nbytes: int) -> None:
             asked[key] = max(nbytes, asked.get(key, 0))
 
-        source: BinaryIO = file
         if member.offset is None:
-            source = io.BytesIO(b"".join(read_pieces(file, member, str(path))))
+            source: BinaryIO = io.BytesIO(b"".join(read_pieces(file, member, str(path))))
         else:
-            file.seek(member.offset)
+            source = as_stream(file)
+            source.seek(member.offset)
         PickleCheck(source, member.nbytes, ask, str(path)).run()
     prefix = member.name.removesuffix("data.pkl") + "data/"
     members = read_directory(path, lambda name: name.startswith(prefix) and name[len(prefix) :] in asked).members
@@ -149,7 +177,7 @@ def _check(path: Path) -> None:
             raise CheckpointError(f"{path}: storage {key!r:.40} should have {nbytes} bytes of {prefix}{key:.40}, {has}")
 
 
-def _check_old(path: Path, file: BinaryIO) -> None:
+def _check_old(path: Location, file: BinaryIO) -> None:
     """The same for files of torch before 1.6: several pickles, then the storages."""
     size = path.stat().st_size
     asked = 0
@@ -165,7 +193,7 @@ def _check_old(path: Path, file: BinaryIO) -> None:
         check.run()
 
 
-def _joined(files: list[Path], *, mmap: bool) -> dict[str, Any]:
+def _joined(files: list[Location], *, mmap: bool) -> dict[str, Any]:
     """Load several shards into one dict."""
     state: dict[str, Any] = {}
     for file in files:
@@ -182,7 +210,7 @@ def _joined(files: list[Path], *, mmap: bool) -> dict[str, Any]:
     return state
 
 
-def _load(path: Path, *, mmap: bool) -> Any:
+def _load(path: Location, *, mmap: bool) -> Any:
     torch = import_torch()
     zipped = _is_zip(path)
     if mmap and zipped:  # torch would take packed bytes for a tensor's

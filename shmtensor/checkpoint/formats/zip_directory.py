@@ -6,13 +6,11 @@ numbers takes memory. The unpacked sizes of packed members are limited.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from ...errors import CheckpointError
 from ..description import ReadDescription, read_described_file
 from ..digests import Summer, digest, text
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
+from ..locations import InputFile, Location, open_input
 
 _LOCAL = struct.Struct("<I22xHH")
 _SIZES = struct.Struct("<I2xH10xIIHH")  # the same with flags and sizes
@@ -68,14 +67,15 @@ class _Table(NamedTuple):
     members: int
 
 
-def read_directory(path: Path, wanted: Callable[[str], bool]) -> Directory:
+def read_directory(path: Location, wanted: Callable[[str], bool]) -> Directory:
     """The members of an archive whose names are wanted, after a check of all: each is inside the file, none overlaps
     another or has its name. `CheckpointError` for what is no zip archive, or damaged."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_input(path) as file:
+        size = file.nbytes
         members: dict[str, ZipMember] = {}
         names, starts, ends, unpacked = array("Q"), array("Q"), array("Q"), 0
-        for member, header in _members(file.fileno(), path, size):
+        file.prefetch((entry.header, _LOCAL.size + len(entry.raw_name)) for entry in _entries(file, path, size))
+        for member, header in _members(file, path, size):
             names.append(digest(member.name.encode("utf-8", "replace")))
             starts.append(header)
             ends.append(member.start + member.packed)
@@ -98,11 +98,11 @@ def read_directory(path: Path, wanted: Callable[[str], bool]) -> Directory:
     return Directory(members, size)
 
 
-def has_member(path: Path, wanted: Callable[[str], bool]) -> bool:
+def has_member(path: Location, wanted: Callable[[str], bool]) -> bool:
     """Whether the table of contents names a member that is wanted."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return any(wanted(entry.name) for entry in _entries(file.fileno(), path, size))
+    with open_input(path) as file:
+        size = file.nbytes
+        return any(wanted(entry.name) for entry in _entries(file, path, size))
 
 
 class _Entry(NamedTuple):
@@ -118,11 +118,11 @@ class _Entry(NamedTuple):
     header: int
 
 
-def _find_table(fd: int, path: Path, size: int) -> _Table:
+def _find_table(file: InputFile, path: Location, size: int) -> _Table:
     """The record at the end of an archive, which says where its table of contents is."""
     for room in (PAGE, _MAX16 + _END.size):  # a comment after it may be long, but is rare
         first = max(0, size - room)
-        tail = os.pread(fd, room, first)
+        tail = file.pread(room, first)
         at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
         if at >= _LOCATOR_BYTES + _END64.size:
             break
@@ -144,14 +144,14 @@ def _find_table(fd: int, path: Path, size: int) -> _Table:
     return _Table(start, nbytes, count)
 
 
-def _entries(fd: int, path: Path, size: int) -> Iterator[_Entry]:
+def _entries(file: InputFile, path: Location, size: int) -> Iterator[_Entry]:
     """The table of contents, entry by entry."""
-    table = _find_table(fd, path, size)
+    table = _find_table(file, path, size)
     at, end, found = table.start, table.start + table.nbytes, 0
     window, base = b"", at
     while at < end:
         if base + len(window) < min(end, at + _ENTRY.size + 3 * _MAX16):
-            base, window = at, os.pread(fd, min(PIECE, end - at), at)
+            base, window = at, file.pread(min(PIECE, end - at), at)
         here = at - base
         if len(window) - here < _ENTRY.size or window[here : here + 4] != b"PK\x01\x02":
             raise CheckpointError(f"{path}: no zip archive, truncated or damaged: there is no member at offset {at}")
@@ -180,7 +180,7 @@ def _entries(fd: int, path: Path, size: int) -> Iterator[_Entry]:
         )
 
 
-def _decode(name: bytes, flags: int, path: Path) -> str:
+def _decode(name: bytes, flags: int, path: Location) -> str:
     try:
         text = name.decode("utf-8" if flags & _UTF8 else "cp437")
     except UnicodeDecodeError:
@@ -201,20 +201,20 @@ def _large(extra: bytes) -> list[int]:
     return []
 
 
-def _cut_off(path: Path) -> str | None:
+def _cut_off(path: Location) -> str | None:
     """The error text for an archive that is truncated inside a member, by the headers before the members; None if these
     have no sizes."""
-    with path.open("rb") as file:
-        fd, size, at = file.fileno(), os.fstat(file.fileno()).st_size, 0
+    with open_input(path) as file:
+        size, at = file.nbytes, 0
         for _ in range(MAX_TENSORS):
-            start = os.pread(fd, _SIZES.size, at)
+            start = file.pread(_SIZES.size, at)
             if len(start) < _SIZES.size or start[:4] != b"PK\x03\x04":
                 return f"{path}: it ends at offset {size}, in its table of contents: it is truncated" if at else None
             _, flags, packed, _, name, extra = _SIZES.unpack(start)
-            label = os.pread(fd, name, at + _SIZES.size).decode("utf-8", "replace")
+            label = file.pread(name, at + _SIZES.size).decode("utf-8", "replace")
             begin = at + _SIZES.size + name + extra
             if packed == _MAX32:
-                packed = [*_large(os.pread(fd, extra, at + _SIZES.size + name)), _MAX32, _MAX32][1]
+                packed = [*_large(file.pread(extra, at + _SIZES.size + name)), _MAX32, _MAX32][1]
             if flags & _UNKNOWN:
                 return None
             if begin + packed > size:
@@ -223,13 +223,13 @@ def _cut_off(path: Path) -> str | None:
     return None
 
 
-def _members(fd: int, path: Path, size: int) -> Iterator[tuple[ZipMember, int]]:
+def _members(file: InputFile, path: Location, size: int) -> Iterator[tuple[ZipMember, int]]:
     """Each member, checked against its local header, and the offset of that header."""
-    for entry in _entries(fd, path, size):
+    for entry in _entries(file, path, size):
         label = f"{path}: member {entry.name!r:.80} at offset {entry.header}"
         if entry.flags & 1:
             raise CheckpointError(f"{label} is encrypted")
-        start = os.pread(fd, _LOCAL.size + len(entry.raw_name), entry.header) if entry.header < size else b""
+        start = file.pread(_LOCAL.size + len(entry.raw_name), entry.header) if entry.header < size else b""
         if len(start) < _LOCAL.size or start[:4] != b"PK\x03\x04":
             raise CheckpointError(f"{label} is not there: the file is truncated or damaged")
         _, name, extra = _LOCAL.unpack_from(start)
@@ -249,14 +249,14 @@ def _members(fd: int, path: Path, size: int) -> Iterator[tuple[ZipMember, int]]:
         yield ZipMember(entry.name, offset, entry.nbytes, entry.packed, begin, entry.crc), entry.header
 
 
-def read_pieces(file: BinaryIO, member: ZipMember, label: str, size: int = PIECE) -> Iterator[bytes]:
+def read_pieces(file: InputFile, member: ZipMember, label: str, size: int = PIECE) -> Iterator[bytes]:
     """The unpacked bytes of a member, at most `size` at a time. `CheckpointError` if its size is another one."""
     inflate = None if member.offset is not None else zlib.decompressobj(-zlib.MAX_WBITS)
     at, end, done = member.start, member.start + member.packed, 0
     data = b""
     while done < member.nbytes:
         if not data and at < end:
-            data = os.pread(file.fileno(), min(size, end - at), at)
+            data = file.pread(min(size, end - at), at)
             at += len(data)
         if inflate is None:
             piece, data = data, b""
@@ -269,17 +269,19 @@ def read_pieces(file: BinaryIO, member: ZipMember, label: str, size: int = PIECE
         if not piece and not data and at >= end:
             break
         done += len(piece)
+        if done > member.nbytes:
+            break
         if piece:
             yield piece
     if done != member.nbytes:
         raise CheckpointError(f"{label}: member {member.name!r:.80} has {done} bytes, and says {member.nbytes}")
 
 
-def check_crcs(path: Path, progress: Callable[[int], object] | None = None) -> None:
+def check_crcs(path: Location, progress: Callable[[int], object] | None = None) -> None:
     """Compare every member with its CRC-32; `CheckpointError` names one that is damaged."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for member, _ in _members(file.fileno(), path, size):
+    with open_input(path) as file:
+        size = file.nbytes
+        for member, _ in _members(file, path, size):
             crc = 0
             for piece in read_pieces(file, member, str(path)):
                 crc = zlib.crc32(piece, crc)
@@ -289,11 +291,11 @@ def check_crcs(path: Path, progress: Callable[[int], object] | None = None) -> N
                 raise damaged(path, member)
 
 
-def damaged(path: Path, member: ZipMember) -> CheckpointError:
+def damaged(path: Location, member: ZipMember) -> CheckpointError:
     return CheckpointError(f"{path}: member {member.name!r:.80} is damaged: it does not have the CRC-32 that is noted")
 
 
-def locate(path: Path, member: ZipMember) -> tuple[ReadDescription, list[tuple[int, int]]]:
+def locate(path: Location, member: ZipMember) -> tuple[ReadDescription, list[tuple[int, int]]]:
     """The description in an archive, and the places of its regions: at the end of the members that it names."""
     described = read_described_file(_read_signed(path, member), str(path))
     stored = frozenset(described.stored)
@@ -313,11 +315,11 @@ def locate(path: Path, member: ZipMember) -> tuple[ReadDescription, list[tuple[i
     return described, places
 
 
-def _read_signed(path: Path, member: ZipMember) -> bytes:
+def _read_signed(path: Location, member: ZipMember) -> bytes:
     """The bytes of a description, after comparing it with the digest at its beginning."""
     if member.offset is None or member.nbytes > 4 * MAX_DESCRIPTION:
         raise CheckpointError(f"{path}: member {member.name!r:.80} is packed, or has {member.nbytes} bytes")
-    with path.open("rb") as file:
+    with open_input(path) as file:
         summer, checksum = Summer(), b""
         for number, piece in enumerate(read_pieces(file, member, str(path))):
             if not number:

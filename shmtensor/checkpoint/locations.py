@@ -1,0 +1,190 @@
+"""Where a checkpoint is read from: a local path, or a URL; and its files, which are read by position."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, cast
+
+from .remote import RemotePath, is_url, open_url
+
+Location = Path | RemotePath
+
+_AT_ONCE: Final = 8
+_PIECE: Final = 8 << 20
+
+
+def location(path: str | os.PathLike[str] | RemotePath) -> Location:
+    """The location that a user's path or URL means. Raises `ArgumentError`, `DependencyError`."""
+    if isinstance(path, RemotePath):
+        return path
+    if not is_url(path):
+        return Path(path)
+    found = open_url(path)
+    return found if isinstance(found, RemotePath) else Path(found)
+
+
+def fresh(path: str | os.PathLike[str] | RemotePath) -> Location:
+    """The same, and of a path at a URL nothing is known yet: its directory may have changed."""
+    return path.fresh() if isinstance(path, RemotePath) else location(path)
+
+
+class InputFile(Protocol):
+    """A file that is open for reading. Callable from several threads at once.
+
+    nbytes: its size
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        """Bytes at an offset; fewer at the end of the file. Raises OSError."""
+        ...
+
+    def preadv(self, views: Sequence[Any], offset: int) -> int:
+        """Fill views with some consecutive bytes; returns how many, 0 at the end. Raises OSError."""
+        ...
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Many short ranges (offset, bytes) are read next. Raises OSError."""
+        ...
+
+    def drop(self) -> None:
+        """No more small reads follow: forget what is kept for them."""
+        ...
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if it is another file by now than the one that was opened."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> InputFile: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class LocalFile:
+    """An open file of this machine.
+
+    owned: close the descriptor on `close`
+    """
+
+    def __init__(self, fd: int, *, owned: bool = True) -> None:
+        self.fd, self._owned = fd, owned
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        return os.pread(self.fd, nbytes, offset)
+
+    def preadv(self, views: Sequence[Any], offset: int) -> int:
+        return os.preadv(self.fd, views, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The kernel reads ahead."""
+
+    def drop(self) -> None:
+        """Nothing is kept."""
+
+    def check(self) -> None:
+        """An open descriptor leads to the same file as long as it is open."""
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self._owned and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_input(path: Location) -> InputFile:
+    """Open a file for reading by position. Raises OSError."""
+    if isinstance(path, RemotePath):
+        return path.open_input()
+    return LocalFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, file: InputFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.nbytes)[whence]
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        count = self._file.preadv([into], self._at)
+        self._at += count
+        return count
+
+
+def as_stream(file: InputFile) -> BinaryIO:
+    """A stream of an open file's bytes."""
+    return cast(BinaryIO, io.BufferedReader(_Stream(file)))
+
+
+class MemoryFile:
+    """A file in memory that has a path while this lives."""
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(f"shmtensor.{name}"[:200], os.MFD_CLOEXEC)
+
+    @property
+    def path(self) -> Path:
+        return Path(f"/proc/self/fd/{self.fd}")
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def copy_to_memory(path: RemotePath) -> MemoryFile:
+    """Read a whole file, for what only reads files of this machine. Raises OSError."""
+    memory = MemoryFile(path.name)
+    with path.open_input() as file, ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shmtensor-read") as pool:
+
+        def copy(at: int) -> None:
+            os.pwrite(memory.fd, file.pread(_PIECE, at), at)
+
+        list(pool.map(copy, range(0, file.nbytes, _PIECE)))
+    return memory
+
+
+def read_regular(path: Location, most: int) -> bytes:
+    """All bytes of a small file. Others may write into its directory, so it neither waits for a FIFO nor reads more
+    than `most` bytes. Raises OSError, and `ValueError` for a file that is too large or not regular."""
+    if isinstance(path, RemotePath):
+        with path.open_input() as remote:
+            data = remote.pread(most + 1, 0)
+    else:
+        with open(path, "rb", opener=_open_regular) as file:
+            data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data
+
+
+def _open_regular(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise ValueError("it is no regular file")

@@ -1,0 +1,668 @@
+"""Checkpoints at URLs, through fsspec: `RemotePath`, the part of `pathlib.Path` that loading needs, and `RemoteFile`.
+
+Everything that one call of the library reads has one `_Store`: what the file system says of a name is asked for once,
+and small reads share blocks. A request is repeated after errors that may pass; where the file system is asynchronous
+(those for S3, GCS and HTTP, for instance) it has a time-out, and ends at once when its thread is told to stop. Other
+file systems are called by one thread at a time. What is read is compared with digests by the callers, as of local ones.
+
+Bodies and listings of HTTP servers are read here, with limits: fsspec would keep whatever comes. Credentials are
+fsspec's business: its configuration, or the environment. Texts of errors name URLs without user, password and query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import functools
+import html.parser
+import os
+import random
+import re
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from pathlib import PurePosixPath
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote, unquote, urljoin
+
+from ..errors import ArgumentError, CheckpointError, DependencyError, ResourceError
+
+ATTEMPTS: Final = 5
+"""How often a request is made before it is an error."""
+TIMEOUT: Final = 60.0
+"""Seconds for one request, besides those that its bytes take at `_SLOW`."""
+_SLOW: Final = 100_000
+"""Bytes per second that a request may be as slow as."""
+_PAUSE: Final = 0.1
+"""Seconds before the second attempt; twice as many before each further one, and up to half of it by chance."""
+BLOCK: Final = 256 << 10
+"""Bytes that a small read, of less than two blocks, fetches: headers and small tensors come several at a time."""
+_BLOCKS: Final = 64
+"""Blocks of one file that are kept."""
+_LISTED: Final = 1_000_000
+"""Most names in a directory."""
+_PAGE: Final = 64 << 20
+"""Most bytes of an HTTP server's listing."""
+_SPAN: Final = 1 << 20
+"""Most bytes of the request for several short ranges."""
+_GAP: Final = 8 << 10
+"""Bytes between two of them that are fetched as well."""
+_AT_ONCE: Final = 8
+_PLAIN: Final = " =+,@!$&'()*;:~"
+"""Characters of names that URLs have as they are."""
+_URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:)(/+)")
+_SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
+_FINAL: Final = (PermissionError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, NotImplementedError)
+"""Errors that another attempt does not mend."""
+_REFUSED: Final = (401, 403)  # answers of HTTP
+_TIMES: Final = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created")
+_TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime", "LastModified")
+
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+"""Of file systems that are not asynchronous: few of them can be called by several threads at once."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL. (`pathlib` turns two slashes into one.)"""
+    found = _URL.match(os.fsdecode(path))
+    return found is not None and (len(found[2]) > 1 or not os.path.exists(found[1]))
+
+
+def without_secrets(text: str) -> str:
+    """The text with users, passwords and queries removed from the URLs in it."""
+    return _SECRET.sub(r"\1", text)
+
+
+class Stopped(Exception):
+    """The thread was told to stop, during a request."""
+
+
+_own = threading.local()
+_never = threading.Event()
+
+
+def stop_by(event: threading.Event) -> None:
+    """Let requests of this thread end with `Stopped` once the event is set."""
+    _own.stop = event
+
+
+def _stop() -> threading.Event:
+    found: threading.Event = getattr(_own, "stop", _never)
+    return found
+
+
+class _Refused(ResourceError, PermissionError):
+    """The server refuses it."""
+
+
+class Stat(NamedTuple):
+    """What a file system says of a file: bytes, and when it was written, 0 if that is not known."""
+
+    st_size: int
+    st_mtime_ns: int
+
+
+class RemoteFile:
+    """A file read by ranges. Thread-safe.
+
+    tag: what tells this file from another one under its name, None if the server does not say
+    """
+
+    def __init__(self, store: _Store, key: str, nbytes: int, tag: object) -> None:
+        self.nbytes = nbytes
+        self._store, self._key, self._tag = store, key, tag
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[int, Future[bytes | None]] = OrderedDict()
+        self._spans: list[tuple[int, bytes]] = []  # of `prefetch`, in order
+        self._whole: bytes | None = None  # from a server that does not know ranges
+
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        """Bytes at an offset; fewer at the end of the file. Raises OSError."""
+        end = min(offset + nbytes, self.nbytes)
+        if offset >= end:
+            return b""
+        kept = self._kept(offset, nbytes)
+        if kept is not None:
+            return kept
+        if end - offset >= 2 * BLOCK:
+            return self._fetch(offset, end)
+        parts = [self._block(number) for number in range(offset // BLOCK, (end - 1) // BLOCK + 1)]
+        start = offset % BLOCK
+        return b"".join(parts)[start : start + end - offset]
+
+    def preadv(self, views: Sequence[Any], offset: int) -> int:
+        """Fill views with consecutive bytes; returns how many there were. Raises OSError."""
+        data = memoryview(self.pread(sum(len(view) for view in views), offset))
+        at = 0
+        for view in views:
+            part = data[at : at + len(view)]
+            memoryview(view)[: len(part)] = part
+            at += len(part)
+        return at
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch many short ranges (offset, bytes), several at once and neighbours together, for `pread` of each."""
+        spans: list[list[int]] = []
+        for offset, nbytes in sorted(each for each in ranges if self._kept(*each) is None):
+            end = min(offset + nbytes, self.nbytes)
+            if offset >= end:
+                continue
+            if spans and offset - spans[-1][1] < _GAP and end - spans[-1][0] <= _SPAN:
+                spans[-1][1] = max(end, spans[-1][1])
+            else:
+                spans.append([offset, end])
+        stop = threading.Event()
+        with ThreadPoolExecutor(_AT_ONCE, "shmtensor-read", stop_by, (stop,)) as pool:
+            try:
+                found = list(pool.map(lambda span: (span[0], self._fetch(*span)), spans))
+            except BaseException:
+                stop.set()
+                raise
+        self._spans = sorted([*self._spans, *found])
+
+    def _kept(self, offset: int, nbytes: int) -> bytes | None:
+        at = bisect.bisect_right(self._spans, offset, key=lambda span: span[0]) - 1
+        if at < 0:
+            return None
+        start, data = self._spans[at]
+        end = min(offset + nbytes, self.nbytes)
+        return data[offset - start : end - start] if end <= start + len(data) else None
+
+    def drop(self) -> None:
+        """Forget the bytes that are kept for further small reads."""
+        with self._lock:
+            self._blocks.clear()
+        self._spans, self._whole = [], None
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if another file has come under the name meanwhile, as far as the server says so."""
+        self._store.fs.invalidate_cache()
+        now = self._store.ask(self._key)
+        if now is None or now.get("size") != self.nbytes or _tag(now) != self._tag:
+            raise CheckpointError(f"{self._store.url(self._key)} was replaced or deleted while it was read: load again")
+
+    def close(self) -> None:
+        """Nothing is open: further reads of the same call find its blocks."""
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _block(self, number: int) -> bytes:
+        while True:
+            mine: Future[bytes | None] = Future()
+            try:
+                with self._lock:
+                    block = self._blocks.setdefault(number, mine)
+                    self._blocks.move_to_end(number)
+                    if len(self._blocks) > _BLOCKS:
+                        self._blocks.popitem(last=False)
+                if block is mine:
+                    data = self._fetch(number * BLOCK, min((number + 1) * BLOCK, self.nbytes))
+                    block.set_result(data)
+                    return data
+            finally:
+                if not mine.done():  # it was not needed, or failed: who waits for it fetches it
+                    with self._lock:
+                        if self._blocks.get(number) is mine:
+                            del self._blocks[number]
+                    mine.set_result(None)
+            found = block.result()
+            if found is not None:
+                return found
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        whole = self._whole
+        if whole is None:
+            data = self._store.read(self._key, start, end, self.nbytes)
+            if len(data) == end - start:
+                return data
+            whole = self._whole = data
+        return whole[start:end]
+
+
+class _Store:
+    """What one call knows of a file system."""
+
+    def __init__(self, fs: Any) -> None:
+        from fsspec.asyn import AsyncFileSystem
+
+        self.fs = fs
+        protocol = fs.protocol
+        self.protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
+        self.is_http = "http" in self.protocols
+        self._is_async = isinstance(fs, AsyncFileSystem) and "dir" not in self.protocols
+        self._lock = threading.Lock()
+        self._calls = _locks.setdefault(fs, threading.Lock())
+        self._infos: dict[str, dict[str, Any] | None] = {}
+        self._listed: dict[str, list[str]] = {}
+        self._files: dict[str, RemoteFile] = {}
+
+    def url(self, key: str) -> str:
+        """The URL of a key, as it is shown."""
+        return without_secrets(str(self.fs.unstrip_protocol(key)))
+
+    def call(self, key: str, what: str, function: Callable[[], Any]) -> Any:
+        """What the function returns; it is called again after errors that may pass. Raises OSError, `Stopped`."""
+        return _call(self.url(key), what, function)
+
+    def _ask_server(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+        """Call a method of the file system, with a time-out if it has a coroutine for it."""
+        if not self._is_async:
+            with self._calls:
+                return getattr(self.fs, name)(*args, **kwargs)
+        return self._run(getattr(self.fs, f"_{name}")(*args, **kwargs), nbytes)
+
+    def _run(self, coroutine: Any, nbytes: int) -> Any:
+        """Run a coroutine in fsspec's event loop."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.fs.loop)
+        deadline = time.monotonic() + TIMEOUT + nbytes / _SLOW
+        try:
+            while True:
+                try:
+                    return future.result(min(0.1, max(0.0, deadline - time.monotonic())))
+                except FutureTimeout:  # ours, or the coroutine's own
+                    if future.done():
+                        return future.result()
+                    if _stop().is_set():
+                        raise Stopped from None
+                    if time.monotonic() >= deadline:
+                        raise OSError(f"no answer within {TIMEOUT + nbytes / _SLOW:.0f} s") from None
+        finally:
+            future.cancel()
+
+    def read(self, key: str, start: int, end: int, size: int) -> bytes:
+        """Bytes from `start` to `end` of a file of `size` bytes; all of them from a server that ignores ranges."""
+
+        def once() -> bytes:
+            if self.is_http:
+                data: bytes = self._run(_http_get(self.fs, key, start, end, size), size)
+            else:
+                data = self._ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
+            if len(data) not in (end - start, size):
+                raise OSError(f"{len(data)} bytes came")
+            return data
+
+        found: bytes = self.call(key, f"bytes {start} to {end} of {size} cannot be read", once)
+        return found
+
+    def info(self, key: str) -> dict[str, Any] | None:
+        """What the file system says of a name; None if it is not there."""
+        if key not in self._infos:
+            self._infos[key] = self.ask(key)
+        return self._infos[key]
+
+    def ask(self, key: str) -> dict[str, Any] | None:
+        """The same, asked now."""
+        try:
+            found: dict[str, Any] = self.call(
+                key, "the server does not say whether it is there", lambda: self._ask_server("info", key)
+            )
+        except FileNotFoundError:
+            return None
+        if self.is_http and str(found.get("mimetype", "")).startswith("text/html"):
+            found = {**found, "type": "directory"}
+        return found
+
+    def is_missing(self, parent: str, key: str) -> bool:
+        """Whether a listing of the directory shows that the name is not there."""
+        if key in self._infos:
+            return self._infos[key] is None
+        if self.is_http and key.rpartition("/")[2].startswith("."):
+            return False  # servers' listings leave out hidden names
+        known = self._infos.get(parent)
+        if parent in self._listed or (known is not None and known.get("type") == "directory"):
+            return key not in self.list(parent)
+        return False
+
+    def list(self, key: str) -> list[str]:
+        """The keys of what is in a directory."""
+        if key not in self._listed:
+            what, found = "the directory cannot be listed", dict[str, dict[str, Any]]()
+            try:
+                if self.is_http:
+                    page = self.call(key, what, lambda: self._run(_http_get(self.fs, key + "/", 0, 0, _PAGE), 0))
+                    found = {name: {} for name in _linked(key, page)}
+                else:
+                    for entry in self.call(key, what, lambda: self._ask_server("ls", key, detail=True)):
+                        name = str(entry["name"]).rstrip("/")
+                        if name.rpartition("/")[0].rstrip("/") == key.rstrip("/") and name != key.rstrip("/"):
+                            found[name] = entry
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            if len(found) > _LISTED:
+                raise CheckpointError(f"{self.url(key)}: {len(found)} names are in it: name the checkpoint itself")
+            for name, entry in found.items():
+                if entry:
+                    self._infos.setdefault(name, entry)
+            self._listed[key] = list(found)
+        return self._listed[key]
+
+    def file(self, key: str, nbytes: int, info: dict[str, Any]) -> RemoteFile:
+        """The file of a key, the same for all that read it."""
+        with self._lock:
+            if key not in self._files:
+                self._files[key] = RemoteFile(self, key, nbytes, _tag(info))
+            return self._files[key]
+
+
+async def _http_get(fs: Any, url: str, start: int, end: int, most: int) -> bytes:
+    """The bytes of a range, or of all of it if that is empty, or if the server ignores it; an error beyond `most`."""
+    options = dict(fs.kwargs)
+    headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
+    if end > start:
+        headers["Range"] = f"bytes={start}-{end - 1}"
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
+        if answer.status == 404:
+            raise FileNotFoundError(url)
+        answer.raise_for_status()
+        room = end - start if answer.status == 206 else most
+        data = bytearray()
+        async for piece in answer.content.iter_chunked(BLOCK):
+            data += piece
+            if len(data) > room:
+                raise ValueError(f"more than {room} bytes came")
+        return bytes(data)
+
+
+class _Links(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "a":
+            self.found += [value for name, value in attrs if name == "href" and value]
+
+
+def _linked(key: str, page: bytes) -> list[str]:
+    """The keys of the files and directories that a page of links names as lying in it."""
+    parser, keys = _Links(), dict[str, None]()
+    parser.feed(page.decode("utf-8", "replace"))
+    base = key.rstrip("/") + "/"
+    bare = base.partition("://")[2].rpartition("@")[2]
+    for link in parser.found:
+        try:
+            target = urljoin(f"http://{bare}", link).partition("#")[0].partition("?")[0].partition("://")[2]
+        except ValueError:
+            continue
+        name = target.removeprefix(bare).removesuffix("/") if target.startswith(bare) else ""
+        if name and "/" not in name:
+            keys[base + quote(unquote(name), safe=_PLAIN)] = None
+    return list(keys)
+
+
+def _tag(info: dict[str, Any]) -> object:
+    found = [(name, str(info[name])) for name in _TAGS if info.get(name)]
+    return found[0] if found else None
+
+
+def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
+    failed: Exception = OSError("never asked")
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return function()
+        except Stopped:
+            raise
+        except Exception as error:
+            failed = error
+        if not _may_pass(failed):
+            break
+        if attempt == ATTEMPTS:
+            what += f", tried {ATTEMPTS} times"
+        elif _stop().wait(_PAUSE * 2 ** (attempt - 1) * (1 + random.random() / 2)):
+            raise Stopped
+    raised = _explained(failed, shown, what)
+    del failed, function  # nothing of it, which may name secrets, is left in a traceback
+    raise raised
+
+
+def _status(error: BaseException | None) -> int:
+    """The status of an HTTP answer that an error stands for; 0 if there is none."""
+    answer = getattr(error, "response", None)
+    found = [getattr(error, "status" if hasattr(error, "status") else "code", None)]
+    if isinstance(answer, dict):  # botocore's
+        found.append(answer.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    status = next((each for each in found if isinstance(each, int) and each >= 400), 0)
+    if not status and type(error) is OSError and str(error).startswith("Forbidden"):  # gcsfs
+        return 403
+    return status
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another attempt may succeed."""
+    status = _status(error)
+    if status:
+        return status >= 500 or status in (408, 425, 429)
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError):  # fsspec's for HTTP hides what the server said, or that there is none
+        return cause is not None and not isinstance(cause, FileNotFoundError) and _may_pass(cause)
+    return not isinstance(error, (*_FINAL, ImportError)) and "Credentials" not in type(error).__name__
+
+
+def _explained(error: BaseException, shown: str, what: str) -> Exception:
+    """The error to raise: with a text of ours, and without the one that caused it, which may name secrets."""
+    refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        if not _may_pass(error) and _status(error.__cause__) not in _REFUSED:
+            return FileNotFoundError(2, "there is no such file", shown)
+        error = error.__cause__ or error
+    for kind in (NotADirectoryError, IsADirectoryError):
+        if isinstance(error, kind):
+            return kind(error.errno or 20, what, shown)
+    text = " ".join(without_secrets(str(error)).split())
+    said = f"{shown}: {what}: {type(error).__name__}{f': {text:.300}' if text else ''}"
+    if refused or _status(error) in _REFUSED:
+        return _Refused(13, said)
+    return ResourceError(getattr(error, "errno", None) or 5, said)
+
+
+def is_outage(path: object, error: BaseException) -> bool:
+    """Whether an error says that a server failed or refused, and nothing of what is there."""
+    return isinstance(path, RemotePath) and isinstance(error, ResourceError)
+
+
+@functools.total_ordering
+class RemotePath:
+    """A path in a file system of fsspec. As text it is the URL, without credentials.
+
+    It has the methods and attributes of `pathlib.Path` that loading uses; there are no links.
+    """
+
+    __slots__ = ("_key", "_store")
+
+    def __init__(self, store: _Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __str__(self) -> str:
+        return self._store.url(self._key)
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self._key == other._key
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self._key < other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def fs(self) -> Any:
+        """The file system."""
+        return self._store.fs
+
+    @property
+    def key(self) -> str:
+        """What the file system calls it."""
+        return self._key
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """The schemes of the file system's URLs."""
+        return self._store.protocols
+
+    def call(self, what: str, function: Callable[[], Any]) -> Any:
+        """What the function returns; it is called again after errors that may pass. Raises OSError, `ResourceError`.
+
+        what: the text of the error, after the URL
+        """
+        return self._store.call(self._key, what, function)
+
+    @property
+    def _bare(self) -> str:
+        """The key without a query, which is of this very file."""
+        return (self._key.partition("?")[0] if self._store.is_http else self._key).rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        name = self._bare.rpartition("/")[2]
+        return unquote(name) if self._store.is_http else name
+
+    @property
+    def suffix(self) -> str:
+        """The name's last suffix, with its dot."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """The directory that it is in."""
+        return RemotePath(self._store, self._bare.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> RemotePath:
+        if self._store.is_http:
+            name = quote(name, safe=_PLAIN + "/")
+        return RemotePath(self._store, f"{self._bare}/{name}")
+
+    def fresh(self) -> RemotePath:
+        """The same path, of which nothing is known yet."""
+        self.fs.invalidate_cache()
+        return RemotePath(_Store(self.fs), self._key)
+
+    def with_name(self, name: str) -> RemotePath:
+        """Another name in the same directory."""
+        return self.parent / name
+
+    def _info(self) -> dict[str, Any] | None:
+        if self._store.is_missing(self.parent._key, self._key):
+            return None
+        return self._store.info(self._key)
+
+    def exists(self) -> bool:
+        """Whether it is a file or a directory."""
+        return self._info() is not None
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        found = self._info()
+        return found is not None and found.get("type") != "directory"
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory, or a prefix of names."""
+        found = self._info()
+        return found is not None and found.get("type") == "directory"
+
+    def is_symlink(self) -> bool:
+        """There are no links."""
+        return False
+
+    def resolve(self) -> RemotePath:
+        """Itself: there are no links."""
+        return self
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What is in the directory. Raises `FileNotFoundError`, `NotADirectoryError`."""
+        found = self._info()
+        if found is None:
+            raise FileNotFoundError(2, "there is no such directory", str(self))
+        if found.get("type") != "directory":
+            raise NotADirectoryError(20, "it is a file", str(self))
+        return (RemotePath(self._store, key) for key in self._store.list(self._key))
+
+    def stat(self) -> Stat:
+        """Its size and time. Raises `FileNotFoundError`, `CheckpointError` if the server does not say its size."""
+        found = self._info()
+        if found is None:
+            raise FileNotFoundError(2, "there is no such file", str(self))
+        size = found.get("size")
+        if found.get("type") == "directory":
+            return Stat(0, _changed(found))
+        if type(size) is not int or size < 0:
+            raise CheckpointError(f"{self}: the server does not say how many bytes it has, which are read by ranges")
+        return Stat(size, _changed(found))
+
+    def open_input(self) -> RemoteFile:
+        """Open it for reading by position. Raises OSError."""
+        return self._store.file(self._key, self.stat().st_size, self._info() or {})
+
+
+def _changed(info: dict[str, Any]) -> int:
+    """When a file was written, in ns; 0 if the file system does not say."""
+    for name in _TIMES:
+        found = info.get(name)
+        if isinstance(found, datetime):
+            return int(found.timestamp() * 1e9)
+        if isinstance(found, (int, float)):
+            return int(found * 1e9)
+        if isinstance(found, str):
+            for parse in (parsedate_to_datetime, datetime.fromisoformat):
+                try:
+                    return int(parse(found).timestamp() * 1e9)
+                except ValueError:
+                    continue
+    return 0
+
+
+def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
+    """The path of a URL; a `str` if it is a file of this machine. Raises `ArgumentError`, `DependencyError`."""
+    url = os.fsdecode(path)
+    match = _URL.match(url)
+    if match is not None and not isinstance(path, str):  # `pathlib` has merged the slashes
+        local = match[1] in ("file:", "local:")
+        url = f"{match[1]}{'///' if local else '//'}{url[match.end() :]}"
+    shown = without_secrets(url)
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise DependencyError(
+            f"{shown}: checkpoints at URLs are read by fsspec: pip install 'shmtensor[remote]'", name="fsspec"
+        ) from None
+    raised: Exception | None = None
+
+    def opened() -> Any:  # of a chain, such as zip://...::https://..., it reads the archive
+        nonlocal raised
+        try:
+            return url_to_fs(url)
+        except ImportError as error:
+            raised = DependencyError(f"{shown}: {error}", name=error.name)
+        except ValueError as error:
+            raised = ArgumentError(f"{shown}: {without_secrets(str(error))}")
+        return None, ""
+
+    fs, key = _call(shown, "it cannot be opened", opened)
+    if raised is not None:
+        raise raised
+    if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
+        return str(key)
+    fs.invalidate_cache()  # what was listed before: another process may have saved since
+    store = _Store(fs)
+    if store.is_http:  # names are quoted as those in listings are
+        base, mark, query = key.partition("?")
+        head, slash, name = base.rstrip("/").rpartition("/")
+        return RemotePath(store, f"{head}{slash}{quote(unquote(name), safe=_PLAIN)}{mark}{query}")
+    return RemotePath(store, key.rstrip("/"))

@@ -1,0 +1,737 @@
+"""Checkpoints at URLs: each kind of server, each form of a checkpoint, and servers that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from shmtensor import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointWriter,
+    DependencyError,
+    ResourceError,
+    list_checkpoints,
+    load_arrays,
+    load_checkpoint,
+    load_into,
+    load_newest,
+    open_checkpoint,
+)
+from shmtensor.checkpoint import reading, remote
+from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
+from shmtensor.cli.main import app
+
+from ..waiting import PATIENCE
+from . import servers
+from .servers import s3  # noqa: F401
+from .state_files import SUFFIX, same, save
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+KEY = bytes(range(32))
+
+
+def state(step=0):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {"weight": torch.randn(400, 300, generator=generator), "bias": torch.randn(5, generator=generator)},
+        "array": np.arange(1000), "flags": [True, None, "text"], "step": step,
+    }  # fmt: skip
+
+
+@pytest.fixture(params=["memory", "http", "s3"])
+def put(request, tmp_path):
+    """`put(path)` makes a file or directory available, and returns its URL."""
+    if request.param == "http":
+        with servers.Server(tmp_path / "served") as server:
+
+            def serve(path):
+                target = tmp_path / "served" / path.name
+                if path.is_dir():
+                    servers.copy(path, target)
+                else:
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copy2(path, target)
+                return f"{server.url}/{path.name}"
+
+            yield serve
+        return
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    fs = fsspec.filesystem(request.param)
+    root = f"bucket/{tmp_path.name}" if request.param == "s3" else f"/{tmp_path.name}"
+
+    def upload(path):
+        if path.is_dir():
+            servers.put(path, fs, f"{root}/{path.name}")
+        else:
+            fs.pipe_file(f"{root}/{path.name}", path.read_bytes())
+        return f"{request.param}://{root.lstrip('/')}/{path.name}"
+
+    yield upload
+    with contextlib.suppress(FileNotFoundError):
+        fs.rm(root, recursive=True)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A server of `tmp_path / "served"`, with faults."""
+    (tmp_path / "served").mkdir()
+    with servers.Server(tmp_path / "served") as server:
+        yield server
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+
+
+# --- every form of a checkpoint
+
+
+@pytest.mark.parametrize("format", [*SUFFIX])
+def test_a_file_of_each_format(put, tmp_path, format):
+    url = put(save(state(), tmp_path / f"a{SUFFIX[format]}", format))
+    assert same(load_checkpoint(url), state())
+    assert same(load_checkpoint(url, map=False, readers=1), state())
+    assert same(load_checkpoint(url, keys="model"), {"model": state()["model"]})
+    part = load_checkpoint(url, keys="model.weight", slices={"model.weight": np.s_[3:5, ::7]})
+    assert torch.equal(part["model"]["weight"], state()["model"]["weight"][3:5, ::7])
+    assert isinstance(load_arrays(url)["model"]["weight"], np.ndarray)
+
+
+@pytest.mark.parametrize("kind", ["pt", "old pt", "npz", "packed npz", "safetensors"])
+def test_a_file_of_another_program(put, tmp_path, kind):
+    tensors = {"w": torch.randn(300, 400), "b": torch.arange(5)}
+    path = tmp_path / f"a.{kind.split()[-1]}"
+    match kind:
+        case "pt" | "old pt":
+            torch.save(tensors, path, _use_new_zipfile_serialization=kind == "pt")
+        case "safetensors":
+            safetensors.torch.save_file(tensors, path)
+        case _:
+            (np.savez if kind == "npz" else np.savez_compressed)(path, **{k: v.numpy() for k, v in tensors.items()})
+    url = put(path)
+    expected = {k: v.numpy() for k, v in tensors.items()} if "npz" in kind else tensors
+    expected = dict(sorted(expected.items())) if kind == "safetensors" else expected
+    assert same(load_checkpoint(url), expected)
+    with open_checkpoint(url) as found:
+        assert found.path.startswith(url.partition(":")[0])
+        assert same(found["w"].read(np.s_[1:3]), expected["w"][1:3])
+
+
+def test_a_directory_of_a_writer(put, tmp_path):
+    with CheckpointWriter(tmp_path / "run") as writer:
+        for step in range(3):
+            writer.save(state(step), metrics={"loss": 1.0 / (step + 1)}, alias="best" if step == 1 else None)
+    url = put(tmp_path / "run")
+    for name, step in (("", 2), ("/latest", 2), ("/best", 1), ("/step-00000000", 0), ("/step-00000000.safetensors", 0)):
+        assert same(load_checkpoint(url + name), state(step)), name
+    assert load_newest(url)["step"] == 2
+    found = list_checkpoints(url)
+    assert [(each.step, each.metrics["loss"], each.error) for each in found] == [
+        (2, 1 / 3, None),
+        (1, 0.5, None),
+        (0, 1.0, None),
+    ]
+    assert found[1].aliases == ("best",)
+    assert all(each.path == f"{found[0].path.rpartition('/')[0]}/{each.name}" for each in found)
+
+
+def test_shards(put, tmp_path):
+    url = put(save(state(), tmp_path / "sharded", max_shard=300_000))
+    assert len(os.listdir(tmp_path / "sharded")) > 2
+    assert same(load_checkpoint(url), state())
+    assert same(load_checkpoint(f"{url}/model.safetensors.index.json"), state())
+    other = tmp_path / "other"
+    other.mkdir()
+    for number, name in enumerate(("a", "b"), 1):
+        safetensors.torch.save_file({name: torch.ones(number)}, other / f"model-{number:05}-of-00002.safetensors")
+    url = put(other)
+    assert (
+        load_checkpoint(url).keys() == load_checkpoint(f"{url}/model-00001-of-00002.safetensors").keys() == {"a", "b"}
+    )
+
+
+def test_ranks(put, tmp_path):
+    writers = [CheckpointWriter(tmp_path / "run", rank=rank, world_size=2) for rank in range(2)]
+    handles = [writer.save({"part": state(rank)}) for rank, writer in enumerate(writers)]
+    for handle in handles:
+        handle.durable.result(PATIENCE)
+    for writer in writers:
+        writer.close()
+    url = put(tmp_path / "run")
+    assert same(load_checkpoint(url), {rank: {"part": state(rank)} for rank in range(2)})
+    assert same(load_checkpoint(url, rank=1), {"part": state(1)})
+    assert same(load_newest(url, rank=0), {"part": state(0)})
+
+
+@pytest.mark.parametrize("max_shard", [None, 300_000])
+def test_encrypted(put, tmp_path, max_shard):
+    pytest.importorskip("cryptography")
+    with CheckpointWriter(tmp_path / "run", key=KEY, max_shard=max_shard) as writer:
+        writer.save(state())
+    url = put(tmp_path / "run")
+    assert same(load_checkpoint(url, key=KEY), state())
+    with pytest.raises(CheckpointError, match="is encrypted: pass key="):
+        load_checkpoint(url)
+    with open_checkpoint(url, key=KEY) as found:
+        assert torch.equal(found["model.weight"].read(np.s_[7]), state()["model"]["weight"][7])
+    assert list_checkpoints(url)[0].name.startswith("step-00000000")
+    assert list_checkpoints(url)[0].name.endswith(ENCRYPTED) == (max_shard is None)
+
+
+def test_into_a_module(put, tmp_path):
+    module, other = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+    url = put(save(module.state_dict(), tmp_path / "a.safetensors"))
+    load_into(other, url)
+    assert same(other.state_dict(), module.state_dict())
+
+
+def test_a_damaged_one_is_passed_over(put, tmp_path):
+    with CheckpointWriter(tmp_path / "run") as writer:
+        for step in range(2):
+            writer.save(state(step))
+    newest = tmp_path / "run" / "step-00000001.safetensors"
+    newest.write_bytes(newest.read_bytes()[:5000])
+    url = put(tmp_path / "run")
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert load_newest(url)["step"] == 0
+    assert list_checkpoints(url)[0].error
+
+
+def test_what_is_saved_meanwhile_is_found(put, tmp_path):
+    with CheckpointWriter(tmp_path / "run") as writer:
+        writer.save(state(0)).durable.result(PATIENCE)
+        url = put(tmp_path / "run")
+        assert load_checkpoint(url)["step"] == 0
+        writer.save(state(1)).durable.result(PATIENCE)
+        put(tmp_path / "run")
+        assert load_checkpoint(url)["step"] == 1
+
+
+def test_nothing_is_there(put, tmp_path):
+    save(state(), tmp_path / "a.npz", "npz")
+    url = put(tmp_path / "a.npz").removesuffix("a.npz")
+    for load in (load_checkpoint, load_arrays, open_checkpoint, list_checkpoints):
+        with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            load(url + "none")
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(url + "none.safetensors")
+    assert load_newest(url + "none") is None
+    with pytest.raises(ArgumentError, match="is a file"):
+        load_newest(url + "a.npz")
+
+
+def command(*arguments):
+    result = CliRunner().invoke(app, ["checkpoint", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_the_command_line(put, tmp_path):
+    with CheckpointWriter(tmp_path / "run") as writer:
+        writer.save(state(3))
+    url = put(tmp_path / "run")
+    file = f"{url}/step-00000003.safetensors"
+    told = json.loads(command("info", file, "--json"))
+    assert told["path"].endswith("/run/step-00000003.safetensors")
+    assert {tensor["name"] for tensor in told["tensors"]} == {"model.weight", "model.bias", "array"}
+    listed = json.loads(command("ls", url, "--json"))
+    assert [each["step"] for each in listed["checkpoints"]] == [3]
+    checked = json.loads(command("verify", file, url, "--json"))
+    assert [each["ok"] for each in checked["checkpoints"]] == [True, True]
+    command("convert", file, str(tmp_path / "b.npz"))
+    assert same(load_checkpoint(tmp_path / "b.npz"), state(3))
+
+
+# --- what is read
+
+
+def test_only_what_is_wanted_is_read(served, tmp_path):
+    big = {"w": torch.randn(2000, 2000), "x": torch.randn(2000, 2000)}
+    save(big, tmp_path / "served" / "a.safetensors")
+    with open_checkpoint(f"{served.url}/a.safetensors") as found:
+        served.requests.clear()
+        assert torch.equal(found["x"].read(np.s_[40:60]), big["x"][40:60])
+    read = sum(end - start for method, _, start, end in served.requests if method == "GET")
+    assert read <= 20 * 8000 + 2 * remote.BLOCK
+
+
+def test_small_tensors_come_several_at_a_time(served, tmp_path):
+    many = {f"t{number}": torch.randn(50) for number in range(2000)}
+    size = save(many, tmp_path / "served" / "a.safetensors").stat().st_size
+    assert same(load_checkpoint(f"{served.url}/a.safetensors"), many)
+    gets = [end - start for method, _, start, end in served.requests if method == "GET"]
+    assert len(gets) <= size // remote.BLOCK + 2
+    assert sum(gets) <= size
+
+
+def test_large_tensors_come_in_chunks_at_once(served, tmp_path):
+    big = {"w": torch.randn(3000, 3000)}
+    save(big, tmp_path / "served" / "a.safetensors")
+    running, most, lock = 0, 0, threading.Lock()
+
+    def count(_handler, _path, _start, data):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return data
+
+    served.fault = count
+    told = []
+    assert same(load_checkpoint(f"{served.url}/a.safetensors", progress=lambda *now: told.append(now)), big)
+    assert most > 1
+    assert max(end - start for method, _, start, end in served.requests if method == "GET") <= reading.CHUNK_REMOTE
+    assert sorted(told)[-1] == (36_000_000, 36_000_000)
+    assert len(told) >= 36_000_000 // reading.CHUNK_REMOTE
+
+
+def test_a_server_without_ranges(tmp_path):
+    save(state(), tmp_path / "a.safetensors")
+    with servers.Server(tmp_path, ranges=False) as server:
+        assert same(load_checkpoint(f"{server.url}/a.safetensors"), state())
+        assert len([method for method, *_ in server.requests if method == "GET"]) == 1
+
+
+# --- servers that fail
+
+
+def failing(times, answer):
+    """Let so many GET requests for bytes fail."""
+    left, lock = times, threading.Lock()
+
+    def fault(handler, _path, start, data):
+        nonlocal left
+        with lock:
+            if handler.command == "HEAD" or not left:
+                return data
+            left -= 1
+        return answer(handler, start, data)
+
+    return fault
+
+
+def status(code):
+    def answer(handler, _start, _data):
+        handler.send_error(code)
+
+    return answer
+
+
+def cut(handler, _start, data):
+    """Say the whole length, send half of it, and close."""
+    handler.send_response(206)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data[: len(data) // 2])
+    handler.close_connection = True
+
+
+def truncated(_handler, _start, data):
+    """Half of what was asked for, with its right length."""
+    return data[: len(data) // 2]
+
+
+def dropped(handler, _start, _data):
+    handler.close_connection = True
+
+
+def slow(handler, _start, _data):
+    time.sleep(1.0)
+    handler.close_connection = True
+
+
+FAULTS = {"500": status(500), "503": status(503), "429": status(429), "cut": cut, "truncated": truncated,
+          "dropped": dropped, "slow": slow}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes(served, tmp_path, quick, monkeypatch, fault):
+    save(state(), tmp_path / "served" / "a.safetensors")
+    monkeypatch.setattr(remote, "TIMEOUT", 0.3 if fault == "slow" else PATIENCE)
+    served.fault = failing(2, FAULTS[fault])
+    assert same(load_checkpoint(f"{served.url}/a.safetensors"), state())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at", ["header", "data"])
+def test_a_fault_that_stays(served, tmp_path, quick, monkeypatch, fault, at):
+    """An error that names the URL without its secrets, and says what failed and how often it was tried."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.05 if fault == "slow" else PATIENCE)
+    path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
+    answer = FAULTS[fault]
+
+    def stays(handler, _path, start, data):
+        if handler.command == "HEAD" or (at == "data" and start + len(data) < path.stat().st_size // 2):
+            return data
+        return answer(handler, start, data)
+
+    served.fault = stays
+    with pytest.raises(
+        ResourceError, match=r"a\.safetensors: bytes \d+ to \d+ of \d+ cannot be read, tried 5 times: \w+"
+    ) as error:
+        load_checkpoint(served.url.replace("//", "//me:secret@") + "/a.safetensors?token=secret", readers=1)
+    assert "secret" not in str(error.value)
+    assert error.value.__cause__ is error.value.__context__ is None
+
+
+def test_a_server_that_is_killed(tmp_path, quick, monkeypatch):
+    """In the middle of a file: an error; if it is back before the last attempt, nothing."""
+    monkeypatch.setattr(remote, "_PAUSE", 0.2)
+    save(state(), tmp_path / "a.safetensors")
+    first = servers.Server(tmp_path)
+    port, died = first.server_port, threading.Event()
+
+    def die(handler, _path, start, data):
+        if handler.command == "GET" and start:
+            died.set()
+            return None
+        return data
+
+    first.fault = die
+    again = []
+
+    def restart():
+        died.wait(PATIENCE)
+        first.end()
+        again.append(servers.Server(tmp_path, port=port))
+
+    helper = threading.Thread(target=restart)
+    helper.start()
+    try:
+        assert same(load_checkpoint(f"{first.url}/a.safetensors"), state())
+    finally:
+        died.set()
+        helper.join()
+        again[0].end()
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    with pytest.raises(ResourceError, match=r"cannot be read|whether it is there"):
+        load_checkpoint(f"{first.url}/a.safetensors")
+
+
+@pytest.mark.parametrize(("code", "kind"), [(404, FileNotFoundError), (403, PermissionError), (401, PermissionError)])
+def test_what_does_not_pass_is_not_tried_again(served, tmp_path, code, kind):
+    save(state(), tmp_path / "served" / "a.safetensors")
+    served.fault = lambda handler, *_: handler.send_error(code)
+    with pytest.raises(kind):
+        load_checkpoint(f"{served.url}/a.safetensors")
+    assert len(served.requests) <= 2 * len(SUFFIX) * 2 + 4
+
+
+def test_bytes_that_are_not_those_that_were_saved(served, tmp_path):
+    path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
+    middle = path.stat().st_size // 2
+    served.fault = lambda _handler, _path, start, data: data if start + len(data) < middle else data[:-1] + b"x"
+    with pytest.raises(CheckpointError, match=r'a\.safetensors: tensor "w" at offset \d+ is damaged'):
+        load_checkpoint(f"{served.url}/a.safetensors")
+
+
+def test_it_becomes_another_file_while_it_is_read(served, tmp_path):
+    """The digests of what was opened tell."""
+    path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
+    with open_checkpoint(f"{served.url}/a.safetensors") as found:
+        path.unlink()
+        save({"w": torch.ones(500_000)}, path)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            found["w"].read()
+
+
+# --- which one, while the directory changes and servers fail
+
+
+def run_of(path, steps, **options):
+    with CheckpointWriter(path, **options) as writer:
+        for step in steps:
+            writer.save(state(step))
+
+
+def test_the_newest_is_deleted_while_it_is_opened(served, tmp_path):
+    """A newer one has come: it is loaded, not None."""
+    run = tmp_path / "served" / "run"
+    run_of(run, [1], keep_last=1)
+
+    def once(handler, path, _start, data):
+        if handler.command == "GET" and path.endswith("step-00000001.safetensors"):
+            served.fault = None
+            run_of(run, [2], keep_last=1)
+            handler.send_error(404)
+            return None
+        return data
+
+    for load in (load_newest, load_checkpoint):
+        served.fault = once
+        assert load(f"{served.url}/run")["step"] == 2
+        shutil.rmtree(run)
+        run_of(run, [1], keep_last=1)
+
+
+@pytest.mark.parametrize("code", [503, 403])
+@pytest.mark.parametrize("what", [".shmtensor.index", "step-00000011.safetensors", "shmtensor.ranks.json"])
+def test_a_server_that_fails_does_not_choose_an_older_one(served, tmp_path, quick, code, what):
+    run = tmp_path / "served" / "run"
+    if what == "shmtensor.ranks.json":
+        for step in (8, 11):
+            with CheckpointWriter(run, rank=0, world_size=1) as writer:
+                writer.save(state(step))
+    else:
+        run_of(run, [8, 9, 10, 11])
+    for path in run.iterdir():
+        if path.name == "latest":
+            path.unlink()
+
+    def fault(handler, path, _start, data):
+        return handler.send_error(code) if handler.command == "GET" and path.endswith(what) else data
+
+    served.fault = fault
+    for load in (load_newest, load_checkpoint):
+        with pytest.raises(ResourceError):
+            load(f"{served.url}/run")
+    served.fault = None
+    found = load_newest(f"{served.url}/run")
+    assert found.get("step", None) == 11 or found[0]["step"] == 11
+
+
+def test_copies_of_links_are_passed_by(put, tmp_path):
+    """An upload that followed `latest` and `best` made files of them, which do not move."""
+    run, copied = tmp_path / "run", tmp_path / "copied" / "run"
+    run_of(run, [1])
+    with CheckpointWriter(run) as writer:
+        writer.save(state(2), alias="best")
+    servers.copy(run, copied)
+    for name in ("latest", "best"):
+        shutil.copy(run / "step-00000001.safetensors", copied / name)
+    url = put(copied)
+    for name in ("", "/latest", "/best"):
+        assert load_checkpoint(url + name)["step"] == 2, name
+
+
+def test_the_newest_by_time(served, tmp_path):
+    for step, changed in ((9, 1_000_000_000), (10, 2_000_000_000)):
+        path = tmp_path / "served" / f"step-{step}.safetensors"
+        safetensors.torch.save_file({"step": torch.tensor(step)}, path)
+        os.utime(path, (changed, changed))
+    assert load_newest(served.url + "/")["step"] == 10
+    assert [found.time for found in list_checkpoints(served.url + "/")] == [2e9, 1e9]
+
+
+@pytest.mark.parametrize("link", ["{}", "./{}", "/run/{}", "http://other/{}", "?C=N;O=D", "//[", "../run/{}"])
+def test_links_of_a_listing(link):
+    page = f'<a href="{link.format("step%3D9%2B1.npz")}">x</a><a href="sub/">x</a><a name=x>'.encode()
+    keys = remote._linked("http://host:1/run", page)
+    ours = [] if "other" in link or "{}" not in link else ["http://host:1/run/step=9+1.npz"]
+    assert keys == [*ours, "http://host:1/run/sub"]
+
+
+def test_a_listing_is_read_in_linear_time():
+    began = time.monotonic()
+    assert remote._linked("http://host/run", b"<a" + b" " * 1_000_000) == []
+    assert time.monotonic() - began < PATIENCE
+
+
+def test_names_that_are_quoted(served, tmp_path):
+    with CheckpointWriter(tmp_path / "served" / "run") as writer:
+        for name in ("step=9", "step=10", "a+b"):
+            writer.save({"name": name}, name=name)
+    url = f"{served.url}/run"
+    assert load_checkpoint(url) == {"name": "a+b"}
+    assert [found.name for found in list_checkpoints(url)] == [
+        f"{name}.safetensors" for name in ("a+b", "step=10", "step=9")
+    ]
+    for name in ("step=9", "step%3D9.safetensors"):
+        assert load_checkpoint(f"{url}/{name}") == {"name": "step=9"}
+
+
+def test_one_bad_entry_of_a_directory(served, tmp_path):
+    run = tmp_path / "served" / "run"
+    run.mkdir()
+    save(state(1), run / "good.safetensors")
+    (run / "sub").mkdir()
+    for name in ("a", "b"):
+        (run / "sub" / f"{name}.safetensors.index.json").write_text("{}")
+    assert load_newest(f"{served.url}/run")["step"] == 1
+    assert sorted(bool(found.error) for found in list_checkpoints(f"{served.url}/run")) == [False, True]
+
+
+@pytest.mark.parametrize("way", ["part", "whole"])
+def test_a_file_of_another_program_is_replaced(put, tmp_path, way):
+    """It has no digests: the server is asked whether it is the same file."""
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(100_000)}, path)
+    url = put(path)
+    with open_checkpoint(url) as found:
+        assert not found["w"].read().any()
+        path.unlink()
+        safetensors.torch.save_file({"w": torch.ones(50_000)}, path)
+        put(path)
+        with pytest.raises((CheckpointError, ResourceError)):
+            found["w"].read(np.s_[:10] if way == "part" else ...)
+
+
+def test_few_requests_for_an_archive(served, tmp_path):
+    many = {f"t{number}": torch.full((20_000,), number) for number in range(200)}
+    save(many, tmp_path / "served" / "a.pt", "torch")
+    with open_checkpoint(f"{served.url}/a.pt") as found:
+        read = sum(end - start for method, _, start, end in served.requests if method == "GET")
+        assert read < 4 * remote.BLOCK + 200 * 1000
+        assert torch.equal(found["t7"].read(), many["t7"])
+
+
+def test_file_systems_that_are_no_threads_business(tmp_path):
+    """Those that are not asynchronous are called by one thread at a time: tar's files share one position."""
+    import tarfile
+
+    tensors = {f"t{number}": torch.full((1 << 19,), number) for number in range(8)}
+    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "a.safetensors", "a.safetensors")
+    assert same(load_checkpoint(f"tar://a.safetensors::file://{tmp_path}/a.tar", readers=8), tensors)
+
+
+def test_a_body_that_is_larger_than_asked_for(served, tmp_path, quick):
+    """It is not kept: the request ends at once."""
+    save(state(), tmp_path / "served" / "a.safetensors")
+    sent = []
+
+    def endless(handler, _path, start, data):
+        if handler.command == "HEAD":
+            return data
+        handler.send_response(206)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for _ in range(1000):
+            handler.wfile.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+            sent.append(1)
+        return None
+
+    served.fault = endless
+    with pytest.raises(ResourceError, match=r"more than \d+ bytes came"):
+        load_checkpoint(f"{served.url}/a.safetensors")
+    assert len(sent) < 500
+
+
+def test_ctrl_c_ends_the_requests(served, tmp_path):
+    save({"w": torch.zeros(10_000_000)}, tmp_path / "served" / "a.safetensors")
+    over = threading.Event()
+
+    def hang(_handler, _path, start, data):
+        if start > 1 << 20:
+            over.wait(PATIENCE)
+        return data
+
+    served.fault = hang
+    began = []
+
+    def interrupt():
+        while not any(start > 1 << 20 for _, _, start, _ in served.requests):
+            time.sleep(0.01)
+        began.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load_checkpoint(f"{served.url}/a.safetensors")
+        took = time.monotonic() - began[0]
+    finally:
+        over.set()
+        helper.join()
+    assert took < remote.TIMEOUT / 2
+
+
+# --- what cannot be
+
+
+def test_packages_that_are_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(DependencyError, match=r"pip install 'shmtensor\[remote\]'") as error:
+        load_checkpoint("s3://user:secret@bucket/a?token=secret")
+    assert "secret" not in str(error.value)
+    monkeypatch.undo()
+    known = {"class": "no_such_package.X", "err": "Install it"}
+    monkeypatch.setitem(sys.modules["fsspec.registry"].known_implementations, "nowhere", known)
+    with pytest.raises(DependencyError, match="nowhere://bucket/a: Install it"):
+        load_checkpoint("nowhere://bucket/a")
+    with pytest.raises(ArgumentError, match="Protocol not known"):
+        load_checkpoint("quux://bucket/a")
+
+
+def test_a_url_of_this_machine_is_a_path(tmp_path):
+    path = save(state(), tmp_path / "a.safetensors")
+    assert same(load_checkpoint(f"file://{path}"), state())
+    with open_checkpoint(f"file://{path}") as found:
+        assert found.path == str(path)
+
+
+def test_other_file_systems(tmp_path):
+    """Whatever is registered, one that wraps another, and one that is not asynchronous."""
+    import zipfile
+
+    save(state(), tmp_path / "a.safetensors")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a.safetensors", "inside/a.safetensors")
+    assert same(load_checkpoint(f"zip://inside/a.safetensors::file://{tmp_path}/all.zip"), state())
+    assert same(load_checkpoint(f"zip://inside::file://{tmp_path}/all.zip"), state())
+
+
+def test_a_server_that_says_no_size(monkeypatch, tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/nosize/a.safetensors", save(state(), tmp_path / "a.safetensors").read_bytes())
+    monkeypatch.setattr(fs, "info", lambda key: {"name": key, "type": "file", "size": None}, raising=False)
+    try:
+        with pytest.raises(CheckpointError, match="does not say how many bytes"):
+            load_checkpoint("memory://nosize/a.safetensors")
+    finally:
+        monkeypatch.undo()
+        fs.rm("/nosize", recursive=True)
+
+
+def test_secrets_are_in_no_text(served, tmp_path):
+    save(state(), tmp_path / "served" / "a.safetensors")
+    url = served.url.replace("//", "//me:secret@") + "/a.safetensors?X-Amz-Signature=secret"
+    with open_checkpoint(url) as found:
+        assert same(found["model.bias"].read(), state()["model"]["bias"])
+        assert found.path == f"{served.url}/a.safetensors"
+        assert "secret" not in repr(found)
+    for secret in (
+        "http://me:p@ss@host/a",
+        "http://me:se'cret@host/a?x=1&sig=ab)c",
+        "https:/me:secret@host/a",
+        "s3://k:s@b",
+    ):
+        assert remote.without_secrets(secret).partition(":")[2].lstrip("/") in ("host/a", "b")
+    assert remote.without_secrets(f"failed for {url} twice") == f"failed for {served.url}/a.safetensors twice"
+
+
+@pytest.mark.parametrize("load", [lambda url: load_checkpoint(url, from_memory=True), CheckpointWriter])
+def test_what_needs_a_directory_of_this_machine(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="is a URL"):
+        load("memory://run")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_looks_like_a_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:").mkdir()
+    save(state(), tmp_path / "s3:" / "a.safetensors")
+    assert same(load_checkpoint("s3:/a.safetensors"), state())

@@ -1,0 +1,380 @@
+"""Uploads of what is durable: order, errors, deaths of everybody at every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointWriter,
+    DependencyError,
+    ResourceError,
+    TimedOut,
+    list_checkpoints,
+    load_arrays,
+)
+from shmtensor.checkpoint import index, names, upload
+from shmtensor.checkpoint.index import PENDING, UPLOADED, Saved
+
+from ..scenes import ROOT
+from ..waiting import PATIENCE, wait_for_end, wait_until
+from .servers import s3  # noqa: F401
+from .test_deaths import UPLOAD_POINTS, dies, own_channels, state_of  # noqa: F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
+
+
+@pytest.fixture
+def url(s3, tmp_path):  # noqa: F811
+    s3.fs.invalidate_cache()
+    return f"s3://bucket/{tmp_path.name}"
+
+
+def there(url):
+    """The steps at the URL, by its list, the oldest first; each is read and compared with its digests."""
+    for found in list_checkpoints(url):
+        assert found.error is None
+        state = load_arrays(found.path)
+        assert (state["w"] == state["step"]).all()
+    return [found.step for found in reversed(list_checkpoints(url))]
+
+
+def test_each_save_is_uploaded(url, tmp_path):
+    with CheckpointWriter(tmp_path / "a", upload=url, keep_last=2) as writer:
+        handles = [
+            writer.save(state_of(step), metrics={"loss": step}, alias="best" if step == 2 else None)
+            for step in range(1, 5)
+        ]
+        assert [handle.uploaded.result(PATIENCE) for handle in handles] == [
+            f"{url}/step-{step:08d}.safetensors" for step in range(1, 5)
+        ]
+        counts = writer.statistics()
+        assert (counts.uploaded, counts.uploading, counts.deleted) == (4, 0, 1)  # `best` stays
+    assert there(url) == [1, 2, 3, 4]
+    assert load_arrays(url)["step"] == 4
+    assert load_arrays(f"{url}/best")["step"] == 2
+    assert [(found.step, found.uploaded) for found in list_checkpoints(tmp_path / "a")] == [
+        (4, True),
+        (3, True),
+        (2, True),
+    ]
+    assert {found.metrics["loss"] for found in list_checkpoints(url)} == {1, 2, 3, 4}
+
+
+def test_close_waits_for_uploads(url, tmp_path):
+    with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+        for step in (1, 2):
+            handle = writer.save(state_of(step))
+    assert handle.uploaded.done()
+    assert there(url) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["shards", "encrypted", "npz"])
+def test_what_is_uploaded(url, tmp_path, how):
+    options = {"shards": {"max_shard": 500_000}, "encrypted": {"key": bytes(32)}, "npz": {"format": "npz"}}[how]
+    if how == "encrypted":
+        pytest.importorskip("cryptography")
+    with CheckpointWriter(tmp_path / "a", upload=url, **options) as writer:
+        writer.save({"w": np.full(200_000, 1), "x": np.full(100_000, 2)})
+    found = load_arrays(url, **({"key": bytes(32)} if how == "encrypted" else {}))
+    assert (found["w"] == 1).all()
+    assert (found["x"] == 2).all()
+
+
+def test_in_parts(url, s3, tmp_path, monkeypatch):  # noqa: F811
+    """A file of several parts, bit for bit."""
+    state = {"w": np.random.default_rng(0).integers(0, 256, 5 * upload.PART + 12345, dtype=np.uint8)}
+    with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+        writer.save(state, name="a")
+    key = f"{url.removeprefix('s3://')}/a.safetensors"
+    assert s3.fs.cat_file(key) == (tmp_path / "a" / "a.safetensors").read_bytes()
+    assert s3.fs.info(key)["ETag"].strip('"').endswith("-6")  # so many parts
+
+
+# --- errors
+
+
+def test_it_goes_on_after_an_error(url, s3, tmp_path, caplog):  # noqa: F811
+    """What cannot be uploaded is durable, and not deleted; it is uploaded after a later save, in the old order."""
+    bucket = f"late-{tmp_path.name[-40:].replace('_', '-').lower().strip('-')}"
+    late = f"s3://{bucket}/run"
+    with CheckpointWriter(tmp_path / "a", upload=late, keep_last=1) as writer:
+        handles = [writer.save(state_of(step)) for step in (1, 2)]
+        for handle in handles:
+            assert handle.durable.result(PATIENCE)
+            with pytest.raises(
+                ResourceError, match=r"step-0000000\d.safetensors is durable, and was not uploaded to s3://"
+            ):
+                handle.uploaded.result(PATIENCE)
+        assert "tried again after the next save" in caplog.text
+        assert [found.uploaded for found in list_checkpoints(tmp_path / "a")] == [False, False]
+        s3.fs.mkdir(bucket)
+        assert writer.save(state_of(3)).uploaded.result(PATIENCE)
+        wait_until(lambda: writer.statistics().uploaded == 3)
+    assert there(late) == [1, 2, 3]
+    assert [found.step for found in list_checkpoints(tmp_path / "a")] == [3]
+
+
+def test_the_next_writer_goes_on(url, s3, tmp_path):  # noqa: F811
+    bucket = f"next-{tmp_path.name[-40:].replace('_', '-').lower().strip('-')}"
+    late = f"s3://{bucket}/run"
+    with CheckpointWriter(tmp_path / "a", upload=late, keep_last=1) as writer:
+        for step in (1, 2):
+            writer.save(state_of(step))
+    assert [found.step for found in list_checkpoints(tmp_path / "a")] == [2, 1]
+    s3.fs.mkdir(bucket)
+    with CheckpointWriter(tmp_path / "a", upload=late, keep_last=1) as writer:
+        writer.start()
+        wait_until(lambda: writer.statistics().uploaded == 2)
+        assert writer.statistics().deleted == 1
+    assert there(late) == [1, 2]
+
+
+def test_without_upload_nothing_is_spared(url, tmp_path):
+    with CheckpointWriter(tmp_path / "a", upload="s3://no-such-bucket/run", keep_last=1) as writer:
+        for step in (1, 2):
+            writer.save(state_of(step))
+    with CheckpointWriter(tmp_path / "a", keep_last=1) as writer:
+        handle = writer.save(state_of(3))
+        with pytest.raises(ArgumentError, match="uploads nothing: pass upload="):
+            handle.uploaded  # noqa: B018
+    assert [found.step for found in list_checkpoints(tmp_path / "a")] == [3]
+
+
+def test_it_is_deleted_before_it_is_uploaded(url, s3, tmp_path):  # noqa: F811
+    s3.stop()
+    try:
+        with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+            first, second = writer.save(state_of(1)), writer.save(state_of(2))
+            second.durable.result(PATIENCE)
+            os.unlink(second.path)
+            s3.go_on()
+            first.uploaded.result(PATIENCE)
+            with pytest.raises(ResourceError, match="deleted or changed before it was uploaded"):
+                second.uploaded.result(PATIENCE)
+    finally:
+        s3.go_on()
+    assert there(url) == [1]
+
+
+def test_a_save_that_fails_is_not_uploaded(url, tmp_path, monkeypatch):
+    with CheckpointWriter(tmp_path / "a", upload=url, on_error="warn") as writer:
+        writer.start()
+        (tmp_path / "a" / "x.safetensors").mkdir()
+        monkeypatch.setattr(type(writer._directory), "is_taken", lambda *_: False)
+        handle = writer.save(state_of(1), name="x")
+        error = handle.durable.exception(PATIENCE)
+        assert error is not None
+        assert handle.uploaded.exception(PATIENCE) is error
+
+
+def test_a_timeout_of_close(url, s3, tmp_path):  # noqa: F811
+    writer = CheckpointWriter(tmp_path / "a", upload=url)
+    s3.stop()
+    try:
+        writer.save(state_of(1)).durable.result(PATIENCE)
+        with pytest.raises(TimedOut, match="1 uploaded"):
+            writer.close(timeout=0.2)
+    finally:
+        s3.go_on()
+    writer.close()
+    assert there(url) == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (7, ArgumentTypeError, "must be a URL"), ("runs/b", ArgumentError, "is no URL"),
+        ("file:///tmp/b", ArgumentError, "a directory of this machine"),
+        ("memory://b", ArgumentError, "another process"),
+        ("https://me:secret@host/b", ArgumentError, "'https://host/b'"),
+        ("quux://b", ArgumentError, "Protocol not known"),
+    ],
+)  # fmt: skip
+def test_what_is_no_target(tmp_path, given, error, text):
+    with pytest.raises(error, match=text) as raised:
+        CheckpointWriter(tmp_path / "a", upload=given)
+    assert "secret" not in str(raised.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_not_with_ranks(tmp_path):
+    with pytest.raises(ArgumentError, match="upload= copies what one process saves"):
+        CheckpointWriter(tmp_path / "a", upload="s3://bucket/a", rank=0, world_size=1)
+
+
+def test_fsspec_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(DependencyError, match="shmtensor\\[remote\\]"):
+        CheckpointWriter(tmp_path / "a", upload="s3://bucket/a")
+
+
+def test_the_url_is_in_no_command_line(url, tmp_path):
+    with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+        writer.start()
+        assert url not in Path(f"/proc/{writer.statistics().pid}/cmdline").read_text()
+
+
+# --- the list at the URL
+
+
+class Memory:
+    """What `Target` needs of a path at a URL."""
+
+    def __init__(self, data=None):
+        self.fs, self.key, self.data = self, "list", data
+
+    def __truediv__(self, name):
+        return self
+
+    def call(self, what, function):
+        if self.data is None and "read" in what:
+            raise FileNotFoundError
+        return function()
+
+    def invalidate_cache(self):
+        pass
+
+    def cat_file(self, key):
+        return self.data
+
+    def pipe_file(self, key, data):
+        self.data = data
+
+
+def saved(step, name=None):
+    name = name or f"step-{step}"
+    return Saved(name, "0" * 16, step, step, 5, "0" * 16, (("", 5, 0),), upload=PENDING)
+
+
+@pytest.mark.parametrize(
+    ("there", "order", "new", "expected"),
+    [
+        (None, [1], 1, [1]), ([1], [1, 2], 2, [1, 2]), ([1, 3], [1, 2, 3], 2, [1, 2, 3]), ([1, 2], [1, 2], 1, [1, 2]),
+        ([7, 8], [1], 1, [7, 8, 1]), ([7, 1, 3], [1, 2, 3, 4], 2, [7, 1, 2, 3]),
+        (b"{", [1], 1, [1]), (b"[]", [1], 1, [1]),
+    ],
+)  # fmt: skip
+def test_the_order_at_the_url(there, order, new, expected):
+    target = upload.Target.__new__(upload.Target)
+    target.path = Memory(
+        there if there is None or isinstance(there, bytes) else index.render([saved(step) for step in there])
+    )
+    target._list(saved(new), [saved(step) for step in order])
+    found = index.parse(target.path.data)
+    assert [entry.step for entry in found] == expected
+    assert found[expected.index(new)].upload == ""
+
+
+def test_an_entry_says_whether_it_is_uploaded(tmp_path):
+    index.write(str(tmp_path), [saved(1), saved(2)])
+    document = json.loads((tmp_path / index.INDEX).read_bytes())
+    assert [entry.upload for entry in index.read(str(tmp_path))] == [PENDING, PENDING]
+    document["saves"][0]["upload"] = UPLOADED
+    del document["saves"][1]["upload"]  # an earlier version's
+    (tmp_path / index.INDEX).write_text(json.dumps(document))
+    assert [entry.upload for entry in index.read(str(tmp_path))] == [UPLOADED, ""]
+    document["saves"][0]["upload"] = "perhaps"
+    (tmp_path / index.INDEX).write_text(json.dumps(document))
+    assert index.read(str(tmp_path)) == []
+
+
+# --- deaths
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("point", UPLOAD_POINTS)
+def test_the_writing_process_dies(url, dies, tmp_path, point, nth):  # noqa: F811
+    dies(point, "kill", nth)
+    with CheckpointWriter(tmp_path / "a", upload=url, keep_last=1) as writer:
+        handles = [writer.save(state_of(step)) for step in (1, 2, 3)]
+        assert all(handle.uploaded.result(PATIENCE) == f"{url}/{handle.name}" for handle in handles)
+        assert writer.statistics().restarts == 1
+    assert there(url) == [1, 2, 3]
+    assert [(found.step, found.uploaded) for found in list_checkpoints(tmp_path / "a")] == [(3, True)]
+
+
+TRAINER = """
+    import os, signal, sys
+    prefix, path, url, launch = sys.argv[1:]
+    from shmtensor.checkpoint import names, process_handle
+    from shmtensor.checkpoint.writer import CheckpointWriter
+    from tests.checkpoint.test_deaths import state_of
+    names.PREFIX = prefix
+    process_handle.LAUNCH = launch + process_handle.LAUNCH
+    writer = CheckpointWriter(path, upload=url)
+    for step in (1, 2):
+        writer.save(state_of(step)).durable.result(120)
+    print(writer.statistics().pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def trainer(path, url, launch=""):
+    """Run a trainer that is killed when two saves are durable; the process id of its writing process."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRAINER), names.PREFIX, str(path), url, launch],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return int(done.stdout)
+
+
+def test_the_trainer_dies(url, tmp_path):
+    """The writing process uploads what is durable, and ends."""
+    wait_for_end(trainer(tmp_path / "a", url))
+    assert there(url) == [1, 2]
+    assert [found.uploaded for found in list_checkpoints(tmp_path / "a")] == [True, True]
+
+
+@pytest.mark.parametrize("point", UPLOAD_POINTS)
+def test_both_die(url, tmp_path, point):
+    """The next writer uploads what is left."""
+    launch = "from tests.faults import points; points.install('shmtensor.checkpoint'); "
+    wait_for_end(trainer(tmp_path / "a", url, f"{launch}points.arm({point!r}, 'kill', 1); "))
+    with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+        assert writer.save(state_of(3)).uploaded.result(PATIENCE)
+        wait_until(lambda: all(found.uploaded for found in list_checkpoints(tmp_path / "a")))
+    assert there(url) == [1, 2, 3]
+
+
+def test_an_orphan_hands_its_uploads_to_the_next_writer(url, s3, tmp_path):  # noqa: F811
+    """A new trainer's saves do not wait for the uploads of a dead one's process."""
+    s3.stop()
+    try:
+        pid = trainer(tmp_path / "a", url)
+        time.sleep(0.5)
+        assert os.path.exists(f"/proc/{pid}")  # it tries to upload
+        with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+            assert writer.save(state_of(3)).durable.result(PATIENCE)
+            wait_for_end(pid)
+            s3.go_on()
+            wait_until(lambda: writer.statistics().uploaded == 3)
+    finally:
+        s3.go_on()
+    assert there(url) == [1, 2, 3]
+
+
+def test_the_trainers_end_waits_for_uploads(url, tmp_path):
+    code = (
+        f"import shmtensor; from shmtensor.checkpoint import names; names.PREFIX = {names.PREFIX!r}\n"
+        f"from tests.checkpoint.test_deaths import state_of\n"
+        f"writer = shmtensor.CheckpointWriter({str(tmp_path / 'a')!r}, upload={url!r})\n"
+        "writer.save(state_of(1))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, timeout=PATIENCE, check=True)
+    assert there(url) == [1]
+    assert shmtensor.load_arrays(url)["step"] == 1
