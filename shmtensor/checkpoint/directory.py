@@ -156,10 +156,12 @@ class Directory:
 
     def record_uploaded(self, saved: Saved) -> None:
         """Note in the list that a checkpoint is at its URL, durably. Raises OSError."""
-        index.write(
-            self.path,
-            [replace(entry, upload=UPLOADED) if entry == saved else entry for entry in index.read(self.path)],
-        )
+        entries = index.read(self.path)
+        places = [at for at, each in enumerate(entries) if (each.writer, each.number) == (saved.writer, saved.number)]
+        if not places:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted before its upload was noted", saved.name)
+        entries[places[0]] = replace(saved, upload=UPLOADED)
+        index.write(self.path, entries)
         self.sync()
 
     def recorded(self, writer: str, number: int) -> Saved | None:

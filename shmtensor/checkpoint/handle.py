@@ -103,6 +103,10 @@ class _Result(Local, Future[_T]):
         super().set_exception(exception)
         self._ended.set()
 
+    def cancel(self) -> bool:
+        """Always fail: a save that was staged cannot be cancelled. True only if it was skipped or replaced."""
+        return self.cancelled()
+
     def give_up(self) -> None:
         """Cancel it: this save is not written. Asking for the result raises `CancelledError`."""
         super().cancel()
@@ -145,10 +149,6 @@ class Outcome(_Result[Durable]):
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         super().add_done_callback(function)
         self.error_seen = True
-
-    def cancel(self) -> bool:
-        """Always fail: a save that was staged cannot be cancelled. True only if it was skipped or replaced."""
-        return self.cancelled()
 
     @property
     def error(self) -> BaseException | None:

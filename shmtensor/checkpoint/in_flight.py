@@ -141,8 +141,10 @@ class SavesInFlight:
     def on_report(self, report: dict[str, Any]) -> None:
         """Note what the writing process reports about one save."""
         kind, number = report["r"], report.get("n", 0)
-        if kind == "uploaded":
+        if kind == "retained":
             self.deleted += report["deleted"]
+            return
+        if kind == "uploaded":
             self.uploaded += 1
             self._end_upload(number, report["url"])
             return

@@ -186,13 +186,18 @@ def metrics_of(found: Any) -> dict[str, float]:
 def write(directory: str, entries: Sequence[Saved]) -> None:
     """Replace the list and sync the file; the caller syncs the directory."""
     path = os.path.join(directory, INDEX)
-    data = render(entries)
+    replace(path, fitting(entries, path))
+
+
+def fitting(entries: Sequence[Saved], path: str) -> bytes:
+    """The bytes of a list that readers take: if it were too long, without the oldest entries."""
+    data = _render(entries)
     while len(data) > MAX_LIST and len(entries) > 1:
         left = len(entries) // 8 or 1
         log.warning("%s would have %d bytes: the oldest %d checkpoints are kept for ever", path, len(data), left)
         entries = entries[left:]
-        data = render(entries)
-    replace(path, data)
+        data = _render(entries)
+    return data
 
 
 def replace(path: str, data: bytes) -> None:
@@ -210,8 +215,7 @@ def replace(path: str, data: bytes) -> None:
     os.replace(path + ".tmp", path)
 
 
-def render(entries: Sequence[Saved]) -> bytes:
-    """The bytes of a list."""
+def _render(entries: Sequence[Saved]) -> bytes:
     saves = []
     for entry in entries:
         saves.append({**asdict(entry), "metrics": json_metrics(entry.metrics)})

@@ -254,7 +254,7 @@ class _Store:
         """What the function returns; it is called again after errors that may pass. Raises OSError, `Stopped`."""
         return _call(self.url(key), what, function)
 
-    def _ask_server(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+    def ask_server(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system, with a time-out if it has a coroutine for it."""
         if not self._is_async:
             with self._calls:
@@ -286,7 +286,7 @@ class _Store:
             if self.is_http:
                 data: bytes = self._run(_http_get(self.fs, key, start, end, size), size)
             else:
-                data = self._ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
+                data = self.ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
             if len(data) not in (end - start, size):
                 raise OSError(f"{len(data)} bytes came")
             return data
@@ -304,7 +304,7 @@ class _Store:
         """The same, asked now."""
         try:
             found: dict[str, Any] = self.call(
-                key, "the server does not say whether it is there", lambda: self._ask_server("info", key)
+                key, "the server does not say whether it is there", lambda: self.ask_server("info", key)
             )
         except FileNotFoundError:
             return None
@@ -332,7 +332,7 @@ class _Store:
                     page = self.call(key, what, lambda: self._run(_http_get(self.fs, key + "/", 0, 0, _PAGE), 0))
                     found = {name: {} for name in _linked(key, page)}
                 else:
-                    for entry in self.call(key, what, lambda: self._ask_server("ls", key, detail=True)):
+                    for entry in self.call(key, what, lambda: self.ask_server("ls", key, detail=True)):
                         name = str(entry["name"]).rstrip("/")
                         if name.rpartition("/")[0].rstrip("/") == key.rstrip("/") and name != key.rstrip("/"):
                             found[name] = entry
@@ -515,6 +515,13 @@ class RemotePath:
     def protocols(self) -> tuple[str, ...]:
         """The schemes of the file system's URLs."""
         return self._store.protocols
+
+    def ask(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
+        """Call a method of the file system, with a time-out if it is asynchronous.
+
+        nbytes: that are moved
+        """
+        return self._store.ask_server(name, *args, nbytes=nbytes, **kwargs)
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
         """What the function returns; it is called again after errors that may pass. Raises OSError, `ResourceError`.

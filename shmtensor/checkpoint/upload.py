@@ -12,6 +12,7 @@ main thread changes the local list, as the holder of the directory's lock.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, ResourceError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError, ResourceError
 from . import index
 from .index import PENDING, UPLOADED, Saved
 from .locations import location
@@ -31,6 +32,8 @@ PART: Final = 8 << 20
 """Bytes of a part, where the file system uploads in parts."""
 AT_ONCE: Final = 4
 """Parts that are on their way at once: 32 MiB are in memory."""
+_PARTS: Final = 10_000
+"""Most parts of a file, on S3."""
 _RENAMED: Final = ("sftp", "ssh", "smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp", "dir")
 """File systems where a file is visible while it is written: it gets its name afterwards."""
 _ONLY_READ: Final = ("http", "https", "memory", "data", "zip", "tar", "github", "git")
@@ -46,13 +49,24 @@ def check_upload(url: object) -> str | None:
         raise ArgumentTypeError(f"upload must be a URL, such as 's3://bucket/runs/a', not {type(url).__name__}")
     if not is_url(url):
         raise ArgumentError(f"upload={url!r} is no URL, such as 's3://bucket/runs/a'")
-    target = location(url)
-    if not isinstance(target, RemotePath):
-        raise ArgumentError(f"upload={url!r} is a directory of this machine: let the CheckpointWriter save there")
-    if set(target.protocols) & set(_ONLY_READ):
+    shown = without_secrets(url)
+    protocol = url.partition("::")[0].partition(":")[0]
+    try:
+        from fsspec import get_filesystem_class
+
+        get_filesystem_class(protocol)  # without a connection: that is the writing process's business
+    except ImportError as error:
+        raise DependencyError(
+            f"upload={shown!r}: {error}: pip install 'shmtensor[remote]', and fsspec's package for {protocol}",
+            name=error.name,
+        ) from None
+    except ValueError as error:
+        raise ArgumentError(f"upload={shown!r}: {error}") from None
+    if protocol in ("file", "local"):
+        raise ArgumentError(f"upload={shown!r} is a directory of this machine: let the CheckpointWriter save there")
+    if protocol in _ONLY_READ:
         raise ArgumentError(
-            f"upload={without_secrets(url)!r}: nothing can be uploaded there by another process: pass the URL of an "
-            "object store"
+            f"upload={shown!r}: nothing can be uploaded there by another process: pass the URL of an object store"
         )
     return url
 
@@ -85,21 +99,36 @@ class Target:
     def _put_file(self, local: str, remote: RemotePath, nbytes: int) -> None:
         fs = remote.fs
         known = inspect.signature(getattr(fs, "_put_file", fs.put_file)).parameters
-        limits = {name: value for name, value in (("chunksize", PART), ("max_concurrency", AT_ONCE)) if name in known}
-        hidden = remote.with_name(f".{remote.name}.part") if set(remote.protocols) & set(_RENAMED) else remote
+        part = max(PART, -(-nbytes // _PARTS))
+        more = {"chunksize": part, "max_concurrency": AT_ONCE, "overwrite": True}
+        more = {name: value for name, value in more.items() if name in known}
 
-        def put() -> None:
+        def put(hidden: RemotePath) -> None:
+            callback = _StopCallback(self._is_stopped).made
+            remote.ask("put_file", local, hidden.key, nbytes=nbytes, callback=callback, **more)
+
+        def put_and_compare() -> None:
             if self._is_stopped():
                 raise Stopped
-            fs.put_file(local, hidden.key, callback=_StopCallback(self._is_stopped).made, **limits)
-            if hidden is not remote:
-                fs.mv(hidden.key, remote.key)
+            self._replace(remote, put)
             fs.invalidate_cache()
-            size = fs.info(remote.key)["size"]
+            size = remote.ask("info", remote.key)["size"]
             if size != nbytes:
                 raise OSError(f"{size} of {nbytes} bytes arrived")
 
-        remote.call("it cannot be uploaded", put)
+        remote.call("it cannot be uploaded", put_and_compare)
+
+    @staticmethod
+    def _replace(remote: RemotePath, put: Callable[[RemotePath], object]) -> None:
+        """Have a file made by `put`, as a whole: where it is seen while it is written, under another name first."""
+        if not set(remote.protocols) & set(_RENAMED):
+            put(remote)
+            return
+        hidden = remote.with_name(f".{remote.name}.part")
+        put(hidden)
+        with contextlib.suppress(FileNotFoundError):  # not every file system renames onto an existing name
+            remote.fs.rm_file(remote.key)
+        remote.fs.mv(hidden.key, remote.key)
 
     def _list(self, entry: Saved, entries: list[Saved]) -> None:
         """Add it to the list there, in the order of the local list; names that are only there are older.
@@ -109,17 +138,18 @@ class Target:
         path = self.path / index.INDEX
         path.fs.invalidate_cache()
         try:
-            there = index.parse(path.call("it cannot be read", lambda: path.fs.cat_file(path.key)))
+            there = index.parse(path.call("it cannot be read", lambda: path.ask("cat_file", path.key)))
         except FileNotFoundError:
             there = []
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             log.warning("%s cannot be read and is begun anew: %s", path, error)
             there = []
         listed = {each.name for each in there} | {entry.name}
         ours = {each.name for each in entries}
         found = [each for each in there if each.name not in ours]
         found += [replace(each, upload="") for each in entries if each.upload == UPLOADED or each.name in listed]
-        path.call("it cannot be written", lambda: path.fs.pipe_file(path.key, index.render(found)))
+        data = index.fitting(found, str(path))
+        path.call("it cannot be written", lambda: self._replace(path, lambda at: at.ask("pipe_file", at.key, data)))
 
 
 class _StopCallback:
@@ -141,7 +171,7 @@ class Ended(NamedTuple):
 
     entry: Saved
     url: str
-    error: Exception | None
+    error: BaseException | None
 
 
 class Uploads:
@@ -158,12 +188,14 @@ class Uploads:
         self._stop = False
 
     def add(self, entries: list[Saved]) -> None:
-        """Upload what is pending of the local list, unless it is waiting already."""
+        """Upload what is pending of the local list and there, unless it is waiting already."""
+        pending = [entry for entry in entries if entry.upload == PENDING and entry.is_there(self._directory)]
         with self._changed:
             self._entries = entries
-            known = {entry.name for entry in self._waiting} | ({self._current.name} if self._current else set())
-            known |= {ended.entry.name for ended in self._ended if ended.error is None}
-            self._waiting.extend(entry for entry in entries if entry.upload == PENDING and entry.name not in known)
+            known = [*self._waiting, *(ended.entry for ended in self._ended if ended.error is None)]
+            known += [self._current] if self._current is not None else []
+            numbers = {(entry.writer, entry.number) for entry in known}
+            self._waiting.extend(entry for entry in pending if (entry.writer, entry.number) not in numbers)
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="shmtensor upload", daemon=True)
                 self._thread.start()
@@ -198,12 +230,12 @@ class Uploads:
                     self._changed.wait()
                 entry = self._current = self._waiting.popleft()
                 entries = self._entries
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 target = target or Target(self.url, lambda: self._stop)
                 # crash: upload.begun
                 target.put(self._directory, entry, entries)
-            except Exception as caught:
+            except BaseException as caught:  # asyncio's CancelledError, too: nobody else ends this upload
                 error = caught
             with self._changed:
                 self._current = None
@@ -211,7 +243,7 @@ class Uploads:
                     self._ended.append(Ended(entry, self.url_of(entry), error))
 
 
-def explained(entry: Saved, url: str, error: Exception) -> str:
+def explained(entry: Saved, url: str, error: BaseException) -> str:
     """The text of an upload's error."""
     if not isinstance(error, (OSError, CheckpointError)):
         error = ResourceError(5, without_secrets(f"{type(error).__name__}: {error}"))

@@ -21,7 +21,7 @@ from ..endpoints.producer import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from . import index
 from .directory import Directory
-from .index import UPLOADED
+from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
 from .part import PartSnapshot
@@ -269,8 +269,7 @@ class Worker:
         self._dropped.add(snapshot.number)
         snapshot.release()
         # crash: finish.done
-        if self._uploads is not None:
-            self._uploads.add(index.read(self._directory.path))
+        self._begin_upload(entry)
 
     def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
         snapshot.discard_files()
@@ -350,11 +349,24 @@ class Worker:
         own = {entry.number: entry for entry in entries if entry.writer == self._writer}
         for number in self._settings["uploading"]:
             entry = own.get(number)
-            if entry is None:
+            if entry is not None and entry.upload == UPLOADED:
+                self._report(r="uploaded", n=number, url=self._uploads.url_of(entry))
+            elif entry is None or not entry.is_there(self._directory.path):
                 self._report(r="unuploaded", n=number, text="a durable checkpoint was deleted before it was uploaded")
-            elif entry.upload == UPLOADED:
-                self._report(r="uploaded", n=number, url=self._uploads.url_of(entry), deleted=0)
+        live = {(self._writer, number) for number in self._settings["live"]}  # committed first, and uploaded then
+        self._uploads.add([each for each in entries if (each.writer, each.number) not in live])
+
+    def _begin_upload(self, entry: Saved) -> None:
+        """Upload what has become durable, and what is pending from before."""
+        if self._uploads is None:
+            return
+        entries = index.read(self._directory.path)
         self._uploads.add(entries)
+        if not any(each.number == entry.number and each.writer == self._writer for each in entries) or not (
+            entry.is_there(self._directory.path)
+        ):
+            text = f"{entry.name} was deleted or changed before it was uploaded"
+            self._report(r="unuploaded", n=entry.number, text=text)
 
     def _uploads_alone(self) -> bool:
         """Without a trainer: whether there is anything to upload. What is left goes to the process of the next trainer,
@@ -362,31 +374,41 @@ class Worker:
         if self._uploads is None:
             return False
         self._check_uploads()
-        return self._uploads.busy and not self._directory.has_trainer
+        if not self._directory.has_trainer:
+            return self._uploads.busy
+        self._uploads.stop()
+        return False
 
     def _check_uploads(self) -> None:
         """Note and report the uploads that have ended."""
         if self._uploads is None:
             return
         if not self._swept:  # the process of an earlier trainer was there
-            with contextlib.suppress(OSError):
+            try:
                 self._may_write()
+            except OSError as error:
+                for number in self._settings["uploading"]:
+                    self._report(r="unuploaded", n=number, text=f"a durable checkpoint was not uploaded: {error}")
+                self._settings["uploading"] = []
         while (ended := self._uploads.take()) is not None:
             number = ended.entry.number if ended.entry.writer == self._writer else 0
-            error, deleted = ended.error, 0
-            if error is None:
+            failed = ended.error
+            if failed is None:
                 try:
                     self._directory.record_uploaded(ended.entry)
-                    # crash: upload.recorded
-                    keep = self._settings
-                    deleted = len(self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])[0])
-                except OSError as caught:
-                    error = caught
-            if error is None:
-                self._report(r="uploaded", n=number, url=ended.url, deleted=deleted)
-            else:
-                self._report(r="unuploaded", n=number, text=explained(ended.entry, self._uploads.url, error))
+                except OSError as error:
+                    failed = error
+            # crash: upload.recorded
+            if failed is not None:
+                self._report(r="unuploaded", n=number, text=explained(ended.entry, self._uploads.url, failed))
+                continue
+            self._report(r="uploaded", n=number, url=ended.url)
             # crash: upload.reported
+            keep = self._settings
+            deleted, _ = self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
+            if deleted:
+                self._report(r="retained", deleted=len(deleted))
+            # crash: upload.retained
 
     # --- reports
 

@@ -61,6 +61,7 @@ UPLOAD_POINTS = [
     "upload.listed",
     "upload.recorded",
     "upload.reported",
+    "upload.retained",
 ]  # test_upload.py
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: cuda/test_deaths.py
 CHECKPOINT_POINTS = [
