@@ -14,6 +14,10 @@ SAVES = (0, 1)
 class Writer(Process):
     start, variables = "lock", named(i=-1, saved=(), listed=())
 
+    @property
+    def leaves_early(self):
+        return self.broken == "unlocked_early" and self.name == "W0"
+
     def lock(self, mem, me):
         return "read" if mem.try_lock("writer") else WAIT
 
@@ -59,7 +63,7 @@ class Writer(Process):
 
     def read_list(self, mem, me):
         me.listed = mem["listed"]
-        return "unlock_early" if self.broken == "unlocked_early" else "write_list"
+        return "unlock_early" if self.leaves_early else "write_list"
 
     def unlock_early(self, mem, me):
         mem.unlock("writer")
@@ -73,8 +77,8 @@ class Writer(Process):
     def is_there(self, mem, me):
         if not mem.sys["object", me.i]:
             mem.ghost["wrong"] = "the list at the URL names what is not there"
-        if self.broken == "unlocked_early":
-            return "lock"
+        if self.leaves_early:
+            return END
         return {"noted_first": "delete", "listed_first": "copy"}.get(self.broken or "", "note")
 
     def note(self, mem, me):
