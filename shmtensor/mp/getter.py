@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from operator import methodcaller
 from typing import Any
 
 from ..channel import control as ctl
@@ -12,7 +11,14 @@ from ..endpoints.message import Message
 from ..ring.reader import GIVEN_UP
 from .to_device import DeviceConsumer
 
-_age = methodcaller("age")
+
+def _age(reader: Any) -> int:
+    """When a putter's next item was put; its rings are attached for that, or 0 would put it before all others."""
+    found: int = reader.age()
+    if not found:
+        reader.map_all()
+        found = reader.age()
+    return found
 
 
 class Getter(DeviceConsumer):

@@ -26,7 +26,7 @@ import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
 from shmtensor.channel.control_lock import exclusively
 from shmtensor.memory.words import store
-from shmtensor.mp import putter, queue_handle
+from shmtensor.mp import getter, putter, queue_handle
 from shmtensor.ring.layout import L_VERSION
 
 from ..forkservers import preloaded
@@ -453,6 +453,21 @@ def test_what_a_putter_left_is_kept_and_comes_in_the_order_of_putting():
         end(child)
         put_all(q, range(start + 5, start + 10))
     assert [q.get(timeout=LONG) for _ in range(20)] == list(range(20))
+
+
+def test_a_putter_whose_ring_is_not_attached_yet_does_not_come_first():
+    """`age` is 0 then. Its ring may be made between its joining and the getter's look: 3 of 100 runs under load."""
+
+    class Reader:
+        attached = False
+
+        def age(self):
+            return 7 if self.attached else 0
+
+        def map_all(self):
+            self.attached = True
+
+    assert getter._age(Reader()) == 7
 
 
 def put_numbered(q, name):
