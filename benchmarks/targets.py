@@ -18,6 +18,7 @@ from .workloads import (
     messages,
     queue,
     queue_items,
+    remote,
     saving,
 )
 from .workloads.default_arguments import (
@@ -241,6 +242,19 @@ TARGETS: tuple[Target, ...] = (
         "checkpoint of 1 GiB read, disk, beside the disk's own speed",
         ("loading", "call, disk: shmtensor, read, 1024 MiB"), None, None, ("loading", "call, disk: dd, 1024 MiB"),
     ),
+    *(
+        Target(
+            f"load from the {kind} server of this machine, {way.split()[-1]}, beside {rival}: time",
+            ("remote", remote.row_name(kind, way)), "<=", 1, ("remote", remote.row_name(kind, rival)),
+        )
+        for kind, way, rival in (
+            (remote.HTTP, remote.LOAD, remote.GET), (remote.HTTP, remote.INTO, remote.GET),
+            (remote.HTTP, remote.LOAD, remote.TENSORIZER),
+            (remote.S3, remote.LOAD, remote.GET), (remote.S3, remote.INTO, remote.GET),
+        )
+    ),
+    Target(remote.BESIDE, ("remote", remote.BESIDE), "<=", 1.05, ("remote", remote.ALONE)),
+    Target(remote.MEMORY, ("remote", remote.MEMORY), "<=", 128),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(
         "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,

@@ -135,7 +135,7 @@ def _read(path: Path) -> None:
             pass
 
 
-class _Memory:
+class HeldMemory:
     """Memory that is there: touched, and held until somebody is to load something into it.
 
     A virtual machine may give memory that is free for some seconds back to its host, and pays for it when it is touched
@@ -146,12 +146,14 @@ class _Memory:
         self._held: mmap.mmap | None = None
 
     def hold(self, nbytes: int) -> None:
+        """Touch so many bytes, and keep them."""
         self._held = memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError, AttributeError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
     def free(self) -> None:
+        """Give them up: who asks for memory next gets them."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -213,7 +215,7 @@ def _take_turns(
     path = folder / str(size) / name
     _time(load, folder / str(TINY) / name, sums[TINY])  # imports, threads
     found: list[Samples] = [{} for _ in range(rounds)]
-    memory, most = _Memory(), max(sizes.values())
+    memory, most = HeldMemory(), max(sizes.values())
     for turn in range(rounds):
         for heat in ("warm", "cold"):
             room = most * (5 if heat == "warm" else 9) // 4  # for the tensors; and for the page cache; and some more

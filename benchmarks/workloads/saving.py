@@ -182,12 +182,12 @@ def _memory(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples
     with shmtensor.CheckpointWriter(folder, memory=memory) as writer:
         writer.start()
         pids = os.getpid(), writer.statistics().pid
-        idle, rings = sum(map(_own, pids)), _shared()
+        idle, rings = sum(map(own_memory, pids)), _shared()
         most, done = [idle], threading.Event()
 
         def watch() -> None:
             while not done.wait(0.005):
-                most.append(sum(map(_own, pids)))
+                most.append(sum(map(own_memory, pids)))
 
         watching = threading.Thread(target=watch)
         watching.start()
@@ -196,12 +196,12 @@ def _memory(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples
         finally:
             done.set()
             watching.join()
-        most.append(sum(map(_own, pids)))
+        most.append(sum(map(own_memory, pids)))
         shared = _shared() - rings
     return {"all": [max(most) - idle + shared], "rings": [shared], "processes": [max(most) - idle]}
 
 
-def _own(pid: int) -> int:
+def own_memory(pid: int) -> int:
     """Bytes of resident memory of a process without shared memory."""
     with open(f"/proc/{pid}/status", encoding="utf-8") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssFile:"))) << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,17 +22,20 @@ from .files import Files
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .keys import MasterKey
 from .load import map_files, raise_damage
+from .locations import Location, location
 from .output import Output
 from .reading import Damage
+from .remote import RemotePath
+from .upload import check_writable, put_file
 
 _PIECE = 8 << 20
 AnyOutput = Output | EncryptedOutput
 
 
 class Converted(NamedTuple):
-    """The result: path, bytes of all files, and the digest of all regions."""
+    """The result: path or URL, bytes of all files, and the digest of all regions."""
 
-    path: Path
+    path: Location
     nbytes: int
     digest: str
 
@@ -49,12 +53,20 @@ def convert(
 ) -> Converted:
     """Write a checkpoint in another format; it loads as the same state.
 
-    `target` is a file, or with `max_shard` (bytes of a file) a directory. `format` is by default what the target's
-    suffix says. Digests of the source are compared on the way. The files are written under a hidden name, synced to
-    disk, and renamed at the end. Raises `ArgumentError`, `ResourceError` (the target exists, no space), and
+    `target` is a file, or with `max_shard` (bytes of a file) a directory; or the URL of one: then the files are written
+    into a temporary directory of this machine, and uploaded, the index of shards last. `format` is by default what the
+    target's suffix says. Digests of the source are compared on the way. The files are written under a hidden name,
+    synced to disk, and renamed at the end. `progress` is called with numbers of bytes, of a URL twice: when they are
+    written, and when they are uploaded. Raises `ArgumentError`, `ResourceError` (the target exists, no space), and
     `CheckpointError` for a damaged source. With `master`, the key-encryption key, the new files are encrypted.
     """
-    target = Path(target)
+    found = location(target)
+    if isinstance(found, RemotePath):
+        return _to_url(
+            opened, found, format, max_shard=max_shard, overwrite=overwrite, master=master,
+            readable_names=readable_names, progress=progress,
+        )  # fmt: skip
+    target = found
     check_structure(opened.plan)
     made = _format_of(target, format, max_shard, encrypted=master is not None)
     layout = made.layout(opened.plan, max_shard)
@@ -70,6 +82,31 @@ def convert(
         output.describe(digests)
         nbytes = output.nbytes
     return Converted(target, nbytes, combine(digests))
+
+
+def _to_url(opened: Opened, target: RemotePath, format: str | None, *, overwrite: bool, **options: Any) -> Converted:
+    check_writable(target)
+    if target.exists() and (target.is_dir() or not overwrite):
+        raise ResourceError(
+            errno.EEXIST,
+            f"{target} exists" + ("" if target.is_dir() else ", or overwrite it") + ": choose another name",
+        )
+    with tempfile.TemporaryDirectory(prefix="shmtensor-convert-", ignore_cleanup_errors=True) as folder:
+        made = convert(opened, Path(folder) / target.name, format, **options)
+        local = Path(folder) / target.name
+        files = [local] if local.is_file() else sorted(local.iterdir(), key=lambda file: ".index." in file.name)
+        done: list[RemotePath] = []
+        try:
+            for file in files:
+                done.append(target if file == local else target / file.name)
+                put_file(str(file), done[-1], file.stat().st_size, progress=options["progress"])
+        except BaseException:
+            if not local.is_file():  # of a directory nothing is left; a file has appeared as a whole, or not at all
+                for path in done:
+                    with contextlib.suppress(OSError):
+                        path.ask("rm_file", path.key)
+            raise
+    return made._replace(path=target)
 
 
 @contextlib.contextmanager

@@ -118,6 +118,22 @@ class Files:
                 )
             memory, offset = memory[count:], offset + count
 
+    def fill_together(self, parts: Sequence[tuple[Array, int, str]], file: int) -> None:
+        """The same for several (memory, offset, names) of a file at a URL that follow each other, by one request."""
+        views: list[Any] = []
+        start = at = parts[0][1]
+        for memory, offset, _ in parts:
+            views += [bytearray(offset - at), memory]
+            at = offset + len(memory)
+        count = self._inputs[file].preadv(views, start)
+        for memory, offset, names in parts:
+            if offset + len(memory) > start + count:
+                self.fill(memory, file, offset, names)  # which says that it is truncated
+
+    def joins(self, file: int) -> bool:
+        """Whether neighbours in the file are better read together: each read is a request."""
+        return self.is_remote(file) and self._sealed[file] is None
+
     def _read(self, memory: Any, file: int, offset: int) -> int:
         """Read some of it; returns how many bytes, as `preadv`."""
         if self.reads_directly(memory, file, offset):

@@ -25,10 +25,11 @@ from .files import Files
 from .formats import Opened
 from .limits import LINE, PAGE
 from .locations import Location
-from .remote import Stopped, stop_by
+from .remote import GAP, Stopped, stop_by
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
-CHUNK_REMOTE: Final = 8 << 20  # bytes; each is one request
+REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor has so many
+REQUEST_MAX: Final = 64 << 20
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes
@@ -40,14 +41,21 @@ def default_readers() -> int:
 
 
 class _Target:
-    """A region that is read into memory, in chunks that end where pages of the file do."""
+    """A region that is read into memory, in chunks that end where pages of the file do; not those of a server.
+
+    request: bytes of a request to the server, 0 if the file is of this machine
+    joins:   whether one request may bring its neighbours as well
+    """
 
     def __init__(
-        self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, size: int = CHUNK
-    ) -> None:
+        self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, *,
+        is_direct: bool = False, request: int = 0, joins: bool = False,
+    ) -> None:  # fmt: skip
         self.region, self.memory, self.file, self.offset = region, memory, file, offset
-        self._summer, self.size = summer, size
-        self._before = offset % PAGE  # bytes of the first page that are not ours
+        self._summer, self.is_direct, self.joins = summer, is_direct, joins
+        self.request = request
+        self._size = request or (CHUNK_DIRECT if is_direct else CHUNK)
+        self._before = 0 if request else offset % PAGE  # bytes of the first page that are not ours
         self._lock = threading.Lock()
         self._ready: set[int] = set()
         self._next = 0
@@ -55,11 +63,11 @@ class _Target:
 
     def __len__(self) -> int:
         """The number of chunks."""
-        return -(-(self._before + len(self.memory)) // self.size) if len(self.memory) else 0
+        return -(-(self._before + len(self.memory)) // self._size) if len(self.memory) else 0
 
     def span(self, chunk: int) -> tuple[int, Array]:
         """(offset in the file, memory) of a chunk."""
-        start, end = max(0, chunk * self.size - self._before), (chunk + 1) * self.size - self._before
+        start, end = max(0, chunk * self._size - self._before), (chunk + 1) * self._size - self._before
         return self.offset + start, self.memory[start:end]
 
     def arrived(self, chunk: int) -> None:
@@ -92,8 +100,15 @@ class _Job(NamedTuple):
     """Held by the thread that touches its memory or reads into it."""
 
 
-_Run = deque[_Job]
-"""Consecutive chunks of the files; taken from the left."""
+_Run = deque[list[_Job]]
+"""Consecutive chunks of the files; taken from the left. Those in one list are read by one request to a server."""
+
+
+def _request(nbytes: int, share: int) -> int:
+    """Bytes of a request to a server: equal parts of a region, about a reader's share of all. Each request costs a
+    round trip, and on some servers the reading of the whole file; what it brings goes straight into the memory."""
+    most = min(max(share, REQUEST_MIN), REQUEST_MAX)
+    return -(-nbytes // max(1, -(-nbytes // most)))
 
 
 def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
@@ -105,12 +120,28 @@ def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
         if min(before // share, readers - 1) >= len(runs):  # empty regions at the end are in the last run
             runs.append(deque())
         before += target.memory.nbytes
-        runs[-1].extend(_Job(target, chunk, threading.Lock()) for chunk in range(len(target)))
+        for chunk in range(len(target)):
+            job = _Job(target, chunk, threading.Lock())
+            if runs[-1] and _joins(runs[-1][-1], job):
+                runs[-1][-1].append(job)
+            else:
+                runs[-1].append([job])
     return runs
 
 
-def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
-    """The next chunk of a reader's own run; when it is empty, of the longest one."""
+def _joins(jobs: list[_Job], job: _Job) -> bool:
+    """Whether a chunk is read by the same request as those before it: of a region by several, so that they are read at
+    once."""
+    if not job.target.joins or job.target.file != jobs[-1].target.file or job.target is jobs[-1].target:
+        return False
+    first, _ = jobs[0].target.span(jobs[0].chunk)
+    before, last = jobs[-1].target.span(jobs[-1].chunk)
+    offset, memory = job.target.span(job.chunk)
+    return 0 <= offset - before - len(last) <= GAP and offset + len(memory) - first <= REQUEST_MAX
+
+
+def _next(own: _Run | None, runs: list[_Run]) -> list[_Job] | None:
+    """The next chunks of a reader's own run; when it is empty, of the longest one."""
     run = own or max(runs, key=len, default=None)
     while run:
         try:
@@ -122,8 +153,8 @@ def _next(own: _Run | None, runs: list[_Run]) -> _Job | None:
 
 def _ahead(runs: Sequence[_Run]) -> list[_Job]:
     """The chunks to be read with direct I/O, in the order in which the readers reach them."""
-    together = (job for jobs in zip_longest(*runs) for job in jobs)
-    return [job for job in together if job is not None and job.target.size == CHUNK_DIRECT]
+    together = (jobs[0] for each in zip_longest(*runs) for jobs in each if jobs is not None)
+    return [job for job in together if job.target.is_direct]
 
 
 def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
@@ -177,26 +208,39 @@ def read_regions(
     places = opened.places or []
     digests = opened.digests if verify else None
     targets = []
+    share = -(-sum(opened.plan.regions[region].nbytes for region in regions) // readers)
     for region in sorted(regions, key=places.__getitem__):
         memory, (file, offset) = memory_of(region), places[region]
-        size = CHUNK_REMOTE if files.is_remote(file) else CHUNK
-        if files.reads_directly(memory, file, offset):
-            size = CHUNK_DIRECT
-        targets.append(_Target(region, memory, file, offset, Summer() if digests is not None else None, size))
+        targets.append(
+            _Target(
+                region, memory, file, offset, Summer() if digests is not None else None,
+                is_direct=files.reads_directly(memory, file, offset),
+                request=_request(len(memory), share) if files.is_remote(file) else 0, joins=files.joins(file),
+            )
+        )  # fmt: skip
     runs = _cut(targets, readers)
 
     def work(number: int) -> None:
         own = runs[number] if number < len(runs) else None
         while True:
-            job = _next(own, runs)
-            if job is None:
+            jobs = _next(own, runs)
+            if jobs is None:
                 return
-            offset, memory = job.target.span(job.chunk)
-            with job.lock:
-                files.fill(memory, job.target.file, offset, opened.plan.names(job.target.region))
-            job.target.arrived(job.chunk)
+            parts = []
+            for job in jobs:
+                offset, memory = job.target.span(job.chunk)
+                parts.append((memory, offset, opened.plan.names(job.target.region)))
+                if job.target.request:
+                    populate(memory)  # else the only thread that receives would wait for fresh pages
+            if len(jobs) > 1:
+                files.fill_together(parts, jobs[0].target.file)
+            else:
+                with jobs[0].lock:
+                    files.fill(parts[0][0], jobs[0].target.file, *parts[0][1:])
+            for job in jobs:
+                job.target.arrived(job.chunk)
             if progress is not None:
-                progress(memory.nbytes)
+                progress(sum(memory.nbytes for memory, *_ in parts))
 
     count = max(1, min(readers, sum(map(len, runs))))
     ahead = _ahead(runs)

@@ -5,8 +5,11 @@ and small reads share blocks. A request is repeated after errors that may pass; 
 (those for S3, GCS and HTTP, for instance) it has a time-out, and ends at once when its thread is told to stop. Other
 file systems are called by one thread at a time. What is read is compared with digests by the callers, as of local ones.
 
-Bodies and listings of HTTP servers are read here, with limits: fsspec would keep whatever comes. Credentials are
-fsspec's business: its configuration, or the environment. Texts of errors name URLs without user, password and query.
+Bodies of HTTP and S3 servers are read here, in pieces that go straight into the memory that is to be filled, and with
+limits: fsspec would keep whatever comes, as a whole. An error keeps what has come before it, and the rest is asked for.
+
+Credentials are fsspec's business: its configuration, or the environment. Texts of errors name URLs without user,
+password and query.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urljoin
 
 from ..errors import ArgumentError, CheckpointError, DependencyError, ResourceError
+from .bodies import Sink, between, http_answer, receive, s3_answer, scatter
 
 ATTEMPTS: Final = 5
 """How often a request is made before it is an error."""
 TIMEOUT: Final = 60.0
-"""Seconds for one request, besides those that its bytes take at `_SLOW`."""
+"""Seconds for one request, besides those that its bytes take at `_SLOW`; of a body that is read in pieces, for as many
+bytes as come in this time at `_SLOW`."""
 _SLOW: Final = 100_000
 """Bytes per second that a request may be as slow as."""
 _PAUSE: Final = 0.1
@@ -45,14 +50,16 @@ BLOCK: Final = 256 << 10
 """Bytes that a small read, of less than two blocks, fetches: headers and small tensors come several at a time."""
 _BLOCKS: Final = 64
 """Blocks of one file that are kept."""
+_WHOLE: Final = 8 << 20
+"""Most bytes of a request to a file system that only returns them as a whole."""
 _LISTED: Final = 1_000_000
 """Most names in a directory."""
 _PAGE: Final = 64 << 20
 """Most bytes of an HTTP server's listing."""
 _SPAN: Final = 1 << 20
 """Most bytes of the request for several short ranges."""
-_GAP: Final = 8 << 10
-"""Bytes between two of them that are fetched as well."""
+GAP: Final = 8 << 10
+"""Bytes between two ranges that are fetched as well, so that one request brings both."""
 _AT_ONCE: Final = 8
 _PLAIN: Final = " =+,@!$&'()*;:~"
 """Characters of names that URLs have as they are."""
@@ -138,13 +145,14 @@ class RemoteFile:
 
     def preadv(self, views: Sequence[Any], offset: int) -> int:
         """Fill views with consecutive bytes; returns how many there were. Raises OSError."""
-        data = memoryview(self.pread(sum(len(view) for view in views), offset))
-        at = 0
-        for view in views:
-            part = data[at : at + len(view)]
-            memoryview(view)[: len(part)] = part
-            at += len(part)
-        return at
+        memory = [memoryview(view).cast("B") for view in views]
+        total = min(sum(map(len, memory)), self.nbytes - offset)
+        if total < 2 * BLOCK or self._kept(offset, total) is not None:
+            data = self.pread(total, offset)
+            scatter(data, memory)
+            return len(data)
+        self._fill(between(memory, 0, total), offset)
+        return total
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch many short ranges (offset, bytes), several at once and neighbours together, for `pread` of each."""
@@ -153,7 +161,7 @@ class RemoteFile:
             end = min(offset + nbytes, self.nbytes)
             if offset >= end:
                 continue
-            if spans and offset - spans[-1][1] < _GAP and end - spans[-1][0] <= _SPAN:
+            if spans and offset - spans[-1][1] < GAP and end - spans[-1][0] <= _SPAN:
                 spans[-1][1] = max(end, spans[-1][1])
             else:
                 spans.append([offset, end])
@@ -220,13 +228,17 @@ class RemoteFile:
                 return found
 
     def _fetch(self, start: int, end: int) -> bytes:
+        data = bytearray(end - start)
+        self._fill([memoryview(data)], start)
+        return bytes(data)
+
+    def _fill(self, views: list[memoryview], start: int) -> None:
         whole = self._whole
         if whole is None:
-            data = self._store.read(self._key, start, end, self.nbytes)
-            if len(data) == end - start:
-                return data
-            whole = self._whole = data
-        return whole[start:end]
+            whole = self._store.fill(self._key, views, start, self.nbytes)
+        if whole is not None:
+            self._whole = whole
+            scatter(memoryview(whole)[start:], views)
 
 
 class _Store:
@@ -239,6 +251,7 @@ class _Store:
         protocol = fs.protocol
         self.protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
         self.is_http = "http" in self.protocols
+        self._is_s3 = "s3" in self.protocols and hasattr(fs, "_call_s3")
         self._is_async = isinstance(fs, AsyncFileSystem) and "dir" not in self.protocols
         self._lock = threading.Lock()
         self._calls = _locks.setdefault(fs, threading.Lock())
@@ -261,38 +274,74 @@ class _Store:
                 return getattr(self.fs, name)(*args, **kwargs)
         return self._run(getattr(self.fs, f"_{name}")(*args, **kwargs), nbytes)
 
-    def _run(self, coroutine: Any, nbytes: int) -> Any:
-        """Run a coroutine in fsspec's event loop."""
+    def _run(self, coroutine: Any, nbytes: int, arrived: Callable[[], int] = lambda: 0) -> Any:
+        """Run a coroutine in fsspec's event loop.
+
+        nbytes:  that are moved: they have their share of the time-out
+        arrived: called meanwhile; returns how many bytes have come: the time-out begins anew with so many of them
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.fs.loop)
-        deadline = time.monotonic() + TIMEOUT + nbytes / _SLOW
+        began, counted, limit = time.monotonic(), 0, TIMEOUT + nbytes / _SLOW
         try:
             while True:
                 try:
-                    return future.result(min(0.1, max(0.0, deadline - time.monotonic())))
+                    return future.result(min(0.1, max(0.0, began + limit - time.monotonic())))
                 except FutureTimeout:  # ours, or the coroutine's own
                     if future.done():
                         return future.result()
-                    if _stop().is_set():
-                        raise Stopped from None
-                    if time.monotonic() >= deadline:
-                        raise OSError(f"no answer within {TIMEOUT + nbytes / _SLOW:.0f} s") from None
+                if _stop().is_set():
+                    raise Stopped
+                count, now = arrived(), time.monotonic()
+                if count - counted >= TIMEOUT * _SLOW:
+                    began, counted = now, count
+                elif now >= began + limit:
+                    raise OSError(f"{f'{count - counted} bytes' if count else 'no answer'} within {limit:.0f} s")
         finally:
             future.cancel()
 
-    def read(self, key: str, start: int, end: int, size: int) -> bytes:
-        """Bytes from `start` to `end` of a file of `size` bytes; all of them from a server that ignores ranges."""
+    def fill(self, key: str, views: list[memoryview], start: int, size: int) -> bytes | None:
+        """Fill views with the bytes from `start` of a file of `size` bytes; returns the whole file instead if the
+        server ignores ranges. Raises OSError, `Stopped`.
 
-        def once() -> bytes:
-            if self.is_http:
-                data: bytes = self._run(_http_get(self.fs, key, start, end, size), size)
-            else:
-                data = self.ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
-            if len(data) not in (end - start, size):
-                raise OSError(f"{len(data)} bytes came")
-            return data
+        What has come before an error is kept; if that was a block or more, the attempts at the rest begin anew.
+        """
+        done, total = 0, sum(map(len, views))
+        end = start + total
+        whole: bytes | None = None
 
-        found: bytes = self.call(key, f"bytes {start} to {end} of {size} cannot be read", once)
-        return found
+        def once() -> None:
+            nonlocal done, whole
+            sink = Sink(between(views, done, total))
+            try:
+                whole = self._request(key, start + done, end, size, sink)
+                if whole is None and sink.count < min(total - done, BLOCK):
+                    raise OSError(f"{sink.count} bytes came")
+            except Exception as error:
+                if sink.count < BLOCK or isinstance(error, Stopped) or not _may_pass(error):
+                    raise
+            finally:
+                sink.close()  # before the caller goes on, or another request fills the same memory
+                done += sink.count
+
+        while whole is None and done < total:
+            self.call(key, f"bytes {start + done} to {end} of {size} cannot be read", once)
+        return whole
+
+    def _request(self, key: str, start: int, end: int, size: int, sink: Sink) -> bytes | None:
+        """Ask for a range once. It goes into the sink, but from a server that ignores it the whole file is returned."""
+        data: bytes | None
+        if self.is_http or self._is_s3:
+            answer = (http_answer if self.is_http else s3_answer)(self.fs, key, start, end)
+            data = self._run(receive(answer, sink, size), 0, lambda: sink.arrived)
+        else:
+            end = min(end, start + _WHOLE)
+            data = self.ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
+            if len(data) == end - start:
+                sink.write(data)
+                return None
+        if data is not None and len(data) != size:
+            raise OSError(f"{len(data)} bytes came")
+        return data
 
     def info(self, key: str) -> dict[str, Any] | None:
         """What the file system says of a name; None if it is not there."""
@@ -329,8 +378,13 @@ class _Store:
             what, found = "the directory cannot be listed", dict[str, dict[str, Any]]()
             try:
                 if self.is_http:
-                    page = self.call(key, what, lambda: self._run(_http_get(self.fs, key + "/", 0, 0, _PAGE), 0))
-                    found = {name: {} for name in _linked(key, page)}
+
+                    def page() -> Any:
+                        nowhere = Sink([])
+                        answer = http_answer(self.fs, key + "/", 0, 0)
+                        return self._run(receive(answer, nowhere, _PAGE), 0, lambda: nowhere.arrived)
+
+                    found = {name: {} for name in _linked(key, self.call(key, what, page))}
                 else:
                     for entry in self.call(key, what, lambda: self.ask_server("ls", key, detail=True)):
                         name = str(entry["name"]).rstrip("/")
@@ -352,26 +406,6 @@ class _Store:
             if key not in self._files:
                 self._files[key] = RemoteFile(self, key, nbytes, _tag(info))
             return self._files[key]
-
-
-async def _http_get(fs: Any, url: str, start: int, end: int, most: int) -> bytes:
-    """The bytes of a range, or of all of it if that is empty, or if the server ignores it; an error beyond `most`."""
-    options = dict(fs.kwargs)
-    headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
-    if end > start:
-        headers["Range"] = f"bytes={start}-{end - 1}"
-    session = await fs.set_session()
-    async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
-        if answer.status == 404:
-            raise FileNotFoundError(url)
-        answer.raise_for_status()
-        room = end - start if answer.status == 206 else most
-        data = bytearray()
-        async for piece in answer.content.iter_chunked(BLOCK):
-            data += piece
-            if len(data) > room:
-                raise ValueError(f"more than {room} bytes came")
-        return bytes(data)
 
 
 class _Links(html.parser.HTMLParser):

@@ -36,7 +36,7 @@ _PARTS: Final = 10_000
 """Most parts of a file, on S3."""
 _RENAMED: Final = ("sftp", "ssh", "smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp", "dir")
 """File systems where a file is visible while it is written: it gets its name afterwards."""
-_ONLY_READ: Final = ("http", "https", "memory", "data", "zip", "tar", "github", "git")
+_ONLY_READ: Final = ("http", "https", "data", "zip", "tar", "github", "git")
 
 log = logging.getLogger("shmtensor")
 
@@ -64,11 +64,70 @@ def check_upload(url: object) -> str | None:
         raise ArgumentError(f"upload={shown!r}: {error}") from None
     if protocol in ("file", "local"):
         raise ArgumentError(f"upload={shown!r} is a directory of this machine: let the CheckpointWriter save there")
-    if protocol in _ONLY_READ:
+    if protocol in (*_ONLY_READ, "memory"):
         raise ArgumentError(
             f"upload={shown!r}: nothing can be uploaded there by another process: pass the URL of an object store"
         )
     return url
+
+
+def check_writable(path: RemotePath) -> None:
+    """Raise `ArgumentError` if nothing can be written where a URL leads to."""
+    if set(path.protocols) & set(_ONLY_READ):
+        raise ArgumentError(f"{path}: nothing can be written there: pass the URL of an object store, such as s3://")
+
+
+def put_file(
+    local: str,
+    remote: RemotePath,
+    nbytes: int,
+    is_stopped: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], Any] | None = None,
+) -> None:
+    """Copy a file to a URL, where it appears as a whole, and compare its size. Raises OSError, `Stopped`.
+
+    progress: called with numbers of bytes, which the file system may report all at once
+    """
+    fs = remote.fs
+    known = inspect.signature(getattr(fs, "_put_file", fs.put_file)).parameters
+    part = max(PART, -(-nbytes // _PARTS))
+    more = {"chunksize": part, "max_concurrency": AT_ONCE, "overwrite": True}
+    more = {name: value for name, value in more.items() if name in known}
+    told = 0
+
+    def tell(count: int) -> None:
+        nonlocal told
+        if progress is not None and told < count <= nbytes:
+            count, told = count - told, count
+            progress(count)
+
+    def put(hidden: RemotePath) -> None:
+        callback = _Callback(is_stopped, tell).made
+        remote.ask("put_file", local, hidden.key, nbytes=nbytes, callback=callback, **more)
+
+    def put_and_compare() -> None:
+        if is_stopped():
+            raise Stopped
+        _replace(remote, put)
+        fs.invalidate_cache()
+        size = remote.ask("info", remote.key)["size"]
+        if size != nbytes:
+            raise OSError(f"{size} of {nbytes} bytes arrived")
+
+    remote.call("it cannot be uploaded", put_and_compare)
+    tell(nbytes)
+
+
+def _replace(remote: RemotePath, put: Callable[[RemotePath], object]) -> None:
+    """Have a file made by `put`, as a whole: where it is seen while it is written, under another name first."""
+    if not set(remote.protocols) & set(_RENAMED):
+        put(remote)
+        return
+    hidden = remote.with_name(f".{remote.name}.part")
+    put(hidden)
+    with contextlib.suppress(FileNotFoundError):  # not every file system renames onto an existing name
+        remote.fs.rm_file(remote.key)
+    remote.fs.mv(hidden.key, remote.key)
 
 
 class Target:
@@ -89,46 +148,12 @@ class Target:
             raise FileNotFoundError(2, "it was deleted or changed before it was uploaded", entry.name)
         for name, nbytes, _ in entry.files:
             inner = f"{entry.name}/{name}" if name else entry.name
-            self._put_file(os.path.join(directory, inner), self.path / inner, nbytes)
+            put_file(os.path.join(directory, inner), self.path / inner, nbytes, self._is_stopped)
             # crash: upload.file
         if not entry.is_there(directory):
             raise FileNotFoundError(2, "it was deleted or changed while it was uploaded", entry.name)
         self._list(entry, entries)
         # crash: upload.listed
-
-    def _put_file(self, local: str, remote: RemotePath, nbytes: int) -> None:
-        fs = remote.fs
-        known = inspect.signature(getattr(fs, "_put_file", fs.put_file)).parameters
-        part = max(PART, -(-nbytes // _PARTS))
-        more = {"chunksize": part, "max_concurrency": AT_ONCE, "overwrite": True}
-        more = {name: value for name, value in more.items() if name in known}
-
-        def put(hidden: RemotePath) -> None:
-            callback = _StopCallback(self._is_stopped).made
-            remote.ask("put_file", local, hidden.key, nbytes=nbytes, callback=callback, **more)
-
-        def put_and_compare() -> None:
-            if self._is_stopped():
-                raise Stopped
-            self._replace(remote, put)
-            fs.invalidate_cache()
-            size = remote.ask("info", remote.key)["size"]
-            if size != nbytes:
-                raise OSError(f"{size} of {nbytes} bytes arrived")
-
-        remote.call("it cannot be uploaded", put_and_compare)
-
-    @staticmethod
-    def _replace(remote: RemotePath, put: Callable[[RemotePath], object]) -> None:
-        """Have a file made by `put`, as a whole: where it is seen while it is written, under another name first."""
-        if not set(remote.protocols) & set(_RENAMED):
-            put(remote)
-            return
-        hidden = remote.with_name(f".{remote.name}.part")
-        put(hidden)
-        with contextlib.suppress(FileNotFoundError):  # not every file system renames onto an existing name
-            remote.fs.rm_file(remote.key)
-        remote.fs.mv(hidden.key, remote.key)
 
     def _list(self, entry: Saved, entries: list[Saved]) -> None:
         """Add it to the list there, in the order of the local list; names that are only there are older.
@@ -149,19 +174,20 @@ class Target:
         found = [each for each in there if each.name not in ours]
         found += [replace(each, upload="") for each in entries if each.upload == UPLOADED or each.name in listed]
         data = index.fitting(found, str(path))
-        path.call("it cannot be written", lambda: self._replace(path, lambda at: at.ask("pipe_file", at.key, data)))
+        path.call("it cannot be written", lambda: _replace(path, lambda at: at.ask("pipe_file", at.key, data)))
 
 
-class _StopCallback:
-    """A callback of fsspec that ends the call when it is told to stop."""
+class _Callback:
+    """A callback of fsspec that reports how many bytes have been sent, and ends the call when it is told to stop."""
 
-    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, is_stopped: Callable[[], bool], tell: Callable[[int], object]) -> None:
         from fsspec.callbacks import Callback
 
         class Made(Callback):  # type: ignore[misc]
             def call(self, *args: Any, **kwargs: Any) -> None:
                 if is_stopped():
                     raise Stopped
+                tell(self.value)
 
         self.made = Made()
 

@@ -26,7 +26,7 @@ from ..checkpoint.load import check_options
 from ..checkpoint.locations import location
 from ..checkpoint.opening import Opener
 from ..checkpoint.plan import Entry
-from ..checkpoint.remote import without_secrets
+from ..checkpoint.remote import RemotePath, without_secrets
 from ..checkpoint.resolving import LATEST, open_path
 from ..checkpoint.sealing import decrypt_file, encrypt_file
 from ..checkpoint.verify import check
@@ -138,7 +138,7 @@ def verify(
 @_with_files
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint of any format, or its URL.")],
-    target: Annotated[Path, typer.Argument(help="The new file; with --max-shard a directory.")],
+    target: Annotated[str, typer.Argument(help="The new file; with --max-shard a directory; or a URL.")],
     format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; else by the suffix.")] = None,
     max_shard: Annotated[str | None, typer.Option("--max-shard", help='Bytes of a file, such as "4GiB".')] = None,
     overwrite: _Overwrite = False,
@@ -152,7 +152,8 @@ def convert(
 ) -> None:
     """Write a checkpoint again in another format. It appears under its name when it is complete and on disk.
 
-    The key is that of the source. The new checkpoint is encrypted only with --encrypt-with.
+    For a URL it is written to the directory for temporary files, and then uploaded. The key is that of the source. The
+    new checkpoint is encrypted only with --encrypt-with.
     """
     try:
         limit = None if max_shard is None else parse_bytes(max_shard, "--max-shard")
@@ -160,7 +161,9 @@ def convert(
             raise ArgumentError("--readable-names is for encrypted checkpoints: pass --encrypt-with as well")
         opened = open_path(source, _opener(key_file, passphrase))
         master = None if encrypt_with is None else MasterKey.of(_read_key(encrypt_with))
-        with _bar("converting", opened.plan.nbytes, shown=not as_json) as progress:
+        is_remote = isinstance(location(target), RemotePath)
+        what, times = ("converting and uploading", 2) if is_remote else ("converting", 1)
+        with _bar(what, opened.plan.nbytes * times, shown=not as_json) as progress:
             made = convert_checkpoint(
                 opened, target, format, max_shard=limit, overwrite=overwrite, master=master,
                 readable_names=readable_names, progress=progress,

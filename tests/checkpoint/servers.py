@@ -12,13 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import pytest
 
-from ..waiting import PATIENCE
+from ..waiting import wait_until
 
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
@@ -27,6 +26,7 @@ class Server(http.server.ThreadingHTTPServer):
     """Serves the files of a directory.
 
     requests: (method, path, first byte, one behind the last) of each
+    over:     is set at its end: what hangs waits for it
     fault:    `fault(handler, path, start, data)` is called before an answer, and returns what is sent in place of the
               bytes; it may also answer by itself, and return None
     """
@@ -38,6 +38,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.directory, self.ranges = directory, ranges
         self.requests: list[tuple[str, str, int, int]] = []
         self.fault = None
+        self.over = threading.Event()
         self.connections: list[socket.socket] = []
         super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -54,6 +55,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def end(self) -> None:
         """Close the port and every connection, whatever is being sent."""
+        self.over.set()
         self.shutdown()
         for connection in self.connections:
             with contextlib.suppress(OSError):
@@ -144,13 +146,13 @@ class S3:
             "AWS_DEFAULT_REGION": "us-east-1", "FSSPEC_S3_ENDPOINT_URL": self.url,
             "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            assert self._process.poll() is None, "the S3 server has ended"
-            assert time.monotonic() < deadline, "the S3 server does not listen"
-            time.sleep(0.02)
+        wait_until(lambda: self._listens(port))
+
+    def _listens(self, port: int) -> bool:
+        assert self._process.poll() is None, "the S3 server has ended"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        return False
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGSTOP)

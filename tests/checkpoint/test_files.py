@@ -576,7 +576,7 @@ def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
     ]
     runs = reading._cut(targets, readers)
     assert len(runs) <= readers
-    jobs = [job for run in runs for job in run]
+    jobs = [job for run in runs for jobs in run for job in jobs]
     assert [(job.target.region, job.chunk) for job in jobs] == [
         (number, chunk) for number, target in enumerate(targets) for chunk in range(len(target))
     ]
@@ -586,15 +586,43 @@ def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
         assert all(at % reading.PAGE == 0 for at, _ in spans[1:])
         assert all(at == offset + memory.ctypes.data - target.memory.ctypes.data for at, memory in spans)
         assert np.array_equal(np.concatenate([target.memory[:0], *(memory for _, memory in spans)]), target.memory)
-    regions = [{job.target.region for job in run} for run in runs]
+    regions = [{job.target.region for jobs in run for job in jobs} for run in runs]
     assert sum(map(len, regions)) == len(set().union(*regions))
     share = -(-sum(sizes) // readers)
     assert all(sum(sizes[number] for number in sorted(its)[:-1]) <= share for its in regions)
     taken = []
     for own in runs[::-1]:  # the last reader begins; who has emptied its own run empties the others'
-        while (job := reading._next(own, runs)) is not None:
-            taken.append((job.target.region, job.chunk))
+        while (together := reading._next(own, runs)) is not None:
+            taken += [(job.target.region, job.chunk) for job in together]
     assert sorted(taken) == [(job.target.region, job.chunk) for job in jobs]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_one_request_to_a_server_brings_neighbours_that_are_near(readers):
+    sizes, gaps = [5, 7, reading.REQUEST_MAX, 3, 4, 2, 6], [0, reading.GAP, 0, 0, 0, reading.GAP + 1, 0]
+    share = -(-sum(sizes) // readers)
+    targets, offset = [], 8
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        offset += gap
+        request = reading._request(size, share)
+        file = int(number > 3)
+        targets.append(reading._Target(number, np.empty(size, np.uint8), file, offset, request=request, joins=True))
+        offset += size
+    together = [jobs for run in reading._cut(targets, readers) for jobs in run]
+    assert [(job.target.region, job.chunk) for jobs in together for job in jobs] == [
+        (number, chunk) for number, target in enumerate(targets) for chunk in range(len(target))
+    ]
+    for jobs in together:
+        spans = [job.target.span(job.chunk) for job in jobs]
+        ends = [at + len(memory) for at, memory in spans]
+        assert ends[-1] - spans[0][0] <= reading.REQUEST_MAX
+        assert all(0 <= at - end <= reading.GAP for (at, _), end in zip(spans[1:], ends, strict=False))
+        assert len({job.target.file for job in jobs}) == 1
+    regions = [{job.target.region for job in jobs} for jobs in together]
+    assert any({0, 1} <= each for each in regions)
+    assert not any({3, 4} <= each or {4, 5} <= each for each in regions)
+    apart = [reading._Target(n, np.empty(4, np.uint8), 0, 8 + 4 * n, request=4) for n in range(3)]
+    assert [len(jobs) for run in reading._cut(apart, 1) for jobs in run] == [1, 1, 1]
 
 
 def test_readers_stop_when_one_has_failed(path_of, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,11 +33,16 @@ from shmtensor import (
     load_newest,
     open_checkpoint,
 )
-from shmtensor.checkpoint import reading, remote
+from shmtensor.checkpoint import bodies, reading, remote
+from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
+from shmtensor.checkpoint.keys import MasterKey
+from shmtensor.checkpoint.opening import Opener
+from shmtensor.checkpoint.resolving import open_path
+from shmtensor.checkpoint.upload import put_file
 from shmtensor.cli.main import app
 
-from ..waiting import PATIENCE
+from ..waiting import PATIENCE, wait_until
 from . import servers
 from .servers import s3  # noqa: F401
 from .state_files import SUFFIX, same, save
@@ -259,6 +267,92 @@ def test_the_command_line(put, tmp_path):
     assert same(load_checkpoint(tmp_path / "b.npz"), state(3))
 
 
+# --- convert to a URL
+
+
+@pytest.fixture(params=["memory", "s3"])
+def bucket(request, tmp_path):
+    """The URL of an empty directory that can be written."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    url = f"{request.param}://bucket/{tmp_path.name}-new"
+    yield url
+    with contextlib.suppress(FileNotFoundError):
+        fsspec.filesystem(request.param).rm(url, recursive=True)
+
+
+@pytest.mark.parametrize("format", [*SUFFIX])
+def test_convert_to_a_url(bucket, tmp_path, format):
+    source = save(state(3), tmp_path / "a.safetensors")
+    told = json.loads(command("convert", str(source), f"{bucket}/b{SUFFIX[format]}", "--json"))
+    assert told["path"].endswith(f"-new/b{SUFFIX[format]}")
+    assert same(load_checkpoint(f"{bucket}/b{SUFFIX[format]}"), state(3))
+    command("convert", f"{bucket}/b{SUFFIX[format]}", f"{bucket}/c.safetensors")
+    assert same(load_checkpoint(f"{bucket}/c.safetensors"), state(3))
+
+
+def test_convert_to_a_url_that_exists(bucket, tmp_path):
+    for step in (3, 4):
+        save(state(step), tmp_path / f"{step}.safetensors")
+    command("convert", str(tmp_path / "3.safetensors"), f"{bucket}/b.npz")
+    refused = CliRunner().invoke(app, ["checkpoint", "convert", str(tmp_path / "4.safetensors"), f"{bucket}/b.npz"])
+    assert refused.exit_code == 1
+    assert "b.npz exists" in refused.output.replace("\n", "")
+    assert same(load_checkpoint(f"{bucket}/b.npz"), state(3))
+    command("convert", str(tmp_path / "4.safetensors"), f"{bucket}/b.npz", "--overwrite")
+    assert same(load_checkpoint(f"{bucket}/b.npz"), state(4))
+
+
+def test_convert_to_shards_at_a_url(bucket, tmp_path):
+    source, told = save(state(3), tmp_path / "a.safetensors"), []
+    options = {"max_shard": 300_000, "progress": told.append}
+    opened = open_path(source, Opener())
+    made = convert(opened, f"{bucket}/sharded", **options)
+    assert same(load_checkpoint(f"{bucket}/sharded"), state(3))
+    assert 2 * opened.plan.nbytes <= sum(told) == opened.plan.nbytes + made.nbytes
+    for overwrite in (False, True):
+        with pytest.raises(ResourceError, match=r"sharded exists: choose another name"):
+            convert(opened, f"{bucket}/sharded", overwrite=overwrite, **options)
+
+
+def test_an_upload_of_shards_that_fails_leaves_nothing(bucket, tmp_path, monkeypatch):
+    """The index of shards comes last: until then they are no checkpoint."""
+    opened, names = open_path(save(state(3), tmp_path / "a.safetensors"), Opener()), []
+
+    def fails(local, remote, *rest, **more):
+        names.append(remote.name)
+        if remote.name.endswith(".json"):
+            raise ResourceError(5, "the server is gone")
+        return put_file(local, remote, *rest, **more)
+
+    monkeypatch.setattr("shmtensor.checkpoint.convert.put_file", fails)
+    with pytest.raises(ResourceError, match="the server is gone"):
+        convert(opened, f"{bucket}/sharded", max_shard=300_000)
+    assert len(names) > 2
+    assert names[-1] == "model.safetensors.index.json"
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(f"{bucket}/sharded")
+    assert not fsspec.filesystem(bucket.partition(":")[0]).find(f"{bucket}/sharded")
+
+
+@pytest.mark.parametrize("max_shard", [None, 300_000])
+def test_convert_to_an_encrypted_checkpoint_at_a_url(bucket, tmp_path, max_shard):
+    pytest.importorskip("cryptography")
+    target = f"{bucket}/b" + (".safetensors" + ENCRYPTED if max_shard is None else "")
+    opened = open_path(save(state(3), tmp_path / "a.safetensors"), Opener())
+    convert(opened, target, max_shard=max_shard, master=MasterKey.of(KEY))
+    assert same(load_checkpoint(target, key=KEY), state(3))
+    with pytest.raises(CheckpointError, match="is encrypted: pass key="):
+        load_checkpoint(target)
+
+
+def test_convert_to_where_nothing_can_be_written(served, tmp_path):
+    opened = open_path(save(state(3), tmp_path / "a.safetensors"), Opener())
+    with pytest.raises(ArgumentError, match=r"b\.npz: nothing can be written there"):
+        convert(opened, f"{served.url.replace('//', '//me:secret@')}/b.npz")
+    assert served.requests == []
+
+
 # --- what is read
 
 
@@ -284,14 +378,17 @@ def test_small_tensors_come_several_at_a_time(served, tmp_path):
 def test_large_tensors_come_in_chunks_at_once(served, tmp_path):
     big = {"w": torch.randn(3000, 3000)}
     save(big, tmp_path / "served" / "a.safetensors")
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, several = 0, 0, threading.Lock(), threading.Event()
 
-    def count(_handler, _path, _start, data):
+    def count(_handler, _path, start, data):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.05)
+            if running > 1:
+                several.set()
+        if start > 1 << 20:
+            several.wait(PATIENCE)
         with lock:
             running -= 1
         return data
@@ -300,9 +397,21 @@ def test_large_tensors_come_in_chunks_at_once(served, tmp_path):
     told = []
     assert same(load_checkpoint(f"{served.url}/a.safetensors", progress=lambda *now: told.append(now)), big)
     assert most > 1
-    assert max(end - start for method, _, start, end in served.requests if method == "GET") <= reading.CHUNK_REMOTE
+    assert max(end - start for method, _, start, end in served.requests if method == "GET") <= reading.REQUEST_MAX
     assert sorted(told)[-1] == (36_000_000, 36_000_000)
-    assert len(told) >= 36_000_000 // reading.CHUNK_REMOTE
+    assert len(told) >= 36_000_000 // reading.REQUEST_MAX
+
+
+@pytest.mark.parametrize(("readers", "requests"), [(1, 1), (2, 2), (4, 4), (8, 5)])
+def test_a_large_tensor_is_divided_among_the_readers(served, tmp_path, readers, requests):
+    """Into equal parts, of 8 MiB or more."""
+    path = tmp_path / "served" / "a.safetensors"
+    safetensors.torch.save_file({"w": torch.randn(3000, 3000)}, path)
+    assert same(load_checkpoint(f"{served.url}/a.safetensors", readers=readers)["w"].shape, torch.Size([3000, 3000]))
+    parts = [end - start for method, _, start, end in served.requests if method == "GET" and end - start > 1 << 20]
+    assert len(parts) == requests
+    assert sum(parts) == 36_000_000
+    assert max(parts) - min(parts) < requests
 
 
 def test_a_server_without_ranges(tmp_path):
@@ -355,19 +464,26 @@ def dropped(handler, _start, _data):
     handler.close_connection = True
 
 
-def slow(handler, _start, _data):
-    time.sleep(1.0)
+def silent(handler, _start, _data):
+    handler.server.over.wait(PATIENCE)
     handler.close_connection = True
 
 
 FAULTS = {"500": status(500), "503": status(503), "429": status(429), "cut": cut, "truncated": truncated,
-          "dropped": dropped, "slow": slow}  # fmt: skip
+          "dropped": dropped, "silent": silent}  # fmt: skip
+
+
+def limit_requests(monkeypatch, fault):
+    """Let a silent server's requests end soon, whatever they are to bring."""
+    if fault == "silent":
+        monkeypatch.setattr(remote, "TIMEOUT", 0.5)
+        monkeypatch.setattr(remote, "_SLOW", 100_000_000)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes(served, tmp_path, quick, monkeypatch, fault):
     save(state(), tmp_path / "served" / "a.safetensors")
-    monkeypatch.setattr(remote, "TIMEOUT", 0.3 if fault == "slow" else PATIENCE)
+    limit_requests(monkeypatch, fault)
     served.fault = failing(2, FAULTS[fault])
     assert same(load_checkpoint(f"{served.url}/a.safetensors"), state())
 
@@ -376,7 +492,7 @@ def test_a_fault_that_passes(served, tmp_path, quick, monkeypatch, fault):
 @pytest.mark.parametrize("at", ["header", "data"])
 def test_a_fault_that_stays(served, tmp_path, quick, monkeypatch, fault, at):
     """An error that names the URL without its secrets, and says what failed and how often it was tried."""
-    monkeypatch.setattr(remote, "TIMEOUT", 0.05 if fault == "slow" else PATIENCE)
+    limit_requests(monkeypatch, fault)
     path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
     answer = FAULTS[fault]
 
@@ -392,6 +508,112 @@ def test_a_fault_that_stays(served, tmp_path, quick, monkeypatch, fault, at):
         load_checkpoint(served.url.replace("//", "//me:secret@") + "/a.safetensors?token=secret", readers=1)
     assert "secret" not in str(error.value)
     assert error.value.__cause__ is error.value.__context__ is None
+
+
+def test_the_limit_of_a_request_is_by_its_own_bytes(served, tmp_path, quick, monkeypatch):
+    """Not by its file's: a silent server would hold up the load of a large one for hours."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.05)
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    path = save({"w": torch.zeros(2_000_000)}, tmp_path / "served" / "a.safetensors")
+    monkeypatch.setattr(remote, "_SLOW", path.stat().st_size / 100)  # the whole file would have 100 s
+    served.fault = lambda handler, _path, start, data: (
+        data if handler.command == "HEAD" else silent(handler, start, data)
+    )
+    with pytest.raises(ResourceError, match=r"no answer within [0-9] s"):
+        load_checkpoint(f"{served.url}/a.safetensors", readers=1)
+
+
+def test_what_has_come_is_not_asked_for_again(served, tmp_path, quick, monkeypatch):
+    """A connection that breaks inside a long request costs nothing of what has come, nor an attempt."""
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    big = {"w": torch.randn(3000, 3000)}
+    save(big, tmp_path / "served" / "a.safetensors")
+    sent = []
+
+    def breaks(handler, _path, start, data):
+        if handler.command == "HEAD" or len(data) < 4 << 20:
+            return data
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[: 4 << 20])
+        handler.close_connection = True
+        sent.append(start)
+        return None
+
+    served.fault = breaks
+    assert same(load_checkpoint(f"{served.url}/a.safetensors", readers=1), big)
+    assert len(sent) == 36_000_000 // (4 << 20)
+    assert [after - before for before, after in itertools.pairwise(sent)] == [4 << 20] * (len(sent) - 1)
+
+
+def test_bytes_that_come_too_late_are_not_written():
+    """A request that was given up may still run while another one fills the memory, and after its digest was taken."""
+    memory = bytearray(6)
+    sink = bodies.Sink([memoryview(memory)])
+    sink.write(b"abc")
+    sink.close()
+    with pytest.raises(asyncio.CancelledError):
+        sink.write(b"def")
+    assert memory == b"abc\0\0\0"
+    assert sink.count == 3
+
+
+def test_a_server_that_stops_sending(served, tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(remote, "TIMEOUT", 0.5)
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    path = save({"w": torch.zeros(2_000_000)}, tmp_path / "served" / "a.safetensors")
+
+    def stops(handler, _path, start, data):
+        if handler.command == "HEAD" or len(data) < path.stat().st_size // 2:
+            return data
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[:1000])
+        return silent(handler, start, data)
+
+    served.fault = stops
+    with pytest.raises(ResourceError, match=r"OSError: (1000 bytes|no answer) within"):
+        load_checkpoint(f"{served.url}/a.safetensors", readers=1)
+
+
+def test_a_server_that_is_slow_may_take_as_long_as_it_sends(served, tmp_path, monkeypatch):
+    """Eight MB every ten seconds, by a clock that the server moves: for longer than a silent one may take."""
+    big = {"w": torch.randn(3500, 3500)}
+    save(big, tmp_path / "served" / "a.safetensors")
+    now = [0.0]
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(handler, _path, start, data):
+        if handler.command == "HEAD" or len(data) < 10_000_000:
+            return data
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        for at in range(0, len(data), 4_000_000):
+            handler.wfile.write(data[at : at + 4_000_000])
+            now[0] += 10
+        return None
+
+    served.fault = slow
+    assert same(load_checkpoint(f"{served.url}/a.safetensors", readers=1), big)
+    assert now[0] > 2 * remote.TIMEOUT
+
+
+def test_an_s3_server_that_stops(s3, tmp_path, quick, monkeypatch):  # noqa: F811
+    big = {"w": torch.randn(1000, 1000)}
+    s3.fs.pipe_file("bucket/stops/a.safetensors", save(big, tmp_path / "a.safetensors").read_bytes())
+    with open_checkpoint("s3://bucket/stops/a.safetensors") as found:
+        monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+        s3.stop()
+        try:
+            with pytest.raises(ResourceError, match=r"stops/a.safetensors: bytes .*tried 5 times: .* within 0 s"):
+                found["w"].read()
+        finally:
+            s3.go_on()
+        monkeypatch.undo()
+        assert torch.equal(found["w"].read(), big["w"])
 
 
 def test_a_server_that_is_killed(tmp_path, quick, monkeypatch):
@@ -641,8 +863,7 @@ def test_ctrl_c_ends_the_requests(served, tmp_path):
     began = []
 
     def interrupt():
-        while not any(start > 1 << 20 for _, _, start, _ in served.requests):
-            time.sleep(0.01)
+        wait_until(lambda: any(start > 1 << 20 for _, _, start, _ in served.requests))
         began.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
