@@ -2,11 +2,14 @@
 
 The HTTP process only moves bytes: a worker decodes the image and runs the model. Any number of requests wait at once,
 on the event loop, without a thread for each. A worker that dies is started again, and what it was working on goes to
-another one: no request is lost.
+another one: no request is lost. More requests than may wait are refused at once, with a time after which to try again.
 
     pip install '.[http]'
     python examples/http_endpoint.py            # asks itself 300 times at once, and kills a worker meanwhile
     uvicorn --app-dir examples http_endpoint:app     # serves: curl --data-binary @cat.jpg localhost:8000/classify
+
+For an orchestrator: `/healthz` fails once the pool has given up, so that this process is started anew; `/readyz` fails
+while no worker is ready, so that requests go elsewhere.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from starlette.routing import Route
 import shmtensor
 
 SERVICE, WORKERS, REQUESTS = "example-http", 2, 300
+MOST_WAITING, RETRY_AFTER = 16, 1
+"""Requests that may wait for a worker, and the seconds after which one that is refused may come again."""
 
 
 class Classifier:
@@ -57,26 +62,53 @@ class Classifier:
 
 async def classify(request: Request) -> JSONResponse:
     file = np.frombuffer(await request.body(), np.uint8)
+    pool = request.app.state.pool
+    if pool.stopping or pool.statistics().waiting >= MOST_WAITING:
+        return overloaded()
     try:
         scores = await request.app.state.client.arequest(file, timeout=60)
     except shmtensor.RemoteError as error:  # the handler raised: its type's name and text are all that travels
         status = 415 if error.type_name.endswith(UnidentifiedImageError.__name__) else 500
         return JSONResponse({"error": str(error.text)}, status_code=status)
     except shmtensor.TimedOut:
-        return JSONResponse({"error": "overloaded"}, status_code=503)
+        return overloaded()
     return JSONResponse({"label": int(scores.argmax()), "scores": scores.tolist()})
+
+
+def overloaded() -> JSONResponse:
+    return JSONResponse({"error": "overloaded"}, status_code=503, headers={"Retry-After": str(RETRY_AFTER)})
+
+
+async def healthz(request: Request) -> JSONResponse:
+    """Live: this process answers, and its pool has not ended."""
+    live = request.app.state.pool.exit_code is None
+    return JSONResponse({"live": live}, status_code=200 if live else 503)
+
+
+async def readyz(request: Request) -> JSONResponse:
+    """Ready: a worker takes requests. Also while others are restarted or reloaded."""
+    pool = request.app.state.pool
+    seen = pool.statistics()
+    ready = seen.ready > 0 and not pool.stopping
+    shown = [{"pid": each.pid, "ready": each.ready, "last_error": each.last_error} for each in seen.workers]
+    return JSONResponse({"ready": ready, "waiting": seen.waiting, "workers": shown}, status_code=200 if ready else 503)
 
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
     with shmtensor.WorkerPool(Classifier, name=SERVICE, workers=WORKERS) as pool:
-        await asyncio.to_thread(pool.wait_ready, timeout=120)
+        # more slots than may wait: what a client has no room to send is not counted
         async with shmtensor.Client(SERVICE, slots=32, slot_bytes="256KiB") as client:
             app.state.client, app.state.pool = client, pool
             yield
 
 
-app = Starlette(routes=[Route("/classify", classify, methods=["POST"])], lifespan=lifespan)
+app = Starlette(
+    routes=[
+        Route("/classify", classify, methods=["POST"]), Route("/healthz", healthz), Route("/readyz", readyz)
+    ],
+    lifespan=lifespan,
+)  # fmt: skip
 
 
 def make_images() -> list[bytes]:
@@ -91,22 +123,29 @@ def make_images() -> list[bytes]:
     return files
 
 
-async def ask(files: list[bytes], port: int, kill: Any) -> list[list[float]]:
-    """Every file at once over HTTP; `kill()` when a quarter of the answers is there."""
-    answered = 0
+async def ask(files: list[bytes], port: int, kill: Any) -> tuple[list[list[float]], int]:
+    """Every file at once over HTTP, and again if it is refused; `kill()` when a quarter of the answers is there.
+
+    Returns the answers, and how often one was refused.
+    """
+    answered = refused = 0
     limits = httpx.Limits(max_connections=len(files))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits) as web:
+        while (await web.get("/readyz")).status_code == 503:
+            await asyncio.sleep(0.05)
 
         async def post(file: bytes) -> list[float]:
-            nonlocal answered
-            answer = await web.post("/classify", content=file)
+            nonlocal answered, refused
+            while (answer := await web.post("/classify", content=file)).status_code == 503:
+                refused += 1
+                await asyncio.sleep(float(answer.headers["Retry-After"]))
             answer.raise_for_status()
             answered += 1
             if answered == len(files) // 4:
                 kill()
             return answer.json()["scores"]
 
-        return await asyncio.gather(*(post(file) for file in files))
+        return await asyncio.gather(*(post(file) for file in files)), refused
 
 
 async def main() -> None:
@@ -118,13 +157,14 @@ async def main() -> None:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     files = make_images()
-    scores = await ask(files, port, lambda: os.kill(app.state.pool.pids[0], signal.SIGKILL))
+    scores, refused = await ask(files, port, lambda: os.kill(app.state.pool.pids[0], signal.SIGKILL))
     model = Classifier()
     for file, score in zip(files, scores, strict=True):
         torch.testing.assert_close(torch.tensor(score), model(np.frombuffer(file, np.uint8)))
     server.should_exit = True
     await serving
     print(f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer came, and is right")
+    print(f"at most {MOST_WAITING} waited: {refused} times a request was told to come again")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ this slot, without a copy.
 | `concurrent.futures.ProcessPoolExecutor` without pickling tensors | `ProcessPoolExecutor` |
 | to save a model while training goes on | `CheckpointWriter` |
 | to load it | `load_checkpoint`, `load_newest`, `load_into`, `open_checkpoint` |
+| to see what happens on this machine | `inspect`; `shmtensor top` in a shell |
 | that for `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
 
 Every error is a `ShmTensorError`. `import shmtensor` imports no torch: that happens when the first tensor is sent or
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .endpoints.consumer import Consumer
 from .endpoints.loan import Loan
-from .endpoints.message import Message
+from .endpoints.message import Message, SenderInfo
 from .endpoints.producer import Producer
 from .endpoints.pubsub import Publisher, Subscriber
 from .errors import (
@@ -49,9 +50,18 @@ from .errors import (
     TimedOut,
     WireError,
 )
-from .statistics import ClientStatistics, ReceiverStatistics, SenderStatistics, ServerStatistics, WriterStatistics
+from .statistics import (
+    ClientStatistics,
+    PoolStatistics,
+    ReceiverStatistics,
+    SenderStatistics,
+    ServerStatistics,
+    WorkerStatistics,
+    WriterStatistics,
+)
 
 if TYPE_CHECKING:
+    from .channel.inspect import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo, inspect
     from .checkpoint.filling import load_into
     from .checkpoint.handle import Durable, Progress, SaveHandle
     from .checkpoint.keys import KeyWrapper, Passphrase
@@ -66,6 +76,7 @@ if TYPE_CHECKING:
     from .rpc.batching import Batch
     from .rpc.call import RequestFuture
     from .rpc.client import Client
+    from .rpc.context import BatchContext, RequestContext
     from .rpc.pool import WorkerPool, serve
     from .rpc.request import Request
     from .rpc.server import Server
@@ -76,6 +87,8 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "Batch",
+    "BatchContext",
+    "ChannelInfo",
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointReader",
@@ -89,14 +102,19 @@ __all__ = [
     "Durable",
     "EndOfStream",
     "ForkedError",
+    "HeldMessage",
+    "Holder",
+    "Holding",
     "JoinableQueue",
     "KeyWrapper",
     "Loan",
     "LoopError",
+    "MemberInfo",
     "Message",
     "Passphrase",
     "PeerDied",
     "PlatformError",
+    "PoolStatistics",
     "ProcessPoolExecutor",
     "Producer",
     "Progress",
@@ -107,10 +125,13 @@ __all__ = [
     "ReleasedError",
     "RemoteError",
     "Request",
+    "RequestContext",
     "RequestFuture",
     "ResourceError",
     "RingFull",
+    "RingInfo",
     "SaveHandle",
+    "SenderInfo",
     "SenderStatistics",
     "Server",
     "ServerStatistics",
@@ -121,9 +142,11 @@ __all__ = [
     "TimedOut",
     "WireError",
     "WorkerPool",
+    "WorkerStatistics",
     "WriterStatistics",
     "__version__",
     "get_context",
+    "inspect",
     "list_checkpoints",
     "load_arrays",
     "load_checkpoint",
@@ -135,25 +158,34 @@ __all__ = [
 
 _LAZY = {
     "Batch": "rpc.batching",
+    "ChannelInfo": "channel.inspect",
+    "BatchContext": "rpc.context",
     "CheckpointInfo": "checkpoint.listing",
     "CheckpointReader": "checkpoint.lazy",
     "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
     "Durable": "checkpoint.handle",
+    "HeldMessage": "channel.inspect",
+    "Holder": "channel.inspect",
+    "Holding": "channel.inspect",
     "JoinableQueue": "mp.joinable_queue",
     "KeyWrapper": "checkpoint.keys",
+    "MemberInfo": "channel.inspect",
     "Passphrase": "checkpoint.keys",
     "ProcessPoolExecutor": "executor.executor",
     "Progress": "checkpoint.handle",
     "Queue": "mp.queue",
     "Request": "rpc.request",
+    "RequestContext": "rpc.context",
     "RequestFuture": "rpc.call",
+    "RingInfo": "channel.inspect",
     "SaveHandle": "checkpoint.handle",
     "Server": "rpc.server",
     "SimpleQueue": "mp.queue",
     "TensorHandle": "checkpoint.lazy",
     "WorkerPool": "rpc.pool",
     "get_context": "mp.context",
+    "inspect": "channel.inspect",
     "list_checkpoints": "checkpoint.listing",
     "load_arrays": "checkpoint.load",
     "load_checkpoint": "checkpoint.load",

@@ -129,6 +129,49 @@ class ServerStatistics:
 
 
 @dataclass(frozen=True)
+class WorkerStatistics:
+    """One worker of a `WorkerPool`, all its processes so far together."""
+
+    worker: int
+    """Its index in the pool, from 0."""
+    pid: int
+    """Process id of its process, 0 while there is none: it died, and is restarted later."""
+    alive: bool
+    """Whether it has a process that has not ended."""
+    ready: bool
+    """Whether that takes requests: `setup` is over."""
+    restarts: int
+    """How often it was started again after it had died, or could not start. Reloads are not counted."""
+    generation: int
+    """Reloads of the pool before its process was started: 0 for one of the first."""
+    handled: int
+    """Requests that it answered. Those of a batch are counted one by one."""
+    errors: int
+    """Of these, answered with an error."""
+    busy: float | None
+    """Seconds since it began with the request that it works on; None if it has none."""
+    last_error: str
+    """What its handler raised last, or how it died, or why it could not start; empty if nothing has happened."""
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """The state of a `WorkerPool`."""
+
+    workers: tuple[WorkerStatistics, ...]
+    """One entry for each worker, by index."""
+    ready: int
+    """How many of them take requests."""
+    waiting: int
+    """Requests to the service that no worker has taken: of all living clients, whichever pool or server they wait
+    for."""
+    reloads: int
+    """Reloads that were begun."""
+    reloading: bool
+    """Whether one is going on."""
+
+
+@dataclass(frozen=True)
 class WriterStatistics:
     """A checkpoint writer's counters since it was created."""
 

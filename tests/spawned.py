@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import shmtensor
 from shmtensor import Subscriber
 
 # --- of endpoints and queues
@@ -26,6 +27,13 @@ def receive_all(pipe, channel):
     with Subscriber(channel) as sub:
         pipe.send("ready")
         pipe.send([int(msg.value[0]) for msg in sub])
+
+
+def send_labelled(kind, channel, label):
+    """Send one message with a label, and die."""
+    with getattr(shmtensor, kind)(channel, label=label) as tx:
+        tx.send({"number": 1})
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- roles of the benchmarks

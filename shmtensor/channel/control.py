@@ -9,6 +9,8 @@
            +48   leaving  closed with views alive: no longer a recipient             the member
            +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
                           its top bit: a sender waits on its FIFO, not on its semaphore
+           +128  label    UTF-8, zero padded to 64 bytes                             as uid
+           +192  counters waits, dropped, sleeps, late, missed, redelivered, 0, 0    the member
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
 as long as it lives (its life lock). `epoch` is advanced, under byte 0, whenever the members or their recipients change.
@@ -39,11 +41,16 @@ LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a 
 W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE = range(8)
 M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING = range(7)
 M_ASLEEP: Final = 8
+C_WAITS, C_DROPPED, C_SLEEPS, C_LATE, C_MISSED, C_REDELIVERED = range(6)
+COUNTERS: Final = 8
 
 _HEADER: Final = 4096
 _PATH: Final = 128
 _PATH_MAX: Final = 128
 _ENTRY: Final = 256
+_LABEL: Final = 128
+_COUNTERS: Final = 192
+LABEL_MAX: Final = 64
 LIFE: Final = 1
 
 
@@ -68,6 +75,38 @@ def base(index: int) -> int:
 def asleep_word(index: int) -> int:
     """Word index of a member's `asleep`."""
     return base(index) + M_ASLEEP
+
+
+def label_word(index: int) -> int:
+    """Word index of a member's label, of `LABEL_MAX` bytes."""
+    return base(index) + _LABEL // 8
+
+
+def counters_word(index: int) -> int:
+    """Word index of a member's counters, which fill a cache line."""
+    return base(index) + _COUNTERS // 8
+
+
+def label_of(raw: bytes) -> str:
+    """The label in the bytes of an entry, without what cannot be printed."""
+    return "".join(c for c in raw.partition(b"\0")[0].decode("utf-8", "replace") if c.isprintable())
+
+
+class Counters:
+    """What a member counts and the rings do not tell. Kept here, and shown to other processes in its entry."""
+
+    __slots__ = ("_at", "_values", "_words")
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        self._words, self._at, self._values = words, counters_word(index), [0] * COUNTERS
+
+    def __getitem__(self, which: int) -> int:
+        return self._values[which]
+
+    def add(self, which: int) -> None:
+        """Count one more. Only while the member is in the table: the entry may be another's afterwards."""
+        self._values[which] += 1
+        store(self._words, self._at + which, self._values[which])
 
 
 class Control:
@@ -163,6 +202,27 @@ class Control:
                 if words[at] == uid:
                     yield entry
 
+    def label(self, entry: Entry) -> str:
+        """What the member calls itself; empty if it does not, or has left meanwhile."""
+        at = _HEADER + entry.index * _ENTRY + _LABEL
+        raw = bytes(self._view[at : at + LABEL_MAX])
+        acquire_fence()
+        if self.words[base(entry.index)] != entry.uid:
+            return ""
+        return label_of(raw)
+
+    def counters(self, entry: Entry) -> tuple[int, ...]:
+        """The member's counters, by `C_WAITS` and so on; zeros if it has left meanwhile."""
+        at = counters_word(entry.index)
+        found = tuple(self.words[at : at + COUNTERS])
+        acquire_fence()
+        return found if self.words[base(entry.index)] == entry.uid else (0,) * COUNTERS
+
+    def set_label(self, index: int, label: str) -> None:
+        """Under the lock: label a member that is not visible yet."""
+        at = _HEADER + index * _ENTRY + _LABEL
+        self._view[at : at + LABEL_MAX] = label.encode().ljust(LABEL_MAX, b"\0")
+
     def owner(self, index: int) -> int:
         """The uid whose files may exist, whether or not the member became visible; 0 if the entry is free."""
         return self.words[base(index) + M_OWNER]
@@ -181,3 +241,6 @@ class Control:
         store(self.words, at + M_UID, 0)
         for word in (M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_ASLEEP):
             store(self.words, at + word, 0)
+        for word in range(COUNTERS):
+            store(self.words, counters_word(index) + word, 0)
+        self.set_label(index, "")

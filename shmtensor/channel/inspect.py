@@ -6,34 +6,58 @@ Nothing is locked either: the numbers may be from slightly different moments, bu
 
 from __future__ import annotations
 
-import contextlib
-import os
+import re
 import stat
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, overload
+
+import numpy as np
 
 from ..errors import WireError
 from ..memory import segment as shm
-from ..memory.locks import LockFile
 from ..ring import layout as lay
-from ..wire.record import SIZE, unpack_head
+from ..wire.record import SIZE
 from . import control as ctl
 from .control import Control
 from .control_lock import LOCK
-from .names import control_name, parse_file, ring_name, sequence_table_name
+from .names import check_channel, control_name, parse_file, ring_name, sequence_table_name
+from .processes import Process, Processes
 
 _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
+_REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
+_RECORD: Final = np.dtype(
+    {
+        "names": ["seq", "sent", "span", "nbytes"],
+        "formats": ["<u8", "<u8", "<u4", "<u8"],
+        "offsets": [0, 8, 28, 40],
+        "itemsize": SIZE,
+    }
+)
+_FIELDS = list(_RECORD.names or ())
+_ODD: Final = np.uint64(1)
+_FEW: Final = 32
+"""Records to read one by one rather than with all others."""
+_TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
+_FIRST_MEMBER: Final = ctl.base(0)
+_MEMBER_WORDS: Final = ctl.base(1) - ctl.base(0)
+_LABEL: Final = ctl.label_word(0) - ctl.base(0)
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
-class RingView:
+class RingInfo:
     """One ring of a sender."""
 
     index: int
+    """Its number among the rings of its sender."""
     slots: int
+    """How many slots it has."""
     slot_bytes: int
+    """Bytes of one slot."""
     nbytes: int
     """Shared memory of the whole ring, bytes."""
     slots_used: int
@@ -43,27 +67,47 @@ class RingView:
 
 
 @dataclass(frozen=True)
-class MemberView:
-    """One entry of the membership table."""
+class MemberInfo:
+    """One member of a channel: a sender or a receiver in some process."""
 
     index: int
+    """Its row in the channel's table of members; reused by later members."""
     uid: int
+    """Its number, which no other member has."""
     role: str
-    """`"sender"` or `"receiver"`."""
+    """`"sender"` (`Publisher`, `Producer`, `Client`) or `"receiver"` (`Subscriber`, `Consumer`, `Server`)."""
     delivery: str
     """`"all"` or `"latest"` of a subscriber, `"one"` of a consumer, `""` of a sender."""
     pid: int
-    """In its own pid namespace."""
+    """Its process, in the pid namespace of that process: inside a container, the container's number."""
+    host_pid: int
+    """The same process in the pid namespace of whoever inspects; 0 if it was not found: dead, or another user's."""
+    process: str
+    """What its process runs: the script or module of a Python program, else the program; `""` if it was not found."""
     alive: bool
-    """Whether its life lock is held."""
+    """Whether its life lock is held, which the kernel drops at any death."""
     leaving: bool
     """A receiver that is closed and has living views; a sender that is closed and not yet drained."""
     asleep: bool
+    """Whether it waits: a receiver for a message, a sender for a slot."""
     joined: float
-    """Unix time, seconds."""
+    """When it joined: Unix time, seconds."""
     published: int
-    """A sender's newest sequence number."""
-    rings: tuple[RingView, ...]
+    """A sender's newest sequence number: how many messages it has sent."""
+    rings: tuple[RingInfo, ...]
+    """A sender's rings."""
+    newest_bytes: int = 0
+    """Payload of a sender's newest message, bytes; 0 if it is gone."""
+    newest_age: float = 0.0
+    """Seconds since a sender sent its newest message; 0 if that message is gone."""
+    received: int = 0
+    """Of a subscriber with `delivery="all"`: messages that it took from the senders that are members now."""
+    unread: int = 0
+    """Of a subscriber with `delivery="all"`: messages that were sent to it and not taken so far."""
+    oldest_unread: float = 0.0
+    """How long the oldest of these has waited, seconds; 0 if there is none."""
+    label: str = ""
+    """What it calls itself: `label=` of its constructor."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +115,35 @@ class Holder:
     """A member that still needs a message. `uid`, and perhaps `pid`, are 0 if only a lock shows that there is one."""
 
     uid: int
+    """The member."""
     pid: int
+    """Its process, as `MemberInfo.pid`."""
     how: str
-    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it is finished."""
+    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it is finished, and
+    has views."""
     alive: bool
+    """Whether it lives: what the dead hold is freed when the sender needs it."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The messages that one member holds in one way; or, without a member (`uid` and `pid` 0), that no member holds."""
+
+    uid: int
+    """The member; 0 if there is none, or if only a lock shows that there is one."""
+    pid: int
+    """Its process, as `MemberInfo.pid`."""
+    alive: bool
+    """Whether the member lives: what the dead hold is freed when the sender needs it."""
+    how: str
+    """As in `Holder`; without a member `"waiting"` (for any consumer), `"abandoned"` (its consumer died or gave it
+    back: for another), `"history"` (kept for subscribers to come)."""
+    messages: int
+    """How many messages."""
+    nbytes: int
+    """Their payload, bytes."""
+    oldest: float
+    """Seconds since the oldest of them was sent."""
 
 
 @dataclass(frozen=True)
@@ -82,95 +151,257 @@ class HeldMessage:
     """A message whose slots are not free."""
 
     sender: int
+    """The member that sent it."""
     ring: int
+    """The number of its ring among those of its sender."""
     slot: int
+    """Its first slot."""
     span: int
+    """How many slots it takes."""
     seq: int
+    """Its sequence number."""
     nbytes: int
+    """Its payload, bytes."""
     age: float
     """Seconds since it was sent."""
     state: str
     """Fan-out: `"leased"`, `"unread"`, `"history"`; work queue: `"waiting"`, `"claimed"`, `"done"`, `"abandoned"`."""
     attempt: int
+    """How many times it was delivered; 0 if it was not."""
     holders: tuple[Holder, ...]
+    """Who holds it."""
 
 
 @dataclass(frozen=True)
-class ChannelView:
-    """The state of one channel."""
+class ChannelInfo:
+    """The state of one channel, at one moment."""
 
     name: str
+    """Its name."""
     kind: str
+    """`"fan-out"`, `"work queue"`, `"service"`, or `"unknown"` if it could not be read."""
+    service: str
+    """A service's own name; of the channel of the replies to one client, the name of their service; else `""`."""
     owner: int
     """User id of its files; -1 if they are gone."""
     nbytes: int
-    """All its files together."""
+    """All its files together, bytes of shared memory."""
     files: tuple[str, ...]
+    """Their paths."""
     locked: bool
     """Whether the channel's lock was held at that moment: normal for microseconds."""
-    members: tuple[MemberView, ...]
+    members: tuple[MemberInfo, ...]
+    """Its members, the dead that are not cleaned up yet included."""
+    holdings: tuple[Holding, ...]
+    """Who holds which slots, by member and by how."""
     held: tuple[HeldMessage, ...]
+    """Every message that is held; empty unless `inspect` is called with `messages=True`."""
+    depth: int
+    """Messages that wait: fan-out: of the living receiver that is furthest behind; else: those that no consumer has."""
+    oldest_unread: float
+    """How long the oldest message waits that a receiver has not taken, seconds; 0 if there is none."""
     notes: tuple[str, ...]
     """What could not be read, and why."""
     readable: bool = True
-    """Whether its members could be read."""
+    """Whether its members could be read. If not, `notes` says why: it is another user's, for example."""
 
     @property
     def living(self) -> int:
         """How many of the members that could be read live."""
         return sum(member.alive for member in self.members)
 
+    @property
+    def senders(self) -> tuple[MemberInfo, ...]:
+        """The members that send and live."""
+        return tuple(member for member in self.members if member.role == "sender" and member.alive)
+
+    @property
+    def receivers(self) -> tuple[MemberInfo, ...]:
+        """The members that receive and live."""
+        return tuple(member for member in self.members if member.role == "receiver" and member.alive)
+
+
+@overload
+def inspect(channel: str, *, messages: bool = False) -> ChannelInfo | None: ...
+
+
+@overload
+def inspect(channel: None = None, *, messages: bool = False) -> list[ChannelInfo]: ...
+
+
+def inspect(channel: str | None = None, *, messages: bool = False) -> ChannelInfo | list[ChannelInfo] | None:
+    """Look at the channels of this machine from outside: for health checks and exporters.
+
+    Only looks: it joins no channel, wakes and holds up no member, writes nothing and cleans nothing up. It reads what
+    the members have written to shared memory anyway, so they need not cooperate, and may be stopped or dead.
+
+        >>> import numpy as np, shmtensor
+        >>> with shmtensor.Publisher("camera") as pub, shmtensor.Subscriber("camera") as sub:
+        ...     number = pub.send(np.zeros(100))
+        ...     camera = shmtensor.inspect(pub.name)
+        >>> camera.kind, len(camera.senders), len(camera.receivers), camera.depth
+        ('fan-out', 1, 1, 1)
+
+    Args:
+        channel: only this one; by default all that have files in `/dev/shm`, in the order of their names.
+        messages: also list each held message in `ChannelInfo.held`.
+
+    Returns:
+        A list of all channels; or the one that was named, None if there is none. Another user's channels are listed,
+        but only root may read them: `readable` is False for anyone else.
+
+    Raises `ArgumentError` for a name that no channel can have.
+    """
+    inspector = Inspector(messages=messages)
+    return inspector.channels() if channel is None else inspector.channel(check_channel(channel))
+
+
+class Inspector:
+    """Inspects again and again: it remembers which process each member belongs to."""
+
+    def __init__(self, *, messages: bool = False) -> None:
+        self._processes, self._messages = Processes(), messages
+        self._control = memoryview(bytearray(Control.nbytes())).cast("Q")
+
+    def channels(self, wanted: Callable[[str], bool] | None = None) -> list[ChannelInfo]:
+        """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
+        self._processes.refresh()
+        files: dict[str, list[str]] = {}
+        for name in shm.listing():
+            found = parse_file(name)
+            if found and (wanted is None or wanted(found[0])):
+                files.setdefault(found[0], []).append(name)
+        infos = [info for channel in sorted(files) if (info := self._channel(channel, files[channel])).files]
+        self._processes.forget_all_but({member.uid for info in infos for member in info.members})
+        return infos
+
+    def channel(self, channel: str) -> ChannelInfo | None:
+        """One channel; None if there is none."""
+        self._processes.refresh()
+        info = self._channel(channel, _files_of(channel))
+        return info if info.files else None
+
+    def _channel(self, channel: str, files: list[str]) -> ChannelInfo:
+        return _Look(channel, self._processes, self._messages, self._control).at(files)
+
+
+def view_of(channel: str) -> ChannelInfo:
+    """A snapshot of one channel, with every held message. What cannot be read becomes a note in it."""
+    return _Look(channel, Processes(), messages=True).at(_files_of(channel))
+
+
+def is_of_replies(channel: str) -> bool:
+    """Whether a fan-out of this name has the replies to one client of a service."""
+    return _REPLIES.fullmatch(channel) is not None
+
+
+def _files_of(channel: str) -> list[str]:
+    return [name for name in shm.listing() if (found := parse_file(name)) and found[0] == channel]
+
+
+@dataclass
+class _Queue:
+    """What one receiver has taken of all senders' messages, and not."""
+
+    received: int = 0
+    unread: int = 0
+    oldest: float = 0.0
+
+    def add(self, found: _Messages, mask: _Mask) -> None:
+        """These messages are not taken."""
+        self.unread += int(mask.sum())
+        self.oldest = max(self.oldest, float(found.age[mask].max()))
+
 
 @dataclass
 class _Look:
-    """The results of one inspection so far."""
+    """One inspection of a channel, and its results so far."""
 
     channel: str
+    processes: Processes
+    messages: bool
+    control: memoryview = field(default_factory=lambda: memoryview(bytearray(Control.nbytes())).cast("Q"))
     kind: int = 0
     locked: bool = False
-    members: list[MemberView] = field(default_factory=list)
+    members: list[MemberInfo] = field(default_factory=list)
+    queues: dict[int, _Queue] = field(default_factory=dict)
+    """By the index of a member that gets every message."""
+    waiting: _Queue = field(default_factory=_Queue)
+    """Of a work queue."""
     held: list[HeldMessage] = field(default_factory=list)
+    holdings: dict[Holder, Holding] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    regular: set[str] = field(default_factory=set)
+    """The names of its files that are known to be regular ones."""
 
     @property
     def ring_kind(self) -> int:
         return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
 
+    def at(self, names: Iterable[str]) -> ChannelInfo:
+        """The state of the channel, which has these files."""
+        control = control_name(self.channel)
+        infos = {name: shm.status("/" + name) for name in sorted(names)}
+        self.regular = {f"/{name}" for name, info in infos.items() if info is not None and stat.S_ISREG(info.st_mode)}
+        main = infos.get(control[1:])
+        try:
+            with self.open(control) as segment:
+                _read_control(self, segment)
+        except FileNotFoundError:
+            self.notes.append("no control segment: these are leftovers, or the channel has just ended")
+            infos = {name: shm.status("/" + name) for name in infos}
+        except (OSError, ValueError, LookupError, ArithmeticError) as error:
+            self.unread.append(str(error))
+        files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
+        for name, info in infos.items():
+            if info is not None and stat.S_ISREG(info.st_mode):
+                if owner not in (-1, info.st_uid):
+                    self.notes.append(f"{shm.SHM_DIR}/{name} belongs to user {info.st_uid}: not of this channel")
+                    continue
+                files.append(f"{shm.SHM_DIR}/{name}")
+                nbytes, owner = nbytes + info.st_size, info.st_uid
+        for at, member in enumerate(self.members):
+            queue = self.queues.get(member.index)
+            if queue is not None:
+                self.members[at] = replace(
+                    member, received=queue.received, unread=queue.unread, oldest_unread=queue.oldest
+                )
+        behind = [member for member in self.members if member.alive and not member.leaving]
+        depth = max((member.unread for member in behind), default=0) + self.waiting.unread
+        oldest = max([self.waiting.oldest, *(member.oldest_unread for member in behind)])
+        replies = _REPLIES.fullmatch(self.channel) if self.kind == lay.FAN_OUT else None
+        return ChannelInfo(
+            self.channel, _KIND.get(self.kind, "unknown"),
+            self.channel if self.kind == lay.SERVICE else replies[1] if replies else "",
+            owner, nbytes, tuple(files), self.locked, tuple(self.members),
+            tuple(sorted(self.holdings.values(), key=_by_member)), tuple(self.held),
+            depth, oldest, (*self.unread, *self.notes), not self.unread,
+        )  # fmt: skip
 
-def view_of(channel: str) -> ChannelView:
-    """A snapshot of one channel. What cannot be read becomes a note in it."""
-    seen = _Look(channel)
-    main = shm.status(control_name(channel))
-    try:
-        with shm.look_at(control_name(channel)) as segment:
-            _read_control(seen, segment)
-    except FileNotFoundError:
-        seen.notes.append("no control segment: these are leftovers, or the channel has just ended")
-    except (OSError, ValueError) as error:
-        seen.unread.append(str(error))
-    files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
-    for name in sorted(shm.listing()):
-        found, info = parse_file(name), shm.status("/" + name)
-        if found and found[0] == channel and info is not None and stat.S_ISREG(info.st_mode):
-            if owner not in (-1, info.st_uid):
-                seen.notes.append(f"{shm.SHM_DIR}/{name} belongs to user {info.st_uid}: not of this channel")
-                continue
-            files.append(f"{shm.SHM_DIR}/{name}")
-            nbytes, owner = nbytes + info.st_size, info.st_uid
-    return ChannelView(
-        channel, _KIND.get(seen.kind, "unknown"), owner, nbytes, tuple(files), seen.locked, tuple(seen.members),
-        tuple(seen.held), (*seen.unread, *seen.notes), not seen.unread,
-    )  # fmt: skip
+    def open(self, name: str) -> shm.Glance:
+        """Open one of the channel's segments."""
+        return shm.look_at(name, is_regular=name in self.regular)
+
+    def add(self, holder: Holder, messages: int, nbytes: int, oldest: float) -> None:
+        """Add to what a holder holds; a holder without a process stands for messages that no member holds."""
+        before = self.holdings.get(holder)
+        if before is not None:
+            messages, nbytes, oldest = messages + before.messages, nbytes + before.nbytes, max(oldest, before.oldest)
+        self.holdings[holder] = Holding(holder.uid, holder.pid, holder.alive, holder.how, messages, nbytes, oldest)
 
 
-def _read_control(seen: _Look, segment: shm.Segment) -> None:
+def _by_member(it: Holding) -> tuple[bool, int, str, int]:
+    return it.uid == 0, it.pid, it.how, it.uid
+
+
+def _read_control(seen: _Look, segment: shm.Glance) -> None:
     if segment.nbytes != Control.nbytes():
         raise WireError(
             f"segment {segment.name} has {segment.nbytes} bytes: another version's, damaged, or just being made"
         )
-    first = segment.read(0, Control.nbytes() // 8)
-    words = segment.read(0, Control.nbytes() // 8)
+    words = seen.control
+    segment.read_into(words)
     if words[ctl.W_MAGIC] != ctl.MAGIC:
         raise WireError(f"segment {segment.name} is no control segment: damaged, or just being made")
     if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
@@ -178,203 +409,344 @@ def _read_control(seen: _Look, segment: shm.Segment) -> None:
             f"its members cannot be read: layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}"
         )
     seen.kind = words[ctl.W_KIND]
-    locks = segment.locks()
-    try:
-        seen.locked = locks.held_by_other(LOCK)
-        for index in range(ctl.CAPACITY):
-            at = ctl.base(index)
-            if words[at] and words[at] == first[at]:  # not just joining or leaving
-                seen.members.append(_member(seen, index, words, at, locks))
-    finally:
-        locks.close()
+    seen.locked = segment.is_locked(LOCK)
+    for at in _FIRST_MEMBER + _MEMBER_WORDS * np.flatnonzero(_uids(words)):
+        if segment.read(int(at), 1)[0] == words[at]:  # not just joining or leaving
+            seen.members.append(_member(seen, words, int(at), segment))
     for number, member in enumerate(seen.members):
         if member.role == "sender":
             seen.members[number] = _read_sender(seen, member)
 
 
-def _member(seen: _Look, index: int, words: memoryview, at: int, locks: LockFile) -> MemberView:
+def _uids(words: memoryview) -> _Words:
+    """The uids of all entries of the table of members, 0 where there is none."""
+    return np.frombuffer(words, np.uint64)[_FIRST_MEMBER::_MEMBER_WORDS]
+
+
+def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> MemberInfo:
+    index = (at - _FIRST_MEMBER) // _MEMBER_WORDS
     role = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver"}.get(words[at + ctl.M_ROLE], "unknown")
     delivery = ""
     if role == "receiver":
         latest = bool(words[at + ctl.M_FLAGS] & ctl.LATEST)
         delivery = "one" if seen.ring_kind == lay.WORK_QUEUE else "latest" if latest else "all"
-    return MemberView(
-        index, words[at], role, delivery, words[at + ctl.M_PID], locks.held_by_other(ctl.LIFE + index),
-        words[at + ctl.M_LEAVING] != 0, words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
+        if delivery == "all":
+            seen.queues[index] = _Queue()
+    uid, pid, life = words[at], words[at + ctl.M_PID], ctl.LIFE + index
+    alive = segment.is_locked(life)
+    processes = seen.processes
+    process = processes.find(uid, pid, segment.info, life) if alive else Process(0, processes.known(uid).name)
+    return MemberInfo(
+        index, uid, role, delivery, pid, process.pid, process.name, alive, words[at + ctl.M_LEAVING] != 0,
+        words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
+        label=ctl.label_of(words[at + _LABEL : at + _LABEL + ctl.LABEL_MAX // 8].tobytes()),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Sender:
-    """The contents of a sender's sequence table."""
+    """A sender, and the contents of its sequence table."""
 
-    member: MemberView
+    member: MemberInfo
+    table: shm.Glance
+    shape: lay.SequenceTableShape
     published: int
     history: int
     starts: dict[int, int]
     """Member index -> first message that counts it as a recipient."""
-    locks: LockFile
-    info: os.stat_result
+    newest: dict[int, int]
+    """Member index -> newest message that it has taken."""
 
 
-def _read_sender(seen: _Look, member: MemberView) -> MemberView:
-    """The sender's view with its rings; their messages are appended to `seen.held`."""
+def _read_sender(seen: _Look, member: MemberInfo) -> MemberInfo:
+    """The sender's info with its rings; their messages are added to what is seen."""
     who = f"sender {member.uid:016x} (pid {member.pid})"
+    rings: list[RingInfo] = []
+    size, age = 0, 0.0
     try:
-        with shm.look_at(sequence_table_name(seen.channel, member.uid)) as segment:
-            source = segment
-            head = source.read(0, lay.L_MEMBERS)
-            if head[lay.L_MAGIC] != lay.SEQUENCE_TABLE_MAGIC or head[lay.L_UID] != member.uid:
-                raise WireError(f"segment {segment.name} is not its sequence table")
-            lay.check_version(f"sequences {segment.name}", head[lay.L_VERSION])
-            rows = source.read(lay.L_MEMBERS, 2 * ctl.CAPACITY)
-            starts = {
-                peer.index: rows[2 * peer.index]
-                for peer in seen.members
-                if peer.role == "receiver" and rows[2 * peer.index + 1] == peer.uid
-            }
-            locks = segment.locks()
+        with seen.open(sequence_table_name(seen.channel, member.uid)) as table:
+            words = table.read(0, _TABLE_WORDS)
+            sender = _sender(seen, member, table, words)
+            found: list[_Ring] = []
             try:
-                sender = _Sender(
-                    member, head[lay.L_PUBLISHED], head[lay.L_HISTORY], starts, locks, os.fstat(segment.fd)
-                )
-                rings = []
-                for index in range(min(head[lay.L_RINGS], lay.MAX_RINGS)):
+                for index in range(min(words[lay.L_RINGS], lay.MAX_RINGS)):
                     try:
-                        rings.append(_read_ring(seen, sender, index))
+                        found.append(_Ring(seen, sender, index))
                     except (OSError, WireError) as error:
                         seen.notes.append(f"ring {index} of {who}: {error}")
+                wanted = _wanted(seen, sender, found)
+                for ring in found:
+                    try:
+                        rings.append(ring.info(wanted))
+                    except (OSError, WireError) as error:
+                        seen.notes.append(f"ring {ring.index} of {who}: {error}")
+                size, age = _newest(sender, found)
             finally:
-                locks.close()
+                for ring in found:
+                    ring.source.close()
     except (OSError, WireError) as error:
         seen.notes.append(f"{who}: {error}")
         return member
-    return MemberView(
-        member.index, member.uid, member.role, "", member.pid, member.alive, head[lay.L_CLOSED] != 0, member.asleep,
-        member.joined, head[lay.L_PUBLISHED], tuple(rings),
+    for index, seq in sender.newest.items():
+        if index in seen.queues:
+            seen.queues[index].received += max(0, min(seq, sender.published) - (sender.starts[index] - 1))
+    return replace(
+        member, leaving=words[lay.L_CLOSED] != 0, published=sender.published, rings=tuple(rings), newest_bytes=size,
+        newest_age=age,
     )  # fmt: skip
 
 
-def _read_ring(seen: _Look, sender: _Sender, index: int) -> RingView:
-    with shm.look_at(ring_name(seen.channel, sender.member.uid, index)) as segment:
-        source = segment
+def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryview) -> _Sender:
+    if words[lay.L_MAGIC] != lay.SEQUENCE_TABLE_MAGIC or words[lay.L_UID] != member.uid:
+        raise WireError(f"segment {table.name} is not its sequence table")
+    lay.check_version(f"sequences {table.name}", words[lay.L_VERSION])
+    published = words[lay.L_PUBLISHED]
+    if published >= lay.MOST_MESSAGES:
+        raise WireError(f"segment {table.name} is damaged: it says that {published} messages were sent")
+    starts = {}
+    for peer in seen.members:
+        at = lay.L_MEMBERS + 2 * peer.index
+        if peer.role == "receiver" and words[at + 1] == peer.uid:
+            starts[peer.index] = min(words[at], lay.MOST_MESSAGES)
+    newest = {index: start - 1 for index, start in starts.items()}
+    shape = lay.SequenceTableShape(words[lay.L_CAPACITY], words[lay.L_ORDER])
+    return _Sender(member, table, shape, published, min(words[lay.L_HISTORY], lay.MAX_SLOTS), starts, newest)
+
+
+def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
+    """Bytes and age of the newest message; zeros if there is none, or its slot is being reused."""
+    if sender.published:
+        entry = sender.table.read(sender.shape.order + sender.published % sender.shape.order_size, 1)[0]
+        for ring in rings:
+            if ring.index == entry >> 32 and entry & 0xFFFFFFFF < ring.shape.slots:
+                record = ring.source.read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, 6)
+                if record[0] == sender.published:
+                    most = ring.shape.slots * ring.shape.slot_bytes
+                    return min(record[5], most), max(0.0, (time.monotonic_ns() - record[1]) / 1e9)
+    return 0, 0.0
+
+
+def _wanted(seen: _Look, sender: _Sender, rings: list[_Ring]) -> dict[int, list[int]] | None:
+    """The slots of each ring whose messages may be needed; None: any.
+
+    Where every receiver gets every message, its words say what it has leased and what it has taken, so that only the
+    records of the others have to be read.
+    """
+    if seen.kind != lay.FAN_OUT or sender.history or any(peer.delivery == "latest" for peer in seen.members):
+        return None
+    found = {ring.index: ring.leased() for ring in rings}
+    published, behind = sender.published, sender.published
+    for peer in seen.members:
+        if peer.index in sender.newest and not peer.leaving:
+            behind = min(behind, sender.newest[peer.index])
+    size = sender.shape.order_size
+    behind = max(behind, published - size)  # entries of older messages are overwritten
+    while behind < published:
+        at = (behind + 1) % size
+        count = min(published - behind, size - at, _CHUNK)
+        for entry in sender.table.read(sender.shape.order + at, count):
+            if entry >> 32 in found:
+                found[entry >> 32].add(entry & 0xFFFFFFFF)
+        behind += count
+    return {ring.index: sorted(slot for slot in found[ring.index] if slot < ring.shape.slots) for ring in rings}
+
+
+class _Ring:
+    """One ring, opened, and what each receiver of a fan-out has stored about its slots."""
+
+    def __init__(self, seen: _Look, sender: _Sender, index: int) -> None:
+        self.seen, self.sender, self.index = seen, sender, index
+        self.source = source = seen.open(ring_name(seen.channel, sender.member.uid, index))
         head = source.read(0, lay.R_DEVICE + 1)
         expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
         if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
-            raise WireError(f"segment {segment.name} is not ring {index} of its sender")
-        lay.check_version(f"ring {segment.name}", head[lay.R_VERSION])
-        shape = lay.RingShape(
+            raise WireError(f"segment {source.name} is not ring {index} of its sender")
+        lay.check_version(f"ring {source.name}", head[lay.R_VERSION])
+        self.shape = shape = lay.RingShape(
             seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY], head[lay.R_DEVICE] == 1
         )
-        if shape.nbytes != segment.nbytes:
-            raise WireError(f"segment {segment.name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
-        slots = used = 0
-        for message in _held(seen, sender, index, shape, source):
-            seen.held.append(message)
-            slots, used = slots + message.span, used + message.nbytes
-    return RingView(index, shape.slots, shape.slot_bytes, shape.nbytes, slots, used)
+        if shape.nbytes != source.nbytes:
+            raise WireError(f"segment {source.name} has {source.nbytes} bytes, its header says {shape.nbytes}")
+        self.rows: list[tuple[MemberInfo, _Words]] = []
+        for peer in seen.members:
+            if peer.delivery == "all" and peer.index in sender.starts and peer.index < shape.capacity:
+                row = np.frombuffer(source.read(shape.state + peer.index * shape.row, shape.slots), np.uint64)
+                sender.newest[peer.index] = max(sender.newest[peer.index], int(row.max()) >> 1)
+                self.rows.append((peer, row))
 
+    def leased(self) -> set[int]:
+        """The slots that receivers say they have leased."""
+        return {slot for _, row in self.rows for slot in np.flatnonzero((row & _ODD == 0) & (row > 0)).tolist()}
 
-def _held(seen: _Look, sender: _Sender, index: int, shape: lay.RingShape, source: shm.Segment) -> Iterator[HeldMessage]:
-    """Every message in a ring that is still needed, newest first."""
-    now = time.monotonic_ns()
-    found = []
-    for start in range(0, shape.slots, _CHUNK):
-        count = min(_CHUNK, shape.slots - start)
-        records = source.read(lay.R_RECORDS + start * lay.RECORD_WORDS, count * lay.RECORD_WORDS)
-        for slot in range(count):
-            if records[slot * lay.RECORD_WORDS]:
-                seq, sent_ns, _, _, _, _, span, _, _, nbytes = unpack_head(records.cast("B"), slot * SIZE)
-                found.append((seq, start + slot, span, sent_ns, nbytes))
-    judge = (
-        _FanOut(seen, sender, shape, source) if seen.kind == lay.FAN_OUT else _WorkQueue(seen, sender, shape, source)
-    )
-    covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
-    for seq, slot, span, sent_ns, nbytes in sorted(found, reverse=True):
-        if covered[slot] or seq > sender.published:
-            continue
-        span = max(1, min(span, shape.slots - slot))
-        covered[slot : slot + span] = b"\1" * span
-        verdict = judge(seq, slot)
-        if verdict is not None:
-            state, attempt, holders = verdict
-            age = max(0.0, (now - sent_ns) / 1e9)
-            yield HeldMessage(sender.member.uid, index, slot, span, seq, nbytes, age, state, attempt, holders)
+    def info(self, wanted: dict[int, list[int]] | None) -> RingInfo:
+        """Add the messages in wanted slots that are still needed to what is seen."""
+        slots = None if wanted is None else wanted[self.index]
+        used_slots = used_bytes = 0
+        if slots is None or slots:
+            found = _Messages.read(self.shape, self.source, self.sender.published, slots)
+            used = self._fan_out(found) if self.seen.kind == lay.FAN_OUT else self._work_queue(found)
+            needed = np.zeros(len(found.seq), np.bool_)
+            for mask, holder, _ in used:
+                oldest = float(found.age[mask].max())
+                self.seen.add(holder, int(mask.sum()), int(found.nbytes[mask].sum()), oldest)
+                needed |= mask
+            if self.seen.messages:
+                self.seen.held.extend(found.held(self.sender.member.uid, self.index, used))
+            used_slots, used_bytes = int(found.span[needed].sum()), int(found.nbytes[needed].sum())
+        shape = self.shape
+        return RingInfo(self.index, shape.slots, shape.slot_bytes, shape.nbytes, used_slots, used_bytes)
 
+    def _fan_out(self, found: _Messages) -> _Used:
+        """Which messages of a fan-out are still needed, and by whom."""
+        seen, sender = self.seen, self.sender
+        used: _Used = []
+        for peer, row in self.rows:
+            word, owed = row[found.slot], found.seq >= np.uint64(sender.starts[peer.index])
+            leased = (word == 2 * found.seq) & (owed if not sender.history else True)
+            if leased.any():
+                used.append((leased, Holder(peer.uid, peer.pid, "leased", peer.alive), None))
+            unread = (word < 2 * found.seq) & owed
+            if not peer.leaving and unread.any():
+                used.append((unread, Holder(peer.uid, peer.pid, "unread", peer.alive), None))
+                seen.queues[peer.index].add(found, unread)
+        lockers = [peer for peer in seen.members if peer.delivery == "latest" or (sender.history and peer.delivery)]
+        if lockers:
+            used += self._held_by(found, self._locked(found.seq), lockers, "leased")
+        if sender.history:
+            kept = found.seq + np.uint64(sender.history) > np.uint64(sender.published)
+            for mask, _, _ in used:
+                kept &= ~mask
+            if kept.any():
+                used.append((kept, Holder(0, 0, "history", True), None))
+        return used
 
-class _FanOut:
-    """State, attempt and holders of message `seq` in `slot` of a fan-out ring; None if it is no longer needed."""
-
-    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
-        self.sender = sender
-        self.rows = [
-            (peer, sender.starts[peer.index], source.read(shape.state + peer.index * shape.row, shape.slots))
-            for peer in seen.members
-            if peer.delivery == "all" and peer.index in sender.starts
+    def _work_queue(self, found: _Messages) -> _Used:
+        """Which messages of a work queue are still needed, and by whom."""
+        seen, shape = self.seen, self.shape
+        states = np.frombuffer(self.source.read(shape.state, lay.STATE_WORDS * shape.slots), np.uint64)
+        states = states.reshape(shape.slots, lay.STATE_WORDS)[found.slot]
+        pending = states[:, lay.RELEASED] != found.seq
+        done, claimed = states[:, lay.DONE] == found.seq, states[:, lay.CLAIMED] == found.seq
+        counts = states[:, lay.ATTEMPT]
+        attempts = np.where(counts >> np.uint64(8) == found.seq, counts & np.uint64(0xFF), np.uint64(0))
+        locked = np.zeros(len(found.seq), np.bool_)
+        locked[pending] = self._locked(found.seq[pending])
+        consumers = [peer for peer in seen.members if peer.role == "receiver"]
+        used: _Used = [
+            (mask, holder, attempts)
+            for how, whose in (("done", locked & done), ("claimed", locked & ~done))
+            for mask, holder, _ in self._held_by(found, whose, consumers, how)
         ]
-        self.lockers = [
-            peer for peer in seen.members if peer.delivery == "latest" or (sender.history and peer.delivery)
-        ]
+        free = pending & ~locked & ~done  # done and not locked: its consumer died, the producer reuses the slot
+        for how, mask in (("waiting", free & ~claimed), ("abandoned", free & claimed)):
+            if mask.any():
+                used.append((mask, Holder(0, 0, how, True), attempts))
+        if free.any():
+            seen.waiting.add(found, free)
+        return used
 
-    def __call__(self, seq: int, slot: int) -> tuple[str, int, tuple[Holder, ...]] | None:
-        holders = []
-        for peer, start, row in self.rows:
-            word = row[slot]
-            if word == 2 * seq:
-                holders.append(Holder(peer.uid, peer.pid, "leased", peer.alive))
-            elif word < 2 * seq and start <= seq and not peer.leaving:
-                holders.append(Holder(peer.uid, peer.pid, "unread", peer.alive))
-        if self.lockers and self.sender.locks.held_by_other(seq):
-            holders += _lock_holders(self.sender.info, self.lockers, seq, "leased")
-        if holders:
-            state = "leased" if any(holder.how == "leased" for holder in holders) else "unread"
-            return state, 1, tuple(holders)
-        if seq > self.sender.published - self.sender.history:
-            return "history", 1, ()
-        return None
+    def _locked(self, seqs: _Words) -> _Mask:
+        """Which of these messages, newest first, are locked by any process. Few are, so ranges of them are tried."""
+        result = np.zeros(len(seqs), np.bool_)
+        todo = [(0, len(seqs))]
+        while todo:
+            begin, end = todo.pop()
+            if begin == end:
+                continue
+            first, last = int(seqs[end - 1]), int(seqs[begin])
+            if not self.sender.table.is_locked(first, last - first + 1):
+                continue
+            if begin + 1 == end:
+                result[begin] = True
+            else:
+                middle = (begin + end) // 2
+                todo += [(begin, middle), (middle, end)]
+        return result
 
-
-class _WorkQueue:
-    """State, attempt and holders of message `seq` in `slot` of a work queue's ring; None if it is no longer needed."""
-
-    def __init__(self, seen: _Look, sender: _Sender, shape: lay.RingShape, source: shm.Segment) -> None:
-        self.sender = sender
-        self.states = source.read(shape.state, 8 * shape.slots)
-        self.consumers = [peer for peer in seen.members if peer.role == "receiver"]
-
-    def __call__(self, seq: int, slot: int) -> tuple[str, int, tuple[Holder, ...]] | None:
-        words = self.states[8 * slot : 8 * slot + 4]
-        attempts = words[lay.ATTEMPT]
-        attempt = attempts & 0xFF if attempts >> 8 == seq else 0
-        if words[lay.RELEASED] == seq:
-            return None
-        done, locked = words[lay.DONE] == seq, self.sender.locks.held_by_other(seq)
-        if locked:
-            how = "done" if done else "claimed"
-            return how, attempt, tuple(_lock_holders(self.sender.info, self.consumers, seq, how))
-        if done:
-            return None  # its consumer died after finishing it: the producer reuses the slot when it needs it
-        return ("abandoned" if words[lay.CLAIMED] == seq else "waiting"), attempt, ()
+    def _held_by(self, found: _Messages, locked: _Mask, peers: list[MemberInfo], how: str) -> _Used:
+        """Who of the peers holds the locks on these messages, as far as `/proc/<pid>/fdinfo` may be read."""
+        masks: dict[Holder, _Mask] = {}
+        pids = sorted({(peer.pid, peer.host_pid) for peer in peers if peer.alive})
+        for number in np.flatnonzero(locked).tolist():
+            seq, holders = int(found.seq[number]), []
+            for pid, host_pid in pids:
+                if self.seen.processes.holds(host_pid, self.sender.table.info, seq):
+                    uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
+                    holders.append(Holder(uids[0] if len(uids) == 1 else 0, pid, how, True))
+            for holder in holders or [Holder(0, 0, how, True)]:
+                masks.setdefault(holder, np.zeros(len(found.seq), np.bool_))[number] = True
+        return [(mask, holder, None) for holder, mask in masks.items()]
 
 
-def _lock_holders(sequences: os.stat_result, peers: list[MemberView], byte: int, how: str) -> list[Holder]:
-    """The peers whose processes hold a lock on a byte of a file, as far as `/proc/<pid>/fdinfo` may be read."""
-    found = []
-    for pid in sorted({peer.pid for peer in peers if peer.alive}):
-        if byte in _locked_bytes(sequences, pid):
-            uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
-            found.append(Holder(uids[0] if len(uids) == 1 else 0, pid, how, True))
-    return found or [Holder(0, 0, how, True)]
+_Used = list[tuple[_Mask, Holder, "_Words | None"]]
+"""Of the messages of a ring: which a holder holds, and how often each was delivered."""
 
 
-def _locked_bytes(sequences: os.stat_result, pid: int) -> set[int]:
-    locked: set[int] = set()
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), sequences):
-                    with open(f"/proc/{pid}/fdinfo/{fd}") as lines:
-                        for parts in (line.split() for line in lines if line.startswith("lock:")):
-                            if parts[2] == "OFDLCK":
-                                locked.update(range(int(parts[-2]), min(int(parts[-1]), int(parts[-2]) + _CHUNK) + 1))
-    return locked
+@dataclass
+class _Messages:
+    """The published messages in some slots of a ring, newest first. One array for each of their properties."""
+
+    seq: Any
+    slot: Any
+    span: Any
+    nbytes: Any
+    age: Any
+    """Seconds."""
+
+    @classmethod
+    def read(cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None) -> _Messages:
+        """Those in the wanted slots; in all, if `wanted` is None."""
+        now = time.monotonic_ns()
+        if wanted is not None and len(wanted) <= _FEW:
+            words = [source.read_bytes(lay.HEADER + SIZE * slot, SIZE) for slot in wanted]
+            records, slots = np.frombuffer(b"".join(words), _RECORD), np.array(wanted)
+        else:
+            parts = []
+            for start in range(0, shape.slots, _CHUNK):
+                count = min(_CHUNK, shape.slots - start)
+                part = np.frombuffer(source.read_bytes(lay.HEADER + SIZE * start, SIZE * count), _RECORD)
+                parts.append(part if shape.slots <= _CHUNK else part[_FIELDS].copy())
+            records, slots = np.concatenate(parts) if len(parts) > 1 else parts[0], np.arange(shape.slots)
+            if wanted is not None:
+                records, slots = records[wanted], np.array(wanted)
+        seq = records["seq"]
+        chosen = np.flatnonzero((seq > 0) & (seq <= np.uint64(published)))
+        chosen = chosen[np.argsort(seq[chosen])[::-1]]
+        records, slots = records[chosen], slots[chosen]
+        span = np.minimum(np.maximum(records["span"].astype(np.int64), 1), shape.slots - slots)
+        if (span > 1).any():
+            covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
+            keep = []
+            for number, (first, length) in enumerate(zip(slots.tolist(), span.tolist(), strict=True)):
+                if not covered[first]:
+                    covered[first : first + length] = b"\1" * length
+                    keep.append(number)
+            records, slots, span = records[keep], slots[keep], span[keep]
+        nbytes = np.minimum(records["nbytes"], np.uint64(shape.slots * shape.slot_bytes)).astype(np.int64)
+        age = np.maximum(0.0, (now - records["sent"].astype(np.float64)) / 1e9)
+        return cls(records["seq"].astype(np.uint64), slots, span, nbytes, age)
+
+    def held(self, sender: int, ring: int, used: _Used) -> list[HeldMessage]:
+        """Each message that is held, newest first."""
+        holders: dict[int, list[Holder]] = {}
+        attempts: dict[int, int] = {}
+        for mask, holder, attempt in used:
+            for number in np.flatnonzero(mask).tolist():
+                holders.setdefault(number, []).append(holder)
+                attempts[number] = 1 if attempt is None else int(attempt[number])
+        return [
+            HeldMessage(
+                sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
+                float(self.age[at]), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
+            )
+            for at, by in sorted(holders.items())
+        ]  # fmt: skip
+
+
+NOBODY: Final = ("waiting", "abandoned", "history")
+"""`how` of messages that no member holds."""
+
+
+def _state(holders: list[Holder]) -> str:
+    hows = [holder.how for holder in holders]
+    return next((how for how in ("leased", "unread") if how in hows), hows[0])

@@ -117,7 +117,7 @@ def check_platform() -> None:
         )
 
 
-def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
+def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None], label: str = "") -> Member:
     """Become a member. `prepare(member)` makes its sequence table, semaphore or inbox before others can see it.
 
     If it fails or is interrupted, nothing is left. An exception that arrives after it has returned may keep the member
@@ -131,7 +131,7 @@ def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Memb
     cleanup.sweep_all(directory, skip=channel)
     held: list[LockFile] = []
     try:
-        while (member := _join(channel, kind, role, flags, directory, prepare, held)) is None:
+        while (member := _join(channel, kind, role, flags, directory, prepare, label, held)) is None:
             pass  # swept between opening and locking
         # crash: join.done
         return member
@@ -147,6 +147,7 @@ def _join(
     flags: int,
     directory: str,
     prepare: Callable[[Member], None],
+    label: str,
     held: list[LockFile],
 ) -> Member | None:
     name = control_name(channel)
@@ -162,7 +163,7 @@ def _join(
             # crash: join.locked
             control = _map(segment, locks, channel)
             _make_ready(control, kind, directory)
-            return _enter(control, directory, role, flags, prepare)
+            return _enter(control, directory, role, flags, prepare, label)
 
         return exclusively(locks, LOCK_TIMEOUT, f'channel "{channel}"', enter)
 
@@ -204,7 +205,9 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
     cleanup.reap(control, directory, None)
 
 
-def _enter(control: Control, directory: str, role: int, flags: int, prepare: Callable[[Member], None]) -> Member:
+def _enter(
+    control: Control, directory: str, role: int, flags: int, prepare: Callable[[Member], None], label: str
+) -> Member:
     index = next((index for index in range(control.capacity) if not control.owner(index)), None)
     if index is None:
         raise ResourceError(
@@ -223,6 +226,7 @@ def _enter(control: Control, directory: str, role: int, flags: int, prepare: Cal
     # crash: join.owned
     prepare(member)
     # crash: join.prepared
+    control.set_label(index, label)
     for word, value in (
         (ctl.M_ROLE, role), (ctl.M_FLAGS, flags), (ctl.M_PID, os.getpid()), (ctl.M_JOINED, time.time_ns()),
         (ctl.M_LEAVING, 0), (ctl.M_ASLEEP, 0), (ctl.M_UID, uid),

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ..channel import cleanup
 from ..channel.cleanup import Leftover
-from ..channel.inspect import ChannelView, view_of
+from ..channel.inspect import ChannelInfo, view_of
 from ..channel.names import socket_dir
 from ..options import format_bytes
 from .ls import user_name
@@ -44,12 +44,12 @@ def gc(
     _show(removed, stuck, left, dry_run)
 
 
-def _left(gone: set[str]) -> list[ChannelView]:
+def _left(gone: set[str]) -> list[ChannelInfo]:
     views = [view_of(name) for name in cleanup.channels()]
     return [view for view in views if set(view.files) - gone]
 
 
-def why(view: ChannelView) -> str:
+def why(view: ChannelInfo) -> str:
     """Why a channel was not removed."""
     if view.owner not in (os.geteuid(), -1):
         return f"belongs to user {user_name(view.owner)}"
@@ -61,7 +61,7 @@ def why(view: ChannelView) -> str:
     return view.notes[0] if view.notes else "it changed meanwhile: run gc again"
 
 
-def _show(removed: list[Leftover], stuck: list[Leftover], left: list[ChannelView], dry_run: bool) -> None:
+def _show(removed: list[Leftover], stuck: list[Leftover], left: list[ChannelInfo], dry_run: bool) -> None:
     out = console()
     verb = "would remove" if dry_run else "removed"
     for leftover in removed:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
 import time
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..channel import cleanup
 from ..channel.cleanup import Foreign, foreign
-from ..channel.inspect import ChannelView, HeldMessage, MemberView, view_of
+from ..channel.inspect import ChannelInfo, HeldMessage, Holding, Inspector, MemberInfo
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
@@ -39,8 +38,7 @@ def ls(
             check_channel(channel)
         except ShmTensorError as error:
             raise fail(str(error), 2) from None
-    views = [view_of(name) for name in cleanup.channels() if channel in (None, name)]
-    views = [view for view in views if view.files]
+    views = Inspector(messages=as_json).channels(None if channel is None else channel.__eq__)
     others = foreign(usable_socket_dir() if channel is None else None)
     if channel is not None:
         others = [it for it in others if (parse_file(os.path.basename(it.path)) or ("",))[0] == channel]
@@ -79,7 +77,7 @@ def foreign_dict(it: Foreign) -> dict[str, Any]:
     return {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
 
 
-def as_dict(view: ChannelView) -> dict[str, Any]:
+def as_dict(view: ChannelInfo) -> dict[str, Any]:
     """The JSON form of a channel; ages and times in seconds, sizes in bytes, uids as 16 hex digits."""
     return {
         "name": view.name,
@@ -88,24 +86,35 @@ def as_dict(view: ChannelView) -> dict[str, Any]:
         "bytes": view.nbytes,
         "files": list(view.files),
         "living": view.living if view.readable else None,
+        "depth": view.depth,
+        "oldest_unread": view.oldest_unread,
         "members": [_member_dict(member) for member in view.members],
+        "holdings": [holding_dict(holding) for holding in view.holdings],
         "messages": [_message_dict(message) for message in view.held],
         "notes": list(view.notes),
     }
 
 
-def _member_dict(member: MemberView) -> dict[str, Any]:
+def _member_dict(member: MemberInfo) -> dict[str, Any]:
     return {
         "uid": f"{member.uid:016x}",
         "index": member.index,
         "role": member.role,
         "delivery": member.delivery or None,
         "pid": member.pid,
+        "host_pid": member.host_pid or None,
+        "process": member.process or None,
+        "label": member.label or None,
         "alive": member.alive,
         "leaving": member.leaving,
         "asleep": member.asleep,
         "joined": member.joined,
         "published": member.published,
+        "newest_bytes": member.newest_bytes,
+        "newest_age": member.newest_age,
+        "received": member.received,
+        "unread": member.unread,
+        "oldest_unread": member.oldest_unread,
         "rings": [
             {
                 "index": ring.index, "slots": ring.slots, "slot_bytes": ring.slot_bytes, "bytes": ring.nbytes,
@@ -114,6 +123,19 @@ def _member_dict(member: MemberView) -> dict[str, Any]:
             for ring in member.rings
         ],
     }  # fmt: skip
+
+
+def holding_dict(it: Holding) -> dict[str, Any]:
+    """The JSON form of what a member holds."""
+    return {
+        "uid": f"{it.uid:016x}" if it.uid else None,
+        "pid": it.pid or None,
+        "alive": it.alive,
+        "how": it.how,
+        "messages": it.messages,
+        "bytes": it.nbytes,
+        "oldest": it.oldest,
+    }
 
 
 def _message_dict(message: HeldMessage) -> dict[str, Any]:
@@ -137,6 +159,7 @@ def _message_dict(message: HeldMessage) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@functools.cache
 def user_name(uid: int) -> str:
     """The name of a user id, or its number."""
     try:
@@ -145,7 +168,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def _show(out: Console, view: ChannelView) -> None:
+def _show(out: Console, view: ChannelInfo) -> None:
     dead = len(view.members) - view.living
     life = f"{view.living} alive" + (f", [red]{dead} gone[/]" if dead else "")
     if not view.readable:
@@ -155,7 +178,7 @@ def _show(out: Console, view: ChannelView) -> None:
         out.print(_members_table(view))
     if any(member.rings for member in view.members):
         out.print(_rings_table(view))
-    if view.held:
+    if view.holdings:
         out.print(_holders_table(view))
     for note in view.notes:
         out.print(f"  [yellow]note:[/] {escape(note)}")
@@ -163,7 +186,7 @@ def _show(out: Console, view: ChannelView) -> None:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 2), header_style="dim")
     for heading in headings:
         numeric = heading in (
             "pid", "ring", "slots", "used", "messages", "published", "bytes", "slot", "total", "payload", "oldest",
@@ -172,8 +195,8 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _members_table(view: ChannelView) -> Table:
-    table = _table("member", "delivery", "pid", "life", "published", "joined")
+def _members_table(view: ChannelInfo) -> Table:
+    table = _table("member", "delivery", "pid", "life", "published", "joined", "process")
     for member in view.members:
         life = ["alive" if member.alive else "closed" if member.role == "sender" and member.leaving else "[red]dead[/]"]
         if member.leaving:
@@ -183,12 +206,17 @@ def _members_table(view: ChannelView) -> Table:
         table.add_row(
             member.role, member.delivery, str(member.pid), ", ".join(life),
             str(member.published) if member.role == "sender" else "",
-            f"{seconds(max(0.0, time.time() - member.joined))} ago",
+            f"{seconds(max(0.0, time.time() - member.joined))} ago", escape(program(member)),
         )  # fmt: skip
     return table
 
 
-def _rings_table(view: ChannelView) -> Table:
+def program(member: MemberInfo) -> str:
+    """What a member's process runs, and what the member calls itself."""
+    return " ".join(filter(None, (member.process, member.label)))
+
+
+def _rings_table(view: ChannelInfo) -> Table:
     table = _table("ring", "of pid", "slots", "slot", "total", "used", "payload")
     for member in view.members:
         for ring in member.rings:
@@ -199,20 +227,6 @@ def _rings_table(view: ChannelView) -> Table:
     return table
 
 
-@dataclass
-class _Sum:
-    """The messages that one holder holds in one way."""
-
-    messages: int = 0
-    nbytes: int = 0
-    oldest: float = 0.0
-
-    def add(self, message: HeldMessage) -> None:
-        self.messages += 1
-        self.nbytes += message.nbytes
-        self.oldest = max(self.oldest, message.age)
-
-
 _WITHOUT_HOLDER = {
     "waiting": "none yet",
     "abandoned": "its consumer died or gave it back: waits for another",
@@ -220,17 +234,16 @@ _WITHOUT_HOLDER = {
 }
 
 
-def _holders_table(view: ChannelView) -> Table:
-    sums: dict[tuple[str, str], _Sum] = {}
-    for message in view.held:
-        if not message.holders:
-            sums.setdefault((_WITHOUT_HOLDER.get(message.state, ""), message.state), _Sum()).add(message)
-        for holder in message.holders:
-            who = f"pid {holder.pid}" if holder.pid else "a process out of sight"
-            if not holder.alive:
-                who += " [red](dead: freed when the sender needs it)[/]"
-            sums.setdefault((who, holder.how), _Sum()).add(message)
+def _holders_table(view: ChannelInfo) -> Table:
     table = _table("held by", "how", "messages", "bytes", "oldest")
-    for (who, how), total in sorted(sums.items()):
-        table.add_row(who, how, str(total.messages), format_bytes(total.nbytes), seconds(total.oldest))
+    for it in view.holdings:
+        table.add_row(holder_name(it), it.how, str(it.messages), format_bytes(it.nbytes), seconds(it.oldest))
     return table
+
+
+def holder_name(it: Holding) -> str:
+    """Who holds messages, in words, with markup."""
+    if it.how in _WITHOUT_HOLDER:
+        return _WITHOUT_HOLDER[it.how]
+    who = f"pid {it.pid}" if it.pid else "a process out of sight"
+    return who if it.alive else f"{who} [red](dead: freed when the sender needs it)[/]"

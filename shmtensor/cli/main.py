@@ -1,4 +1,4 @@
-"""The command line: `shmtensor ls`, `gc`, `doctor`, `demo`, `bench`, `serve`, `checkpoint`."""
+"""The command line: `shmtensor ls`, `top`, `hz`, `echo`, `metrics`, `gc`, `doctor`, `demo`, `serve`, `checkpoint`..."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from .bench import bench
 from .checkpoint import app as checkpoint
 from .demo.command import demo
 from .doctor import doctor
+from .echo import echo
 from .gc import gc
+from .hz import hz
 from .ls import ls
+from .metrics import metrics
 from .serve import serve
+from .top import top
 
 app = typer.Typer(
     name="shmtensor",
@@ -41,6 +45,10 @@ def _main(
 
 
 app.command()(ls)
+app.command()(top)
+app.command()(hz)
+app.command()(echo)
+app.command()(metrics)
 app.command()(gc)
 app.command()(doctor)
 app.command()(demo)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -29,6 +30,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def print_json_line(value: Any) -> None:
+    """Print JSON on one line, at once."""
+    print(json.dumps(value, separators=(",", ":")), flush=True)
+
+
 def fail(text: str, code: int = 1) -> typer.Exit:
     """Print an error on stderr; raise what this returns."""
     console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
@@ -51,6 +57,15 @@ def guarded(function: _F) -> _F:
     return run  # type: ignore[return-value]
 
 
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Within, Ctrl-C is the regular end: quiet, with exit code 0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
 def seconds(value: float) -> str:
     """A duration for people."""
     if value < 1:
@@ -60,6 +75,14 @@ def seconds(value: float) -> str:
     if value < 7200:
         return f"{value / 60:.0f} min"
     return f"{value / 3600:.0f} h" if value < 172800 else f"{value / 86400:.0f} days"
+
+
+def bytes_per_second(value: float) -> str:
+    """A rate of bytes for people, in decimal units."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if value >= size:
+            return f"{value / size:.{2 if value < 10 * size else 1 if value < 100 * size else 0}f} {unit}"
+    return f"{value:.0f} B/s"
 
 
 OK: Final = "ok"

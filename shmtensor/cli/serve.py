@@ -18,12 +18,29 @@ def serve(
         str,
         typer.Argument(
             metavar="MODULE:NAME",
-            help="The function that makes a reply's value of a request's value, or a class: each worker makes one, "
-            "which loads the model, and calls it. The module may lie in the current directory.",
+            help="The function that makes a reply's value of a request's value (and of a context, if it takes two), or "
+            "a class: each worker makes one, which loads the model, and calls it. The module may lie in the current "
+            "directory.",
         ),
     ],
     name: Annotated[str, typer.Option("--name", help="The service's name: what clients ask for.")],
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes.")] = 1,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            "--setup",
+            metavar="MODULE:NAME",
+            help="A function that each worker calls before it takes requests; what it returns is context.state.",
+        ),
+    ] = None,
+    teardown: Annotated[
+        str | None,
+        typer.Option(
+            "--teardown",
+            metavar="MODULE:NAME",
+            help="A function that each worker calls when it ends, with what --setup returned.",
+        ),
+    ] = None,
     max_batch: Annotated[
         int | None, typer.Option("--max-batch", min=1, help="Requests to stack into one call; default: one by one.")
     ] = None,
@@ -48,16 +65,19 @@ def serve(
 ) -> None:
     """Answer requests with worker processes; restart those that die.
 
-    SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. One line per
+    SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. SIGHUP replaces
+    the workers one by one, for new code or a new model: each new one is ready before the old one ends. One line per
     event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying or the handler cannot serve, 3 if
     workers had to be killed before they had finished.
 
     Example: shmtensor serve mymodel:predict --name model --workers 4 --max-batch 32
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    worker.check(handler)
+    for what, each in (("handler", handler), ("setup", setup), ("teardown", teardown)):
+        if each is not None:
+            worker.check(each, what)
     code = serve_forever(
-        handler, name=name, workers=workers, max_batch=max_batch, max_wait=max_wait, max_attempts=max_attempts,
-        max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
+        handler, name=name, workers=workers, setup=setup, teardown=teardown, max_batch=max_batch, max_wait=max_wait,
+        max_attempts=max_attempts, max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
     )  # fmt: skip
     raise typer.Exit(code)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..channel import control as ctl
-from ..errors import DependencyError, EndOfStream, ReleasedError
+from ..errors import ClosedError, DependencyError, EndOfStream, ReleasedError
 from .async_endpoint import AsyncEndpoint, clock, wait_queue_of
 from .base import BUSY, NOTHING, check_timeout
 from .message import Message
@@ -144,7 +144,8 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             self._ticks += due
             self._check_liveness()
             message = self._poll()
-            self._late += due and message is not None
+            if due and message is not None:
+                self._counters.add(ctl.C_LATE)
             if message is not None and self._prefetch is not None:
                 message = self._prefetch.push(message)
         if wait_queue is not None:
@@ -176,6 +177,10 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             return await self.arecv()
         except EndOfStream:
             raise StopAsyncIteration from None
+        except ClosedError:
+            if self._ends_iteration():
+                raise StopAsyncIteration from None
+            raise
 
     async def aclose(self) -> None:
         """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""

@@ -159,7 +159,7 @@ class AsyncSender(Sender, AsyncEndpoint):
             if place is not None:
                 return use(out, *place)
             if self._full == "drop":
-                self._dropped += 1
+                self._counters.add(ctl.C_DROPPED)
                 return None
             if self._full == "error" or timeout == 0:
                 raise RingFull(self._full_text(out.total))
@@ -176,7 +176,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         if self._wait_queue is None or self._wait_queue.is_empty or timeout == 0:
             found = self._try_send(attempt)
         if (found is NOTHING or found is BUSY) and timeout != 0:
-            self._waits += 1
+            self._counters.add(ctl.C_WAITS)
             wait = Wait(self._full_text)
             found = await wait_queue_of(self).attend(lambda: self._try_send(attempt), is_roomy, timeout)
         if found is NOTHING or found is BUSY:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from .. import native
 from ..channel import wakeup
+from ..channel.control import LABEL_MAX, Counters
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
 from ..memory import lifecycle, words
 
@@ -64,16 +65,15 @@ class AsleepWord:
     Args:
         words: the control segment's words.
         at: index of the word: odd while the endpoint sleeps.
+        counters: the endpoint's, which count how often a receiver slept.
     """
 
-    __slots__ = ("at", "has_late_doorbells", "number", "sleeps", "words")
+    __slots__ = ("at", "counters", "has_late_doorbells", "number", "words")
 
-    def __init__(self, words: memoryview, at: int) -> None:
-        self.words, self.at = words, at
+    def __init__(self, words: memoryview, at: int, counters: Counters) -> None:
+        self.words, self.at, self.counters = words, at, counters
         self.number = 0
         """What the word holds: another number for each sleep, so that one sleep is woken once by each peer."""
-        self.sleeps = 0
-        """How often a receiver slept, for `statistics()`."""
         self.has_late_doorbells = False
         """Whether doorbells for an earlier sleep of a receiver may still come."""
 
@@ -262,6 +262,20 @@ def check_timeout(timeout: Any) -> None:
         raise ArgumentTypeError(f"timeout is in seconds (int or float) or None, not {type(timeout).__name__}")
     if not timeout >= 0:
         raise ArgumentError(f"timeout must be 0 or more seconds, or None to wait for ever, not {timeout!r}")
+
+
+def check_label(label: str | None) -> str:
+    """The label of a member as it is stored: empty for None."""
+    if label is None:
+        return ""
+    if not isinstance(label, str):
+        raise ArgumentTypeError(f"label is a str, not {type(label).__name__}")
+    size = len(label.encode("utf-8", "surrogatepass"))
+    if not label.isprintable() or size > LABEL_MAX:
+        raise ArgumentError(
+            f"label={label!r} ({size} bytes of UTF-8): a label has printable characters, at most {LABEL_MAX} bytes"
+        )
+    return label
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

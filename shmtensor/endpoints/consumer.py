@@ -59,6 +59,7 @@ class Consumer(AsyncReceiver):
         max_attempts: a message that was delivered so often and never done is dropped and logged, so that one that
             kills its consumer cannot kill them all.
         spin: seconds that `recv` stays awake before it sleeps.
+        until, label: as for `Subscriber`.
         device, prefetch, pin: as for `Subscriber`. A message that is copied ahead is claimed, and counts as an
             attempt; if this consumer closes or dies before it was handed out, it goes to another.
 
@@ -80,6 +81,8 @@ class Consumer(AsyncReceiver):
         device: Any = None,
         prefetch: int = 0,
         pin: bool | Literal["auto"] = "auto",
+        until: Literal["drained", "closed"] = "drained",
+        label: str | None = None,
     ) -> None:
         Devices.check_prefetch(device, prefetch)
         check_choice("acknowledge", acknowledge, ("next", "release"))
@@ -91,7 +94,11 @@ class Consumer(AsyncReceiver):
             self._hands = _Hands(self._all_hands)
         self._scan_due, self._scan_wanted = 0.0, True
         self._siblings: dict[int, Peer] = {}
-        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
+        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label)
+
+    def wait_for_producers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until at least `count` living producers are there; `TimedOut` after `timeout` seconds."""
+        self._wait_for_senders(count, timeout, "producers")
 
     def _prepare(self, member: Member) -> None:
         self._bells = Doorbells(member.directory)

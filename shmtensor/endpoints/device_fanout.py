@@ -181,13 +181,12 @@ class DeviceReceiver(AsyncReceiver):
                 self._blame(reader, seq, str(error))
                 continue
             hold = block, found.description
-            message = DeviceMessage(value, meta, seq, found.nbytes, 1, missed, hold, lease, self)
+            message = DeviceMessage(
+                value, meta, seq, reader.sender, found.sent_ns, found.nbytes, 1, missed, hold, lease, self
+            )
             self._undelivered[message] = None  # no boundary between these: taken now, or not at all
             reader.position, reader.taking = seq, None
-            counts = self._counts
-            counts.missed += missed
-            counts.received += 1
-            counts.received_bytes += found.nbytes
+            reader.count(found.nbytes, missed=missed)
             return message
         return None
 

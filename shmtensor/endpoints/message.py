@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..codec.implementation import copy_value
 from ..codec.leaf import is_tensor, map_leaves
@@ -23,6 +24,17 @@ class _Itself(property):
     def __call__(self, message: Message) -> Message:
         """Called by `contextlib.ExitStack`, which gets `__enter__` from the class."""
         return message
+
+
+class SenderInfo(NamedTuple):
+    """Who sent a message: `Message.sender`. The same object for all messages of a sender that one receiver gets."""
+
+    id: str
+    """16 hexadecimal digits, another one for each `Publisher` and `Producer` that was ever made."""
+    name: str
+    """What the sender passed as `label=`; empty if it did not."""
+    pid: int
+    """Its process's number, in the process's own pid namespace."""
 
 
 class Message(Local, Received):
@@ -53,15 +65,36 @@ class Message(Local, Received):
     """What the sender passed as `meta=`, or None."""
     seq: int
     """The sender's sequence number of this message, from 1."""
+    sender: SenderInfo
+    """Who sent it."""
     nbytes: int
     """Payload bytes."""
     attempt: int
     """How often the message was delivered, this time included; above 1 only on a work queue, after a consumer died."""
     missed: int
     """With `delivery="latest"`: how many messages of this sender were passed over since the one before."""
+    _sent_ns: int
     _receiver: Receiver
     _lease: Any
     _hold: Any
+
+    @property
+    def sent_at(self) -> float:
+        """When it was sent, in seconds, on the scale of `time.time()`, by what that clock says now.
+
+        >>> import shmtensor, time
+        >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
+        ...     seq = pub.send(b"frame")
+        ...     msg = sub.recv(timeout=5)
+        >>> abs(time.time() - msg.sent_at) < 60, 0 <= time.monotonic() - msg.sent_monotonic < 60
+        (True, True)
+        """
+        return time.time() - time.monotonic() + self.sent_monotonic
+
+    @property
+    def sent_monotonic(self) -> float:
+        """When it was sent, in seconds, on the scale of `time.monotonic()`: for durations."""
+        return self._sent_ns * 1e-9
 
     def copy(self) -> Any:
         """A private, writable copy of the value, which does not keep the slot."""

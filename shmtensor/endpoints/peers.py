@@ -56,8 +56,7 @@ class Peers(Endpoint):
     _pool: Pool
     _rings: list[Ring]
     _writer: Any
-    _dropped: int
-    _waits: int
+    _counters: ctl.Counters
 
     @property
     @abstractmethod
@@ -224,7 +223,8 @@ class Peers(Endpoint):
         devices, writer = self._devices.statistics(self._rings), self._writer
         return SenderStatistics(
             sent=self._published, sent_bytes=writer.sent_bytes,
-            dropped=self._dropped, waits=self._waits, doorbells=self._rung + writer.notified,
+            dropped=self._counters[ctl.C_DROPPED], waits=self._counters[ctl.C_WAITS],
+            doorbells=self._rung + writer.notified,
             rings=len(self._rings), slots=self._pool.slots, slots_busy=writer.busy, ring_bytes=self._pool.nbytes,
             receivers=len(self._listeners), dead_receivers=self._deaths,
             **devices,

@@ -24,7 +24,7 @@ class Producer(AsyncSender):
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
-        slots, slot_bytes, full, max_bytes, pin: as for `Publisher`.
+        slots, slot_bytes, full, max_bytes, pin, label: as for `Publisher`.
 
     >>> import shmtensor, torch
     >>> tx, rx = shmtensor.Producer("doc"), shmtensor.Consumer("doc")
@@ -48,6 +48,7 @@ class Producer(AsyncSender):
         max_bytes: int | str | None = None,
         pin: bool | Literal["auto"] = "auto",
         device: None = None,
+        label: str | None = None,
     ) -> None:
         if device is not None:
             raise ArgumentError(
@@ -55,7 +56,9 @@ class Producer(AsyncSender):
                 "delivered again after its consumer, and what it had queued on the device, died: use a Publisher"
             )
         self._next_listener = 0
-        super().__init__(channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, pin=pin)
+        super().__init__(
+            channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, pin=pin, label=label
+        )
 
     def _finish(self, linger: float | None) -> None:
         try:

@@ -21,7 +21,7 @@ from ..ring.reader import ALL, Reader, Reception
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .base import Endpoint
-from .message import Message
+from .message import Message, SenderInfo
 from .traits import ReceiverTraits
 
 log = logging.getLogger("shmtensor")
@@ -34,7 +34,10 @@ class Producers(Endpoint):
     _control_words: memoryview
     _senders_before: int
     _mode = ALL
+    _depth = 1  # how many of the newest messages a newest-only receiver takes
     _max_attempts = 0  # how often a work queue's message is delivered
+    _waits_for_more = False
+    """Whether the end of all senders is no end of the stream: others may come."""
     _prefetch: Any = None  # a `Prefetch` if messages are received on a device
     _turns: dict[bytes, int]
     _direct: Any = None
@@ -144,6 +147,7 @@ class Producers(Endpoint):
                 waker.close()
             raise
         reader.gone = sequences.closed
+        reader.sender = SenderInfo(f"{entry.uid:016x}", control.label(entry), entry.pid)
         return reader
 
     def _mapped_rings(self) -> list[Ring]:
@@ -157,7 +161,7 @@ class Producers(Endpoint):
             mode=self._mode, decode=decode, codec=codec, message=Message, counts=self._counts,
             is_locked=self._mutex.locked, control=member.control.words, epoch_at=ctl.W_EPOCH, member=member.index,
             member_uid=member.uid, owner=member, readonly=not self._traits.maps_writable,
-            max_attempts=self._max_attempts,
+            max_attempts=self._max_attempts, depth=self._depth, shown_at=ctl.counters_word(member.index) + ctl.C_MISSED,
         )  # fmt: skip
 
     def _retire_drained(self) -> None:
@@ -181,7 +185,7 @@ class Producers(Endpoint):
         """Whether at least one sender has been there since this receiver joined, and all are gone and drained."""
         if any(reader.gone for reader in self._readers):
             self._retire_drained()
-        if self._readers or self._member.control.senders <= self._senders_before:
+        if self._readers or self._waits_for_more or self._member.control.senders <= self._senders_before:
             return False
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()

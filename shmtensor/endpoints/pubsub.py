@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..channel import control as ctl
 from ..channel.membership import Member
 from ..channel.names import ring_name, sequence_table_name
-from ..errors import WireError
+from ..errors import ArgumentError, WireError
 from ..memory.words import store
 from ..ring.layout import FAN_OUT, MAX_RINGS, MAX_SLOTS
 from ..ring.pool import SIZED
@@ -41,6 +41,7 @@ class Publisher(DeviceSender):
             subscribers get CUDA tensors that *are* the slots. See docs/guide/device-memory.md. None: host memory.
         pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
             `False`, never. Nothing is pinned before the first such copy. docs/guide/cuda.md
+        label: a name for people, such as `"left camera"`: in `Message.sender` and `shmtensor ls`. At most 64 bytes.
 
     >>> import shmtensor, torch
     >>> pub, sub = shmtensor.Publisher("doc"), shmtensor.Subscriber("doc")
@@ -64,6 +65,7 @@ class Publisher(DeviceSender):
         max_bytes: int | str | None = None,
         pin: bool | Literal["auto"] = "auto",
         device: Any = None,
+        label: str | None = None,
     ) -> None:
         if slots is not None:
             check_count("slots", slots, 1, MAX_SLOTS)
@@ -72,7 +74,14 @@ class Publisher(DeviceSender):
             slots = SIZED.least if slots is None else slots
             self._use_device(device, slots)
         super().__init__(
-            channel, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes, history=history, pin=pin
+            channel,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            full=full,
+            max_bytes=max_bytes,
+            history=history,
+            pin=pin,
+            label=label,
         )
 
     def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
@@ -102,13 +111,18 @@ class Subscriber(DeviceReceiver):
 
     Args:
         channel: the channel's name.
-        delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, always the
-            newest one, never holding anybody back (`msg.missed` counts what was passed over).
+        delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, the newest
+            ones, never holding anybody back (`msg.missed` counts what was passed over).
+        depth: with `delivery="latest"`: of how many of each publisher's newest messages the oldest comes next. They
+            come in order, as far as the publisher has not reused their slots: it keeps about as many as its ring
+            has slots.
+        until: `"drained"`, the stream ends when every publisher has left, and everything they sent is received;
+            `"closed"`, it goes on with the next publisher, and a loop over it ends when this subscriber is closed.
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
         device: (experimental) a CUDA device: values come with their tensors there, copied on a stream of the receiver's
             own and safe to use on the calling thread's current stream. They hold no slot.
         prefetch: with `device`: how many messages are copied ahead. Not with `delivery="latest"`.
-        pin: as for `Publisher`.
+        pin, label: as for `Publisher`.
 
     Its values are read-only: see `Message`.
     """
@@ -124,13 +138,24 @@ class Subscriber(DeviceReceiver):
         device: Any = None,
         prefetch: int = 0,
         pin: bool | Literal["auto"] = "auto",
+        depth: int = 1,
+        until: Literal["drained", "closed"] = "drained",
+        label: str | None = None,
     ) -> None:
         check_choice("delivery", delivery, ("all", "latest"))
+        check_count("depth", depth, 1, MAX_SLOTS)
         Devices.check_prefetch(device, prefetch, latest=delivery == "latest")
         self._latest = delivery == "latest"
+        if depth > 1 and not self._latest:
+            raise ArgumentError(f'depth={depth} goes with delivery="latest": every message is delivered otherwise')
+        self._depth = depth
         self._mode = LATEST if self._latest else ALL
         self._flags = ctl.LATEST if self._latest else 0
-        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin)
+        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label)
+
+    def wait_for_publishers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until at least `count` living publishers are there; `TimedOut` after `timeout` seconds."""
+        self._wait_for_senders(count, timeout, "publishers")
 
     def _prepare(self, member: Member) -> None:
         super()._prepare(member)

@@ -17,6 +17,7 @@ from ..channel.membership import Member
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
+    ClosedError,
     DependencyError,
     EndOfStream,
     ReleasedError,
@@ -37,6 +38,9 @@ from .base import (
     NOTHING,
     OPEN,
     AsleepWord,
+    check_choice,
+    check_count,
+    check_label,
     check_timeout,
     lingering,
     local_members,
@@ -57,8 +61,19 @@ class Receiver(Producers):
     """The message that each thread received last, on a work queue: asking for the next one acknowledges it."""
 
     def __init__(
-        self, channel: str, *, spin: float, device: Any = None, prefetch: int = 0, pin: bool | Literal["auto"] = "auto"
+        self,
+        channel: str,
+        *,
+        spin: float,
+        device: Any = None,
+        prefetch: int = 0,
+        pin: bool | Literal["auto"] = "auto",
+        until: Literal["drained", "closed"] = "drained",
+        label: str | None = None,
     ) -> None:
+        label = check_label(label)
+        check_choice("until", until, ("drained", "closed"))
+        self._waits_for_more = until == "closed"
         self._devices = Devices(self, pin)
         # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
         self._undelivered: dict[Message, Any] = {}
@@ -77,13 +92,14 @@ class Receiver(Producers):
         self._unread_doorbell: bytes | None = None
         self._turns: dict[bytes, int] = {}  # index of a reader in `_readers`, by the head of its sender's doorbells
         self._liveness_check_due = 0.0
-        self._abandoned = self._bad_doorbells = self._ticks = self._late = 0
+        self._abandoned = self._bad_doorbells = self._ticks = 0
         try:
             super().__init__()
-            membership.join(channel, self._traits.channel, ctl.RECEIVER, self._flags, self._prepare)
+            membership.join(channel, self._traits.channel, ctl.RECEIVER, self._flags, self._prepare, label)
             control, peers = self._member.control, self._member.peers()
             self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
-            self._asleep_word = AsleepWord(self._control_words, self._asleep)
+            self._counters = ctl.Counters(self._control_words, self._member.index)
+            self._asleep_word = AsleepWord(self._control_words, self._asleep, self._counters)
             self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
             self._wake_senders()
         except BaseException:
@@ -114,7 +130,8 @@ class Receiver(Producers):
 
         Raises:
             TimedOut: nothing came in time (also a `TimeoutError`).
-            EndOfStream: every sender has closed or died, and everything they sent is received.
+            EndOfStream: every sender has closed or died, and everything they sent is received. With `until="closed"`
+                it is never raised: the next sender is waited for.
             DependencyError: the next message has torch tensors, and torch is not installed here. Work queue: it stays
                 for a consumer that has torch, and this one raises as long as it is there. Fan-out: it is passed over.
             WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
@@ -191,6 +208,14 @@ class Receiver(Producers):
             return self.recv()
         except EndOfStream:
             raise StopIteration from None
+        except ClosedError:
+            if self._ends_iteration():
+                raise StopIteration from None
+            raise
+
+    def _ends_iteration(self) -> bool:
+        """Whether a `ClosedError` ends a loop over this receiver: with `until="closed"`, nothing else does."""
+        return self._waits_for_more and self._state != FORKED
 
     def _before_next(self) -> None:
         """Called at the beginning of each call for a message."""
@@ -272,6 +297,28 @@ class Receiver(Producers):
 
     # --- sleeping
 
+    def _wait_for_senders(self, count: int, timeout: float | None, what: str) -> None:
+        check_count("count", count, 0, ctl.CAPACITY)
+        check_timeout(timeout)
+        self._run(self._wait_inside, count, timeout, what)
+
+    def _wait_inside(self, count: int, timeout: float | None, what: str) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._state or self._stop:
+                self._refuse()
+            if time.monotonic() >= self._liveness_check_due:
+                self._check_liveness()
+            if self._control_words[ctl.W_EPOCH] != self._epoch:
+                self._refresh()
+            here = sum(not reader.gone for reader in self._readers)
+            if here >= count:
+                return
+            remaining = LIVENESS_INTERVAL if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimedOut(f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected')
+            self._inbox.pause(remaining)
+
     def _wait(self, timeout: float | None) -> Message:
         """Stay awake as long as that pays, then sleep: docs/internals/protocols.md, section 3."""
         check_timeout(timeout)
@@ -294,7 +341,8 @@ class Receiver(Producers):
             if message is None and not woken:
                 self._check_liveness()
                 message = self._poll()
-                self._late += message is not None
+                if message is not None:
+                    self._counters.add(ctl.C_LATE)
             if message is not None:
                 return message
 
@@ -348,7 +396,7 @@ class Receiver(Producers):
             for reader in self._readers:
                 if reader.words[L_PUBLISHED] > reader.position:
                     return True
-            word.sleeps += 1
+            word.counters.add(ctl.C_SLEEPS)
             data = self._inbox.wait(seconds)
         finally:
             word.number = (word.number | 1) + 1
@@ -524,8 +572,8 @@ class Receiver(Producers):
             received=counts.received - len(kept),
             received_bytes=counts.received_bytes - sum(message.nbytes for message in kept),
             missed=counts.missed, redelivered=counts.redelivered, abandoned=self._abandoned,
-            bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._asleep_word.sleeps,
-            ticks=self._ticks, late=self._late, senders=len(self._readers),
+            bad_records=self._bad_records, bad_doorbells=self._bad_doorbells, sleeps=self._counters[ctl.C_SLEEPS],
+            ticks=self._ticks, late=self._counters[ctl.C_LATE], senders=len(self._readers),
             behind=sum(max(0, reader.behind) for reader in self._readers), leases=self._leases(),
             **devices,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from ..ring.pool import Sizing
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from ..ring.writer import SlotRange
-from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_timeout
+from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_label, check_timeout
 from .devices import Devices, Sending
 from .implementation import make_writer
 from .loan import Loan
@@ -51,7 +51,9 @@ class Sender(Peers):
         max_bytes: int | str | None,
         history: int = 0,
         pin: bool | Literal["auto"] = "auto",
+        label: str | None = None,
     ) -> None:
+        label = check_label(label)
         self._devices = Devices(self, pin)
         self._sizing = self._traits.sizing
         if slots is not None:
@@ -61,13 +63,12 @@ class Sender(Peers):
         self._full = full
         self._slot_bytes = None if slot_bytes is None else round_slot(parse_bytes(slot_bytes, "slot_bytes"))
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
-        self._dropped = self._waits = 0
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._ending = False  # the process ends: a `close` that lingers in another thread gives up
         try:
             super().__init__()
-            membership.join(channel, self._traits.channel, ctl.SENDER, 0, self._prepare)
+            membership.join(channel, self._traits.channel, ctl.SENDER, 0, self._prepare, label)
             self._control_words = self._member.control.words
             self._bells = Doorbells(self._member.directory)
             if self._slot_bytes is not None:
@@ -104,7 +105,8 @@ class Sender(Peers):
         # crash: join.sequences
         self._sleeper = Sleeper(name, create=True)
         self._asleep = ctl.asleep_word(member.index)
-        self._asleep_word = AsleepWord(member.control.words, self._asleep)
+        self._counters = ctl.Counters(member.control.words, member.index)
+        self._asleep_word = AsleepWord(member.control.words, self._asleep, self._counters)
 
     @property
     def _published(self) -> int:
@@ -274,7 +276,7 @@ class Sender(Peers):
         if place is not None:
             return place
         if self._full == "drop":
-            self._dropped += 1
+            self._counters.add(ctl.C_DROPPED)
             return None
         if self._full == "error" or timeout == 0:
             raise RingFull(self._full_text(nbytes))
@@ -298,7 +300,7 @@ class Sender(Peers):
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> SlotRange:
         """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._waits += 1
+        self._counters.add(ctl.C_WAITS)
         wait = Wait(self._full_text)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)

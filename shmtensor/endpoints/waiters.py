@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..channel.control import C_SLEEPS
 from ..channel.inbox import PAUSE_S, Inbox
 from ..channel.membership import Member
 from ..channel.names import socket_path
@@ -67,7 +68,7 @@ class MessageWaiters(WaitQueue):
         if look():
             self._wake_up()
             return False
-        word.sleeps += 1
+        word.counters.add(C_SLEEPS)
         return True
 
     def _wake_up(self) -> None:

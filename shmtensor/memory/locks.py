@@ -24,6 +24,12 @@ _GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
 _BUSY = (errno.EAGAIN, errno.EACCES)
 
 
+def is_locked(fd: int, byte: int, length: int = 1) -> bool:
+    """Whether any description but that of `fd`, which may be read-only, holds a lock within `[byte, byte + length)`."""
+    answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
 class LockFile(Descriptor):
     """One open file description of a segment, used for locks only. Closing it drops every lock that it holds."""
 
@@ -45,11 +51,9 @@ class LockFile(Descriptor):
 
     def held_by_other(self, byte: int, length: int = 1) -> bool:
         """Whether any other description holds a lock within `[byte, byte + length)`."""
-        lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0)
         if self.fd < 0:
             raise ClosedError("this lock file is closed")
-        answer = fcntl.fcntl(self.fd, _GETLK, lock)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return is_locked(self.fd, byte, length)
 
     def wait_exclusive(self, byte: int, timeout: float, what: str) -> None:
         """Lock one byte, trying again for up to `timeout` seconds; `TimedOut` then.

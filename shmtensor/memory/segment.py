@@ -17,7 +17,7 @@ from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, shortage
 from .descriptors import Descriptor
-from .locks import LockFile
+from .locks import LockFile, is_locked
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
@@ -44,6 +44,7 @@ _KINDS: Final = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
 
 
@@ -203,10 +204,7 @@ class Segment(Descriptor):
 
     def read(self, start: int, count: int) -> memoryview:
         """Read `count` words from word `start` on, without mapping them. Raises `WireError` if there are fewer."""
-        data = os.pread(self.fd, 8 * count, 8 * start)
-        if len(data) != 8 * count:
-            raise WireError(f"segment {self.name} ends at byte {8 * start + len(data)}: it was cut or is damaged")
-        return memoryview(data).cast("Q")
+        return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
 
     def is_sparse(self) -> bool:
         """Whether pages of it were never reserved: touching such a page of a mapping may kill the process (SIGBUS)."""
@@ -258,9 +256,80 @@ def attach(name: str) -> Segment:
     return _open(name, 0)
 
 
-def look_at(name: str) -> Segment:
-    """Open an existing segment of any user for inspection, if the permissions allow it."""
-    return _open(name, 0)
+class Glance:
+    """A segment of any user, opened for reading alone. It is neither mapped nor locked."""
+
+    __slots__ = ("__weakref__", "_opened", "fd", "info", "name", "nbytes")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.fd = name, -1
+        self._opened: list[int] = []
+        lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
+        self._opened.extend(map(os.open, (SHM_DIR + name,), (_LOOK,)))  # one step: opened and recorded
+        self.fd = self._opened[0]
+        self.info = os.fstat(self.fd)
+        self.nbytes = self.info.st_size
+
+    def read(self, start: int, count: int) -> memoryview:
+        """Read `count` words from word `start` on. Raises `WireError` if there are fewer."""
+        return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
+
+    def read_into(self, words: memoryview) -> None:
+        """Read the first words into memory that is used again: 70 KB of new memory cost more than reading them."""
+        nbytes = os.preadv(self.fd, [words], 0)
+        if nbytes != words.nbytes:
+            raise WireError(f"segment {self.name} ends at byte {nbytes}: it was cut or is damaged")
+
+    def read_bytes(self, start: int, count: int) -> bytes:
+        """Read `count` bytes from byte `start` on. Raises `WireError` if there are fewer."""
+        data = os.pread(self.fd, count, start)
+        if len(data) != count:
+            raise WireError(f"segment {self.name} ends at byte {start + len(data)}: it was cut or is damaged")
+        return data
+
+    def is_locked(self, byte: int, length: int = 1) -> bool:
+        """Whether any process holds a lock within `[byte, byte + length)`."""
+        return is_locked(self.fd, byte, length)
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self.fd = -1
+        while self._opened:
+            os.close(self._opened.pop())
+
+    def __enter__(self) -> Glance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _words(segment: Segment | Glance, data: bytes, start: int, count: int) -> memoryview:
+    if len(data) != 8 * count:
+        raise WireError(f"segment {segment.name} ends at byte {8 * start + len(data)}: it was cut or is damaged")
+    return memoryview(data).cast("Q")
+
+
+def look_at(name: str, *, is_regular: bool = False) -> Glance:
+    """Open an existing segment of any user for inspection, if the permissions allow it.
+
+    `is_regular`: the caller has just found that it is a regular file.
+    """
+    if not is_regular:
+        _check_kind(name, missing_ok=True)
+    try:
+        segment = Glance(name)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
+    except OSError as error:
+        raise _not_opened(name, error) from None
+    if not stat.S_ISREG(segment.info.st_mode):
+        segment.close()
+        raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
+    return segment
 
 
 def unlink(name: str) -> None:
@@ -309,16 +378,20 @@ def _open(name: str, flags: int) -> Segment:
     except OSError as error:
         if error.errno == errno.EEXIST:
             raise name_taken(f"segment {name}", SHM_DIR + name) from None
-        if error.errno in (errno.EACCES, errno.EPERM):
-            kind = ResourceError if flags else Unreadable
-            raise kind(errno.EACCES, _denied(name)) from None
-        if error.errno in _NO_FILE:
-            raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment") from None
-        raise shortage.explain(error, f"cannot {'make' if flags else 'open'} segment {name}") from None
+        raise _not_opened(name, error, make=bool(flags)) from None
     if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
         segment.close()
         raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
     return segment
+
+
+def _not_opened(name: str, error: OSError, *, make: bool = False) -> Exception:
+    """The error that says why a segment cannot be opened."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return (ResourceError if make else Unreadable)(errno.EACCES, _denied(name))
+    if error.errno in _NO_FILE:
+        return WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
+    return shortage.explain(error, f"cannot {'make' if make else 'open'} segment {name}")
 
 
 def _check_kind(name: str, *, missing_ok: bool) -> None:

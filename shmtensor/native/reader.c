@@ -56,23 +56,25 @@ static PyType_Spec Counts_spec = {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *value, *meta, *hold, *lease, *receiver;
-    uint64_t seq, nbytes, attempt, missed;
+    PyObject *value, *meta, *sender, *hold, *lease, *receiver;
+    uint64_t seq, nbytes, attempt, missed, sent_ns;
 } Received;
 
 static int Received_init(Received *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"value", "meta", "seq", "nbytes", "attempt", "missed", "hold", "lease", "receiver", NULL};
-    PyObject *value, *meta, *hold, *lease, *receiver;
-    unsigned long long seq, nbytes, attempt, missed;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKKKOOO", names, &value, &meta, &seq, &nbytes, &attempt, &missed, &hold,
-                                     &lease, &receiver))
+    static char *names[] = {"value", "meta", "seq", "sender", "sent_ns", "nbytes", "attempt", "missed", "hold", "lease", "receiver", NULL};
+    PyObject *value, *meta, *sender, *hold, *lease, *receiver;
+    unsigned long long seq, sent_ns, nbytes, attempt, missed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKOKKKKOOO", names, &value, &meta, &seq, &sender, &sent_ns, &nbytes, &attempt,
+                                     &missed, &hold, &lease, &receiver))
         return -1;
     Py_XSETREF(self->value, Py_NewRef(value));
     Py_XSETREF(self->meta, Py_NewRef(meta));
+    Py_XSETREF(self->sender, Py_NewRef(sender));
     Py_XSETREF(self->hold, Py_NewRef(hold));
     Py_XSETREF(self->lease, Py_NewRef(lease));
     Py_XSETREF(self->receiver, Py_NewRef(receiver));
     self->seq = seq;
+    self->sent_ns = sent_ns;
     self->nbytes = nbytes;
     self->attempt = attempt;
     self->missed = missed;
@@ -83,6 +85,7 @@ static int Received_traverse(Received *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->value);
     Py_VISIT(self->meta);
+    Py_VISIT(self->sender);
     Py_VISIT(self->hold);
     Py_VISIT(self->lease);
     Py_VISIT(self->receiver);
@@ -92,6 +95,7 @@ static int Received_traverse(Received *self, visitproc visit, void *arg) {
 static int Received_clear(Received *self) {
     Py_CLEAR(self->value);
     Py_CLEAR(self->meta);
+    Py_CLEAR(self->sender);
     Py_CLEAR(self->hold);
     Py_CLEAR(self->lease);
     Py_CLEAR(self->receiver);
@@ -110,6 +114,8 @@ static PyMemberDef Received_members[] = {
     {"value", MEMBER_OBJECT, offsetof(Received, value), 0, "what was sent"},
     {"meta", MEMBER_OBJECT, offsetof(Received, meta), 0, "what the sender passed as `meta=`"},
     {"seq", MEMBER_U64, offsetof(Received, seq), 0, "the sender's sequence number"},
+    {"sender", MEMBER_OBJECT, offsetof(Received, sender), 0, "who sent it"},
+    {"_sent_ns", MEMBER_U64, offsetof(Received, sent_ns), 0, "when it was published, on CLOCK_MONOTONIC"},
     {"nbytes", MEMBER_U64, offsetof(Received, nbytes), 0, "payload bytes"},
     {"attempt", MEMBER_U64, offsetof(Received, attempt), 0, "how often it was delivered"},
     {"missed", MEMBER_U64, offsetof(Received, missed), 0, "how many were passed over before it"},
@@ -155,10 +161,12 @@ typedef struct {
     PyTypeObject *message_type, *lease_type;
     PyObject *wire_error, *dependency_error;
     PyObject *is_locked; /* of the receiver's mutex */
+    PyObject *sender;    /* of its messages */
     PyObject *events;    /* a list: events that `recv` has met, for `take` to return */
     const word **siblings; /* the `asleep` words of a work queue's other consumers */
     Py_ssize_t nsiblings;
     const word *epoch_at;
+    word *shown; /* where other processes see `counts.missed`, and `counts.redelivered` behind it; NULL: nowhere */
     uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
     char ready, closing, readonly, more;
@@ -350,19 +358,19 @@ static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)
 
 static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "dependency_error", "is_locked", "control", "table", "order", "mask",
-                            "lock_fd", "mode", "history", "member", "member_uid", "asleep_at", "epoch_at", "max_attempts",
+                            "lock_fd", "mode", "depth", "history", "member", "member_uid", "asleep_at", "epoch_at", "shown_at", "max_attempts",
                             "description_version", "readonly", NULL};
     PyObject *codec, *lease, *message, *counts, *wire_error, *dependency_error, *is_locked, *control, *table;
-    unsigned long long order, mask, history, member_uid, asleep_at, epoch_at;
+    unsigned long long order, mask, depth, history, member_uid, asleep_at, epoch_at, shown_at;
     unsigned int member, max_attempts;
     int lock_fd, mode, version, readonly;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOKKiiKIKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
-                                     &dependency_error, &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &history, &member,
-                                     &member_uid, &asleep_at, &epoch_at, &max_attempts, &version, &readonly))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOKKiiKKIKKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
+                                     &dependency_error, &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &depth, &history, &member,
+                                     &member_uid, &asleep_at, &epoch_at, &shown_at, &max_attempts, &version, &readonly))
         return -1;
     if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
         !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || Py_TYPE(codec)->tp_basicsize != sizeof(Codec) ||
-        mode < READER_ALL || mode > READER_COMPETING || member >= MOST_MEMBERS) {
+        mode < READER_ALL || mode > READER_COMPETING || !depth || member >= MOST_MEMBERS) {
         PyErr_SetString(PyExc_TypeError, "no parts of a reader, or it was made already");
         return -1;
     }
@@ -375,13 +383,15 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     self->dependency_error = Py_NewRef(dependency_error);
     self->is_locked = Py_NewRef(is_locked);
     if (get_words(control, &self->control) || get_words(table, &self->table)) return -1;
-    if (!has_word(&self->control, asleep_at) || !has_word(&self->control, epoch_at) || mask & (mask + 1) || mask > UINT32_MAX ||
+    if (!has_word(&self->control, asleep_at) || !has_word(&self->control, shown_at + 1) || shown_at == UINT64_MAX ||
+        !has_word(&self->control, epoch_at) || mask & (mask + 1) || mask > UINT32_MAX ||
         order > UINT32_MAX || !has_word(&self->table, order + mask) || !has_word(&self->table, T_MEMBERS + 2 * (uint64_t)member + 1)) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
     }
     self->f = (reader){
         .mode = (reader_mode)mode,
+        .depth = depth,
         .table = {self->table.buf, mask, order},
         .lock_fd = lock_fd,
         .history = history,
@@ -392,6 +402,7 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
         .description_version = (uint8_t)version,
     };
     self->epoch_at = (const word *)self->control.buf + epoch_at;
+    self->shown = shown_at ? (word *)self->control.buf + shown_at : NULL;
     self->readonly = (char)readonly;
     self->generation = forks;
     self->ready = 1;
@@ -429,6 +440,7 @@ static void Reader_dealloc(Reader *self) {
     Py_XDECREF(self->wire_error);
     Py_XDECREF(self->dependency_error);
     Py_XDECREF(self->is_locked);
+    Py_XDECREF(self->sender);
     Py_XDECREF(self->events);
     type->tp_free(self);
     Py_DECREF(type);
@@ -627,12 +639,19 @@ static int decode_twice(Reader *self, const taken *t, Lease *lease, PyObject **v
     return -1;
 }
 
-static void count(Reader *self, const taken *t, int is_readable) {
+static void count_missed(Reader *self, const taken *t) {
     self->counts->missed += t->missed;
+    if (t->missed && self->shown) store(self->shown, self->counts->missed);
+}
+
+static void count(Reader *self, const taken *t, int is_readable) {
+    count_missed(self, t);
     if (!is_readable) return;
     self->counts->received++;
     self->counts->received_bytes += t->head.nbytes;
-    self->counts->redelivered += t->attempt > 1;
+    if (t->attempt <= 1) return;
+    self->counts->redelivered++;
+    if (self->shown) store(self->shown + 1, self->counts->redelivered);
 }
 
 /* What to do with a message that was taken. */
@@ -648,6 +667,8 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
     if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
         message->value = value;
         message->meta = meta;
+        message->sender = Py_XNewRef(self->sender);
+        message->sent_ns = t->sent_ns;
         message->hold = Py_NewRef(Py_None);
         message->lease = Py_NewRef((PyObject *)lease);
         message->receiver = Py_NewRef(sink->receiver);
@@ -762,7 +783,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
         result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
                                                                             : reader_scan(&self->f, &t);
         if (result != TAKE_RETRY) break;
-        self->counts->missed += t.missed;
+        count_missed(self, &t);
     }
     if (result == TAKE_TAKEN) {
         begin_lease(lease, &t);
@@ -929,6 +950,7 @@ static PyMethodDef Reader_methods[] = {
 
 static PyMemberDef Reader_members[] = {
     {"closing", MEMBER_BOOL, offsetof(Reader, closing), 0, "whether this receiver reads no more"},
+    {"sender", MEMBER_OBJECT, offsetof(Reader, sender), 0, "the `sender` of its messages"},
     {"more", MEMBER_BOOL, offsetof(Reader, more), 0, "work queue: whether `recv` left something while another consumer slept"},
     {"epoch", MEMBER_U64, offsetof(Reader, epoch), 0, "the members that the receiver knows of"},
     {"_posted", MEMBER_U64, offsetof(Reader, posted), 0, "the sleep that the sender was woken in last"},

@@ -74,13 +74,12 @@ class BroadcastReader(ReferenceReader):
                 return PASSED_OVER, seq, str(error)  # the array dies here, and the slot is given back
             except DependencyError as error:
                 value, meta = None, DependencyError(str(error))  # the frames of that one refer to the array
-            message = reception.message(value, meta, seq, found.nbytes, 1, missed, array, lease, receiver)
+            message = reception.message(
+                value, meta, seq, self.sender, found.sent_ns, found.nbytes, 1, missed, array, lease, receiver
+            )
             undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
             self.position, self.taking = seq, None
-            reception.counts.missed += missed
-            if meta.__class__ is not DependencyError:
-                reception.counts.received += 1
-                reception.counts.received_bytes += found.nbytes
+            self.count(found.nbytes, missed=missed, is_readable=meta.__class__ is not DependencyError)
             # crash: take.delivered
             return message
         return None
@@ -174,11 +173,15 @@ class BroadcastReader(ReferenceReader):
 
 
 class LatestReader(BroadcastReader):
-    """Takes the newest message, under a shared lock. It is no recipient: the publisher never waits for it."""
+    """Takes the newest messages, under shared locks. It is no recipient: the publisher never waits for it."""
 
-    __slots__ = ()
+    __slots__ = ("lost",)
 
     counted = False
+
+    def __init__(self, *args: Any) -> None:
+        self.lost = 0  # the newest message that the publisher took back before it was taken
+        super().__init__(*args)
 
     def next(self) -> int:
         published = self.newest()
@@ -189,12 +192,13 @@ class LatestReader(BroadcastReader):
         if published < self.start and not self.sequences.history:
             self.position = published  # the publisher reuses their slots without trying the lock
             return 0
-        return published
+        lost = self.lost if self.lost < published else 0
+        return max(self.position, published - self.reception.depth, lost) + 1
 
     def pass_by(self, seq: int) -> None:
-        self.taking = None
+        self.taking, self.lost = None, seq
         if self.words[L_PUBLISHED] == seq:  # and nothing newer is published
-            self.reception.counts.missed += seq - self.position
+            self.count(0, missed=seq - self.position, is_readable=False)
             self.position = seq
 
     def lease(self, array: Any, found: Found, seq: int) -> Lease | None:

@@ -109,12 +109,12 @@ class CompetingReader(ReferenceReader):
         except DependencyError as error:
             self.abandon()  # if it is interrupted, the caller repeats it
             return UNREADABLE, seq, str(error)
-        message = reception.message(value, meta, seq, found.nbytes, attempt, 0, array, claim, receiver)
+        message = reception.message(
+            value, meta, seq, self.sender, found.sent_ns, found.nbytes, attempt, 0, array, claim, receiver
+        )
         undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
         self.taking = None
-        reception.counts.redelivered += attempt > 1
-        reception.counts.received += 1
-        reception.counts.received_bytes += found.nbytes
+        self.count(found.nbytes, redelivered=attempt > 1)
         # crash: take.delivered
         return message
 

@@ -30,9 +30,10 @@ class CompiledReader(_Base, Reader):  # type: ignore[misc]
             codec=reception.codec, lease=native.module.Lease, message=reception.message, counts=reception.counts,
             wire_error=WireError, dependency_error=DependencyError, is_locked=reception.is_locked,
             control=reception.control, table=sequences.words, order=self.order, mask=self.mask,
-            lock_fd=sequences.locks.fd, mode=reception.mode, history=sequences.history, member=reception.member,
-            member_uid=reception.member_uid, asleep_at=self._asleep, epoch_at=reception.epoch_at,
-            max_attempts=reception.max_attempts, description_version=spec.VERSION, readonly=reception.readonly,
+            lock_fd=sequences.locks.fd, mode=reception.mode, depth=reception.depth, history=sequences.history,
+            member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
+            epoch_at=reception.epoch_at, shown_at=reception.shown_at, max_attempts=reception.max_attempts,
+            description_version=spec.VERSION, readonly=reception.readonly,
         )  # fmt: skip
         if reception.mode == COMPETING:
             self._begin_queue()

@@ -17,7 +17,7 @@ from ..errors import WireError
 from ..memory import lifecycle
 from ..memory.fifos import SenderWaker
 from ..memory.semaphores import is_woken_by
-from ..memory.words import WEAKLY_ORDERED, acquire_fence
+from ..memory.words import WEAKLY_ORDERED, acquire_fence, store
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .layout import (
@@ -36,7 +36,7 @@ from .ring import Ring
 from .sequence_table import SequenceTable
 
 ALL, LATEST, COMPETING = range(3)
-"""Modes: a receiver takes every message; the newest one; each one that no other consumer has."""
+"""Modes: a receiver takes every message; the newest ones; each one that no other consumer has."""
 
 ATTACH, OTHER, PASSED_OVER, GIVEN_UP, UNREADABLE = range(1, 6)
 """Events, each (code, sequence number, detail): what `take` returns if something else has to be done first.
@@ -64,12 +64,16 @@ class Reception(NamedTuple):
     is_locked: Any = None
     """() -> whether a thread holds the receiver's mutex."""
     epoch_at: int = 0
+    shown_at: int = 0
+    """Where in `control` other processes see `counts.missed`, and `counts.redelivered` behind it. 0: nowhere."""
     member: int = 0
     member_uid: int = 0
     owner: object = None
     """Kept alive by the readers: it holds the receiver's life lock."""
     readonly: bool = True
     max_attempts: int = 0
+    depth: int = 1
+    """Of mode `LATEST`: how many of the newest messages it takes."""
 
 
 class Reader(ABC):
@@ -88,6 +92,8 @@ class Reader(ABC):
     """Whether there is a `recv`: `take` for a caller without the receiver's mutex."""
 
     rings: list[Ring]
+    sender: Any
+    """The `sender` of its messages; the endpoint sets it."""
     position: int
     """The newest message that was taken or skipped."""
     closing: bool
@@ -278,6 +284,8 @@ class Found(NamedTuple):
     slot: int
     description: bytes
     nbytes: int
+    sent_ns: int
+    """When it was published, on CLOCK_MONOTONIC."""
 
     @property
     def offset(self) -> int:
@@ -297,7 +305,18 @@ with its dropped receiver, it would clear the weak references and close the lock
 class ReferenceReader(Reader):
     """The reference. Subclasses implement how a message is taken and given back."""
 
-    __slots__ = (*Reader.SLOTS, "_posted", "closing", "epoch", "known", "leases", "more", "position", "taking")
+    __slots__ = (
+        *Reader.SLOTS,
+        "_posted",
+        "closing",
+        "epoch",
+        "known",
+        "leases",
+        "more",
+        "position",
+        "sender",
+        "taking",
+    )
 
     leases: dict[int, Lease]
     """By sequence number."""
@@ -308,7 +327,7 @@ class ReferenceReader(Reader):
 
     def __init__(self, *args: Any) -> None:
         self.leases, self.known, self.taking, self.closing, self.position = {}, False, None, False, 0
-        self.epoch, self.more, self._posted = 0, False, 0
+        self.epoch, self.more, self._posted, self.sender = 0, False, 0, None
         self._set_up(*args)
 
     @property
@@ -318,6 +337,22 @@ class ReferenceReader(Reader):
     def drop_in_child(self) -> None:
         self.leases.clear()
         held.discard(self)
+
+    def count(self, nbytes: int, *, missed: int = 0, redelivered: bool = False, is_readable: bool = True) -> None:
+        """Count a message that was taken."""
+        reception = self.reception
+        counts, shown = reception.counts, reception.shown_at
+        if missed:
+            counts.missed += missed
+            if shown:
+                store(reception.control, shown, counts.missed)
+        if redelivered:
+            counts.redelivered += 1
+            if shown:
+                store(reception.control, shown + 1, counts.redelivered)
+        if is_readable:
+            counts.received += 1
+            counts.received_bytes += nbytes
 
     # --- records
 
@@ -351,6 +386,7 @@ class ReferenceReader(Reader):
         head = unpack_constant(raw)
         device = ring.device
         version, flags, _, _, _, length, _, nbytes = head
+        sent_ns = ring.words[R_RECORDS + slot * RECORD_WORDS + 1]
         if not self.known:
             check_version("its first record", version, record.VERSION)
         check_head(head, ring.index, slot, ring.slots, ring.slot_bytes + (device is not None) * DEVICE_SLOT)
@@ -358,11 +394,11 @@ class ReferenceReader(Reader):
             raise WireError(f"message of {nbytes} bytes in {head[4]} device slots of {ring.slot_bytes} bytes")
         if not flags & SPILLED:
             at = INLINE_OFFSET - CONSTANT_OFFSET
-            return Found(ring, slot, raw[at : at + length], nbytes)
+            return Found(ring, slot, raw[at : at + length], nbytes, sent_ns)
         if device is not None:
-            return Found(ring, slot, device.text(slot, length), nbytes)
+            return Found(ring, slot, device.text(slot, length), nbytes, sent_ns)
         at = slot * ring.slot_bytes + padded(nbytes)
-        return Found(ring, slot, bytes(ring.buffer[at : at + length]), nbytes)
+        return Found(ring, slot, bytes(ring.buffer[at : at + length]), nbytes, sent_ns)
 
     def holds(self, ring: Ring, slot: int, seq: int) -> bool:
         """Whether a slot still holds message `seq`."""
@@ -434,18 +470,21 @@ class ReferenceReader(Reader):
 class Received:
     """The base of messages."""
 
-    __slots__ = ("_hold", "_lease", "_receiver", "attempt", "meta", "missed", "nbytes", "seq", "value")
+    __slots__ = (
+        "_hold", "_lease", "_receiver", "_sent_ns", "attempt", "meta", "missed", "nbytes", "sender", "seq", "value",
+    )  # fmt: skip
 
     def __init__(
-        self, value: Any, meta: Any, seq: int, nbytes: int, attempt: int, missed: int, hold: Any, lease: Any,
-        receiver: Any,
+        self, value: Any, meta: Any, seq: int, sender: Any, sent_ns: int, nbytes: int, attempt: int, missed: int,
+        hold: Any, lease: Any, receiver: Any,
     ) -> None:  # fmt: skip
         self.value, self.meta, self.seq, self.nbytes = value, meta, seq, nbytes
+        self.sender, self._sent_ns = sender, sent_ns
         self.attempt, self.missed, self._hold, self._lease, self._receiver = attempt, missed, hold, lease, receiver
 
 
 class Counts:
-    """A receiver's counters."""
+    """A receiver's counters: of messages."""
 
     __slots__ = ("missed", "received", "received_bytes", "redelivered")
 

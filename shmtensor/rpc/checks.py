@@ -28,8 +28,11 @@ def check_options(
         parse_bytes(max_bytes, "max_bytes")
 
 
-def check_handler(handler: Any, what: str = "the handler") -> None:
-    """Raise `ArgumentTypeError` unless `handler` is a plain callable or a class of such."""
+def check_handler(handler: Any, what: str = "the handler", arguments: int = 1) -> None:
+    """Raise `ArgumentTypeError` unless `handler` is a plain callable or a class of such.
+
+    `arguments`: how many it may need, at most.
+    """
     if isinstance(handler, type):
         call = next((vars(base)["__call__"] for base in handler.__mro__ if "__call__" in vars(base)), None)
         if call is None:
@@ -43,3 +46,34 @@ def check_handler(handler: Any, what: str = "the handler") -> None:
             f"{what} is an async function, and servers call plain ones: wrap it in a function that returns "
             "asyncio.run(handler(value))"
         )
+    needed = sum(each.default is each.empty for each in _positional(call)) - isinstance(handler, type)  # `self`
+    if needed > arguments > 1:
+        raise ArgumentTypeError(
+            f"{what} needs {needed} arguments, and workers pass the value, and the context to one that takes two: give "
+            "the others defaults, or bind them with functools.partial"
+        )
+
+
+def takes_context(handler: Any) -> bool:
+    """Whether a handler takes a second argument: one without a default, or called `context`."""
+    positional = _positional(handler)
+    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "context")
+
+
+def takes_argument(function: Any) -> bool:
+    """Whether a function takes a first argument that has no default."""
+    positional = _positional(function)
+    return bool(positional) and positional[0].default is inspect.Parameter.empty
+
+
+def _positional(function: Any) -> list[inspect.Parameter]:
+    """The positional parameters of a function. Of a decorator's `*args`, those of the function that it wraps."""
+    try:
+        found = inspect.signature(function, follow_wrapped=False)
+        if any(each.kind is each.VAR_POSITIONAL for each in found.parameters.values()):
+            found = inspect.signature(function)
+    except (TypeError, ValueError):  # of a C function that does not say
+        return []
+    return [
+        each for each in found.parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]

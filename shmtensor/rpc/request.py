@@ -65,7 +65,7 @@ class Request(Local):
     @property
     def cancelled(self) -> bool:
         """Whether the reply is no longer needed: the client cancelled the request, closed or died."""
-        return self._record.is_cancelled
+        return self._taken.is_cancelled(self._record)
 
     @property
     def expired(self) -> bool:

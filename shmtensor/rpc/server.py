@@ -257,24 +257,43 @@ class Server(Local):
                 self._give_back()
                 raise
 
-    def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> None:
-        """Answer one request or batch with what the handler returns, or with the error that it raises."""
-        self._answer(request, handler, [])
+    def run_each(self, answer: Callable[[Any], object]) -> None:
+        """As `run`, but give each `Request` or `Batch` itself to `answer(request)`, which answers it.
 
-    def _answer(self, request: Request | Batch, handler: Callable[[Any], Any], begun: list[bool]) -> None:
+        One that it leaves unanswered is dropped, with an error for its client. Whatever it raises ends `run_each`; the
+        request is delivered again, to this or another server.
+        """
+        for request in self:
+            try:
+                answer(request)
+            except BaseException:
+                self._unfinished.append(request)  # the first call
+                self._give_back()
+                raise
+
+    def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> str | None:
+        """Answer one request or batch with what the handler returns, or with the error that it raises.
+
+        Returns the error's type and text; None if there was none.
+        """
+        return self._answer(request, handler, [])
+
+    def _answer(self, request: Request | Batch, handler: Callable[[Any], Any], begun: list[bool]) -> str | None:
         try:
             value = request.value
             begun[:] = (True,)
             request.reply(handler(value))
+            return None
         except Exception as error:
             if self._intake.closed and isinstance(error, (ClosedError, ReleasedError)):  # another server gets it
-                return
+                return None
             text = describe(error)  # a log record with the error itself would keep the request's slot
             log.warning(
                 'service "%s": the handler raised %s\n%s', self.name, type(error).__name__, text["traceback"].rstrip()
             )
             with contextlib.suppress(ClosedError):
                 request.fail(error)
+            return f"{text['type']}: {text['text']}" if text["text"] else text["type"]
 
     def _give_back(self) -> None:
         """Leave requests whose handlers were interrupted to other servers, as if this one had died with them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..channel import control as ctl
 from ..endpoints.consumer import Consumer
 from ..endpoints.pubsub import Publisher
 from ..endpoints.spinning import Spin
 from ..endpoints.traits import ReceiverTraits, SenderTraits
+from ..errors import ClosedError
 from ..options import format_bytes
 from ..ring.layout import FAN_OUT, SERVICE, WORK_QUEUE
 from ..ring.pool import Sizing
@@ -73,6 +75,18 @@ class Intake(ServiceEndpoint, Consumer):
             if any(ring.words is words for ring in reader.rings):
                 return reader  # type: ignore[no-any-return]
         raise LookupError("a request of an unknown client")
+
+    def has_left(self, reader: Reader) -> bool:
+        """Whether a client has left or died. Asks the kernel: while a handler runs, no call checks who lives."""
+        if reader.gone or reader.sequences.closed:
+            return True
+        if self._state:
+            return False
+        control = self._member.control
+        try:
+            return control.words[ctl.base(reader.index)] != reader.uid or not control.is_alive(reader.index)
+        except ClosedError:  # by another thread
+            return False
 
     def clients(self) -> dict[int, bool]:
         """The uids of the clients that are attached, and whether each has left."""

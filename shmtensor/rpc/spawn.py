@@ -88,19 +88,19 @@ def process_class(chosen: Any) -> Any:
     return SpawnedProcess if plain and chosen.get_start_method() == "spawn" else chosen.Process
 
 
-def check_picklable(handler: Callable[..., Any]) -> None:
-    """Raise `ArgumentError` unless the handler can be pickled and unpickled by a worker that is not a fork."""
+def check_picklable(handler: Callable[..., Any], what: str = "handler") -> None:
+    """Raise `ArgumentError` unless a function can be pickled and unpickled by a worker that is not a fork."""
     names = _MainNames(io.BytesIO())
     try:
         names.dump(handler)
     except Exception as error:
         raise ArgumentError(
-            f"the handler cannot be sent to a worker ({type(error).__name__}: {error}): define it at the top of a "
+            f"the {what} cannot be sent to a worker ({type(error).__name__}: {error}): define it at the top of a "
             'module, pass its name as "module:name", or mp_context="fork"'
         ) from None
     if names.found and not _can_import_main():
         raise ArgumentError(
-            f"the handler needs {names.found[0]} of __main__, which workers cannot import: it is a notebook, an "
+            f"the {what} needs {names.found[0]} of __main__, which workers cannot import: it is a notebook, an "
             "interactive interpreter, python -c or standard input. Put it into a module, and pass that module's "
             'function or its name as "module:name", or pass mp_context="fork"'
         )

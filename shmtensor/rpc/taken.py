@@ -37,7 +37,7 @@ class TakenRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """See `Request.cancelled`."""
+        """Whether the reply is no longer needed, as far as the words say."""
         if self.source.reader.gone:
             return True
         note = self.words[self.at + NOTE]
@@ -135,7 +135,7 @@ class TakenRequests:
         """Whether the reply to a request that has waited for its batch is still wanted. Else finish it."""
         if request.answered:
             return False
-        if request.cancelled:
+        if record_of(request).is_cancelled:
             self.cancelled += 1
         elif request.expired:
             self.expired += 1
@@ -143,6 +143,10 @@ class TakenRequests:
             return True
         self.finish(record_of(request))
         return False
+
+    def is_cancelled(self, record: TakenRequest) -> bool:
+        """See `Request.cancelled`."""
+        return record.is_cancelled or (not record.is_released and self.intake.has_left(record.source.reader))
 
     # --- answering
 

@@ -14,8 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.channel import cleanup
-from shmtensor.channel import inspect as look_inside
 from shmtensor.cli import doctor, machine
 from shmtensor.cli.main import app
 from shmtensor.cli.output import FAIL, Finding
@@ -262,7 +260,7 @@ def test_ls_while_a_segment_is_cut(channel, monkeypatch):
             calls.append(size)
             return real(fd, size, offset)[: size // 2 if len(calls) > intact[0] else size]
 
-        monkeypatch.setattr(look_inside.os, "pread", short)
+        monkeypatch.setattr(shm.os, "pread", short)
         for number in range(8):
             calls.clear()
             intact[0] = number
@@ -272,7 +270,7 @@ def test_ls_while_a_segment_is_cut(channel, monkeypatch):
 def test_other_users_segments(channel, monkeypatch):
     with shmtensor.Publisher(channel) as pub:
 
-        def denied(name: str) -> shm.Segment:
+        def denied(name: str, **_: bool) -> shm.Glance:
             raise ResourceError(13, f"segment {name} belongs to user 4242, you are user 1: use another channel name")
 
         monkeypatch.setattr(shm, "look_at", denied)
@@ -336,5 +334,5 @@ def test_interrupt(monkeypatch):
     def interrupted() -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cleanup, "channels", interrupted)
+    monkeypatch.setattr(shm, "listing", interrupted)
     cli("ls", code=130)

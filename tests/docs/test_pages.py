@@ -19,6 +19,7 @@ import torch
 import typer
 
 import shmtensor
+import shmtensor.metrics
 from shmtensor import options as sizes
 from shmtensor.codec.implementation import decode, encode
 from shmtensor.endpoints.base import Endpoint
@@ -85,7 +86,12 @@ PUBLIC = [getattr(shmtensor, name) for name in shmtensor.__all__ if inspect.iscl
 
 def examples() -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for item in (*PUBLIC, shmtensor, sizes) for test in finder.find(item) if test.examples]
+    found = [
+        test
+        for item in (*PUBLIC, shmtensor.inspect, shmtensor.metrics.collector, shmtensor, sizes)
+        for test in finder.find(item)
+        if test.examples
+    ]
     return list({test.name: test for test in found}.values())
 
 
@@ -111,10 +117,10 @@ def test_public_classes_have_an_example(name):
     ("name", "shown"),
     [
         ("Publisher", "aclose aloan asend close closed loan name send statistics wait_for_subscribers"),
-        ("Subscriber", "aclose arecv close closed name recv statistics unread"),
+        ("Subscriber", "aclose arecv close closed name recv statistics unread wait_for_publishers"),
         ("Producer", "aclose aloan asend close closed loan name send statistics wait_for_consumers"),
-        ("Consumer", "aclose arecv close closed name recv statistics unread"),
-        ("Message", "attempt copy meta missed nbytes release seq to value"),
+        ("Consumer", "aclose arecv close closed name recv statistics unread wait_for_producers"),
+        ("Message", "attempt copy meta missed nbytes release sender sent_at sent_monotonic seq to value"),
     ],
 )
 def test_users_see_what_they_need(name, shown):

@@ -239,6 +239,96 @@ def test_latest_never_holds_a_publisher_back_and_counts_what_it_missed(channel):
         assert sub.statistics().missed == 98
 
 
+def test_the_newest_few_come_in_order(channel):
+    with (
+        Publisher(channel, slots=8, full="error") as pub,
+        Subscriber(channel, delivery="latest", depth=3) as sub,
+        Subscriber(channel, delivery="latest") as newest,
+    ):
+        for number in range(100):
+            pub.send(np.array(number))
+        got = [sub.recv(timeout=PATIENCE) for _ in range(3)]
+        assert [(int(msg.value), msg.missed) for msg in got] == [(97, 97), (98, 0), (99, 0)]
+        assert int(newest.recv(timeout=PATIENCE).value) == 99
+        with pytest.raises(shmtensor.TimedOut):
+            sub.recv(timeout=0)
+        pub.send(np.array(100))  # the three are leased
+        pub.send(np.array(101))
+        assert [int(sub.recv(timeout=PATIENCE).value) for _ in range(2)] == [100, 101]
+        assert [int(msg.value) for msg in got] == [97, 98, 99]
+        assert sub.statistics().missed == 97
+        assert sub.statistics().behind == 0
+
+
+def test_of_the_newest_few_those_that_are_left_come(channel):
+    """A ring of four slots, two of them leased by another: at most two of the newest ten are there."""
+    with (
+        Publisher(channel, slots=4, full="error") as pub,
+        Subscriber(channel, delivery="latest", depth=10) as sub,
+        Subscriber(channel, delivery="latest") as other,
+    ):
+        held = []
+        for number in range(2):
+            pub.send(np.array(number))
+            held.append(other.recv(timeout=PATIENCE))
+        for number in range(2, 50):
+            pub.send(np.array(number))
+        got = []
+        with pytest.raises(shmtensor.TimedOut):
+            while True:
+                got.append(sub.recv(timeout=0))
+        assert [(int(msg.value), msg.missed) for msg in got] == [(48, 48), (49, 0)]
+        del held, got
+
+
+def test_the_newest_few_of_each_publisher(channel):
+    with (
+        Publisher(channel, slots=8) as one,
+        Publisher(channel, slots=8) as two,
+        Subscriber(channel, delivery="latest", depth=2) as sub,
+    ):
+        for number in range(6):
+            one.send(np.array(number))
+            two.send(np.array(100 + number))
+        got = [int(sub.recv(timeout=PATIENCE).value) for _ in range(4)]
+        assert sorted(got) == [4, 5, 104, 105]
+        assert [number for number in got if number < 100] == [4, 5]
+
+
+def test_the_newest_few_while_they_are_sent(channel):
+    """Beside a publisher that never waits: in order, whole, and each one received or counted as missed."""
+    count = 3000
+    with Publisher(channel, slots=8, slot_bytes=4096, full="error") as pub:
+        done = threading.Event()
+        with Subscriber(channel, delivery="latest", depth=4) as sub:
+
+            def send():
+                for number in range(count):
+                    pub.send(np.full(512, number))
+                done.set()
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            last, received = -1, 0
+            while not done.is_set() or last < count - 1:
+                msg = sub.recv(timeout=PATIENCE)
+                number = int(msg.value[0])
+                assert (msg.value == number).all()
+                assert number > last + msg.missed
+                last, received = number, received + 1
+                del msg
+            thread.join()
+            assert received + sub.statistics().missed == count
+
+
+def test_depth_goes_with_latest(channel):
+    with pytest.raises(shmtensor.ArgumentError, match="latest"):
+        Subscriber(channel, depth=2)
+    for depth in (0, -1, True, 1.5):
+        with pytest.raises((shmtensor.ArgumentError, shmtensor.ArgumentTypeError), match="depth"):
+            Subscriber(channel, delivery="latest", depth=depth)
+
+
 @pytest.mark.parametrize("full", ["block", "error", "drop"])
 def test_a_message_without_room_takes_nothing_from_latest(channel, full):
     """It needs three slots in a row, and the second of four is leased: the newest message stays where it is."""

@@ -17,7 +17,7 @@ from .explorer import Model
 from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
 from .history import History
 from .joining import Joining, JoiningDeath
-from .latest import Latest, LatestDeath, LatestTwoSlots
+from .latest import Latest, LatestDeath, LatestOfTwo, LatestTwoSlots
 from .loop_wait import LoopWait
 from .orphans import Orphans
 from .queue_wake import QueueWake
@@ -34,7 +34,7 @@ MODELS: tuple[type[Model], ...] = (
     *(SlotWait, SlotWaitDeath),  # 4
     *(Claims, ClaimsTwoSlots, ClaimsNoTick, ClaimsConsumerDeath, ClaimsProducerDeath, ClaimsPoison, QueueWake),  # 5
     *(ClaimsUnlockedLate, ClaimsUnlockedLateAndDeath, ClaimsUndone),
-    *(Latest, LatestTwoSlots, LatestDeath, History),  # 6
+    *(Latest, LatestTwoSlots, LatestOfTwo, LatestDeath, History),  # 6
     *(Channel, ChannelThree, ChannelDeath, ChannelOutlive, Orphans),  # 7
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9

@@ -87,15 +87,17 @@ class Publisher(Writer):
 
 
 class LatestReader(Process):
-    """Always takes the newest message; holds one view at a time."""
+    """Takes the oldest of the newest `depth` messages that it has not had; holds one view at a time."""
 
     start = "look"
+    depth = 1
     variables = named(seen=0, p=0, slot=0, view=False, posted=0, last=False)
 
     def look(self, mem, me):
         """`seen` is the newest number that it has had or has lost: it waits for a newer one."""
-        me.p = mem["published"]
-        if me.p > me.seen:
+        published = mem["published"]
+        me.p = max(me.seen, published - self.depth) + 1
+        if published > me.seen:
             return "order"
         return END if me.last else "publisher_lives"
 
@@ -120,6 +122,7 @@ class LatestReader(Process):
         return "lock" if self.broken == "unlocked_read" else self.leased(mem, me)
 
     def leased(self, mem, me):
+        assert mem.ghost["got"] < me.p
         me.view, me.seen = True, me.p
         mem.ghost["got"] = me.p
         return "unlock" if self.broken == "unlock_early" else "view_dies"
@@ -166,7 +169,7 @@ class Latest(Model):
         nobody_posts="a reader that unlocks does not wake the sender that waits for a slot",
     )
     tso = True
-    slots, messages, mortal, ticks = 1, 3, (), False
+    slots, messages, mortal, ticks, depth = 1, 3, (), False, 1
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -178,7 +181,7 @@ class Latest(Model):
         settings = {"slots": self.slots, "messages": self.messages, "ticks": self.ticks}
         self.processes = [
             Publisher("P", broken, "P" in self.mortal, **settings),
-            LatestReader("L", broken, "L" in self.mortal, **settings),
+            LatestReader("L", broken, "L" in self.mortal, **settings, depth=self.depth),
         ]
 
     def invariant(self, s: State):
@@ -200,6 +203,12 @@ class LatestTwoSlots(Latest):
 
     MUTATIONS = named()
     slots, messages = 2, 4
+
+
+class LatestOfTwo(LatestTwoSlots):
+    """The newest two messages, in order: one may be taken back while the newer one stays."""
+
+    slots, messages, depth = 2, 4, 2
 
 
 class LatestDeath(Latest):

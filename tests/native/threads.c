@@ -23,7 +23,7 @@ enum { SLOT_BYTES = 256, ENTRIES = 1024, MEMBERS = 16, WRITER = 0 };
 
 static struct {
     int mode, readers;
-    uint64_t messages, slots, history;
+    uint64_t messages, slots, history, depth;
     const char *file;
     word *table_words, *ring_words;
     unsigned char *data;
@@ -114,7 +114,7 @@ static void *read_all(void *argument) {
     reader_ring mine;
     if (reader_ring_init(&mine, &shared)) fail("memory", 0, 0);
     reader f = {
-        .mode = (reader_mode)run.mode, .table = the_table(), .lock_fd = open_file(), .history = run.history, .member = member,
+        .mode = (reader_mode)run.mode, .depth = run.depth, .table = the_table(), .lock_fd = open_file(), .history = run.history, .member = member,
         .member_uid = 1000 + member, .asleep = &run.asleep, .rings = &mine, .nrings = 1, .most_attempts = 5,
     };
     taken held[2];
@@ -189,7 +189,8 @@ static void *read_all(void *argument) {
 
 int main(int argc, char **argv) {
     if (argc != 7) return 2;
-    run.mode = !strcmp(argv[1], "all") ? READER_ALL : !strcmp(argv[1], "latest") ? READER_LATEST : READER_COMPETING;
+    run.depth = !strcmp(argv[1], "latest 3") ? 3 : 1;
+    run.mode = !strcmp(argv[1], "all") ? READER_ALL : !strncmp(argv[1], "latest", 6) ? READER_LATEST : READER_COMPETING;
     run.readers = atoi(argv[2]);
     run.messages = strtoull(argv[3], NULL, 10);
     run.slots = strtoull(argv[4], NULL, 10);

@@ -24,6 +24,7 @@ FLOORS = (
     ("ring",),
     ("codec",),
     ("channel",),
+    ("observe", "metrics"),
     ("endpoints",),
     ("rpc",),
     ("mp",),

@@ -12,6 +12,8 @@ PUBLIC = {"_replace", "_asdict", "_exit", "_getframe"}  # of namedtuple, os and 
 
 # module -> privates of other libraries, where every version that is supported has no public way
 FOREIGN: dict[str, set[str]] = {
+    # s3fs: what its own methods call the server by, with its retries and credentials
+    "checkpoint/bodies.py": {"_call_s3"},
     # torch: the parts of nested and quantized tensors, and how they are made of their parts
     "checkpoint/objects.py": {"_nested_tensor_size", "_nested_tensor_storage_offsets", "_nested_tensor_strides"},
     "codec/composites.py": {

@@ -63,8 +63,9 @@ def test_history_keeps_messages_for_the_late(program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", [0, 3])
-def test_the_newest_is_never_torn(program, history):
-    for messages, _, missed in run(program, "latest", 2, 5000, 8, history):
+@pytest.mark.parametrize("mode", ["latest", "latest 3"])
+def test_the_newest_is_never_torn(program, mode, history):
+    for messages, _, missed in run(program, mode, 2, 5000, 8, history):
         assert messages >= 1
         assert messages + missed <= 5000  # those that were published after its last look are neither
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import numpy as np
@@ -131,3 +132,120 @@ def patient(value):
 def rows(value):
     """Of a batch: how many there were, for each."""
     return np.full(len(value), len(value))
+
+
+# --- handlers of worker pools that take a context, and what surrounds them
+
+
+def tell(value, context):
+    """What the handler knows."""
+    return {
+        "meta": context.meta, "remaining": context.remaining, "cancelled": context.cancelled,
+        "attempt": context.attempt, "worker": context.worker, "state": context.state, "pid": os.getpid(),
+    }  # fmt: skip
+
+
+def tell_rows(value, context):
+    """The same of a batch, for each."""
+    told = np.array([meta["number"] for meta in context.meta])
+    assert len(context) == len(value) == len(context.remaining) == len(context.cancelled) == len(context.attempt)
+    assert context.worker == 0
+    assert context.state is None
+    return {"number": told, "late": np.array([left is not None and left <= 0 for left in context.remaining])}
+
+
+def until_cancelled(value, context):
+    """Says that it has begun, works until nobody wants the reply, and says so."""
+    open(value["begun"], "x").close()
+    wait_until(lambda: context.cancelled)
+    open(value["noticed"], "x").close()
+
+
+def die_once(value, context):
+    """Kills its process with the first attempt."""
+    if context.attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return context.attempt
+
+
+def index_of(worker):
+    return f"state of {worker}"
+
+
+def note(path, what=""):
+    """Append a line to a file, in one call."""
+    with open(path, "a") as file:
+        file.write(f"{what}\n")
+
+
+def raising(path):
+    """A setup that raises while there is no such file."""
+    if not os.path.exists(path):
+        raise LookupError("no weights there")
+
+
+def raising_if(path):
+    if os.path.exists(path):
+        raise LookupError("the new weights are bad")
+
+
+def dying_if(path):
+    if os.path.exists(path):
+        os._exit(5)
+
+
+def waiting_if(path, begun):
+    """A setup that waits while there is a file, after it has noted its process."""
+    if os.path.exists(path):
+        note(begun, os.getpid())
+        wait_until(lambda: not os.path.exists(path))
+
+
+def killed_unless(path):
+    """Kills its process while there is no such file, which it makes."""
+    if not os.path.exists(path):
+        note(path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(path, *_):
+    """Notes that it has begun, and does not end."""
+    note(path)
+    threading.Event().wait()
+
+
+def killing(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(state):
+    raise OSError("cannot let go")
+
+
+def one_value(value, scale=2):
+    return value * scale
+
+
+def note_state(path, state):
+    note(path, state)
+
+
+def submit_one(pipe, service, value):
+    """A client that sends a request, and waits to be killed."""
+    with shmtensor.Client(service) as client:
+        client.submit(value)
+        pipe.recv()
+
+
+def patient_or_bad(value):
+    if isinstance(value, str):
+        raise ValueError(value)
+    return patient(value)
+
+
+def patient_at_first(value, context):
+    return patient(value) if context.attempt == 1 else context.attempt
+
+
+def unsendable(value):
+    return object()

@@ -18,8 +18,7 @@ import pytest
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
-from shmtensor.rpc import pool as pools
-from shmtensor.rpc import worker
+from shmtensor.rpc import supervisor, worker
 
 from ..forkservers import preloaded
 from ..implementations import once
@@ -133,32 +132,13 @@ def test_a_pool_that_cannot_live_gives_up(forks, channel, caplog):
     assert pool.pids == []
 
 
-def test_delays_rise_up_to_a_limit(forks, channel, monkeypatch):
-    """By the code that decides, without waiting for them."""
-
-    class Ended:
-        exitcode, pid = 1, 1
-
-        def join(self):
-            pass
-
-        close = join
-
-    pool = shmtensor.WorkerPool(services.negate, name=channel, mp_context=forks)
-    pool.wait_ready(timeout=PATIENCE)
-    pool.stop()
-    pool.join(timeout=PATIENCE)
-    pool._stop_reason, delays = None, []
-    place = pool._workers[0]
-    monkeypatch.setattr(pools.time, "monotonic", lambda: 1000.0)
-    for _ in range(10):
-        place.process = Ended()
-        assert pool._reap(place) == 0
-        delays.append(round(place.due - 1000.0, 3))
+@once("by the code that decides, without waiting for them")
+def test_delays_rise_up_to_a_limit():
+    place = supervisor.Worker(0)
+    delays = [round(place.died(0.0), 3) for _ in range(10)]
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30]
-    place.process, place.ready_since = Ended(), 1000.0 - pools.STEADY  # it had been well for long
-    assert pool._reap(place) == 0
-    assert place.due == 1000.1
+    assert [place.died(0.0) for _ in range(2000)][-1] == 30
+    assert place.died(supervisor.STEADY) == 0.1  # it had been well for long
 
 
 def test_a_stopping_pool_finishes_what_was_taken(pool_of, channel, tmp_path):
@@ -183,7 +163,7 @@ def test_a_worker_that_does_not_finish_is_killed(forks, channel, tmp_path, caplo
         future = client.submit({"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "never")}, retry=False)
         wait_until((tmp_path / "begun").exists)
         pool.stop()
-        assert pool.join(timeout=PATIENCE) == pools.KILLED
+        assert pool.join(timeout=PATIENCE) == supervisor.KILLED
         with pytest.raises(PeerDied):
             future.result(timeout=PATIENCE)
     assert sum("killed before it had finished" in line for line in events(caplog)) == 1
@@ -460,7 +440,7 @@ def test_a_worker_logs_the_traceback_of_its_handler_once(channel):
         _, err = process.communicate(timeout=PATIENCE)
     line = next(line for line in err.splitlines() if "raised" in line)
     assert re.fullmatch(
-        rf'\d{{4}}-\d\d-\d\d [\d:,]+ WARNING worker 1: service "{channel}": the handler raised TypeError', line
+        rf'\d{{4}}-\d\d-\d\d [\d:,]+ WARNING worker 0: service "{channel}": the handler raised TypeError', line
     )
     assert err.count("Traceback") == err.count("bad operand type") == err.count("in negate") == 1
 

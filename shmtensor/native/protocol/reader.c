@@ -40,6 +40,14 @@ void reader_begin(reader *f) {
     if (!has_started(f)) f->position = newest > f->history ? newest - f->history : 0;
 }
 
+/* Of a newest-only reader with `newest` > `position`: the oldest message that it may still take. */
+static uint64_t oldest_wanted(const reader *f, uint64_t newest) {
+    uint64_t from = newest > f->depth ? newest - f->depth : 0;
+    if (from < f->position) from = f->position;
+    if (from < f->lost && f->lost < newest) from = f->lost;
+    return from + 1;
+}
+
 uint64_t reader_next(reader *f) {
     uint64_t newest = newest_of(f);
     switch (f->mode) {
@@ -48,9 +56,11 @@ uint64_t reader_next(reader *f) {
         if (newest > f->position && newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* damaged */
         return newest > f->position ? f->position + 1 : 0;
     case READER_LATEST:
-        if (f->history || (has_started(f) && newest >= f->start)) return newest > f->position ? newest : 0;
-        if (newest > f->position) f->position = newest; /* the producer reuses their slots without trying the lock */
-        return 0;
+        if (!f->history && !(has_started(f) && newest >= f->start)) {
+            if (newest > f->position) f->position = newest; /* the producer reuses their slots without trying the lock */
+            return 0;
+        }
+        return newest > f->position ? oldest_wanted(f, newest) : 0;
     default:
         if (newest <= f->position) return 0;
         if (newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* others took those messages */
@@ -181,7 +191,7 @@ static take_result take_broadcast(reader *f, taken *out) {
         }
         /* the producer took it back */
         if (f->mode == READER_ALL) f->position = seq;
-        else if (published(&f->table) == seq) { /* and has published nothing newer */
+        else if (f->lost = seq, published(&f->table) == seq) { /* and has published nothing newer */
             f->position = seq;
             out->missed = missed + 1;
             return TAKE_RETRY;
@@ -382,5 +392,5 @@ void reader_untake(reader *f, const taken *message) {
     } else if (f->mode == READER_ALL)
         store(lease_word(&r->shared, f->member, message->slot), 0); /* as before it was taken */
     if (message->locked) set_lock(f->lock_fd, UNLOCK, message->seq);
-    if (f->mode != READER_COMPETING && f->position == message->seq) f->position = message->seq - 1;
+    if (f->mode != READER_COMPETING && f->position == message->seq) f->position = message->seq - 1 - message->missed;
 }

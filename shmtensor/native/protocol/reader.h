@@ -11,7 +11,7 @@
 
 typedef enum {
     READER_ALL,       /* fan-out: every message */
-    READER_LATEST,    /* fan-out: the newest, under a shared lock; the producer never waits for it */
+    READER_LATEST,    /* fan-out: the newest `depth`, under shared locks; the producer never waits for it */
     READER_COMPETING, /* work queue: each message to the consumer that locks its byte first */
 } reader_mode;
 
@@ -42,6 +42,8 @@ typedef struct {
     uint32_t nrings;
     uint64_t position;       /* the newest message that was taken or skipped */
     uint64_t seen;           /* the value of `published` when it was last read: up to there it is not loaded again */
+    uint64_t depth;          /* READER_LATEST: how many of the newest messages it takes */
+    uint64_t lost;           /* READER_LATEST: the newest message that the producer took back before it was taken */
     uint64_t start;          /* fan-out: from here on every message waits for this receiver; 0: the producer has not stored it */
     uint32_t most_attempts;  /* work queue */
     uint64_t kept_from, kept_to; /* work queue: finished messages whose locks are still held; 0: none */

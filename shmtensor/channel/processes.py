@@ -1,0 +1,135 @@
+"""What `/proc` says about the processes of members: which of them holds a lock, its pid here, its name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Final, NamedTuple
+
+_PYTHON: Final = ("python", "pypy")
+
+
+class Process(NamedTuple):
+    """A process of this machine. Both are empty if it cannot be found or looked at."""
+
+    pid: int
+    """In the pid namespace of this process."""
+    name: str
+
+
+UNKNOWN: Final = Process(0, "")
+
+_File = tuple[int, int]
+_Ranges = list[tuple[int, int]]
+
+
+class Processes:
+    """Finds processes by the locks that they hold, as far as `/proc/<pid>/fd` may be read.
+
+    Which process a member belongs to is kept for as long as this object lives; the rest until `refresh`.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, dict[_File, list[str]]] = {}
+        self._namespaces: dict[int, list[int]] | None = None
+        self._found: dict[int, Process] = {}
+
+    def refresh(self) -> None:
+        """Forget which files are open and which processes run."""
+        self._files.clear()
+        self._namespaces = None
+
+    def forget_all_but(self, uids: set[int]) -> None:
+        """Forget the processes of members that are gone."""
+        for uid in self._found.keys() - uids:
+            del self._found[uid]
+
+    def known(self, uid: int) -> Process:
+        """The process of a member, if it was found before."""
+        return self._found.get(uid, UNKNOWN)
+
+    def find(self, uid: int, pid: int, file: os.stat_result, byte: int) -> Process:
+        """The process of a living member: `pid` in its own namespace, it holds a lock on `byte` of `file`."""
+        found = self._found.get(uid)
+        if found is None:
+            found = self._found[uid] = self._search(pid, file, byte)
+        return found
+
+    def _search(self, pid: int, file: os.stat_result, byte: int) -> Process:
+        if self.holds(pid, file, byte):
+            return Process(pid, name_of(pid))
+        if self._namespaces is None:
+            self._namespaces = _in_namespaces()
+        for candidate in self._namespaces.get(pid, ()):
+            if self.holds(candidate, file, byte):
+                return Process(candidate, name_of(candidate))
+        return UNKNOWN
+
+    def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
+        """Whether the process is known to hold a lock on a byte of a file."""
+        return any(first <= byte <= last for first, last in self._locked(pid, file))
+
+    def _locked(self, pid: int, file: os.stat_result) -> _Ranges:
+        if pid not in self._files:
+            self._files[pid] = _open_files(pid)
+        found: _Ranges = []
+        for number in self._files[pid].get((file.st_dev, file.st_ino), ()):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/fdinfo/{number}") as lines:
+                for parts in (line.split() for line in lines if line.startswith("lock:")):
+                    if parts[2] == "OFDLCK":
+                        found.append((int(parts[-2]), int(parts[-1])))
+        return found
+
+
+def _open_files(pid: int) -> dict[_File, list[str]]:
+    """The descriptors of a process by the file that they lead to."""
+    found: dict[_File, list[str]] = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                info = os.stat(f"/proc/{pid}/fd/{number}")
+                found.setdefault((info.st_dev, info.st_ino), []).append(number)
+    return found
+
+
+def _in_namespaces() -> dict[int, list[int]]:
+    """Of the processes in other pid namespaces: their pid there -> their pids here."""
+    found: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError, ValueError), open(f"/proc/{entry}/status") as lines:
+                    pids = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+                    if len(pids) > 1:
+                        found.setdefault(int(pids[-1]), []).append(int(entry))
+    return found
+
+
+def name_of(pid: int) -> str:
+    """What people call a process: its program, of a Python program its script or module; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            arguments = [os.fsdecode(each) for each in file.read(1 << 16).split(b"\0")]
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            command = os.fsdecode(file.read()).strip()
+    except OSError:
+        return ""
+    name = _program(arguments) or command
+    return "".join(each if each.isprintable() else "?" for each in name)[:64]
+
+
+def _program(arguments: list[str]) -> str:
+    program = os.path.basename(arguments[0])
+    if not program.startswith(_PYTHON):
+        return program
+    rest = iter(arguments[1:])
+    for each in rest:
+        if each in ("-X", "-W", "--check-hash-based-pycs"):
+            next(rest, None)
+        elif each.startswith("-m"):
+            return each[2:] or next(rest, program)
+        elif each.startswith("-c"):
+            return f"{program} -c"
+        elif each and not each.startswith("-"):
+            return os.path.basename(each)
+    return program

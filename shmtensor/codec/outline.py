@@ -1,0 +1,126 @@
+"""What a message consists of, without its payload: structure, scalars, dtypes and shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import DependencyError, WireError
+from ..wire import spec
+from ..wire.spec import LeafSpec
+from .decode import Tree
+from .numpy import build
+
+_MOST: Final = 20
+"""Items of a container, and characters of a text times four, that `as_text` shows."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor or an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    torch: bool
+
+    def __str__(self) -> str:
+        return f"{'torch' if self.torch else 'numpy'}.{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value that is made of leaves and scalars, such as a sparse tensor or `bytes`."""
+
+    kind: str
+    leaves: tuple[Leaf, ...]
+    scalars: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(str, (*self.leaves, *self.scalars)))})"
+
+
+class Outline(Tree):
+    """Reads a description: `value` with a `Leaf` or `Parts` in place of each array, `meta`, and where the bytes lie."""
+
+    __slots__ = ("_extents", "meta", "value")
+
+    def __init__(self, description: bytes) -> None:
+        """Raises `WireError` for anything invalid."""
+        self._extents: set[tuple[int, int]] = set()
+        super().__init__(description, self._note)
+        self.value, self.meta = self.read()
+
+    def _note(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Leaf:
+        if leaf.dtype is not None:
+            name, itemsize = leaf.dtype.name, leaf.dtype.itemsize
+        else:
+            try:
+                dtype = build(described)
+                name, itemsize = str(dtype), dtype.itemsize
+            except DependencyError:
+                name, itemsize = str(described), 0
+        extent = spec.check_extent(leaf, itemsize)
+        if extent:
+            self._extents.add((leaf.offset, leaf.offset + extent))
+        return Leaf(name, leaf.shape, leaf.torch)
+
+    def _composite(self) -> Any:
+        kind, _ = self._cursor.composite()
+        row = spec.COMPOSITES[kind]
+        leaves = []
+        for _ in range(row.leaves):
+            if self._cursor.tag() != spec.LEAF:
+                raise WireError(f"composite {kind!r} has a part that is no leaf")
+            leaves.append(self._leaf())
+        scalars = [self._cursor.scalar(self._cursor.tag()) for _ in range(row.scalars)]
+        return Parts(kind, tuple(leaves), tuple(scalars))
+
+    def extents(self) -> list[tuple[int, int]]:
+        """(start, end) of the bytes of all leaves in the payload, in order; those that overlap are one."""
+        found: list[tuple[int, int]] = []
+        for start, end in sorted(self._extents):
+            if found and start <= found[-1][1]:
+                found[-1] = (found[-1][0], max(end, found[-1][1]))
+            else:
+                found.append((start, end))
+        return found
+
+
+def as_text(value: Any) -> str:
+    """An outline on one line, long containers and texts cut."""
+    if isinstance(value, (list, tuple)):
+        inner = _joined(map(as_text, value[:_MOST]), len(value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        items = list(value.items())[:_MOST]
+        return f"{{{_joined((f'{as_text(key)}: {as_text(each)}' for key, each in items), len(value))}}}"
+    if isinstance(value, (Leaf, Parts)):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 4 * _MOST else text[: 4 * _MOST] + "..."
+
+
+def _joined(texts: Iterable[str], count: int) -> str:
+    return ", ".join([*texts, *([f"... {count - _MOST} more"] if count > _MOST else [])])
+
+
+def as_json(value: Any) -> Any:
+    """An outline of types that JSON has; what JSON cannot say is text."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else as_text(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, Leaf):
+        return {"dtype": value.dtype, "shape": list(value.shape), "library": "torch" if value.torch else "numpy"}
+    if isinstance(value, Parts):
+        return {
+            "kind": value.kind, "leaves": [as_json(each) for each in value.leaves],
+            "scalars": [as_json(each) for each in value.scalars],
+        }  # fmt: skip
+    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) >> 64):
+        return as_text(value)
+    return value

@@ -1,0 +1,153 @@
+"""Metrics of every channel and service of this machine for Prometheus, read from outside: `collector()`.
+
+Needs prometheus_client: `pip install 'shmtensor[metrics]'`. `shmtensor metrics` serves them over HTTP.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .channel.inspect import ChannelInfo, Inspector, MemberInfo
+from .errors import DependencyError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["collector"]
+
+
+def collector(pattern: str = "*") -> Any:
+    """A collector for a registry of prometheus_client: each scrape inspects the channels of this machine anew.
+
+    So a process that has died is gone from the next scrape. It joins no channel and holds up no member. Each sender's
+    `shmtensor_messages_published_total` is what that sender has counted; everything else is a gauge of this moment. A
+    program that exports metrics of its own registers it once; for a machine, `shmtensor metrics` serves it.
+
+        >>> import prometheus_client, shmtensor.metrics
+        >>> registry = prometheus_client.CollectorRegistry()
+        >>> registry.register(shmtensor.metrics.collector("camera*"))
+        >>> b"shmtensor_channels" in prometheus_client.generate_latest(registry)
+        True
+
+    Args:
+        pattern: only channels with such names.
+
+    Raises `DependencyError` if prometheus_client is not installed.
+    """
+    _core()
+    return _Collector(pattern)
+
+
+def _core() -> Any:
+    try:
+        import prometheus_client.core
+    except ImportError:
+        raise DependencyError(
+            "metrics need prometheus_client, which is not installed: pip install 'shmtensor[metrics]'",
+            name="prometheus_client",
+        ) from None
+    return prometheus_client.core
+
+
+_CHANNEL = ("channel", "kind")
+_MEMBER = (*_CHANNEL, "pid", "process", "label", "member")
+
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "shmtensor_channels": ("Channels that have files in /dev/shm.", ()),
+    "shmtensor_channels_unreadable": ("Channels that cannot be read, such as another user's.", ()),
+    "shmtensor_senders": ("Senders that live: publishers, producers, clients.", _CHANNEL),
+    "shmtensor_receivers": ("Receivers that live: subscribers, consumers, servers.", _CHANNEL),
+    "shmtensor_memory_bytes": ("Shared memory of a channel.", _CHANNEL),
+    "shmtensor_depth": (
+        "Messages that wait: of the subscriber that is furthest behind; of a work queue or service, for any consumer.",
+        _CHANNEL,
+    ),
+    "shmtensor_oldest_unread_seconds": ("How long the oldest message waits that was not taken.", _CHANNEL),
+    "shmtensor_held_messages": ("Messages whose slots are not free, by how they are held.", (*_CHANNEL, "how")),
+    "shmtensor_held_bytes": ("Payload of these.", (*_CHANNEL, "how")),
+    "shmtensor_oldest_held_seconds": ("Seconds since the oldest of these was sent.", (*_CHANNEL, "how")),
+    "shmtensor_unread_messages": ("Messages that a subscriber has not taken.", _MEMBER),
+    "shmtensor_slots": ("Slots of a sender's rings.", _MEMBER),
+    "shmtensor_slots_used": ("Slots whose message is still needed.", _MEMBER),
+    "shmtensor_newest_message_age_seconds": ("Seconds since a sender sent its newest message.", _MEMBER),
+}
+_PUBLISHED = "shmtensor_messages_published", "Messages that a sender has sent.", _MEMBER
+
+
+class _Collector:
+    """What `collector` returns: prometheus_client calls `collect` for each scrape."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._inspector = pattern, Inspector()
+        self._one_at_a_time = threading.Lock()  # a server may answer two scrapes at once
+
+    def describe(self) -> list[Metric]:
+        """The metrics without samples: registering this collector reads nothing."""
+        return list(self._families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading."""
+        families = self._families()
+
+        def put(name: str, value: float, *labels: str) -> None:
+            families[name].add_metric(labels, value)
+
+        with self._one_at_a_time:
+            channels = self._inspector.channels(lambda name: fnmatch.fnmatchcase(name, self._pattern))
+        put("shmtensor_channels", len(channels))
+        put("shmtensor_channels_unreadable", sum(not channel.readable for channel in channels))
+        found: dict[tuple[str, str], list[ChannelInfo]] = {}
+        for channel in channels:
+            if channel.readable and channel.living:
+                found.setdefault(_labels(channel), []).append(channel)
+        for labels, those in found.items():
+            _of_channels(put, labels, those)
+        yield from families.values()
+
+    @staticmethod
+    def _families() -> dict[str, Any]:
+        core = _core()
+        families = {name: core.GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()}
+        name, text, labels = _PUBLISHED
+        families[name] = core.CounterMetricFamily(name, text, labels=labels)
+        return families
+
+
+def _labels(channel: ChannelInfo) -> tuple[str, str]:
+    """A service's channels of replies, one per client, count as one: their names never come again."""
+    if channel.service and channel.kind == "fan-out":
+        return channel.service, "replies"
+    return channel.name, channel.kind
+
+
+def _of_channels(put: Any, labels: tuple[str, str], channels: list[ChannelInfo]) -> None:
+    put("shmtensor_senders", sum(len(channel.senders) for channel in channels), *labels)
+    put("shmtensor_receivers", sum(len(channel.receivers) for channel in channels), *labels)
+    put("shmtensor_memory_bytes", sum(channel.nbytes for channel in channels), *labels)
+    put("shmtensor_depth", max(channel.depth for channel in channels), *labels)
+    put("shmtensor_oldest_unread_seconds", max(channel.oldest_unread for channel in channels), *labels)
+    hows = sorted({it.how for channel in channels for it in channel.holdings})
+    for how in hows:
+        those = [it for channel in channels for it in channel.holdings if it.how == how]
+        put("shmtensor_held_messages", sum(it.messages for it in those), *labels, how)
+        put("shmtensor_held_bytes", sum(it.nbytes for it in those), *labels, how)
+        put("shmtensor_oldest_held_seconds", max(it.oldest for it in those), *labels, how)
+    for channel in channels:
+        for member in channel.members:
+            if member.alive:
+                whose = str(member.pid), member.process, member.label, f"{member.uid:016x}"
+                _of_member(put, (*labels, *whose), member)
+
+
+def _of_member(put: Any, labels: tuple[str, ...], member: MemberInfo) -> None:
+    if member.delivery == "all":
+        put("shmtensor_unread_messages", member.unread, *labels)
+    if member.role == "sender":
+        put(_PUBLISHED[0], member.published, *labels)
+        put("shmtensor_slots", sum(ring.slots for ring in member.rings), *labels)
+        put("shmtensor_slots_used", sum(ring.slots_used for ring in member.rings), *labels)
+        if member.newest_age:
+            put("shmtensor_newest_message_age_seconds", member.newest_age, *labels)

@@ -1,0 +1,296 @@
+"""`shmtensor.inspect`: what is seen of channels from outside, while members come, go, die and are damaged."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmtensor
+from shmtensor.channel import inspect as looking
+from shmtensor.channel import processes
+from shmtensor.memory import segment as shm
+
+from ..implementations import once
+from ..scenes import Fellow, unswept
+from ..waiting import PATIENCE, wait_until
+
+INFOS = [shmtensor.ChannelInfo, shmtensor.MemberInfo, shmtensor.RingInfo, shmtensor.Holding, shmtensor.HeldMessage]
+
+HOLDER = """
+import sys, shmtensor
+rx = shmtensor.Subscriber(sys.argv[1])
+print("joined", flush=True)
+value = rx.recv(timeout=120).value
+print("taken", flush=True)
+sys.stdin.readline()
+"""
+
+
+def seen(channel: str, *, messages: bool = False) -> shmtensor.ChannelInfo:
+    found = shmtensor.inspect(channel, messages=messages)
+    assert found is not None
+    return found
+
+
+def test_what_a_subscriber_has_taken_and_has_not(channel):
+    with shmtensor.Publisher(channel, slots=8, slot_bytes=4096) as pub, shmtensor.Subscriber(channel) as sub:
+        for number in range(5):
+            pub.send(np.full(100, number))
+        kept = sub.recv(timeout=PATIENCE)
+        sub.recv(timeout=PATIENCE).release()
+        found = seen(channel)
+        assert (found.name, found.kind, found.service, found.living, found.readable) == (
+            channel,
+            "fan-out",
+            "",
+            2,
+            True,
+        )
+        (sender,), (receiver,) = found.senders, found.receivers
+        assert (sender.published, sender.received, sender.unread) == (5, 0, 0)
+        assert (receiver.received, receiver.unread, found.depth) == (2, 3, 3)
+        assert 0 < receiver.oldest_unread == found.oldest_unread
+        held = {(it.how, it.messages, it.nbytes, it.uid, it.alive) for it in found.holdings}
+        assert held == {("leased", 1, 800, receiver.uid, True), ("unread", 3, 2400, receiver.uid, True)}
+        assert sender.rings[0].slots_used == 4
+        assert found.held == ()
+        assert sorted(it.seq for it in seen(channel, messages=True).held) == [1, 3, 4, 5]
+        del kept
+        for _ in range(3):
+            sub.recv(timeout=PATIENCE).release()
+        found = seen(channel)
+        assert (found.depth, found.oldest_unread, found.holdings) == (0, 0.0, ())
+        assert found.receivers[0].received == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
+def test_what_waits_in_a_work_queue(channel):
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        for number in range(4):
+            tx.send(np.full(100, number))
+        message = rx.recv(timeout=PATIENCE)
+        found = seen(channel)
+        assert (found.kind, found.depth) == ("work queue", 3)
+        assert found.oldest_unread > 0
+        assert {(it.how, it.messages) for it in found.holdings} == {("claimed", 1), ("waiting", 3)}
+        message.release()
+
+
+def test_the_process_of_a_member(channel):
+    with shmtensor.Publisher(channel) as pub:
+        (member,) = seen(channel).members
+        assert (member.pid, member.host_pid) == (os.getpid(), os.getpid())
+        assert member.process == processes.name_of(os.getpid()) != ""
+        assert member.alive
+        pub.send(b"1")
+
+
+def test_the_label_of_a_member(channel):
+    with (
+        shmtensor.Publisher(channel, label="left camera") as pub,
+        shmtensor.Subscriber(channel, label="Kü[red]" * 7) as sub,
+        shmtensor.Subscriber(channel) as other,
+    ):
+        assert [it.label for it in seen(channel).members] == ["left camera", "Kü[red]" * 7, ""]
+        pub.send(b"1")
+        for each in (sub, other):
+            each.recv(timeout=PATIENCE).release()
+
+
+@once("names of processes")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["/usr/bin/python3", "-u", "/home/ada/camera.py", "--fast"], "camera.py"),
+        (["python3.12", "-X", "dev", "-m", "robot.camera"], "robot.camera"),
+        (["python", "-c", "import time"], "python -c"),
+        (["python"], "python"),
+        (["/opt/bin/camera", "x.py"], "camera"),
+    ],
+)
+def test_what_a_process_is_called(arguments, name, tmp_path, monkeypatch):
+    (tmp_path / "cmdline").write_bytes(b"\0".join(map(os.fsencode, arguments)) + b"\0")
+    (tmp_path / "comm").write_text("other\n")
+    real = open
+    monkeypatch.setattr(
+        processes, "open", lambda path, *args: real(path.replace("/proc/7", str(tmp_path)), *args), raising=False
+    )
+    assert processes.name_of(7) == name
+
+
+@pytest.mark.slow
+def test_a_member_that_is_killed_while_it_is_inspected(channel):
+    inspector = looking.Inspector()
+    with shmtensor.Publisher(channel, slots=4) as pub:
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        pub.send(np.zeros(100))
+        fellow.listen("taken")
+        (member,) = inspector.channel(channel).receivers
+        assert (member.pid, member.process) == (fellow.process.pid, "python -c")
+        with unswept(channel):
+            fellow.kill()
+            found = inspector.channel(channel)
+            (dead,) = (it for it in found.members if it.role == "receiver")
+            assert (dead.alive, dead.host_pid, dead.process) == (False, 0, "python -c")
+            assert found.receivers == ()
+            assert [(it.how, it.alive, it.uid) for it in found.holdings] == [("leased", False, dead.uid)]
+
+
+def test_nothing_is_written_and_nobody_joins(channel):
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(b"1")
+
+        def contents() -> dict[str, tuple[bytes, int]]:
+            paths = [Path("/dev/shm", name) for name in os.listdir("/dev/shm") if channel in name]
+            return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+        before = contents()
+        for _ in range(3):
+            shmtensor.inspect(channel, messages=True)
+            shmtensor.inspect()
+        assert contents() == before
+        sub.recv(timeout=PATIENCE).release()
+
+
+def test_a_channel_that_vanishes_meanwhile_is_passed_over(channel, monkeypatch):
+    pub = shmtensor.Publisher(channel)
+    listing = shm.listing
+
+    def then_it_ends() -> list[str]:
+        found = listing()
+        pub.close()
+        return found
+
+    monkeypatch.setattr(shm, "listing", then_it_ends)
+    assert channel not in [it.name for it in shmtensor.inspect()]
+    assert shmtensor.inspect(channel) is None
+
+
+def test_a_channel_that_vanishes_just_before_it_is_opened_is_passed_over(channel, monkeypatch):
+    pub = shmtensor.Publisher(channel)
+    real = shm.look_at
+
+    def ends(name: str, **options: bool) -> shm.Glance:
+        pub.close()
+        return real(name, **options)
+
+    monkeypatch.setattr(shm, "look_at", ends)
+    assert shmtensor.inspect(channel) is None
+
+
+def test_names():
+    assert shmtensor.inspect("there-is-none") is None
+    with pytest.raises(shmtensor.ArgumentError):
+        shmtensor.inspect("no/such")
+    with pytest.raises(shmtensor.ArgumentTypeError):
+        shmtensor.inspect(3)
+
+
+def test_a_service_and_its_replies(channel):
+    with shmtensor.Server(channel) as server, shmtensor.Client(channel) as client:
+        future = client.submit(np.arange(3))
+        found = seen(channel)
+        assert (found.kind, found.service, found.depth) == ("service", channel, 1)
+        with server.recv(timeout=PATIENCE) as request:
+            request.reply(request.value.copy())
+        assert future.result(PATIENCE).tolist() == [0, 1, 2]
+        services = {it.name: it.service for it in shmtensor.inspect() if it.name.startswith(channel)}
+        assert len(services) == 2
+        assert set(services.values()) == {channel}
+
+
+@pytest.mark.slow
+def test_200_members(channel):
+    with shmtensor.Publisher(channel) as pub:
+        subs = [shmtensor.Subscriber(channel) for _ in range(199)]
+        pub.send(b"1")
+        subs[7].recv(timeout=PATIENCE).release()
+        found = seen(channel)
+        assert (found.living, len(found.receivers), found.depth) == (200, 199, 1)
+        assert sum(member.unread for member in found.members) == 198
+        assert sum(it.messages for it in found.holdings) == 198
+        for sub in subs:
+            sub.close()
+
+
+def test_reading_few_records_sees_what_reading_all_sees(channel, monkeypatch):
+    """Random traffic of two subscribers; messages of a slot each."""
+    chance = random.Random(1)
+    with (
+        shmtensor.Publisher(channel, slots=8, slot_bytes=4096, full="grow") as pub,
+        shmtensor.Subscriber(channel) as one,
+        shmtensor.Subscriber(channel) as two,
+    ):
+        kept: list[shmtensor.Message] = []
+        some = False
+        for _ in range(300):
+            what = chance.random()
+            if what < 0.6:
+                pub.send(np.zeros(10))
+            else:
+                take(one if what < 0.8 else two, kept)
+            if kept and chance.random() < 0.5:
+                kept.pop(chance.randrange(len(kept))).release()
+            few = seen(channel, messages=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(looking, "_wanted", lambda *_: None)
+                every = seen(channel, messages=True)
+            assert without_times(few) == without_times(every)
+            some = some or few.depth > looking._FEW
+        assert some  # and many, which are read together
+        kept.clear()
+
+
+def take(sub: shmtensor.Subscriber, kept: list[shmtensor.Message]) -> None:
+    try:
+        kept.append(sub.recv(timeout=0))
+    except shmtensor.TimedOut:
+        pass
+
+
+def without_times(found: shmtensor.ChannelInfo) -> object:
+    members = [dataclasses.replace(member, oldest_unread=0.0, newest_age=0.0) for member in found.members]
+    holdings = [dataclasses.replace(it, oldest=0.0) for it in found.holdings]
+    held = sorted((it.ring, it.seq, it.slot, it.nbytes, it.state, it.holders) for it in found.held)
+    return members, holdings, held, found.depth
+
+
+def test_a_process_of_another_pid_namespace_is_found(channel, monkeypatch):
+    """It calls itself 7, and this process calls it as the kernel does here."""
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub:
+        (member,) = seen(channel).senders
+        monkeypatch.setattr(processes, "_in_namespaces", lambda: {7: [1, os.getpid()]})
+        with shm.look_at(f"/shmtensor.{channel}") as segment:
+            found = processes.Processes().find(member.uid, 7, segment.info, 1 + member.index)
+            nobody = processes.Processes().find(member.uid, 8, segment.info, 1 + member.index)
+        assert found == (os.getpid(), member.process)
+        assert nobody == processes.UNKNOWN
+        pub.send(b"1")
+        sub.recv(timeout=PATIENCE).release()
+
+
+def test_an_unread_message_grows_older(channel):
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(b"1")
+        first = seen(channel).oldest_unread
+        wait_until(lambda: seen(channel).oldest_unread > first)
+        sub.recv(timeout=PATIENCE).release()
+
+
+@once("source text")
+def test_every_field_is_described():
+    for kind in (*INFOS, shmtensor.Holder):
+        body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0].body[1:]
+        fields = [each.target.id for each in body if isinstance(each, ast.AnnAssign)]
+        described = [one.target.id for one, other in itertools.pairwise(body) if isinstance(other, ast.Expr)
+                     and isinstance(one, ast.AnnAssign)]  # fmt: skip
+        assert fields == described == [field.name for field in dataclasses.fields(kind)]

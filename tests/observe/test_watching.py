@@ -1,0 +1,459 @@
+"""`shmtensor top`, `hz`, `echo` and `metrics`: what they print, while members come, go and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import shmtensor
+from shmtensor.channel.inspect import Inspector
+from shmtensor.cli import top, waiting
+from shmtensor.cli.main import app
+from shmtensor.codec.implementation import encode
+from shmtensor.codec.outline import Outline, as_json, as_text
+from shmtensor.observe import messages as reading
+from shmtensor.observe.messages import Messages
+from shmtensor.observe.rates import Rates
+
+from ..implementations import once
+from ..scenes import Fellow, unswept
+from ..waiting import PATIENCE
+
+HOLDER = """
+import sys, shmtensor
+rx = shmtensor.Subscriber(sys.argv[1])
+print("joined", flush=True)
+value = rx.recv(timeout=120).value
+print("taken", flush=True)
+sys.stdin.readline()
+"""
+UNFINISHED = pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")
+
+
+def cli(*args: str, code: int = 0, width: int = 80) -> str:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": str(width)})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout
+
+
+def only(channel: str):
+    return lambda name: name == channel
+
+
+# --- top
+
+
+def test_rates_come_from_two_readings(channel):
+    inspector, rates = Inspector(), Rates()
+    with shmtensor.Publisher(channel, slots=8, slot_bytes=4096) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(np.zeros(100))
+        rates.update(inspector.channels(only(channel)), 10.0)
+        for _ in range(4):
+            pub.send(np.zeros(100))
+            sub.recv(timeout=PATIENCE).release()
+        (found,) = inspector.channels(only(channel))
+        assert rates.of_channel(found) is None
+        rates.update([found], 12.0)
+        (sender,), (receiver,) = found.senders, found.receivers
+        assert (rates.of(sender).messages, rates.of(sender).nbytes) == (2.0, 1600.0)
+        assert rates.of(receiver).messages == 2.0
+        assert rates.of_channel(found) == rates.of(sender)
+        sub.recv(timeout=PATIENCE).release()
+
+
+@once("text")
+@pytest.mark.parametrize("width", [80, 140])
+def test_top_fits(channel, width):
+    name = channel + "-" + "x" * (44 - len(channel))
+    with (
+        shmtensor.Publisher(name, slots=8, slot_bytes=4096, label="left camera") as pub,
+        shmtensor.Subscriber(name) as sub,
+    ):
+        pub.send(np.zeros(100))
+        message = sub.recv(timeout=PATIENCE)
+        pub.send(np.zeros(100))
+        text = cli("top", name, "--once", "--interval", "0.1", width=width)
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        assert len(lines) == 5  # headings, the channel, two members, an empty line
+        assert lines[0].split() == ["channel", "msg/s", "bytes/s", "depth", "oldest", "held"]
+        assert (name in text) == (width == 140)
+        assert ("…" in lines[1]) == (width == 80)
+        assert all(str(os.getpid()) in line for line in lines[2:4])
+        assert ("left camera" in lines[2]) == (width == 140)
+        assert "left camera" in cli("hz", name, "--count", "1", "--interval", "0.1", width=200)
+        assert "1 leased" in lines[3]
+        del message
+        sub.recv(timeout=PATIENCE).release()
+
+
+def test_top_prints_json_lines_by_order(channel):
+    small, large = channel + "-a", channel + "-b"
+    with (
+        shmtensor.Publisher(small) as a, shmtensor.Subscriber(small) as reads_a,
+        shmtensor.Publisher(large) as b, shmtensor.Subscriber(large) as reads_b,
+    ):  # fmt: skip
+        for publisher, count in ((a, 1), (b, 3)):
+            for _ in range(count):
+                publisher.send(b"1")
+        for sort, first in (("name", small), ("depth", large)):
+            out = cli("top", channel + "*", "--sort", sort, "--count", "2", "--interval", "0.1", "--json")
+            readings = [json.loads(line) for line in out.splitlines()]
+            assert len(readings) == 2
+            assert readings[1]["channels"][0]["name"] == first
+        members = next(it for it in readings[1]["channels"] if it["name"] == large)["members"]
+        sender = members[0]
+        assert (sender["pid"], sender["published"], sender["messages_per_second"]) == (os.getpid(), 3, 0.0)
+        assert [it["messages"] for it in members[1]["holds"]] == [3]
+        for receiver, count in ((reads_a, 1), (reads_b, 3)):
+            for _ in range(count):
+                receiver.recv(timeout=PATIENCE).release()
+    assert json.loads(cli("top", channel + "*", "--once", "--interval", "0.1", "--json"))["channels"] == []
+
+
+@pytest.mark.slow
+def test_who_is_killed_is_marked_and_then_gone(channel):
+    view = top.View(only(channel), top.Order.NAME)
+    with shmtensor.Publisher(channel, slots=4) as pub:
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        pub.send(np.zeros(100))
+        fellow.listen("taken")
+        shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
+        assert f"{fellow.process.pid} python -c" in shown
+        with unswept(channel):
+            fellow.kill()
+            shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
+            assert f"{fellow.process.pid} dead python -c" in shown
+            reading = view.read()
+            shown = "\n".join(line.plain for line in top.lines(reading, 140))
+            assert str(fellow.process.pid) not in shown
+            assert "leased" not in shown
+            assert len(reading.channels[0].members) == 1
+
+
+@pytest.mark.slow
+def test_a_death_does_not_wait_for_the_next_reading(channel):
+    with shmtensor.Publisher(channel, slots=4):
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        command = [sys.executable, "-m", "shmtensor", "top", channel, "--json", "--interval", "600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            wait_until_watched(process.pid)
+            other = Fellow(HOLDER, channel)
+            other.listen("joined")
+            with unswept(channel):
+                fellow.kill()
+                reading = json.loads(process.stdout.readline())
+                lives = {it["pid"]: it["alive"] for it in reading["channels"][0]["members"]}
+                assert lives == {os.getpid(): True, fellow.process.pid: False, other.process.pid: True}
+                members = json.loads(process.stdout.readline())["channels"][0]["members"]
+                assert fellow.process.pid not in [it["pid"] for it in members]
+            other.kill()
+            members = json.loads(process.stdout.readline())["channels"][0]["members"]
+            assert other.process.pid not in [it["pid"] for it in members if it["alive"]]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0
+
+
+def wait_until_watched(pid: int) -> None:
+    """Until the process has a pidfd."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        links = []
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            except OSError:
+                continue
+        if any("pidfd" in link for link in links):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it watches no process")
+
+
+@once("a program")
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["top"], ["hz"], ["echo"]], ids="".join)
+def test_control_c_ends_it_quietly(channel, command):
+    with shmtensor.Publisher(channel) as pub:
+        name = [channel] if command != ["top"] else ["test-*"]
+        full = [sys.executable, "-m", "shmtensor", *command, *name, "--json"]
+        if command != ["echo"]:
+            full += ["--interval", "0.1"]
+        with (
+            shmtensor.Subscriber(channel) as sub,
+            subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        ):
+            pub.send(b"1")
+            assert json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=PATIENCE)
+            assert (process.returncode, err) == (0, ""), out
+            sub.recv(timeout=PATIENCE).release()
+
+
+# --- hz
+
+
+def test_hz(channel):
+    with shmtensor.Publisher(channel) as pub:
+        pub.send(np.zeros(100))
+        for line in cli("hz", channel, "--count", "2", "--interval", "0.1", "--json").splitlines():
+            (sender,) = json.loads(line)["senders"]
+            assert (sender["pid"], sender["published"], sender["messages_per_second"]) == (os.getpid(), 1, 0.0)
+        assert "0.00 msg/s" in cli("hz", channel, "--count", "1", "--interval", "0.1")
+
+
+def test_a_channel_that_does_not_come(channel):
+    for command in ("hz", "echo"):
+        run = CliRunner().invoke(app, [command, channel, "--timeout", "0.05"])
+        assert run.exit_code == 1
+        assert f'waiting for channel "{channel}"' in run.stderr.replace("\n", " ")
+        assert "there is no channel" in run.stderr
+        assert CliRunner().invoke(app, [command, "no/such"]).exit_code == 2
+
+
+@once("no endpoint")
+def test_a_channel_that_is_being_made(channel, monkeypatch):
+    """It has no contents at first; if it stays so, that is an error."""
+    path = f"/dev/shm/shmtensor.{channel}"
+    for command in (["hz", channel, "--count", "1", "--interval", "0.1"], ["echo", channel, "--count", "1"]):
+        with open(path, "wb"):
+            pass
+        real, made = waiting.time.sleep, []
+
+        def make(seconds: float, real=real, made=made) -> None:
+            if not made:
+                os.unlink(path)
+                made.append(shmtensor.Publisher(channel, slots=4, slot_bytes=64, history=1))
+                made[0].send(b"1")
+            real(seconds)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(waiting, "time", SimpleNamespace(sleep=make, monotonic=time.monotonic))
+            assert cli(*command)
+        made[0].close()
+        with open(path, "wb"), monkeypatch.context() as patch:
+            patch.setattr(waiting, "_MAKING_S", 0.0)
+            run = CliRunner().invoke(app, command)
+            os.unlink(path)
+        assert (run.exit_code, "cannot be read" in run.stderr) == (1, True)
+
+
+# --- echo
+
+
+def digest_of(value) -> str:
+    import xxhash
+
+    encoded = encode(value)
+    payload = np.zeros(encoded.nbytes, np.uint8)
+    encoded.copy_into(payload)
+    found = xxhash.xxh3_64()
+    for start, end in Outline(encoded.description).extents():
+        found.update(payload[start:end].tobytes())
+    return found.hexdigest()
+
+
+@UNFINISHED
+def test_echo_takes_nothing_from_a_work_queue(channel):
+    values = [{"image": np.arange(300.0).reshape(3, 100) + number, "id": number} for number in range(3)]
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        for number, value in enumerate(values):
+            tx.send(value, meta={"ts": number + 0.5})
+        found = [json.loads(line) for line in cli("echo", channel, "--count", "3", "--json").splitlines()]
+        assert [it["seq"] for it in found] == [1, 2, 3]
+        assert found[1]["value"] == {"image": {"dtype": "float64", "shape": [3, 100], "library": "numpy"}, "id": 1}
+        assert found[1]["meta"] == {"ts": 1.5}
+        assert [it["digest"] for it in found] == [digest_of(value) for value in values]
+        text = cli("echo", channel, "--count", "1", width=200)
+        assert "{'image': numpy.float64[3, 100], 'id': 0}  meta {'ts': 0.5}" in text
+        for number in range(3):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value["id"], message.attempt) == (number, 1)
+
+
+def test_echo_of_a_message_that_is_being_worked_on_has_no_digest(channel):
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        tx.send(np.arange(3))
+        with rx.recv(timeout=PATIENCE), Messages(channel) as messages:
+            (seen,) = messages.new()
+            assert (seen.seq, seen.digest, str(seen.value)) == (1, None, "numpy.int64[3]")
+
+
+def test_echo_follows_a_fan_out(channel):
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=4096) as pub:
+        with Messages(channel) as messages:
+            assert messages.new() == []
+            for number in range(3):
+                pub.send(np.full(10, number))
+                (seen,) = messages.new()
+                assert (seen.seq, seen.missed, seen.digest) == (number + 1, 0, digest_of(np.full(10, number)))
+            for number in range(10):  # into the same slot: nobody has subscribed
+                pub.send(np.full(10, number))
+            (seen,) = messages.new()
+            assert (seen.seq, seen.missed, seen.digest) == (13, 9, digest_of(np.full(10, 9)))
+            assert not messages.ended
+        (member,) = shmtensor.inspect(channel).members
+        assert member.role == "sender"
+
+
+@pytest.mark.parametrize("size", [10, 1500, 100_000])
+def test_what_is_overwritten_while_it_is_read_is_not_printed(channel, size, monkeypatch):
+    """The sender sends again just when the payload has been read; each time into the same slots."""
+    slot_bytes = 4096 if size < 2000 else None
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=slot_bytes) as pub, Messages(channel) as messages:
+        messages.new()
+        pub.send(np.full(size, 1))
+        real, sent = reading.Outline, []
+
+        def then_send(description):
+            if not sent:
+                sent.append(pub.send(np.full(size, 2)))
+            return real(description)
+
+        monkeypatch.setattr(reading, "Outline", then_send)
+        for seen in messages.new():
+            assert (seen.seq, seen.digest) in ((1, None), (1, digest_of(np.full(size, 1))))
+        last = messages.new()[-1]
+        assert last.seq == 2
+        assert last.digest in (None, digest_of(np.full(size, 2)))
+
+
+@pytest.mark.slow
+def test_no_torn_read_is_printed(channel):
+    """A sender overwrites as fast as it can: whatever digest there is, it is that of one of the two values."""
+    values = [np.full(4000, 1, np.uint8), np.full(4000, 2, np.uint8)]
+    good = {digest_of(value) for value in values}
+    script = (
+        "import sys, numpy, shmtensor\n"
+        "pub = shmtensor.Publisher(sys.argv[1], slots=3, slot_bytes=1024); print('open', flush=True)\n"
+        "values = [numpy.full(4000, 1, numpy.uint8), numpy.full(4000, 2, numpy.uint8)]\n"
+        "sys.stdin.readline()\n"
+        "for number in range(60_000): pub.send(values[number % 2], meta={'n': number % 2})\n"
+        "print('sent', flush=True); sys.stdin.readline()\n"
+    )
+    fellow = Fellow(script, channel)
+    fellow.listen("open")
+    whole = 0
+    with Messages(channel) as messages:
+        messages.new()
+        fellow.say()
+        newest = 0
+        deadline = time.monotonic() + PATIENCE
+        while newest < 60_000 and time.monotonic() < deadline:
+            for seen in messages.new():
+                newest = seen.seq
+                assert seen.meta == {"n": (seen.seq - 1) % 2}
+                if seen.digest is not None:
+                    whole += 1
+                    assert seen.digest == digest_of(values[(seen.seq - 1) % 2])
+                    assert seen.digest in good
+    assert newest == 60_000
+    fellow.listen("sent")
+    fellow.end()
+
+
+@once("text")
+def test_outlines():
+    value = {"a": [np.zeros((2, 3), np.float32), 1, "x\n"], "b": b"12345", 7: (None, float("nan")), "c": 1 << 100}
+    outline = Outline(encode(value, {"k": [1, 2]}).description)
+    assert as_text(outline.value) == (
+        f"{{'a': [numpy.float32[2, 3], 1, 'x\\n'], 'b': data(numpy.uint8[5]), 7: (None, nan), 'c': {1 << 100}}}"
+    )
+    assert outline.meta == {"k": [1, 2]}
+    assert json.loads(json.dumps(as_json(outline.value), allow_nan=False))["7"] == [None, "nan"]
+    assert len(outline.extents()) == 2
+    assert as_text(list(range(25))).endswith("19, ... 5 more]")
+
+
+# --- metrics
+
+
+def samples(text: str, channel: str) -> dict[str, float]:
+    """Without the labels of members."""
+    found = {}
+    for line in text.splitlines():
+        if f'channel="{channel}"' in line:
+            name, value = line.rsplit(" ", 1)
+            how = name.partition('how="')[2].partition('"')[0]
+            found[name.partition("{")[0] + (f":{how}" if how else "")] = float(value)
+    return found
+
+
+def test_metrics_are_read_anew_for_each_scrape(channel):
+    prometheus_client = pytest.importorskip("prometheus_client")
+    import shmtensor.metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(shmtensor.metrics.collector("test-*"))
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=4096) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(np.zeros(100))
+        pub.send(np.zeros(100))
+        kept = sub.recv(timeout=PATIENCE)
+        text = prometheus_client.generate_latest(registry).decode()
+        found = samples(text, channel)
+        assert found["shmtensor_messages_published_total"] == 2
+        assert (found["shmtensor_senders"], found["shmtensor_receivers"], found["shmtensor_depth"]) == (1, 1, 1)
+        assert (found["shmtensor_held_messages:leased"], found["shmtensor_held_bytes:unread"]) == (1, 800)
+        assert (found["shmtensor_slots"], found["shmtensor_slots_used"]) == (4, 2)
+        assert f'pid="{os.getpid()}"' in text
+        del kept
+        sub.recv(timeout=PATIENCE).release()
+    assert samples(prometheus_client.generate_latest(registry).decode(), channel) == {}
+
+
+@pytest.mark.slow
+def test_the_dead_are_gone_from_the_next_scrape(channel):
+    prometheus_client = pytest.importorskip("prometheus_client")
+    command = [sys.executable, "-m", "shmtensor", "metrics", "test-*", "--port", "0"]
+    with (
+        shmtensor.Publisher(channel, slots=4),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server,
+    ):
+        url = server.stderr.readline().split()[-1]
+
+        def scrape() -> str:
+            request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                return answer.read().decode()
+
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        text = scrape()
+        assert f'pid="{fellow.process.pid}"' in text
+        assert text.endswith("# EOF\n")
+        assert samples(text, channel)["shmtensor_receivers"] == 1
+        with unswept(channel):
+            fellow.kill()
+            text = scrape()
+        assert f'pid="{fellow.process.pid}"' not in text
+        assert samples(text, channel)["shmtensor_receivers"] == 0
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+    assert prometheus_client
+
+
+@once("the package is missing")
+def test_metrics_without_prometheus_client(monkeypatch):
+    import shmtensor.metrics
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(shmtensor.DependencyError, match=r"pip install 'shmtensor\[metrics\]'") as caught:
+        shmtensor.metrics.collector()
+    assert caught.value.name == "prometheus_client"
+    run = CliRunner().invoke(app, ["metrics", "--port", "0"])
+    assert run.exit_code == 1
+    assert "shmtensor[metrics]" in run.stderr.replace("\n", "")
