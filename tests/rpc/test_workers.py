@@ -620,10 +620,15 @@ def test_workers_end_when_their_pool_is_killed(forks, channel, file, where):
 
 
 @contextlib.contextmanager
-def command(*arguments, **options):
+def command(*arguments, prepare=lambda: None, **options):
+    def begin():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup`, these tests inherit that it is ignored
+        prepare()
+
     process = subprocess.Popen(
-        [sys.executable, "-m", "shmtensor", "serve", *arguments], stderr=subprocess.PIPE, text=True, **options
-    )
+        [sys.executable, "-m", "shmtensor", "serve", *arguments],
+        stderr=subprocess.PIPE, text=True, preexec_fn=begin, **options,
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -677,7 +682,7 @@ def test_the_command_stops_when_its_terminal_is_closed(channel):
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    with command("operator:neg", "--name", channel, preexec_fn=take_terminal) as process:
+    with command("operator:neg", "--name", channel, prepare=take_terminal) as process:
         os.close(theirs)
         lines_until(process, "ready")
         os.close(ours)
@@ -689,7 +694,7 @@ def test_the_command_leaves_sighup_ignored(channel):
     def ignore():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    with command("operator:neg", "--name", channel, preexec_fn=ignore) as process:
+    with command("operator:neg", "--name", channel, prepare=ignore) as process:
         lines_until(process, "ready")
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
