@@ -22,8 +22,8 @@ __all__ = ["collector"]
 def collector(pattern: str = "*") -> Any:
     """A collector for a registry of prometheus_client: each scrape inspects the channels of this machine anew.
 
-    So a process that has died is gone from the next scrape. It joins no channel and holds up no member. Each sender's
-    `shmtensor_messages_published_total` is what that sender has counted; everything else is a gauge of this moment. A
+    So a process that has died is gone from the next scrape. It joins no channel and holds up no member. Names that
+    end with `_total` are what that member has counted since it joined; everything else is a gauge of this moment. A
     program that exports metrics of its own registers it once; for a machine, `shmtensor metrics` serves it.
 
         >>> import prometheus_client, shmtensor.metrics
@@ -74,7 +74,18 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "shmtensor_slots_used": ("Slots whose message is still needed.", _MEMBER),
     "shmtensor_newest_message_age_seconds": ("Seconds since a sender sent its newest message.", _MEMBER),
 }
-_PUBLISHED = "shmtensor_messages_published", "Messages that a sender has sent.", _MEMBER
+_OF_SENDERS: dict[str, tuple[str, str]] = {
+    "shmtensor_messages_published": ("published", "Messages that a sender has sent."),
+    "shmtensor_slot_waits": ("waits", "Sends that found no free slot at once, and waited for one."),
+    "shmtensor_messages_dropped": ("dropped", "Messages that a sender dropped for want of a slot."),
+}
+_OF_RECEIVERS: dict[str, tuple[str, str]] = {
+    "shmtensor_sleeps": ("sleeps", "How often a receiver went to sleep to wait for a message."),
+    "shmtensor_late_wakeups": ("late", "Messages that a receiver found when a sleep had timed out."),
+    "shmtensor_messages_missed": ("missed", "Messages that a newest-only subscriber passed over."),
+    "shmtensor_messages_redelivered": ("redelivered", "Messages that another consumer had before and did not finish."),
+}
+"""Counters: each name, without `_total`, with the field of a `MemberInfo` and a text."""
 
 
 class _Collector:
@@ -111,8 +122,8 @@ class _Collector:
     def _families() -> dict[str, Any]:
         core = _core()
         families = {name: core.GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()}
-        name, text, labels = _PUBLISHED
-        families[name] = core.CounterMetricFamily(name, text, labels=labels)
+        for name, (_, text) in (_OF_SENDERS | _OF_RECEIVERS).items():
+            families[name] = core.CounterMetricFamily(name, text, labels=_MEMBER)
         return families
 
 
@@ -145,8 +156,9 @@ def _of_channels(put: Any, labels: tuple[str, str], channels: list[ChannelInfo])
 def _of_member(put: Any, labels: tuple[str, ...], member: MemberInfo) -> None:
     if member.delivery == "all":
         put("shmtensor_unread_messages", member.unread, *labels)
+    for name, (field, _) in (_OF_SENDERS if member.role == "sender" else _OF_RECEIVERS).items():
+        put(name, getattr(member, field), *labels)
     if member.role == "sender":
-        put(_PUBLISHED[0], member.published, *labels)
         put("shmtensor_slots", sum(ring.slots for ring in member.rings), *labels)
         put("shmtensor_slots_used", sum(ring.slots_used for ring in member.rings), *labels)
         if member.newest_age:

@@ -211,13 +211,6 @@ class Control:
             return ""
         return label_of(raw)
 
-    def counters(self, entry: Entry) -> tuple[int, ...]:
-        """The member's counters, by `C_WAITS` and so on; zeros if it has left meanwhile."""
-        at = counters_word(entry.index)
-        found = tuple(self.words[at : at + COUNTERS])
-        acquire_fence()
-        return found if self.words[base(entry.index)] == entry.uid else (0,) * COUNTERS
-
     def set_label(self, index: int, label: str) -> None:
         """Under the lock: label a member that is not visible yet."""
         at = _HEADER + index * _ENTRY + _LABEL

@@ -44,6 +44,16 @@ _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
 _FIRST_MEMBER: Final = ctl.base(0)
 _MEMBER_WORDS: Final = ctl.base(1) - ctl.base(0)
 _LABEL: Final = ctl.label_word(0) - ctl.base(0)
+_COUNTERS: Final = ctl.counters_word(0) - ctl.base(0)
+COUNTERS: Final = {
+    "waits": ctl.C_WAITS,
+    "dropped": ctl.C_DROPPED,
+    "sleeps": ctl.C_SLEEPS,
+    "late": ctl.C_LATE,
+    "missed": ctl.C_MISSED,
+    "redelivered": ctl.C_REDELIVERED,
+}
+"""The fields of a `MemberInfo` that the member counts in its entry."""
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -108,6 +118,18 @@ class MemberInfo:
     """How long the oldest of these has waited, seconds; 0 if there is none."""
     label: str = ""
     """What it calls itself: `label=` of its constructor."""
+    waits: int = 0
+    """Of a sender: sends that found no free slot and waited for one. This and all below count from when it joined."""
+    dropped: int = 0
+    """Of a sender with `full="drop"`: messages that it dropped for want of a slot."""
+    sleeps: int = 0
+    """Of a receiver: how often it went to sleep, since no message came while it stayed awake."""
+    late: int = 0
+    """Of a receiver: messages that it found when a sleep had timed out: their wake-ups were lost."""
+    missed: int = 0
+    """Of a subscriber with `delivery="latest"`: messages that it passed over."""
+    redelivered: int = 0
+    """Of a consumer or server: messages that it got after another had them and did not finish them."""
 
 
 @dataclass(frozen=True)
@@ -440,6 +462,7 @@ def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> Mem
         index, uid, role, delivery, pid, process.pid, process.name, alive, words[at + ctl.M_LEAVING] != 0,
         words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
         label=ctl.label_of(words[at + _LABEL : at + _LABEL + ctl.LABEL_MAX // 8].tobytes()),
+        **{name: words[at + _COUNTERS + number] for name, number in COUNTERS.items()},
     )  # fmt: skip
 
 

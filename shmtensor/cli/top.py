@@ -14,7 +14,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from ..channel.inspect import ChannelInfo, Holding, Inspector
+from ..channel.inspect import COUNTERS, ChannelInfo, Holding, Inspector, MemberInfo
 from ..observe.ends import Ends
 from ..observe.rates import NONE, Rate, Rates
 from ..options import format_bytes
@@ -49,8 +49,8 @@ def top(
 
     Only looks, as ls does. Rates come from two readings, so the first one with rates is shown after an interval. A
     reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
-    messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. Ctrl-C
-    ends it.
+    messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
+    and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
     """
     live = not as_json and not once and not count and sys.stdout.isatty()
     view = View(lambda name: fnmatch.fnmatchcase(name, pattern), sort)
@@ -183,7 +183,8 @@ def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
                 "host_pid": it.host_pid or None, "process": it.process or None,
                 "label": it.label or None, "alive": it.alive,
                 **_rate_dict(rates.of(it)), "published": it.published, "received": it.received, "unread": it.unread,
-                "oldest_unread": it.oldest_unread, "holds": holdings.get(it.uid, []),
+                "oldest_unread": it.oldest_unread, **{name: getattr(it, name) for name in COUNTERS},
+                "holds": holdings.get(it.uid, []),
             }
             for it in channel.members
         ],
@@ -203,15 +204,20 @@ def _rate_dict(rate: Rate | None) -> dict[str, float | None]:
 
 _NUMBERS: Final = (9, 10, 7, 8)
 _HEADINGS: Final = ("msg/s", "bytes/s", "depth", "oldest")
+_WIDE: Final = 140
+"""Columns from which on there is one for what members have counted, of `_COUNTED` characters."""
+_COUNTED: Final = 18
+_BY_WEIGHT: Final = ("dropped", "missed", "redelivered", "late", "waits", "sleeps")
 
 
 def lines(reading: Reading, width: int) -> list[Text]:
     """The reading as lines of at most `width` columns."""
     numbers = sum(each + 1 for each in _NUMBERS)
+    counted = _COUNTED if width >= _WIDE else 0
     rest = max(24, width - numbers - 2)
     first = max(16, rest * 11 // 20)
-    columns = _Columns(width, first, rest - first)
-    found = [columns.line("channel", _HEADINGS, "held", "dim")]
+    columns = _Columns(width, first, counted, rest - first - (counted + 2 if counted else 0))
+    found = [columns.line("channel", _HEADINGS, "counted", "held", "dim")]
     for channel in reading.channels:
         found += _channel_lines(columns, channel, reading.rates)
     if not reading.channels:
@@ -223,11 +229,15 @@ def lines(reading: Reading, width: int) -> list[Text]:
 class _Columns:
     width: int
     first: int
+    counted: int
+    """0: no such column."""
     last: int
 
-    def line(self, name: str, numbers: tuple[str, ...], held: str, style: str = "") -> Text:
+    def line(self, name: str, numbers: tuple[str, ...], counted: str, held: str, style: str = "") -> Text:
         cells = [_cut(name, self.first).ljust(self.first)]
         cells += [_cut(text, size).rjust(size) for text, size in zip(numbers, _NUMBERS, strict=True)]
+        if self.counted:
+            cells += ["", _cut(counted, self.counted).ljust(self.counted)]
         return Text(" ".join([*cells, "", _cut(held, self.last)])[: self.width].rstrip(), style=style)
 
 
@@ -244,7 +254,7 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
     yield columns.line(
         f"{channel.name} ({channel.kind})",
         (*_rate_cells(rates.of_channel(channel)), *_waiting_cells(channel.depth, channel.oldest_unread)),
-        _holdings_text(nobody), "bold",
+        "", _holdings_text(nobody), "bold",
     )  # fmt: skip
     for member in channel.members:
         arrow = ">" if member.role == "sender" else "<"
@@ -253,7 +263,8 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
         yield columns.line(
             f" {arrow} {member.pid}{life} {program(member)}",
             (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
-            _holdings_text([it for it in held if it.how != "unread"]), "" if member.alive else "red",
+            _counted_text(member), _holdings_text([it for it in held if it.how != "unread"]),
+            "" if member.alive else "red",
         )  # fmt: skip
 
 
@@ -266,6 +277,11 @@ def _rate_cells(rate: Rate | None) -> tuple[str, str]:
 
 def _waiting_cells(messages: int, oldest: float) -> tuple[str, str]:
     return (str(messages), seconds(oldest)) if messages else ("", "")
+
+
+def _counted_text(member: MemberInfo) -> str:
+    counted = [(name, getattr(member, name)) for name in _BY_WEIGHT]
+    return ", ".join(f"{count} {name}" for name, count in counted if count)
 
 
 def _holdings_text(holdings: list[Holding]) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 import shmtensor
 from shmtensor import Consumer, Producer, Publisher, Subscriber
-from shmtensor.channel import control as ctl
+from shmtensor.channel.inspect import COUNTERS
 
 from ..forkservers import preloaded
 from ..spawned import send_labelled
@@ -254,22 +254,20 @@ def test_the_default_ends_when_every_sender_has_left(channel, pair):
 
 
 def counters_of(endpoint):
-    control = endpoint._member.control
-    entry = next(entry for entry in control.members() if entry.uid == endpoint._member.uid)
-    return control.counters(entry)
+    return next(it for it in shmtensor.inspect(endpoint.name).members if it.uid == endpoint._member.uid)
 
 
 def test_what_a_sender_counts_is_seen(channel, pair):
     with pair[0](channel, slots=1, full="drop") as tx, pair[1](channel) as rx:
         tx.send(np.array(1))
         assert [tx.send(np.array(2)) for _ in range(3)] == [0, 0, 0]
-        assert counters_of(tx)[ctl.C_DROPPED] == tx.statistics().dropped == 3
+        assert counters_of(tx).dropped == tx.statistics().dropped == 3
         assert rx.recv(timeout=PATIENCE).value == 1
     with pair[0](channel, slots=1) as tx, pair[1](channel) as rx:
         tx.send(np.array(1))
         with pytest.raises(shmtensor.RingFull):
             tx.send(np.array(2), timeout=0.01)
-        assert counters_of(tx)[ctl.C_WAITS] == tx.statistics().waits == 1
+        assert counters_of(tx).waits == tx.statistics().waits == 1
         assert rx.recv(timeout=PATIENCE).value == 1
 
 
@@ -278,9 +276,9 @@ def test_what_a_receiver_counts_is_seen(channel, pair):
         for _ in range(3):
             with pytest.raises(shmtensor.TimedOut):
                 rx.recv(timeout=0.005)
-        assert counters_of(rx)[ctl.C_SLEEPS] == rx.statistics().sleeps > 0
+        assert counters_of(rx).sleeps == rx.statistics().sleeps > 0
     with pair[0](channel), pair[1](channel) as next_one:  # of the same entry
-        assert counters_of(next_one) == (0,) * ctl.COUNTERS
+        assert [getattr(counters_of(next_one), name) for name in COUNTERS] == [0] * len(COUNTERS)
 
 
 def test_what_was_missed_is_seen(channel):
@@ -288,7 +286,7 @@ def test_what_was_missed_is_seen(channel):
         for number in range(20):
             pub.send(np.array(number))
         assert sub.recv(timeout=PATIENCE).missed == 19
-        assert counters_of(sub)[ctl.C_MISSED] == sub.statistics().missed == 19
+        assert counters_of(sub).missed == sub.statistics().missed == 19
 
 
 def test_what_is_delivered_again_is_seen(channel):
@@ -298,4 +296,4 @@ def test_what_is_delivered_again_is_seen(channel):
             raise KeyError
         with rx.recv(timeout=PATIENCE) as msg:
             assert msg.attempt == 2
-        assert counters_of(rx)[ctl.C_REDELIVERED] == rx.statistics().redelivered == 1
+        assert counters_of(rx).redelivered == rx.statistics().redelivered == 1

@@ -86,7 +86,8 @@ def test_top_fits(channel, width):
         lines = text.splitlines()
         assert max(map(len, lines)) <= width
         assert len(lines) == 5  # headings, the channel, two members, an empty line
-        assert lines[0].split() == ["channel", "msg/s", "bytes/s", "depth", "oldest", "held"]
+        counted = ["counted"] if width == 140 else []
+        assert lines[0].split() == ["channel", "msg/s", "bytes/s", "depth", "oldest", *counted, "held"]
         assert (name in text) == (width == 140)
         assert ("…" in lines[1]) == (width == 80)
         assert all(str(os.getpid()) in line for line in lines[2:4])
@@ -119,6 +120,39 @@ def test_top_prints_json_lines_by_order(channel):
             for _ in range(count):
                 receiver.recv(timeout=PATIENCE).release()
     assert json.loads(cli("top", channel + "*", "--once", "--interval", "0.1", "--json"))["channels"] == []
+
+
+def test_what_members_have_counted_is_shown(channel):
+    """A sender's waits and a receiver's sleeps: by `inspect` (test_senders.py has all of them), `top` and metrics."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    import shmtensor.metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(shmtensor.metrics.collector(channel))
+    with shmtensor.Publisher(channel, slots=1) as pub, shmtensor.Subscriber(channel, delivery="latest") as latest:
+        with shmtensor.Subscriber(channel) as sub:
+            with pytest.raises(shmtensor.TimedOut):
+                sub.recv(timeout=0.005)
+            pub.send(b"1")
+            with pytest.raises(shmtensor.RingFull):
+                pub.send(b"2", timeout=0.01)
+            sub.recv(timeout=PATIENCE).release()
+        for _ in range(3):
+            pub.send(b"3")
+        latest.recv(timeout=PATIENCE).release()
+        sender, receiver = cli("top", channel, "--once", "--interval", "0.1", width=140).splitlines()[2:4]
+        assert "1 waits" in sender
+        assert f"{latest.statistics().missed} missed" in receiver
+        assert "waits" not in cli("top", channel, "--once", "--interval", "0.1", width=80)
+        reading = json.loads(cli("top", channel, "--once", "--interval", "0.1", "--json"))
+        of_sender, of_receiver = reading["channels"][0]["members"]
+        assert (of_sender["waits"], of_sender["dropped"], of_receiver["sleeps"]) == (1, 0, 0)
+        assert of_receiver["missed"] == latest.statistics().missed
+        text = prometheus_client.generate_latest(registry).decode()
+        found = samples(text, channel)
+        assert found["shmtensor_slot_waits_total"] == 1
+        assert found["shmtensor_messages_missed_total"] == latest.statistics().missed
+        assert "# TYPE shmtensor_late_wakeups_total counter" in text
 
 
 @pytest.mark.slow
@@ -405,6 +439,7 @@ def test_metrics_are_read_anew_for_each_scrape(channel):
         text = prometheus_client.generate_latest(registry).decode()
         found = samples(text, channel)
         assert found["shmtensor_messages_published_total"] == 2
+        assert (found["shmtensor_slot_waits_total"], found["shmtensor_messages_missed_total"]) == (0, 0)
         assert (found["shmtensor_senders"], found["shmtensor_receivers"], found["shmtensor_depth"]) == (1, 1, 1)
         assert (found["shmtensor_held_messages:leased"], found["shmtensor_held_bytes:unread"]) == (1, 800)
         assert (found["shmtensor_slots"], found["shmtensor_slots_used"]) == (4, 2)
