@@ -61,7 +61,8 @@ from .statistics import (
 )
 
 if TYPE_CHECKING:
-    from .channel.inspect import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo, inspect
+    from .channel.info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
+    from .channel.inspect import inspect
     from .checkpoint.filling import load_into
     from .checkpoint.handle import Durable, Progress, SaveHandle
     from .checkpoint.keys import KeyWrapper, Passphrase
@@ -158,19 +159,19 @@ __all__ = [
 
 _LAZY = {
     "Batch": "rpc.batching",
-    "ChannelInfo": "channel.inspect",
+    "ChannelInfo": "channel.info",
     "BatchContext": "rpc.context",
     "CheckpointInfo": "checkpoint.listing",
     "CheckpointReader": "checkpoint.lazy",
     "CheckpointWriter": "checkpoint.writer",
     "Client": "rpc.client",
     "Durable": "checkpoint.handle",
-    "HeldMessage": "channel.inspect",
-    "Holder": "channel.inspect",
-    "Holding": "channel.inspect",
+    "HeldMessage": "channel.info",
+    "Holder": "channel.info",
+    "Holding": "channel.info",
     "JoinableQueue": "mp.joinable_queue",
     "KeyWrapper": "checkpoint.keys",
-    "MemberInfo": "channel.inspect",
+    "MemberInfo": "channel.info",
     "Passphrase": "checkpoint.keys",
     "ProcessPoolExecutor": "executor.executor",
     "Progress": "checkpoint.handle",
@@ -178,7 +179,7 @@ _LAZY = {
     "Request": "rpc.request",
     "RequestContext": "rpc.context",
     "RequestFuture": "rpc.call",
-    "RingInfo": "channel.inspect",
+    "RingInfo": "channel.info",
     "SaveHandle": "checkpoint.handle",
     "Server": "rpc.server",
     "SimpleQueue": "mp.queue",

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .channel.inspect import ChannelInfo, Inspector, MemberInfo
+from .channel.info import ChannelInfo, MemberInfo
+from .channel.inspect import Inspector
 from .errors import DependencyError
 
 if TYPE_CHECKING:

@@ -54,3 +54,24 @@ def hang(meet, pipe):
     if child:
         pipe.send(child)
     signal.pause()
+
+
+def hold_in_group(pipe, channel, group, take):
+    """Take so many messages of a group at a time, and keep them until "again" comes. -1: one that is done, viewed."""
+    rx = shmtensor.Subscriber(channel, group=group, acknowledge="release")
+    pipe.send("joined")
+    try:
+        while True:
+            messages = [rx.recv() for _ in range(abs(take))]
+            views = [message.value for message in messages]
+            for message in messages:
+                if take < 0:
+                    message.release()
+            for view in views:
+                pipe.send(int(view.flat[0]))
+            pipe.recv()
+            for message in messages:
+                message.release()
+            del views
+    except (EOFError, shmtensor.EndOfStream):
+        rx.close()

@@ -14,12 +14,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
 from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_path, unlink_semaphore
+from ..memory.words import store
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
@@ -36,6 +37,9 @@ from .names import (
     sequence_table_name,
     socket_path,
 )
+
+if TYPE_CHECKING:
+    from .membership import Member
 
 log = logging.getLogger("shmtensor")
 
@@ -70,10 +74,10 @@ def unlink_channel(control: Control, directory: str) -> None:
     shm.unlink(control.name)
 
 
-def reap(control: Control, directory: str, me: int | None) -> None:
+def reap(control: Control, directory: str, me: Member | None) -> None:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
-    `me` is the caller's own index: the kernel cannot be asked about one's own lock.
+    `me` is the caller: the kernel cannot be asked about one's own locks.
     """
     dead = list(_expendable(control, me))
     for index in dead:
@@ -82,14 +86,31 @@ def reap(control: Control, directory: str, me: int | None) -> None:
         control.clear(index)
     if dead:
         control.advance()
+    end_groups(control, me)
 
 
-def _expendable(control: Control, me: int | None) -> Iterator[int]:
+def _own(me: Member | None) -> tuple[int, ...]:
+    """The entries whose life locks the caller holds itself."""
+    return () if me is None else (me.index, me.recipient[0])
+
+
+def end_groups(control: Control, me: Member | None) -> None:
+    """Under the lock: a group of which nobody takes messages any more is leaving, for as long as views of them live."""
+    members, own = list(control.members()), _own(me)
+    for group in members:
+        if group.role == ctl.GROUP and not group.leaving:
+            mine = (entry for entry in members if entry.group == group.uid and not entry.leaving)
+            if not any(entry.index in own or control.is_alive(entry.index) for entry in mine):
+                store(control.words, ctl.base(group.index) + ctl.M_LEAVING, 1)
+                control.advance()
+
+
+def _expendable(control: Control, me: Member | None) -> Iterator[int]:
     """Indices of the dead members whose messages no living member needs."""
-    members = {entry.index: entry for entry in control.members()}
-    alive = [entry for entry in members.values() if entry.index == me or control.is_alive(entry.index)]
+    members, own = {entry.index: entry for entry in control.members()}, _own(me)
+    alive = [entry for entry in members.values() if entry.index in own or control.is_alive(entry.index)]
     for index in range(control.capacity):
-        if control.owner(index) and index != me and not control.is_alive(index):
+        if control.owner(index) and index not in own and not control.is_alive(index):
             entry = members.get(index)
             if entry is None or entry.role != ctl.SENDER or not _is_needed(control, entry, alive):
                 yield index
@@ -108,7 +129,7 @@ def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
             return any(
                 sequences.start(entry.index, entry.uid) is not None and sequences.finished(entry.index) != entry.uid
                 for entry in alive
-                if entry.role == ctl.RECEIVER and not entry.leaving and not entry.flags & ctl.LATEST
+                if entry.is_recipient and not entry.leaving
             )
         return has_undone(control, sequences)
     finally:
@@ -156,11 +177,12 @@ def _count_undone(control: Control) -> int:
     return count
 
 
-def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool, count: bool = False) -> int:
+def leave(member: Member, *, keep: bool, count: bool = False) -> int:
     """Under the lock: remove a member, unless `keep` (others still need it), then the channel if no other member lives.
 
     With `count`, returns how many messages of a work queue are lost with the channel, else 0.
     """
+    control, directory, index, uid = member.control, member.directory, member.index, member.uid
     if control.owner(index) != uid:
         return 0  # it has left, and the entry may be another member's
     if not keep:
@@ -170,7 +192,8 @@ def leave(control: Control, directory: str, index: int, uid: int, *, keep: bool,
     control.advance()
     # crash: leave.cleared
     # before the others are checked: of two that leave together, the second must not see the first
-    control.locks.unlock(ctl.LIFE + index)
+    for own in _own(member):
+        control.locks.unlock(ctl.LIFE + own)
     if control.anybody_alive():
         reap(control, directory, None)
         return 0

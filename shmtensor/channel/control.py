@@ -6,7 +6,8 @@
            +0    uid      stored last on joining, zeroed first on leaving            holder of lock byte 0
            +8    owner    the uid whose names exist; set before they are made          "
            +16   role     +24 flags    +32 pid    +40 joined (unix ns)                 "
-           +48   leaving  closed with views alive: no longer a recipient             the member
+           +48   leaving  closed with views alive: no longer a recipient             the member; as uid
+           +56   group    the uid of its group's entry, 0: in none                   as uid
            +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
                           its top bit: a sender waits on its FIFO, not on its semaphore
            +128  label    UTF-8, zero padded to 64 bytes                             as uid
@@ -14,6 +15,9 @@
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
 as long as it lives (its life lock). `epoch` is advanced, under byte 0, whenever the members or their recipients change.
+
+A group of subscribers has an entry, too: a recipient without a process, inbox or files. Its label is the group's name;
+all of its members share its life lock. Its words are written by the holder of byte 0.
 """
 
 from __future__ import annotations
@@ -31,15 +35,18 @@ from ..ring.layout import SERVICE, WORK_QUEUE
 from .names import control_name
 
 MAGIC: Final = int.from_bytes(b"SHMTCTRL", "little")
-VERSION: Final = 2  # 2: a sender may sleep on a FIFO
+VERSION: Final = 3  # 2: a sender may sleep on a FIFO; 3: groups
 CAPACITY: Final = 256
 
 SENDER: Final = 1
 RECEIVER: Final = 2
+GROUP: Final = 3
 LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
+MEMBER: Final = 2  # flag of a receiver: no recipient, its group is
+NO_RECIPIENT: Final = LATEST | MEMBER
 
 W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE = range(8)
-M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING = range(7)
+M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_GROUP = range(8)
 M_ASLEEP: Final = 8
 C_WAITS, C_DROPPED, C_SLEEPS, C_LATE, C_MISSED, C_REDELIVERED = range(6)
 COUNTERS: Final = 8
@@ -65,6 +72,13 @@ class Entry:
     pid: int
     joined_ns: int
     leaving: bool
+    group: int
+    """The uid of its group, 0 if it is in none."""
+
+    @property
+    def is_recipient(self) -> bool:
+        """Whether senders wait until it has given a message back."""
+        return self.role in (RECEIVER, GROUP) and not self.flags & NO_RECIPIENT
 
 
 def base(index: int) -> int:
@@ -196,7 +210,7 @@ class Control:
                 acquire_fence()
                 entry = Entry(
                     index, uid, words[at + M_ROLE], words[at + M_FLAGS], words[at + M_PID], words[at + M_JOINED],
-                    words[at + M_LEAVING] != 0,
+                    words[at + M_LEAVING] != 0, words[at + M_GROUP],
                 )  # fmt: skip
                 acquire_fence()
                 if words[at] == uid:
@@ -232,7 +246,7 @@ class Control:
         """Under the lock: free an entry whose files are removed."""
         at = base(index)
         store(self.words, at + M_UID, 0)
-        for word in (M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_ASLEEP):
+        for word in (M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_GROUP, M_ASLEEP):
             store(self.words, at + word, 0)
         for word in range(COUNTERS):
             store(self.words, counters_word(index) + word, 0)

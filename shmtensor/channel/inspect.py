@@ -22,6 +22,7 @@ from ..wire.record import SIZE
 from . import control as ctl
 from .control import Control
 from .control_lock import LOCK
+from .info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
 from .names import check_channel, control_name, parse_file, ring_name, sequence_table_name
 from .processes import Process, Processes
 
@@ -56,191 +57,6 @@ COUNTERS: Final = {
 """The fields of a `MemberInfo` that the member counts in its entry."""
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-@dataclass(frozen=True)
-class RingInfo:
-    """One ring of a sender."""
-
-    index: int
-    """Its number among the rings of its sender."""
-    slots: int
-    """How many slots it has."""
-    slot_bytes: int
-    """Bytes of one slot."""
-    nbytes: int
-    """Shared memory of the whole ring, bytes."""
-    slots_used: int
-    """Slots whose message is still needed."""
-    bytes_used: int
-    """Payload bytes in them."""
-
-
-@dataclass(frozen=True)
-class MemberInfo:
-    """One member of a channel: a sender or a receiver in some process."""
-
-    index: int
-    """Its row in the channel's table of members; reused by later members."""
-    uid: int
-    """Its number, which no other member has."""
-    role: str
-    """`"sender"` (`Publisher`, `Producer`, `Client`) or `"receiver"` (`Subscriber`, `Consumer`, `Server`)."""
-    delivery: str
-    """`"all"` or `"latest"` of a subscriber, `"one"` of a consumer, `""` of a sender."""
-    pid: int
-    """Its process, in the pid namespace of that process: inside a container, the container's number."""
-    host_pid: int
-    """The same process in the pid namespace of whoever inspects; 0 if it was not found: dead, or another user's."""
-    process: str
-    """What its process runs: the script or module of a Python program, else the program; `""` if it was not found."""
-    alive: bool
-    """Whether its life lock is held, which the kernel drops at any death."""
-    leaving: bool
-    """A receiver that is closed and has living views; a sender that is closed and not yet drained."""
-    asleep: bool
-    """Whether it waits: a receiver for a message, a sender for a slot."""
-    joined: float
-    """When it joined: Unix time, seconds."""
-    published: int
-    """A sender's newest sequence number: how many messages it has sent."""
-    rings: tuple[RingInfo, ...]
-    """A sender's rings."""
-    newest_bytes: int = 0
-    """Payload of a sender's newest message, bytes; 0 if it is gone."""
-    newest_age: float = 0.0
-    """Seconds since a sender sent its newest message; 0 if that message is gone."""
-    received: int = 0
-    """Of a subscriber with `delivery="all"`: messages that it took from the senders that are members now."""
-    unread: int = 0
-    """Of a subscriber with `delivery="all"`: messages that were sent to it and not taken so far."""
-    oldest_unread: float = 0.0
-    """How long the oldest of these has waited, seconds; 0 if there is none."""
-    label: str = ""
-    """What it calls itself: `label=` of its constructor."""
-    waits: int = 0
-    """Of a sender: sends that found no free slot and waited for one. This and all below count from when it joined."""
-    dropped: int = 0
-    """Of a sender with `full="drop"`: messages that it dropped for want of a slot."""
-    sleeps: int = 0
-    """Of a receiver: how often it went to sleep, since no message came while it stayed awake."""
-    late: int = 0
-    """Of a receiver: messages that it found when a sleep had timed out: their wake-ups were lost."""
-    missed: int = 0
-    """Of a subscriber with `delivery="latest"`: messages that it passed over."""
-    redelivered: int = 0
-    """Of a consumer or server: messages that it got after another had them and did not finish them."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A member that still needs a message. `uid`, and perhaps `pid`, are 0 if only a lock shows that there is one."""
-
-    uid: int
-    """The member."""
-    pid: int
-    """Its process, as `MemberInfo.pid`."""
-    how: str
-    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it is finished, and
-    has views."""
-    alive: bool
-    """Whether it lives: what the dead hold is freed when the sender needs it."""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """The messages that one member holds in one way; or, without a member (`uid` and `pid` 0), that no member holds."""
-
-    uid: int
-    """The member; 0 if there is none, or if only a lock shows that there is one."""
-    pid: int
-    """Its process, as `MemberInfo.pid`."""
-    alive: bool
-    """Whether the member lives: what the dead hold is freed when the sender needs it."""
-    how: str
-    """As in `Holder`; without a member `"waiting"` (for any consumer), `"abandoned"` (its consumer died or gave it
-    back: for another), `"history"` (kept for subscribers to come)."""
-    messages: int
-    """How many messages."""
-    nbytes: int
-    """Their payload, bytes."""
-    oldest: float
-    """Seconds since the oldest of them was sent."""
-
-
-@dataclass(frozen=True)
-class HeldMessage:
-    """A message whose slots are not free."""
-
-    sender: int
-    """The member that sent it."""
-    ring: int
-    """The number of its ring among those of its sender."""
-    slot: int
-    """Its first slot."""
-    span: int
-    """How many slots it takes."""
-    seq: int
-    """Its sequence number."""
-    nbytes: int
-    """Its payload, bytes."""
-    age: float
-    """Seconds since it was sent."""
-    state: str
-    """Fan-out: `"leased"`, `"unread"`, `"history"`; work queue: `"waiting"`, `"claimed"`, `"done"`, `"abandoned"`."""
-    attempt: int
-    """How many times it was delivered; 0 if it was not."""
-    holders: tuple[Holder, ...]
-    """Who holds it."""
-
-
-@dataclass(frozen=True)
-class ChannelInfo:
-    """The state of one channel, at one moment."""
-
-    name: str
-    """Its name."""
-    kind: str
-    """`"fan-out"`, `"work queue"`, `"service"`, or `"unknown"` if it could not be read."""
-    service: str
-    """A service's own name; of the channel of the replies to one client, the name of their service; else `""`."""
-    owner: int
-    """User id of its files; -1 if they are gone."""
-    nbytes: int
-    """All its files together, bytes of shared memory."""
-    files: tuple[str, ...]
-    """Their paths."""
-    locked: bool
-    """Whether the channel's lock was held at that moment: normal for microseconds."""
-    members: tuple[MemberInfo, ...]
-    """Its members, the dead that are not cleaned up yet included."""
-    holdings: tuple[Holding, ...]
-    """Who holds which slots, by member and by how."""
-    held: tuple[HeldMessage, ...]
-    """Every message that is held; empty unless `inspect` is called with `messages=True`."""
-    depth: int
-    """Messages that wait: fan-out: of the living receiver that is furthest behind; else: those that no consumer has."""
-    oldest_unread: float
-    """How long the oldest message waits that a receiver has not taken, seconds; 0 if there is none."""
-    notes: tuple[str, ...]
-    """What could not be read, and why."""
-    readable: bool = True
-    """Whether its members could be read. If not, `notes` says why: it is another user's, for example."""
-
-    @property
-    def living(self) -> int:
-        """How many of the members that could be read live."""
-        return sum(member.alive for member in self.members)
-
-    @property
-    def senders(self) -> tuple[MemberInfo, ...]:
-        """The members that send and live."""
-        return tuple(member for member in self.members if member.role == "sender" and member.alive)
-
-    @property
-    def receivers(self) -> tuple[MemberInfo, ...]:
-        """The members that receive and live."""
-        return tuple(member for member in self.members if member.role == "receiver" and member.alive)
 
 
 @overload
@@ -335,6 +151,16 @@ class _Queue:
         self.oldest = max(self.oldest, float(found.age[mask].max()))
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A group of subscribers that has living members."""
+
+    index: int
+    uid: int
+    name: str
+    leaving: bool
+
+
 @dataclass
 class _Look:
     """One inspection of a channel, and its results so far."""
@@ -347,9 +173,10 @@ class _Look:
     locked: bool = False
     members: list[MemberInfo] = field(default_factory=list)
     queues: dict[int, _Queue] = field(default_factory=dict)
-    """By the index of a member that gets every message."""
+    """By the index of a member, or of a group's entry, that gets every message."""
     waiting: _Queue = field(default_factory=_Queue)
     """Of a work queue."""
+    groups: list[_Group] = field(default_factory=list)
     held: list[HeldMessage] = field(default_factory=list)
     holdings: dict[Holder, Holding] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -389,9 +216,11 @@ class _Look:
                 self.members[at] = replace(
                     member, received=queue.received, unread=queue.unread, oldest_unread=queue.oldest
                 )
-        behind = [member for member in self.members if member.alive and not member.leaving]
-        depth = max((member.unread for member in behind), default=0) + self.waiting.unread
-        oldest = max([self.waiting.oldest, *(member.oldest_unread for member in behind)])
+        living = {member.index for member in self.members if member.alive and not member.leaving}
+        living |= {group.index for group in self.groups}
+        behind = [queue for index, queue in self.queues.items() if index in living]
+        depth = max((queue.unread for queue in behind), default=0) + self.waiting.unread
+        oldest = max([self.waiting.oldest, *(queue.oldest for queue in behind)])
         replies = _REPLIES.fullmatch(self.channel) if self.kind == lay.FAN_OUT else None
         return ChannelInfo(
             self.channel, _KIND.get(self.kind, "unknown"),
@@ -432,9 +261,12 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
         )
     seen.kind = words[ctl.W_KIND]
     seen.locked = segment.is_locked(LOCK)
-    for at in _FIRST_MEMBER + _MEMBER_WORDS * np.flatnonzero(_uids(words)):
-        if segment.read(int(at), 1)[0] == words[at]:  # not just joining or leaving
-            seen.members.append(_member(seen, words, int(at), segment))
+    entries = [int(at) for at in _FIRST_MEMBER + _MEMBER_WORDS * np.flatnonzero(_uids(words))]
+    entries = [at for at in entries if segment.read(at, 1)[0] == words[at]]  # not just joining or leaving
+    seen.groups = [_group(words, at) for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
+    seen.groups = [group for group in seen.groups if segment.is_locked(ctl.LIFE + group.index)]
+    seen.queues |= {group.index: _Queue() for group in seen.groups}
+    seen.members += [_member(seen, words, at, segment) for at in entries if words[at + ctl.M_ROLE] != ctl.GROUP]
     for number, member in enumerate(seen.members):
         if member.role == "sender":
             seen.members[number] = _read_sender(seen, member)
@@ -445,13 +277,23 @@ def _uids(words: memoryview) -> _Words:
     return np.frombuffer(words, np.uint64)[_FIRST_MEMBER::_MEMBER_WORDS]
 
 
+def _label(words: memoryview, at: int) -> str:
+    return ctl.label_of(words[at + _LABEL : at + _LABEL + ctl.LABEL_MAX // 8].tobytes())
+
+
+def _group(words: memoryview, at: int) -> _Group:
+    index = (at - _FIRST_MEMBER) // _MEMBER_WORDS
+    return _Group(index, words[at], _label(words, at), words[at + ctl.M_LEAVING] != 0)
+
+
 def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> MemberInfo:
     index = (at - _FIRST_MEMBER) // _MEMBER_WORDS
     role = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver"}.get(words[at + ctl.M_ROLE], "unknown")
     delivery = ""
     if role == "receiver":
         latest = bool(words[at + ctl.M_FLAGS] & ctl.LATEST)
-        delivery = "one" if seen.ring_kind == lay.WORK_QUEUE else "latest" if latest else "all"
+        shares = seen.ring_kind == lay.WORK_QUEUE or words[at + ctl.M_GROUP] != 0
+        delivery = "one" if shares else "latest" if latest else "all"
         if delivery == "all":
             seen.queues[index] = _Queue()
     uid, pid, life = words[at], words[at + ctl.M_PID], ctl.LIFE + index
@@ -461,7 +303,7 @@ def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> Mem
     return MemberInfo(
         index, uid, role, delivery, pid, process.pid, process.name, alive, words[at + ctl.M_LEAVING] != 0,
         words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
-        label=ctl.label_of(words[at + _LABEL : at + _LABEL + ctl.LABEL_MAX // 8].tobytes()),
+        label=_label(words, at), group=next((it.name for it in seen.groups if it.uid == words[at + ctl.M_GROUP]), ""),
         **{name: words[at + _COUNTERS + number] for name, number in COUNTERS.items()},
     )  # fmt: skip
 
@@ -531,6 +373,10 @@ def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryvie
         at = lay.L_MEMBERS + 2 * peer.index
         if peer.role == "receiver" and words[at + 1] == peer.uid:
             starts[peer.index] = min(words[at], lay.MOST_MESSAGES)
+    for group in seen.groups:
+        at = lay.L_MEMBERS + 2 * group.index
+        if words[at + 1] == group.uid:
+            starts[group.index] = min(words[at], lay.MOST_MESSAGES)
     newest = {index: start - 1 for index, start in starts.items()}
     shape = lay.SequenceTableShape(words[lay.L_CAPACITY], words[lay.L_ORDER])
     return _Sender(member, table, shape, published, min(words[lay.L_HISTORY], lay.MAX_SLOTS), starts, newest)
@@ -555,7 +401,12 @@ def _wanted(seen: _Look, sender: _Sender, rings: list[_Ring]) -> dict[int, list[
     Where every receiver gets every message, its words say what it has leased and what it has taken, so that only the
     records of the others have to be read.
     """
-    if seen.kind != lay.FAN_OUT or sender.history or any(peer.delivery == "latest" for peer in seen.members):
+    if (
+        seen.kind != lay.FAN_OUT
+        or sender.history
+        or seen.groups
+        or any(peer.delivery == "latest" for peer in seen.members)
+    ):
         return None
     found = {ring.index: ring.leased() for ring in rings}
     published, behind = sender.published, sender.published
@@ -591,11 +442,21 @@ class _Ring:
         if shape.nbytes != source.nbytes:
             raise WireError(f"segment {source.name} has {source.nbytes} bytes, its header says {shape.nbytes}")
         self.rows: list[tuple[MemberInfo, _Words]] = []
+        self.groups: list[tuple[_Group, _Words, list[tuple[MemberInfo, _Words]]]] = []
+        """A group's row, and those of its members, which show who has what."""
         for peer in seen.members:
             if peer.delivery == "all" and peer.index in sender.starts and peer.index < shape.capacity:
-                row = np.frombuffer(source.read(shape.state + peer.index * shape.row, shape.slots), np.uint64)
+                row = self._row(peer.index)
                 sender.newest[peer.index] = max(sender.newest[peer.index], int(row.max()) >> 1)
                 self.rows.append((peer, row))
+        for group in seen.groups:
+            if group.index in sender.starts and group.index < shape.capacity:
+                mine = [peer for peer in seen.members if peer.group == group.name and peer.index < shape.capacity]
+                self.groups.append((group, self._row(group.index), [(peer, self._row(peer.index)) for peer in mine]))
+
+    def _row(self, index: int) -> _Words:
+        """The words of one recipient for all slots."""
+        return np.frombuffer(self.source.read(self.shape.state + index * self.shape.row, self.shape.slots), np.uint64)
 
     def leased(self) -> set[int]:
         """The slots that receivers say they have leased."""
@@ -632,6 +493,8 @@ class _Ring:
             if not peer.leaving and unread.any():
                 used.append((unread, Holder(peer.uid, peer.pid, "unread", peer.alive), None))
                 seen.queues[peer.index].add(found, unread)
+        for group, row, members in self.groups:
+            used += self._group(found, group, row[found.slot], members)
         lockers = [peer for peer in seen.members if peer.delivery == "latest" or (sender.history and peer.delivery)]
         if lockers:
             used += self._held_by(found, self._locked(found.seq), lockers, "leased")
@@ -641,6 +504,27 @@ class _Ring:
                 kept &= ~mask
             if kept.any():
                 used.append((kept, Holder(0, 0, "history", True), None))
+        return used
+
+    def _group(self, found: _Messages, group: _Group, word: _Words, members: list[tuple[MemberInfo, _Words]]) -> _Used:
+        """As `_fan_out`, of one group: its word for each message is given."""
+        owed = found.seq >= np.uint64(self.sender.starts[group.index])
+        lease, attempts = word & np.uint64(lay.LEASE), word >> np.uint64(lay.ATTEMPT_SHIFT)
+        had, done = (lease == 2 * found.seq) & owed, attempts == lay.GROUP_DONE
+        attempts = np.where(had, np.where(done, np.uint64(1), attempts), np.uint64(0))
+        used: _Used = []
+        for peer, row in members:
+            mine = had & (row[found.slot] == 2 * found.seq)
+            for how, mask in (("claimed", mine & ~done), ("done", mine & done)):
+                if mask.any():
+                    used.append((mask, Holder(peer.uid, peer.pid, how, peer.alive), attempts))
+            had &= ~mine
+        waiting = (lease < 2 * found.seq) & owed
+        for how, mask in (("abandoned", had & ~done), ("waiting", waiting)):
+            if mask.any() and not group.leaving:
+                used.append((mask, Holder(0, 0, how, True), attempts))
+        if waiting.any() and not group.leaving:
+            self.seen.queues[group.index].add(found, waiting)
         return used
 
     def _work_queue(self, found: _Messages) -> _Used:

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ..errors import ArgumentError, PlatformError, ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
@@ -32,10 +33,17 @@ _FILES: Final = 16
 class Member:
     """One endpoint's entry in the table, and its life lock. Once the lock file is closed, the member counts as dead."""
 
-    __slots__ = ("control", "directory", "index", "uid")
+    __slots__ = ("control", "directory", "group", "index", "is_first", "uid")
 
     def __init__(self, control: Control, directory: str, index: int, uid: int) -> None:
         self.control, self.directory, self.index, self.uid = control, directory, index, uid
+        self.group: tuple[int, int] | None = None  # its entry, as (index, uid)
+        self.is_first = True  # of its group
+
+    @property
+    def recipient(self) -> tuple[int, int]:
+        """(index, uid) of the entry that senders know as the recipient of its messages: its own, or its group's."""
+        return self.group or (self.index, self.uid)
 
     @property
     def channel(self) -> str:
@@ -53,14 +61,16 @@ class Member:
     def reap(self) -> None:
         """Remove the dead members if the control lock is free now; else the next liveness check tries again."""
         with contextlib.suppress(TimedOut, ReentrantError):
-            self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self.index))
+            self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self))
 
     def set_leaving(self) -> None:
         """Mark the member as closed with views alive: it gets no more messages, but lives and holds leases."""
 
         def say() -> None:
             words.store(self.control.words, ctl.base(self.index) + ctl.M_LEAVING, 1)
+            # crash: leave.said
             self.control.advance()
+            cleanup.end_groups(self.control, self)
 
         if not self.has_left and not defer(self.set_leaving):
             self._exclusively(LOCK_TIMEOUT, say)
@@ -77,7 +87,7 @@ class Member:
 
         def go() -> int:
             # crash: leave.locked
-            return cleanup.leave(self.control, self.directory, self.index, self.uid, keep=keep, count=lost is not None)
+            return cleanup.leave(self, keep=keep, count=lost is not None)
 
         try:
             if self.has_left or defer(lambda: self.leave(keep=keep, lost=lost)):
@@ -117,7 +127,18 @@ def check_platform() -> None:
         )
 
 
-def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Member], None], label: str = "") -> Member:
+@dataclass(frozen=True)
+class Part:
+    """As what an endpoint joins a channel: see the table in `control.py`."""
+
+    role: int
+    flags: int = 0
+    label: str = ""
+    group: str = ""
+    """The name of the group that it is a member of; empty: of none."""
+
+
+def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None]) -> Member:
     """Become a member. `prepare(member)` makes its sequence table, semaphore or inbox before others can see it.
 
     If it fails or is interrupted, nothing is left. An exception that arrives after it has returned may keep the member
@@ -131,7 +152,7 @@ def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Memb
     cleanup.sweep_all(directory, skip=channel)
     held: list[LockFile] = []
     try:
-        while (member := _join(channel, kind, role, flags, directory, prepare, label, held)) is None:
+        while (member := _join(channel, kind, part, directory, prepare, held)) is None:
             pass  # swept between opening and locking
         # crash: join.done
         return member
@@ -141,14 +162,7 @@ def join(channel: str, kind: int, role: int, flags: int, prepare: Callable[[Memb
 
 
 def _join(
-    channel: str,
-    kind: int,
-    role: int,
-    flags: int,
-    directory: str,
-    prepare: Callable[[Member], None],
-    label: str,
-    held: list[LockFile],
+    channel: str, kind: int, part: Part, directory: str, prepare: Callable[[Member], None], held: list[LockFile]
 ) -> Member | None:
     name = control_name(channel)
     with shm.open_or_create(name) as segment:
@@ -163,7 +177,7 @@ def _join(
             # crash: join.locked
             control = _map(segment, locks, channel)
             _make_ready(control, kind, directory)
-            return _enter(control, directory, role, flags, prepare, label)
+            return _enter(control, directory, part, prepare)
 
         return exclusively(locks, LOCK_TIMEOUT, f'channel "{channel}"', enter)
 
@@ -205,9 +219,27 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
     cleanup.reap(control, directory, None)
 
 
-def _enter(
-    control: Control, directory: str, role: int, flags: int, prepare: Callable[[Member], None], label: str
-) -> Member:
+def _enter(control: Control, directory: str, part: Part, prepare: Callable[[Member], None]) -> Member:
+    index, uid = _take_entry(control, shared=False)
+    member = Member(control, directory, index, uid)
+    # crash: join.owned
+    if part.group:
+        _enter_group(member, part.group)
+    prepare(member)
+    # crash: join.prepared
+    if member.group is not None and member.is_first:
+        _show(control, *member.group, Part(ctl.GROUP, label=part.group), pid=0, group=0)
+        # crash: join.grouped
+    _show(control, index, uid, part, pid=os.getpid(), group=0 if member.group is None else member.group[1])
+    if part.role == ctl.SENDER:
+        words.store(control.words, ctl.W_SENDERS, control.senders + 1)
+    # crash: join.entered
+    control.advance()
+    return member
+
+
+def _take_entry(control: Control, *, shared: bool) -> tuple[int, int]:
+    """(index, uid) of an entry that was free and is this member's now, not visible yet; its life lock is held."""
     index = next((index for index in range(control.capacity) if not control.owner(index)), None)
     if index is None:
         raise ResourceError(
@@ -216,24 +248,34 @@ def _enter(
             "close some, or use several channels",
         )
     uid = secrets.randbits(63) | 1
-    member = Member(control, directory, index, uid)
-    if not control.locks.try_exclusive(ctl.LIFE + index):
+    lock = control.locks.try_shared if shared else control.locks.try_exclusive
+    if not lock(ctl.LIFE + index):
         raise WireError(
             f'member {index} of channel "{control.channel}" is locked but free: the segment was tampered with'
         )
-    at, store = ctl.base(index), words.store
-    store(control.words, at + ctl.M_OWNER, uid)
-    # crash: join.owned
-    prepare(member)
-    # crash: join.prepared
-    control.set_label(index, label)
+    words.store(control.words, ctl.base(index) + ctl.M_OWNER, uid)
+    return index, uid
+
+
+def _enter_group(member: Member, name: str) -> None:
+    """Under the lock, which has just reaped the dead: share the life lock of the group's entry, or of a new one."""
+    control = member.control
+    for entry in control.members():
+        if entry.role == ctl.GROUP and not entry.leaving and control.label(entry) == name:
+            if not control.locks.try_shared(ctl.LIFE + entry.index):
+                raise WireError(
+                    f'group "{name}" of channel "{control.channel}" is locked: the segment was tampered with'
+                )
+            member.group, member.is_first = (entry.index, entry.uid), False
+            return
+    member.group = _take_entry(control, shared=True)
+
+
+def _show(control: Control, index: int, uid: int, part: Part, *, pid: int, group: int) -> None:
+    """Make an entry visible: its uid comes last."""
+    control.set_label(index, part.label)
     for word, value in (
-        (ctl.M_ROLE, role), (ctl.M_FLAGS, flags), (ctl.M_PID, os.getpid()), (ctl.M_JOINED, time.time_ns()),
-        (ctl.M_LEAVING, 0), (ctl.M_ASLEEP, 0), (ctl.M_UID, uid),
+        (ctl.M_ROLE, part.role), (ctl.M_FLAGS, part.flags), (ctl.M_PID, pid), (ctl.M_JOINED, time.time_ns()),
+        (ctl.M_LEAVING, 0), (ctl.M_GROUP, group), (ctl.M_ASLEEP, 0), (ctl.M_UID, uid),
     ):  # fmt: skip
-        store(control.words, at + word, value)
-    if role == ctl.SENDER:
-        store(control.words, ctl.W_SENDERS, control.senders + 1)
-    # crash: join.entered
-    control.advance()
-    return member
+        words.store(control.words, ctl.base(index) + word, value)

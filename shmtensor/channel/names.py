@@ -21,10 +21,19 @@ _FILE = re.compile(r"(?:sem\.)?shmtensor\.(?P<channel>[A-Za-z0-9._-]{1,64})(?:,(
 
 def check_channel(name: object) -> str:
     """Return the channel name. Raises `ArgumentError` or `ArgumentTypeError` if it is not valid."""
+    return _check(name, "channel")
+
+
+def check_group(name: object) -> str:
+    """Return the name of a group. Raises `ArgumentError` or `ArgumentTypeError` if it is not valid."""
+    return _check(name, "group")
+
+
+def _check(name: object, what: str) -> str:
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"a channel name is a string, not {type(name).__name__}")
+        raise ArgumentTypeError(f"a {what} name is a string, not {type(name).__name__}")
     if not _CHANNEL.fullmatch(name):
-        raise ArgumentError(f"channel name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        raise ArgumentError(f"{what} name {name!r}: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return name
 
 

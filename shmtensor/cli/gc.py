@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from ..channel import cleanup
 from ..channel.cleanup import Leftover
-from ..channel.inspect import ChannelInfo, view_of
+from ..channel.info import ChannelInfo
+from ..channel.inspect import view_of
 from ..channel.names import socket_dir
 from ..options import format_bytes
 from .ls import user_name

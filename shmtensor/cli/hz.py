@@ -8,7 +8,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..channel.inspect import ChannelInfo, Inspector, MemberInfo
+from ..channel.info import ChannelInfo, MemberInfo
+from ..channel.inspect import Inspector
 from .ls import program
 from .output import bytes_per_second, console, guarded, print_json_line, seconds, until_interrupted
 from .waiting import Unreadable, named, wait_for_channel

@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..channel.cleanup import Foreign, foreign
-from ..channel.inspect import ChannelInfo, HeldMessage, Holding, Inspector, MemberInfo
+from ..channel.info import ChannelInfo, HeldMessage, Holding, MemberInfo
+from ..channel.inspect import Inspector
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
@@ -101,6 +102,7 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
         "index": member.index,
         "role": member.role,
         "delivery": member.delivery or None,
+        "group": member.group or None,
         "pid": member.pid,
         "host_pid": member.host_pid or None,
         "process": member.process or None,
@@ -203,8 +205,9 @@ def _members_table(view: ChannelInfo) -> Table:
             life.append("being drained" if member.role == "sender" else "leaving, views alive")
         if member.asleep and member.alive:
             life.append("asleep")
+        delivery = f"one of {member.group}" if member.group else member.delivery
         table.add_row(
-            member.role, member.delivery, str(member.pid), ", ".join(life),
+            member.role, delivery, str(member.pid), ", ".join(life),
             str(member.published) if member.role == "sender" else "",
             f"{seconds(max(0.0, time.time() - member.joined))} ago", escape(program(member)),
         )  # fmt: skip

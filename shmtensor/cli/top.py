@@ -14,7 +14,8 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from ..channel.inspect import COUNTERS, ChannelInfo, Holding, Inspector, MemberInfo
+from ..channel.info import ChannelInfo, Holding, MemberInfo
+from ..channel.inspect import COUNTERS, Inspector
 from ..observe.ends import Ends
 from ..observe.rates import NONE, Rate, Rates
 from ..options import format_bytes
@@ -179,7 +180,8 @@ def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
         "bytes": channel.nbytes,
         "members": [
             {
-                "uid": f"{it.uid:016x}", "role": it.role, "delivery": it.delivery or None, "pid": it.pid,
+                "uid": f"{it.uid:016x}", "role": it.role, "delivery": it.delivery or None,
+                "group": it.group or None, "pid": it.pid,
                 "host_pid": it.host_pid or None, "process": it.process or None,
                 "label": it.label or None, "alive": it.alive,
                 **_rate_dict(rates.of(it)), "published": it.published, "received": it.received, "unread": it.unread,

@@ -24,12 +24,12 @@ from .base import FORKED, LIVENESS_INTERVAL, AsleepWord, Endpoint, check_count, 
 
 
 class Peer:
-    """A receiver as a sender sees it."""
+    """A receiver as a sender sees it, or a group of receivers, which is one recipient and has no inbox."""
 
-    __slots__ = ("asleep", "connection", "entry", "gone", "index", "leaving", "notified", "uid", "welcome")
+    __slots__ = ("asleep", "connection", "entry", "gone", "group", "index", "leaving", "notified", "uid", "welcome")
 
     def __init__(self, entry: Entry) -> None:
-        self.entry, self.index, self.uid = entry, entry.index, entry.uid
+        self.entry, self.index, self.uid, self.group = entry, entry.index, entry.uid, entry.group
         self.asleep = ctl.asleep_word(entry.index)
         self.notified = 0
         self.connection: Push | None = None
@@ -76,7 +76,7 @@ class Peers(Endpoint):
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
         acquire_fence()
-        present = {entry.uid: entry for entry in control.members() if entry.role == ctl.RECEIVER}
+        present = {entry.uid: entry for entry in control.members() if entry.role in (ctl.RECEIVER, ctl.GROUP)}
         for uid in [uid for uid in self._peers if uid not in present]:
             self._forget(self._peers[uid])
         for uid, entry in present.items():
@@ -90,7 +90,9 @@ class Peers(Endpoint):
                 peer.welcome = True
             peer.leaving = entry.leaving
         # crash: refresh.started
-        self._listeners = tuple(peer for peer in self._peers.values() if not peer.leaving)
+        self._listeners = tuple(
+            peer for peer in self._peers.values() if not peer.leaving and peer.entry.role == ctl.RECEIVER
+        )
         self._address(epoch)
         self._epoch = epoch
 
@@ -112,7 +114,7 @@ class Peers(Endpoint):
         leaving = tuple(peer.index for peer in self._peers.values() if peer.leaving)
         self._writer.address(
             tuple(index for index in recipients if index not in leaving), leaving, self._is_lockable(), listeners,
-            tuple(peer.asleep for peer in listeners), epoch,
+            tuple(peer.asleep for peer in listeners), tuple(peer.group for peer in listeners), epoch,
         )  # fmt: skip
 
     @abstractmethod
@@ -132,7 +134,7 @@ class Peers(Endpoint):
         self._member.reap()
         for peer in dead:
             if peer.uid in self._peers:
-                self._deaths += 1
+                self._deaths += peer.entry.role == ctl.RECEIVER
                 self._forget(peer)
         self._listeners = tuple(peer for peer in self._listeners if not peer.gone)
         self._address(self._epoch)
@@ -159,13 +161,15 @@ class Peers(Endpoint):
             self._sleep(remaining, lambda: self._control_words[ctl.W_EPOCH] != self._epoch)
 
     def _wake(self, ring: Ring, slot: int) -> None:
-        """Notify receivers that sleep: all of them; a producer overrides this to notify one."""
+        """Notify receivers that sleep: all of them, of a group one; a producer overrides this to notify one."""
         words = self._control_words
-        sleepers = []
+        sleepers, groups = [], set()
         for peer in self._listeners:
             asleep = words[peer.asleep]
-            if asleep & 1 and asleep != peer.notified:
+            if asleep & 1 and asleep != peer.notified and peer.group not in groups:
                 sleepers.append((peer, asleep))
+                if peer.group:
+                    groups.add(peer.group)
         if len(sleepers) == 1:
             self._ring_bell(*sleepers[0], ring, slot)
         elif sleepers:

@@ -108,7 +108,8 @@ class Producers(Endpoint):
         reader.abandon()
         self._direct = None
         self._epoch = -1  # the next `_refresh` lists it as unattached
-        reader.sequences.finish(self._member.index, self._member.uid)  # what it leaves need not stay for this receiver
+        if self._member.group is None:  # another member of the group may be able to read it
+            reader.sequences.finish(*self._member.recipient)  # what it leaves need not stay for this receiver
         # a new list: a caller may iterate over the old one
         self._readers = [other for other in self._readers if other is not reader]
         reader.close()
@@ -117,6 +118,9 @@ class Producers(Endpoint):
         """A reader of the sender of that entry."""
         control = self._member.control
         sequences = SequenceTable.attach(sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity)
+        if sequences.device and self._member.group is not None:
+            sequences.close()
+            raise WireError("it sends device memory, which a group does not take: subscribe without group=")
         try:
             waker = self._waker(entry)
         except FileNotFoundError:
@@ -160,7 +164,7 @@ class Producers(Endpoint):
         return Reception(
             mode=self._mode, decode=decode, codec=codec, message=Message, counts=self._counts,
             is_locked=self._mutex.locked, control=member.control.words, epoch_at=ctl.W_EPOCH, member=member.index,
-            member_uid=member.uid, owner=member, readonly=not self._traits.maps_writable,
+            recipient=member.recipient, owner=member, readonly=not self._traits.maps_writable,
             max_attempts=self._max_attempts, depth=self._depth, shown_at=ctl.counters_word(member.index) + ctl.C_MISSED,
         )  # fmt: skip
 
@@ -173,7 +177,7 @@ class Producers(Endpoint):
             self._readers.remove(reader)
             self._retired.append(reader)
             reader.unmap()
-            reader.sequences.finish(self._member.index, self._member.uid)
+            reader.sequences.finish(*self._member.recipient)
             # crash: drain.finished
         self._member.reap()  # moves the epoch; the next refresh forgets them
 

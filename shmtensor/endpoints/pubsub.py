@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..channel import control as ctl
 from ..channel.membership import Member
-from ..channel.names import ring_name, sequence_table_name
+from ..channel.names import check_group, ring_name, sequence_table_name
 from ..errors import ArgumentError, WireError
 from ..memory.words import store
 from ..ring.layout import FAN_OUT, MAX_RINGS, MAX_SLOTS
 from ..ring.pool import SIZED
-from ..ring.reader import ALL, LATEST
+from ..ring.reader import ALL, GROUP, LATEST
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from .base import NOTHING, check_choice, check_count
+from .claiming import DEFAULT_ATTEMPTS, ClaimingReceiver
 from .device_fanout import DeviceReceiver, DeviceSender
 from .devices import Devices
 from .message import Message
 from .peers import Peer
 from .traits import ReceiverTraits, SenderTraits
+
+_S = TypeVar("_S", bound="Subscriber")
 
 
 class Publisher(DeviceSender):
@@ -89,7 +93,8 @@ class Publisher(DeviceSender):
         self._wait_for_receivers(count, timeout, "subscribers")
 
     def _waits_for(self, peer: Peer) -> bool:
-        return not peer.entry.flags & ctl.LATEST
+        # a group takes nothing from device memory
+        return peer.entry.is_recipient and (self._device is None or peer.entry.role != ctl.GROUP)
 
     def _is_lockable(self) -> bool:
         return self._history > 0 or any(peer.entry.flags & ctl.LATEST for peer in self._listeners)
@@ -116,6 +121,12 @@ class Subscriber(DeviceReceiver):
         depth: with `delivery="latest"`: of how many of each publisher's newest messages the oldest comes next. They
             come in order, as far as the publisher has not reused their slots: it keeps about as many as its ring
             has slots.
+        group: the name of a group of subscribers, in any processes, that share the messages: each goes to one of them,
+            by the rules of a work queue. It is done when its `Message` is released, or with the next `recv`; if its
+            receiver dies before that, it goes to another (see `Consumer`). Other groups, and subscribers in none, get
+            every message as well, and all read the same bytes. A group begins with its first member, and ends with the
+            last one that lives. docs/guide/groups.md
+        acknowledge, max_attempts: with `group`, as for `Consumer`: `"next"` and 5 if they are not given.
         until: `"drained"`, the stream ends when every publisher has left, and everything they sent is received;
             `"closed"`, it goes on with the next publisher, and a loop over it ends when this subscriber is closed.
         spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
@@ -129,10 +140,14 @@ class Subscriber(DeviceReceiver):
 
     _traits = ReceiverTraits(FAN_OUT)
 
+    def __new__(cls: type[_S], *_: Any, group: str | None = None, **__: Any) -> _S:
+        return super().__new__(cls if group is None else _of_groups(cls))  # type: ignore[return-value]
+
     def __init__(
         self,
         channel: str,
         *,
+        group: str | None = None,
         delivery: Literal["all", "latest"] = "all",
         spin: float = 100e-6,
         device: Any = None,
@@ -141,6 +156,8 @@ class Subscriber(DeviceReceiver):
         depth: int = 1,
         until: Literal["drained", "closed"] = "drained",
         label: str | None = None,
+        acknowledge: Literal["next", "release"] | None = None,
+        max_attempts: int | None = None,
     ) -> None:
         check_choice("delivery", delivery, ("all", "latest"))
         check_count("depth", depth, 1, MAX_SLOTS)
@@ -149,9 +166,18 @@ class Subscriber(DeviceReceiver):
         if depth > 1 and not self._latest:
             raise ArgumentError(f'depth={depth} goes with delivery="latest": every message is delivered otherwise')
         self._depth = depth
+        self._join_group(group, acknowledge, max_attempts)
+        super().__init__(
+            channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label, group=group or ""
+        )
+
+    def _join_group(self, group: str | None, acknowledge: str | None, max_attempts: int | None) -> None:
+        """Called before the constructor of the base: whether, and how, messages are shared with others."""
+        for name, value in (("acknowledge", acknowledge), ("max_attempts", max_attempts)):
+            if value is not None:
+                raise ArgumentError(f"{name}={value!r} goes with group=: without one, nothing has to be acknowledged")
         self._mode = LATEST if self._latest else ALL
         self._flags = ctl.LATEST if self._latest else 0
-        super().__init__(channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label)
 
     def wait_for_publishers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living publishers are there; `TimedOut` after `timeout` seconds."""
@@ -159,9 +185,11 @@ class Subscriber(DeviceReceiver):
 
     def _prepare(self, member: Member) -> None:
         super()._prepare(member)
+        if not member.is_first:
+            return
         for ring in _retaining_rings(member):
             # the words of a former member at this index must not count for the messages that are kept for us
-            row = ring.state + member.index * ring.row
+            row = ring.state + member.recipient[0] * ring.row
             for word in range(row, row + ring.slots):
                 store(ring.words, word, 0)
 
@@ -170,6 +198,29 @@ class Subscriber(DeviceReceiver):
 
     def _is_drained(self, reader: Any) -> bool:
         return not reader.next()
+
+
+class GroupSubscriber(ClaimingReceiver):
+    """What a `Subscriber` does differently in a group."""
+
+    _traits = ReceiverTraits(FAN_OUT, keeps_claims=True)
+    _mode, _flags = GROUP, ctl.MEMBER
+    _most_attempts = 100
+    _latest: bool
+
+    def _join_group(self, group: str, acknowledge: str | None, max_attempts: int | None) -> None:
+        check_group(group)
+        if self._latest:
+            raise ArgumentError('delivery="latest" does not go with group=: a group gets every message')
+        self._use_claims(
+            "next" if acknowledge is None else acknowledge, DEFAULT_ATTEMPTS if max_attempts is None else max_attempts
+        )
+
+
+@functools.cache
+def _of_groups(cls: type[Subscriber]) -> type[Subscriber]:
+    """The class, `Subscriber` or one derived from it, of subscribers in groups."""
+    return type(cls.__name__, (GroupSubscriber, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _retaining_rings(member: Member) -> Iterator[Ring]:

@@ -70,6 +70,7 @@ class Receiver(Producers):
         pin: bool | Literal["auto"] = "auto",
         until: Literal["drained", "closed"] = "drained",
         label: str | None = None,
+        group: str = "",
     ) -> None:
         label = check_label(label)
         check_choice("until", until, ("drained", "closed"))
@@ -95,7 +96,8 @@ class Receiver(Producers):
         self._abandoned = self._bad_doorbells = self._ticks = 0
         try:
             super().__init__()
-            membership.join(channel, self._traits.channel, ctl.RECEIVER, self._flags, self._prepare, label)
+            part = membership.Part(ctl.RECEIVER, self._flags, label, group)
+            membership.join(channel, self._traits.channel, part, self._prepare)
             control, peers = self._member.control, self._member.peers()
             self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
             self._counters = ctl.Counters(self._control_words, self._member.index)

@@ -68,7 +68,7 @@ class Sender(Peers):
         self._ending = False  # the process ends: a `close` that lingers in another thread gives up
         try:
             super().__init__()
-            membership.join(channel, self._traits.channel, ctl.SENDER, 0, self._prepare, label)
+            membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
             self._control_words = self._member.control.words
             self._bells = Doorbells(self._member.directory)
             if self._slot_bytes is not None:

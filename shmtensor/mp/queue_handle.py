@@ -69,7 +69,7 @@ class QueueHandle:
             named: whether spawned processes will have the queue.
         """
         name = f"queue-{os.getpid()}-{secrets.token_hex(6)}"
-        member = membership.join(name, WORK_QUEUE, ctl.RECEIVER, 0, _prepare_nothing)
+        member = membership.join(name, WORK_QUEUE, membership.Part(ctl.RECEIVER), _prepare_nothing)
         made: list[int] = []
         try:
             counters = [

@@ -188,7 +188,7 @@ int notify_sleepers(Notifier *self, const word *control, int one, const void *re
     size_t head = (size_t)PyBytes_GET_SIZE(self->head), all = head + record_bytes;
     Py_ssize_t count = PyTuple_GET_SIZE(self->peers), nfound = 0;
     PyObject *found[MOST_PEERS];
-    uint64_t sleeps[MOST_PEERS];
+    uint64_t sleeps[MOST_PEERS], groups[MOST_PEERS];
     for (Py_ssize_t step = 0; step < count && nfound < MOST_PEERS; step++) {
         Py_ssize_t at = one ? (Py_ssize_t)((self->turn + (size_t)step) % (size_t)count) : step;
         PyObject *peer = PyTuple_GET_ITEM(self->peers, at);
@@ -199,6 +199,11 @@ int notify_sleepers(Notifier *self, const word *control, int one, const void *re
             return 0;
         }
         if (notified == asleep) continue;
+        uint64_t group = self->groups[at];
+        int is_woken = 0; /* another one of its group */
+        for (Py_ssize_t i = 0; group && i < nfound; i++) is_woken |= groups[i] == group;
+        if (is_woken) continue;
+        groups[nfound] = group;
         found[nfound] = peer;
         sleeps[nfound++] = asleep;
         if (one) {

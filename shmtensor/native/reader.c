@@ -214,19 +214,19 @@ static void begin_lease(Lease *lease, const taken *t) {
     lease->locked = (char)t->locked;
     lease->is_held = 1;
     self->leases++;
-    self->unacknowledged += self->f.mode == READER_COMPETING;
+    self->unacknowledged += claims(&self->f);
 }
 
 /* Make a lease empty: it holds no message any more. */
 static void forget_lease(Lease *lease) {
     lease->is_held = 0;
     lease->reader->leases--;
-    lease->reader->unacknowledged -= lease->reader->f.mode == READER_COMPETING && !lease->done;
+    lease->reader->unacknowledged -= claims(&lease->reader->f) && !lease->done;
 }
 
 static void acknowledge(Lease *lease) {
     Reader *self = lease->reader;
-    if (!lease->is_held || lease->done || self->f.mode != READER_COMPETING || !is_mine(self)) return;
+    if (!lease->is_held || lease->done || !claims(&self->f) || !is_mine(self)) return;
     lease->done = 1;
     self->unacknowledged--;
     reader_acknowledge(&self->f, lease->ring, lease->slot, lease->seq);
@@ -271,7 +271,7 @@ static int Lease_getbuffer(Lease *self, Py_buffer *view, int flags) {
                              self->reader->readonly, flags);
 }
 
-PyDoc_STRVAR(Lease_acknowledge_doc, "acknowledge()\n--\n\nWork queue: the message is done, nobody gets it again.");
+PyDoc_STRVAR(Lease_acknowledge_doc, "acknowledge()\n--\n\nClaims: the message is done, nobody gets it again.");
 
 static PyObject *Lease_acknowledge(Lease *self, PyObject *unused) {
     (void)unused;
@@ -290,7 +290,7 @@ static PyObject *Lease_word(Lease *self, void *unused) {
     if (!self->is_held) Py_RETURN_NONE;
     const reader *f = &self->reader->f;
     const ring *r = &f->rings[self->ring].shared;
-    const word *at = f->mode == READER_COMPETING ? state_of(r, self->slot) : lease_word(r, f->member, self->slot);
+    const word *at = f->mode == READER_COMPETING ? state_of(r, self->slot) : lease_word(r, f->recipient, self->slot);
     return PyLong_FromSsize_t(at - r->words);
 }
 
@@ -358,19 +358,20 @@ static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)
 
 static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "dependency_error", "is_locked", "control", "table", "order", "mask",
-                            "lock_fd", "mode", "depth", "history", "member", "member_uid", "asleep_at", "epoch_at", "shown_at", "max_attempts",
+                            "lock_fd", "mode", "depth", "history", "member", "recipient", "recipient_uid", "asleep_at", "epoch_at", "shown_at", "max_attempts",
                             "description_version", "readonly", NULL};
     PyObject *codec, *lease, *message, *counts, *wire_error, *dependency_error, *is_locked, *control, *table;
-    unsigned long long order, mask, depth, history, member_uid, asleep_at, epoch_at, shown_at;
-    unsigned int member, max_attempts;
+    unsigned long long order, mask, depth, history, recipient_uid, asleep_at, epoch_at, shown_at;
+    unsigned int member, recipient, max_attempts;
     int lock_fd, mode, version, readonly;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOKKiiKKIKKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOKKiiKKIIKKKKIip", names, &codec, &lease, &message, &counts, &wire_error,
                                      &dependency_error, &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &depth, &history, &member,
-                                     &member_uid, &asleep_at, &epoch_at, &shown_at, &max_attempts, &version, &readonly))
+                                     &recipient, &recipient_uid, &asleep_at, &epoch_at, &shown_at, &max_attempts, &version, &readonly))
         return -1;
     if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
         !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || Py_TYPE(codec)->tp_basicsize != sizeof(Codec) ||
-        mode < READER_ALL || mode > READER_COMPETING || !depth || member >= MOST_MEMBERS) {
+        mode < READER_ALL || mode > READER_GROUP || !depth || member >= MOST_MEMBERS ||
+        recipient >= MOST_MEMBERS) {
         PyErr_SetString(PyExc_TypeError, "no parts of a reader, or it was made already");
         return -1;
     }
@@ -385,7 +386,7 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     if (get_words(control, &self->control) || get_words(table, &self->table)) return -1;
     if (!has_word(&self->control, asleep_at) || !has_word(&self->control, shown_at + 1) || shown_at == UINT64_MAX ||
         !has_word(&self->control, epoch_at) || mask & (mask + 1) || mask > UINT32_MAX ||
-        order > UINT32_MAX || !has_word(&self->table, order + mask) || !has_word(&self->table, T_MEMBERS + 2 * (uint64_t)member + 1)) {
+        order > UINT32_MAX || !has_word(&self->table, order + mask) || !has_word(&self->table, T_MEMBERS + 2 * (uint64_t)recipient + 1)) {
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return -1;
     }
@@ -396,7 +397,8 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
         .lock_fd = lock_fd,
         .history = history,
         .member = member,
-        .member_uid = member_uid,
+        .recipient = recipient,
+        .recipient_uid = recipient_uid,
         .asleep = (const word *)self->control.buf + asleep_at,
         .most_attempts = max_attempts,
         .description_version = (uint8_t)version,
@@ -476,7 +478,7 @@ static PyObject *Reader_add_ring(Reader *self, PyObject *args) {
         PyBuffer_Release(&made.head);
         return NULL;
     }
-    uint64_t end, bytes, most = self->f.mode == READER_COMPETING ? 0 : (uint64_t)self->f.member;
+    uint64_t end, bytes, most = self->f.member > self->f.recipient ? self->f.member : self->f.recipient;
     int inside = index < MOST_RINGS && slots && slots <= UINT32_MAX && row <= UINT32_MAX && state <= UINT32_MAX &&
                  !__builtin_mul_overflow(slots, slot_bytes, &bytes) && bytes <= (uint64_t)made.data.len &&
                  state >= HEADER_WORDS + slots * RECORD_WORDS;
@@ -559,7 +561,7 @@ static int decode_taken(Reader *self, const taken *t, Lease *lease, PyObject **v
 /* Undo a take after an exception: the message will be taken again. */
 static void undo(Reader *self, const taken *t, Lease *lease) {
     if (!is_mine(self) || !lease->is_held) return;
-    if (self->f.mode != READER_COMPETING && self->f.position != t->seq) return; /* later ones were taken: given back unread */
+    if (!claims(&self->f) && self->f.position != t->seq) return; /* later ones were taken: given back unread */
     if (lease->done) return;
     forget_lease(lease);
     reader_untake(&self->f, t);
@@ -625,7 +627,7 @@ static int decode_twice(Reader *self, const taken *t, Lease *lease, PyObject **v
     for (int attempt = 0; attempt < 2; attempt++) {
         if (!decode_taken(self, t, lease, value, meta)) return 0;
         int is_missing = PyErr_ExceptionMatches(self->dependency_error);
-        if (is_missing && self->f.mode != READER_COMPETING) return replace_value(self, value, meta);
+        if (is_missing && !claims(&self->f)) return replace_value(self, value, meta);
         if (is_missing || PyErr_ExceptionMatches(self->wire_error)) {
             *event = refuse(self, t, lease);
             return -1;
@@ -740,7 +742,7 @@ static void spin(Reader *self, int64_t patience) {
 /* Whether a caller without the mutex may take a message: nothing is left that needs the mutex first. 0, 1, or -1. */
 static int may_go_ahead(Reader *self) {
     if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
-    if (self->f.mode == READER_COMPETING && monotonic_ns() >= self->look_due) {
+    if (claims(&self->f) && monotonic_ns() >= self->look_due) {
         self->look_due = monotonic_ns() + LOOK_EVERY_NS;
         return 0;
     }
@@ -791,7 +793,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
             for (Py_ssize_t i = 0; i < self->nsiblings; i++)
                 if (load(self->siblings[i]) & 1) self->more = 1;
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
-    } else if (result == TAKE_DAMAGED && self->f.mode == READER_COMPETING && !t.attempt) {
+    } else if (result == TAKE_DAMAGED && claims(&self->f) && !t.attempt) {
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
     } else if (result != TAKE_NOTHING && result != TAKE_RETRY) event = event_of(result, &t);
     if (result == TAKE_NOTHING) reader_unlock_finished(&self->f);
@@ -838,13 +840,13 @@ PyDoc_STRVAR(Reader_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe 
 
 static PyObject *Reader_take(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 0); }
 
-PyDoc_STRVAR(Reader_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nWork queue: the same of the oldest message that somebody "
+PyDoc_STRVAR(Reader_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nClaims: the same of the oldest message that somebody "
                                        "had and did not finish, in the rings that are mapped.");
 
 static PyObject *Reader_take_unfinished(Reader *self, PyObject *args) {
     PyObject *receiver, *undelivered;
     if (!PyArg_ParseTuple(args, "OO", &receiver, &undelivered) || check_ready(self)) return NULL;
-    if (self->f.mode != READER_COMPETING) Py_RETURN_NONE;
+    if (!claims(&self->f)) Py_RETURN_NONE;
     Sink sink = {.receiver = receiver, .undelivered = undelivered};
     return receive(self, UNFINISHED, 0, &sink, 0, 0);
 }

@@ -148,6 +148,7 @@ static void Writer_dealloc(Writer *self) {
     PyMem_Free(self->core.rings);
     PyMem_Free(self->mapped);
     PyMem_Free(self->notifier.asleep);
+    PyMem_Free(self->notifier.groups);
     if (self->control.obj) PyBuffer_Release(&self->control);
     if (self->table.obj) PyBuffer_Release(&self->table);
     Py_XDECREF(self->codec);
@@ -299,34 +300,42 @@ static int members_of(Writer *self, PyObject *sequence, members *all) {
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(address_doc, "address(recipients, leaving, lockable, listeners, asleep, epoch)\n--\n\n"
+PyDoc_STRVAR(address_doc, "address(recipients, leaving, lockable, listeners, asleep, groups, epoch)\n--\n\n"
     "Set the receivers of the messages that are published from now on: ring/writer.py.");
 
 static PyObject *Writer_address(Writer *self, PyObject *args) {
-    PyObject *recipients, *leaving, *listeners, *asleep;
+    PyObject *recipients, *leaving, *listeners, *asleep, *of_groups;
     members all, going;
     int lockable;
     unsigned long long epoch;
-    if (!PyArg_ParseTuple(args, "OOpO!O!K", &recipients, &leaving, &lockable, &PyTuple_Type, &listeners, &PyTuple_Type, &asleep,
-                          &epoch) ||
+    if (!PyArg_ParseTuple(args, "OOpO!O!O!K", &recipients, &leaving, &lockable, &PyTuple_Type, &listeners, &PyTuple_Type, &asleep,
+                          &PyTuple_Type, &of_groups, &epoch) ||
         members_of(self, recipients, &all) || members_of(self, leaving, &going))
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(listeners);
-    uint32_t *words = PyMem_Malloc(((size_t)count + 1) * sizeof *words);
-    if (!words) return PyErr_NoMemory();
-    int inside = PyTuple_GET_SIZE(asleep) == count;
+    uint64_t *groups = PyMem_Malloc(((size_t)count + 1) * sizeof *groups);
+    uint32_t *words = groups ? PyMem_Malloc(((size_t)count + 1) * sizeof *words) : NULL;
+    if (!words) {
+        PyMem_Free(groups);
+        return PyErr_NoMemory();
+    }
+    int inside = PyTuple_GET_SIZE(asleep) == count && PyTuple_GET_SIZE(of_groups) == count;
     for (Py_ssize_t i = 0; inside && i < count; i++) {
         Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(asleep, i));
-        inside = at >= 0 && at < count_of(&self->control);
+        groups[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(of_groups, i));
+        inside = at >= 0 && at < count_of(&self->control) && !PyErr_Occurred();
         words[i] = (uint32_t)at;
     }
     if (!inside) {
         PyMem_Free(words);
+        PyMem_Free(groups);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
         return NULL;
     }
     PyMem_Free(self->notifier.asleep);
+    PyMem_Free(self->notifier.groups);
     self->notifier.asleep = words;
+    self->notifier.groups = groups;
     self->core.recipients = all;
     self->core.leaving = going;
     self->core.lockable = lockable;

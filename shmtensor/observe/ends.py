@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from ..channel.inspect import ChannelInfo
+from ..channel.info import ChannelInfo
 
 LEAST_S: Final = 0.1
 """Seconds between two readings, however many processes end."""

@@ -286,9 +286,14 @@ class Messages:
         for index in range(min(len(rows) // 2, shape.capacity)):
             at = ctl.base(index)
             uid = words[at]
-            if not uid or rows[2 * index + 1] != uid or rows[2 * index] > seq or words[at + ctl.M_FLAGS] & ctl.LATEST:
+            if (
+                not uid
+                or rows[2 * index + 1] != uid
+                or rows[2 * index] > seq
+                or words[at + ctl.M_FLAGS] & ctl.NO_RECIPIENT
+            ):
                 continue
-            word = ring.source.read(shape.state + index * shape.row + slot, 1)[0]
+            word = ring.source.read(shape.state + index * shape.row + slot, 1)[0] & lay.LEASE
             if (
                 ((word == 2 * seq and not self._is_writable) or (word < 2 * seq and not words[at + ctl.M_LEAVING]))
                 and self._control.is_locked(ctl.LIFE + index)

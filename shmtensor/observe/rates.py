@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ..channel.inspect import ChannelInfo, MemberInfo
+from ..channel.info import ChannelInfo, MemberInfo
 
 
 @dataclass(frozen=True)

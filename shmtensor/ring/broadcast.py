@@ -40,7 +40,7 @@ class BroadcastReader(ReferenceReader):
     def _has_started(self) -> bool:
         """Whether the publisher counts this receiver. Call it after reading `published`: protocols.md, section 2."""
         acquire_fence()
-        start = self.sequences.start(self.member, self.reception.member_uid)
+        start = self.sequences.start(*self.reception.recipient)
         if start is not None:
             position = max(self.position, start - 1) if self.sequences.history else start - 1
             self.started, self.start, self.position = True, start, position

@@ -1,13 +1,26 @@
-"""The reader of a consumer for one producer, the reference: docs/internals/protocols.md, section 5."""
+"""The readers that claim messages, the reference: docs/internals/protocols.md, sections 5 (of a consumer) and 13 (of a
+member of a group)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DependencyError, WireError
-from ..memory.words import store
-from .layout import ATTEMPT, CLAIMED, DONE, R_RECORDS, RECORD_WORDS, RELEASED, OtherVersion
-from .lease import Claim, Lease
+from ..memory.words import acquire_fence, barrier, store
+from .layout import (
+    ATTEMPT,
+    ATTEMPT_SHIFT,
+    CLAIMED,
+    DONE,
+    GROUP_DONE,
+    L_PUBLISHED,
+    LEASE,
+    R_RECORDS,
+    RECORD_WORDS,
+    RELEASED,
+    OtherVersion,
+)
+from .lease import Claim
 from .reader import GIVEN_UP, OTHER, PASSED_OVER, UNREADABLE, Found, ReferenceReader
 
 if TYPE_CHECKING:
@@ -17,6 +30,9 @@ if TYPE_CHECKING:
 
 NOTHING = (1 << 64) - 1
 """The result of `age` if there is no message."""
+
+UNCLAIMED, IS_CLAIMED, IS_DONE, IS_RELEASED = range(4)
+"""What the words of a slot say of a message."""
 
 
 def state_word(ring: Ring, slot: int) -> int:
@@ -133,10 +149,6 @@ class CompetingReader(ReferenceReader):
             self.position = seq
         return NOTHING
 
-    def has_lease(self, ring: int, slot: int, seq: int) -> bool:
-        """Whether this consumer holds that message."""
-        return seq in self.leases
-
     @property
     def unacknowledged(self) -> int:
         """How many messages are held and not done."""
@@ -146,40 +158,42 @@ class CompetingReader(ReferenceReader):
         """Set the `asleep` words of the other consumers. Only the compiled `recv` needs them."""
 
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
-        """Whether to try the lock of a message: it is not done and, when walking, not claimed by another consumer."""
-        at, words = state_word(ring, slot), ring.words
-        return words[at + DONE] != seq and not (walking and words[at + CLAIMED] == seq)
+        """Whether to try the lock of a message: when walking, of those that nobody has claimed."""
+        state = self.state(ring, slot, seq)
+        return state == UNCLAIMED if walking else state < IS_DONE
 
     def claim(self, ring: Ring, slot: int, seq: int) -> bool:
         """Lock the message and count the attempt (`self.attempt`); False if another has it or it is done."""
-        words, at = ring.words, state_word(ring, slot)
-        locks = self.sequences.locks
+        locks, byte = self.sequences.locks, self.claim_byte(seq)
         if seq in self.leases:  # the kernel would grant our own lock again
             return False
         # crash: claim.found
-        self.taking = seq, at, words, None
-        if not locks.try_exclusive(seq):
+        self.taking = seq, ring, slot, None
+        if not locks.try_exclusive(byte):
             self.taking = None
             return False
         # crash: claim.locked
-        # `done` before `seq`: the other way round, the slot could be reused, and done for its next message, in between
-        if words[at + DONE] >= seq or words[R_RECORDS + slot * RECORD_WORDS] != seq:
-            locks.unlock(seq)
+        # the state before `seq`: else the slot could be reused, and done for its next message, in between
+        if not self.may_claim(ring, slot, seq) or not self.holds(ring, slot, seq) or not self.keep(ring, slot, seq):
+            locks.unlock(byte)
             self.taking = None
             return False
-        before = words[at + ATTEMPT]
-        self.attempt = (before & 0xFF if before >> 8 == seq else 0) + 1
-        counted = seq << 8 | min(self.attempt, 255)
-        self.taking = seq, at, words, before  # from here on `abandon` restores the attempt
-        store(words, at + ATTEMPT, counted)
-        store(words, at + CLAIMED, seq)
+        before = self.attempts(ring, slot, seq)
+        self.attempt = before + 1
+        self.taking = seq, ring, slot, before  # from here on `abandon` restores the attempt
+        self.store_attempts(ring, slot, seq, self.attempt)
         # crash: claim.stored
+        return True
+
+    def keep(self, ring: Ring, slot: int, seq: int) -> bool:
+        """Make sure that the sender keeps a claimed message; False if it takes it back."""
         return True
 
     def lease(self, array: np.ndarray[Any, Any], found: Found, seq: int) -> Claim:
         """Begin the lease of a claimed message."""
         claim = Claim(array, self._ended)
-        claim.seq, claim.word, claim.words = seq, state_word(found.ring, found.slot), found.ring.words
+        claim.seq, claim.words = seq, found.ring.words
+        self.place(claim, found.ring, found.slot)
         claim.acknowledged = claim.released = False
         self.hold(claim)
         return claim
@@ -187,14 +201,12 @@ class CompetingReader(ReferenceReader):
     def abandon(self) -> None:
         if self.taking is None:
             return
-        seq, at, words, attempt = self.taking
+        seq, ring, slot, attempts = self.taking
         self.leases.pop(seq, None)
-        if attempt is not None and words[at + DONE] != seq:
-            store(words, at + ATTEMPT, attempt)  # this one does not count
-            if attempt >> 8 != seq:
-                store(words, at + CLAIMED, 0)  # no consumer has had it
-        self.taking = seq, at, words, None  # from here on only the lock is left
-        self.sequences.locks.unlock(seq)
+        if attempts is not None and self.state(ring, slot, seq) < IS_DONE:
+            self.store_attempts(ring, slot, seq, attempts)  # this one does not count
+        self.taking = seq, ring, slot, None  # from here on only the lock is left
+        self.unlock(seq)
         self.taking = None
 
     def skip(self, seq: int) -> None:
@@ -207,17 +219,160 @@ class CompetingReader(ReferenceReader):
 
     def drop(self, ring: Ring, slot: int, seq: int) -> None:
         """Finish a claimed message without delivering it."""
-        at = state_word(ring, slot)
-        store(ring.words, at + DONE, seq)
-        store(ring.words, at + RELEASED, seq)
-        self.sequences.locks.unlock(seq)
+        self.store_released(ring, slot, seq)
+        self.unlock(seq)
         self.taking = None
         self.wake_sender()
 
-    def give_back(self, lease: Lease) -> None:
+    def unlock(self, seq: int) -> None:
+        """Drop what locks message `seq`."""
+        self.sequences.locks.unlock(self.claim_byte(seq))
+
+    def give_back(self, lease: Claim) -> None:
         # crash: release.ended
-        if lease.acknowledged and not lease.released:  # type: ignore[attr-defined]
-            lease.released = True  # type: ignore[attr-defined]
-            store(lease.words, lease.word + RELEASED, lease.seq)
+        if lease.acknowledged and not lease.released:
+            lease.released = True
+            self.end(lease)
             # crash: release.stored
-        self.sequences.locks.unlock(lease.seq)  # if it is not acknowledged, others may claim it from here on
+        self.unlock(lease.seq)  # if it is not acknowledged, others may claim it from here on
+
+    # --- the words of a slot
+
+    def state(self, ring: Ring, slot: int, seq: int) -> int:
+        """What they say of message `seq`; `IS_RELEASED` as well if they are a later one's."""
+        at, words = state_word(ring, slot), ring.words
+        done = words[at + DONE]
+        if done >= seq:
+            return IS_DONE if done == seq else IS_RELEASED
+        return IS_CLAIMED if words[at + CLAIMED] == seq else UNCLAIMED
+
+    def may_claim(self, ring: Ring, slot: int, seq: int) -> bool:
+        """With the lock: whether the message is not done."""
+        return self.state(ring, slot, seq) < IS_DONE
+
+    def attempts(self, ring: Ring, slot: int, seq: int) -> int:
+        """How often the message was claimed."""
+        before = ring.words[state_word(ring, slot) + ATTEMPT]
+        return before & 0xFF if before >> 8 == seq else 0
+
+    def store_attempts(self, ring: Ring, slot: int, seq: int, count: int) -> None:
+        """Store that it was claimed so often; 0: that nobody has had it."""
+        at = state_word(ring, slot)
+        store(ring.words, at + ATTEMPT, seq << 8 | min(count, 255))
+        store(ring.words, at + CLAIMED, seq if count else 0)
+
+    def store_released(self, ring: Ring, slot: int, seq: int) -> None:
+        """Store that a claimed message is done and given back."""
+        at = state_word(ring, slot)
+        store(ring.words, at + DONE, seq)
+        store(ring.words, at + RELEASED, seq)
+
+    def place(self, claim: Claim, ring: Ring, slot: int) -> None:
+        """Set which of the words are those of a claim's message."""
+        claim.word = state_word(ring, slot)
+        claim.done = claim.word + DONE, claim.seq
+
+    def end(self, claim: Claim) -> None:
+        """Store that an acknowledged message is given back."""
+        store(claim.words, claim.word + RELEASED, claim.seq)
+
+
+class GroupReader(CompetingReader):
+    """Of a fan-out, each message goes to the member of the group that locks its byte first: protocols.md, section 13.
+
+    Until the publisher has stored the group's `start`, messages (of `history=`) are taken under a shared lock, too.
+    """
+
+    __slots__ = ("shared", "start")
+
+    def _begin_queue(self) -> None:
+        self.start = 0
+        self.shared: set[int] = set()  # messages that this member holds by a shared lock as well
+        barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
+        published = self.words[L_PUBLISHED]
+        if not self._has_started():
+            self.position = max(0, published - self.sequences.history)
+
+    def next(self) -> int:
+        published = self.newest()
+        if not self._has_started() and not self.sequences.history:
+            self.position = published  # all of these were sent before the publisher saw this group
+        return super().next()
+
+    def _has_started(self) -> bool:
+        """Whether the publisher counts this group. Call it after reading `published`: protocols.md, section 2."""
+        if self.start:
+            return True
+        acquire_fence()
+        start = self.sequences.start(*self.reception.recipient)
+        if start is None:
+            return False
+        self.start = start
+        self.position = max(self.position, start - 1) if self.sequences.history else start - 1
+        return True
+
+    def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
+        state = self.state(ring, slot, seq)
+        return state == UNCLAIMED if walking else state < IS_RELEASED
+
+    def may_claim(self, ring: Ring, slot: int, seq: int) -> bool:
+        state = self.state(ring, slot, seq)
+        if state == IS_DONE:  # who had it has died with a view: nobody else frees the slot
+            self.store_released(ring, slot, seq)
+            self.wake_sender()
+        return state < IS_DONE
+
+    def keep(self, ring: Ring, slot: int, seq: int) -> bool:
+        if self.start:
+            return True
+        locks = self.sequences.locks
+        self.shared.add(seq)  # first: `unlock` may be called from here on
+        if not locks.try_shared(seq):
+            self.shared.discard(seq)
+            return False
+        # crash: take.shared
+        if self.holds(ring, slot, seq):
+            return True
+        self.unlock(seq)
+        self.wake_sender()  # our lock may have made it fail
+        return False
+
+    def unlock(self, seq: int) -> None:
+        if seq in self.shared:
+            self.sequences.locks.unlock(seq)
+            self.shared.discard(seq)
+        super().unlock(seq)
+
+    def state(self, ring: Ring, slot: int, seq: int) -> int:
+        word = ring.words[self.group_word(ring, slot)]
+        lease = word & LEASE
+        if lease != 2 * seq:
+            return UNCLAIMED if lease < 2 * seq else IS_RELEASED
+        return IS_DONE if word >> ATTEMPT_SHIFT == GROUP_DONE else IS_CLAIMED
+
+    def attempts(self, ring: Ring, slot: int, seq: int) -> int:
+        word = ring.words[self.group_word(ring, slot)]
+        return word >> ATTEMPT_SHIFT if word & LEASE == 2 * seq else 0
+
+    def store_attempts(self, ring: Ring, slot: int, seq: int, count: int) -> None:
+        word = min(count, GROUP_DONE - 1) << ATTEMPT_SHIFT | 2 * seq if count else 0
+        store(ring.words, self.group_word(ring, slot), word)
+        store(ring.words, self._own_word(ring, slot), 2 * seq if count else 0)
+
+    def store_released(self, ring: Ring, slot: int, seq: int) -> None:
+        store(ring.words, self.group_word(ring, slot), 2 * seq + 1)
+
+    def place(self, claim: Claim, ring: Ring, slot: int) -> None:
+        claim.word, claim.own = self.group_word(ring, slot), self._own_word(ring, slot)
+        claim.done = claim.word, GROUP_DONE << ATTEMPT_SHIFT | 2 * claim.seq
+
+    def give_back(self, lease: Claim) -> None:
+        store(lease.words, lease.own, 2 * lease.seq + 1)
+        super().give_back(lease)
+
+    def end(self, claim: Claim) -> None:
+        store(claim.words, claim.word, 2 * claim.seq + 1)
+
+    def _own_word(self, ring: Ring, slot: int) -> int:
+        """Index of this member's own word for a slot: it shows who holds a message, and no sender waits for it."""
+        return ring.state + self.member * ring.row + slot

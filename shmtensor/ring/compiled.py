@@ -31,7 +31,8 @@ class CompiledReader(_Base, Reader):  # type: ignore[misc]
             wire_error=WireError, dependency_error=DependencyError, is_locked=reception.is_locked,
             control=reception.control, table=sequences.words, order=self.order, mask=self.mask,
             lock_fd=sequences.locks.fd, mode=reception.mode, depth=reception.depth, history=sequences.history,
-            member=reception.member, member_uid=reception.member_uid, asleep_at=self._asleep,
+            member=reception.member, recipient=reception.recipient[0], recipient_uid=reception.recipient[1],
+            asleep_at=self._asleep,
             epoch_at=reception.epoch_at, shown_at=reception.shown_at, max_attempts=reception.max_attempts,
             description_version=spec.VERSION, readonly=reception.readonly,
         )  # fmt: skip

@@ -18,6 +18,7 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
     2048     mapped: 256 x uid                                            word r: the receiver at member index r
     4096     records: slots x 256                                         producer
              state, fan-out: capacity rows x slots words                  row r: the receiver at member index r;
+                                                                          a group's row: holder of its lock for seq;
                                                                           the producer's own row: producer (rpc/)
              state, work queue: slots x (claimed, done, released, attempt,     holder of lock(seq)
                                          note, deadline,                       producer (rpc/)
@@ -56,6 +57,13 @@ KINDS: Final = {
 L_MAGIC, L_VERSION, L_UID, L_CAPACITY, L_ORDER, L_HISTORY, L_DEVICE = range(7)
 L_PUBLISHED: Final = 16
 MOST_MESSAGES: Final = 1 << 56  # of a producer: some words hold a byte of other data beside the number
+# a word of a fan-out's row: 2 * seq while it is leased, 2 * seq + 1 when it is given back; of a group's row, above
+# those bits, the number of the attempt, or `GROUP_DONE`
+LEASE: Final = (1 << 57) - 1
+ATTEMPT_SHIFT: Final = 57
+GROUP_DONE: Final = 127
+# lock bytes of a group's claims, in the file of the sequence table: (member index of the group + 1) << 54 | seq
+GROUP_LOCK_SHIFT: Final = 54
 L_CLOSED: Final = 24
 L_RINGS: Final = 25
 L_MEMBERS: Final = HEADER // 8

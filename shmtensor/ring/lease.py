@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..memory.words import store
-from .layout import DONE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,19 +42,23 @@ class LockedLease(Lease):
 
 
 class Claim(Lease):
-    """A work-queue lease: the exclusive lock on byte `seq`."""
+    """A lease of a work queue or in a group: the exclusive lock on the byte of message `seq`."""
 
-    __slots__ = ("acknowledged", "released")
+    __slots__ = ("acknowledged", "done", "own", "released")
 
     acknowledged: bool
-    """Whether `done` is stored."""
+    """Whether it is stored that the message is done."""
+    done: tuple[int, int]
+    """Which of the words says so, and its value then."""
+    own: int
+    """In a group: which of the words shows that this member has it."""
     released: bool
-    """Whether `released` is stored: the slot may be another message's since."""
+    """Whether it is stored that the slot is given back: it may be another message's since."""
 
     def acknowledge(self) -> None:
         """Mark the message as done: it is not delivered again. Its bytes stay while views of them live."""
         if not self.acknowledged:
             self.acknowledged = True
             # crash: done.before
-            store(self.words, self.word + DONE, self.seq)
+            store(self.words, *self.done)
             # crash: done.stored

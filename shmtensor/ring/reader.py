@@ -21,13 +21,18 @@ from ..memory.words import WEAKLY_ORDERED, acquire_fence, store
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .layout import (
+    ATTEMPT_SHIFT,
     DEVICE_SLOT,
     DONE,
+    GROUP_DONE,
+    GROUP_LOCK_SHIFT,
     L_PUBLISHED,
+    LEASE,
     MAX_RINGS,
     MOST_MESSAGES,
     R_RECORDS,
     RECORD_WORDS,
+    STATE_WORDS,
     OtherVersion,
     check_version,
 )
@@ -35,8 +40,9 @@ from .lease import Lease
 from .ring import Ring
 from .sequence_table import SequenceTable
 
-ALL, LATEST, COMPETING = range(3)
-"""Modes: a receiver takes every message; the newest ones; each one that no other consumer has."""
+ALL, LATEST, COMPETING, GROUP = range(4)
+"""Modes: a receiver takes every message; the newest ones; each one that no other consumer has; of a fan-out, each one
+that no other member of its group has."""
 
 ATTACH, OTHER, PASSED_OVER, GIVEN_UP, UNREADABLE = range(1, 6)
 """Events, each (code, sequence number, detail): what `take` returns if something else has to be done first.
@@ -67,7 +73,8 @@ class Reception(NamedTuple):
     shown_at: int = 0
     """Where in `control` other processes see `counts.missed`, and `counts.redelivered` behind it. 0: nowhere."""
     member: int = 0
-    member_uid: int = 0
+    recipient: tuple[int, int] = (0, 0)
+    """The index and uid that senders know: the group's, or the receiver's own."""
     owner: object = None
     """Kept alive by the readers: it holds the receiver's life lock."""
     readonly: bool = True
@@ -207,7 +214,34 @@ class Reader(ABC):
             if ring.device is not None:
                 ring.device.unmap()
 
-    # --- work queue
+    # --- claims: of a work queue, or in a group
+
+    def claim_byte(self, seq: int) -> int:
+        """The byte of the lock file that is locked to claim message `seq`."""
+        if self.reception.mode == COMPETING:
+            return seq
+        return (self.reception.recipient[0] + 1) << GROUP_LOCK_SHIFT | seq & (1 << GROUP_LOCK_SHIFT) - 1
+
+    def group_word(self, ring: Ring, slot: int) -> int:
+        """Index of a group's word for a slot."""
+        return ring.state + self.reception.recipient[0] * ring.row + slot
+
+    def _first(self, published: int) -> int:
+        """The first message that may be this receiver's."""
+        if self.reception.mode == COMPETING:
+            return 1
+        start = self.sequences.start(*self.reception.recipient)
+        return max(1, published + 1 - self.sequences.history) if start is None else start
+
+    def _is_finished(self, ring: Ring, slot: int, seq: int) -> bool:
+        """Whether nobody needs to do anything with a message: it is done. In a group, the one that had it lives as well
+        until its views die; else another member gives the slot back."""
+        if self.reception.mode == COMPETING:
+            return ring.words[ring.state + STATE_WORDS * slot + DONE] == seq
+        word = ring.words[self.group_word(ring, slot)]
+        if word != GROUP_DONE << ATTEMPT_SHIFT | 2 * seq:
+            return word & LEASE > 2 * seq
+        return self.has_lease(ring.index, slot, seq) or self.sequences.locks.held_by_other(self.claim_byte(seq))
 
     def _begin_queue(self) -> None:
         """Begin at the oldest message that is not done."""
@@ -224,13 +258,13 @@ class Reader(ABC):
     def unfinished(self) -> Iterator[tuple[Ring, int, int]]:
         """Scan all records: (ring, slot, seq) of every published message that is not done, oldest first."""
         published = self.newest()
+        first = self._first(published)
         self.map_all()
         found = []
         for index, ring in enumerate(self.rings):
-            words, state = ring.words, ring.state
             for slot in range(ring.slots):
-                seq = words[R_RECORDS + slot * RECORD_WORDS]
-                if 0 < seq <= published and words[state + 8 * slot + DONE] != seq:
+                seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
+                if first <= seq <= published and not self._is_finished(ring, slot, seq):
                     found.append((seq, index, slot))
         found.sort()
         return ((self.rings[index], slot, seq) for seq, index, slot in found)
@@ -241,6 +275,10 @@ class Reader(ABC):
     @abstractmethod
     def lease_count(self) -> int:
         """How many messages are leased."""
+
+    @abstractmethod
+    def has_lease(self, ring: int, slot: int, seq: int) -> bool:
+        """Whether this receiver holds that message."""
 
     def end_dead(self) -> None:  # noqa: B027
         """End the leases whose views are dead but whose callback an exception interrupted."""
@@ -333,6 +371,9 @@ class ReferenceReader(Reader):
     @property
     def lease_count(self) -> int:
         return len(self.leases)
+
+    def has_lease(self, ring: int, slot: int, seq: int) -> bool:
+        return seq in self.leases
 
     def drop_in_child(self) -> None:
         self.leases.clear()
@@ -463,7 +504,7 @@ class ReferenceReader(Reader):
                 self._ended(lease)
 
     @abstractmethod
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: Any) -> None:
         """Store that this receiver no longer needs the slot."""
 
 

@@ -44,6 +44,20 @@ FAN_OUT: Final = (
 )
 """As one recipient sees it; a slot with a message without recipients is RELEASED at once."""
 
+GROUP: Final = (
+    Transition(State.RELEASED, State.PUBLISHED, "publisher", "published := seq", "send returns"),
+    Transition(State.PUBLISHED, State.LEASED, "member", "lock(g, seq), lease[g] := attempt, 2*seq", "recv takes it"),
+    Transition(State.LEASED, State.PUBLISHED, "kernel", "lock(g, seq) dropped", "its member died: others may take it"),
+    Transition(
+        State.LEASED, State.DONE, "member", "lease[g] := done, 2*seq", "the message is released; views may live on"
+    ),
+    Transition(State.DONE, State.RELEASED, "member", "lease[g] := 2*seq+1", "the last view of it dies"),
+    Transition(
+        State.DONE, State.RELEASED, "another member", "lease[g] := 2*seq+1", "its member died after it was done"
+    ),
+)
+"""As a group of subscribers sees it, which is one recipient of a fan-out."""
+
 WORK_QUEUE: Final = (
     Transition(State.FREE, State.WRITING, "producer", "record.seq := 0", "send or loan takes the slot"),
     Transition(

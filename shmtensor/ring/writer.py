@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ..memory.words import store
 from ..wire.record import BODY, BODY_OFFSET, INLINE_OFFSET, SIZE, SPILLED, VERSION
 from .layout import (
+    ATTEMPT_SHIFT,
     DEADLINE,
     DONE,
+    GROUP_DONE,
     L_PUBLISHED,
+    LEASE,
     NOTE,
     R_RECORDS,
     RECORD_WORDS,
@@ -99,7 +102,7 @@ class Writer:
 
     def address(
         self, recipients: Iterable[int], leaving: Iterable[int], lockable: bool, listeners: Sequence[Any],
-        asleep: Sequence[int], epoch: int,
+        asleep: Sequence[int], groups: Sequence[int], epoch: int,
     ) -> None:  # fmt: skip
         """Set the receivers of the messages that are published from now on.
 
@@ -107,7 +110,8 @@ class Writer:
         leaving:    those of them that take no more messages
         lockable:   fan-out: there is history, or a receiver that takes the newest only
 
-        The others are for the compiled `send`: the peers to wake, their `asleep` words, and the epoch of this table.
+        The others are for the compiled `send`: the peers to wake, their `asleep` words, the uids of their groups (one
+        of each is woken; 0: in none), and the epoch of this table.
         """
         self._recipients, self._leaving, self._lockable = _bits(recipients), _bits(leaving), lockable
 
@@ -249,7 +253,7 @@ class Writer:
         return freed
 
     def is_settled(self, local: Iterable[int]) -> bool:
-        """Whether every message is done (work queue), or taken by all members but `local` ones (fan-out)."""
+        """Whether every message is done (work queue, group), or taken by all members but `local` ones (fan-out)."""
         uncounted = self._leaving | _bits(local)
         for ring, message in self._all():
             if self._competing:
@@ -257,7 +261,8 @@ class Writer:
                     return False
                 continue
             for member in _members(message.waits & ~uncounted):
-                if ring.words[ring.state + member * ring.row + message.first] < 2 * message.seq:
+                word = ring.words[ring.state + member * ring.row + message.first]
+                if word & LEASE < 2 * message.seq or 0 < word >> ATTEMPT_SHIFT < GROUP_DONE:
                     return False
         return True
 
@@ -318,7 +323,7 @@ class Writer:
             return words[at + RELEASED] == seq and not self._is_unjudged(ring, message)
         for member in _members(message.waits):
             word = words[ring.state + member * ring.row + slot]  # pairs with the store that ends a lease
-            if word != 2 * seq + 1 and (word == 2 * seq or not self._leaving >> member & 1):
+            if word != 2 * seq + 1 and (word & LEASE == 2 * seq or not self._leaving >> member & 1):
                 return False
             message.waits &= ~(1 << member)
         if self.history and seq > self._words[L_PUBLISHED] - self.history:

@@ -56,14 +56,14 @@ def sender(pipe, pattern: str, channel: str, plan, count: int, receivers: int, o
         points.arm("join.locked", lambda: (os.kill(prey, signal.SIGKILL), wait_for_end(prey), _arm(plan)))
     else:
         _arm(plan)
-    make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
+    make = shmtensor.Producer if pattern == "work-queue" else shmtensor.Publisher
 
     def body() -> None:
         tx = make(channel, **{"slots": 4, **options})
         try:
             pipe.send(("joined", None))
             if receivers:
-                wait = tx.wait_for_subscribers if pattern == "fan-out" else tx.wait_for_consumers
+                wait = tx.wait_for_consumers if pattern == "work-queue" else tx.wait_for_subscribers
                 wait(receivers, timeout=PATIENCE)
             pipe.recv()
             for number in range(first, first + count):
@@ -88,7 +88,9 @@ def receiver(
 ) -> None:
     """Receive until the end of the stream (or `stop_after` messages), telling the test each message."""
     _arm(plan)
-    make = shmtensor.Subscriber if pattern == "fan-out" else shmtensor.Consumer
+    make = shmtensor.Consumer if pattern == "work-queue" else shmtensor.Subscriber
+    if pattern == "group":
+        options["group"] = "them"
     kept = []
 
     def body() -> None:

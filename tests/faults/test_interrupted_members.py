@@ -23,6 +23,7 @@ MAKERS = {
     "publisher-lazy": lambda name: shmtensor.Publisher(name, slots=2),
     "subscriber": lambda name: shmtensor.Subscriber(name),
     "latest": lambda name: shmtensor.Subscriber(name, delivery="latest"),
+    "group": lambda name: shmtensor.Subscriber(name, group="them"),
     "producer": lambda name: shmtensor.Producer(name, slots=2, slot_bytes=64),
     "consumer": lambda name: shmtensor.Consumer(name),
     "client": lambda name: shmtensor.Client(name),
@@ -30,8 +31,8 @@ MAKERS = {
 }
 PEERS = {
     "publisher": shmtensor.Subscriber, "publisher-lazy": shmtensor.Subscriber, "subscriber": shmtensor.Publisher,
-    "latest": shmtensor.Publisher, "producer": shmtensor.Consumer, "consumer": shmtensor.Producer,
-    "client": shmtensor.Server, "server": shmtensor.Client,
+    "latest": shmtensor.Publisher, "group": shmtensor.Publisher, "producer": shmtensor.Consumer,
+    "consumer": shmtensor.Producer, "client": shmtensor.Server, "server": shmtensor.Client,
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
 
 
 @once("calls of a member, of which nothing is compiled")
-@pytest.mark.parametrize("kind", ["publisher", "subscriber", "producer", "consumer"])
+@pytest.mark.parametrize("kind", ["publisher", "subscriber", "group", "producer", "consumer"])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-a-peer"])
 @pytest.mark.parametrize("what", ["leave", "set_leaving", "reap"])
 def test_an_interrupted_departure_is_complete(channel, kind, alone, what, socket_directory):

@@ -37,10 +37,11 @@ SENDER_POINTS = [
 RECEIVER_POINTS = [
     "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done",
     "attach.done", "take.delivered", "sleep.asleep", "sleep.awake", "release.ended", "release.stored", "close.said",
-    "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+    "leave.said", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 FAN_OUT_ONLY = ["take.found", "take.leased"]
-WORK_QUEUE_ONLY = ["claim.found", "claim.locked", "claim.stored", "done.before", "done.stored"]
+CLAIMS_ONLY = ["claim.found", "claim.locked", "claim.stored", "done.before", "done.stored"]
+GROUP_ONLY = ["join.grouped"]
 SENDER_SPECIAL = ["takeback.cleared", "sweep.unlinked", "sweep.channel"]
 RECEIVER_SPECIAL = ["take.shared", "drain.finished"]
 
@@ -73,8 +74,8 @@ def test_a_point_costs_nothing_in_the_module_that_is_shipped():
 def test_every_point_is_in_the_matrix():
     """Those of the drop-ins are in `mp/test_faults.py`, of CUDA in `cuda/test_ipc.py` and `cuda/test_deaths.py`."""
     everywhere = (
-        SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, WORK_QUEUE_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL, RPC_SERVER,
-        RPC_CLIENT, RPC_SPECIAL,
+        SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, CLAIMS_ONLY, GROUP_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL,
+        RPC_SERVER, RPC_CLIENT, RPC_SPECIAL,
     )  # fmt: skip
     covered = {point for points_of_role in everywhere for point in points_of_role}
     of_checkpoints = set(points.names("checkpoint"))  # checkpoint/test_deaths.py
@@ -96,7 +97,7 @@ def server(request, servers):
 
 def check_nothing_left(pattern: str, channel: str) -> None:
     """The next user of the channel starts, and then nothing of the dead is left."""
-    make = shmtensor.Publisher if pattern == "fan-out" else shmtensor.Producer
+    make = shmtensor.Producer if pattern == "work-queue" else shmtensor.Publisher
     make(channel).close()
     assert not shared_files(), shared_files()
 
@@ -111,11 +112,19 @@ def options_for(point: str) -> dict:
     return {}
 
 
-@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+PATTERNS = ["fan-out", "work-queue", "group"]
+ELSEWHERE = {
+    "fan-out": [*CLAIMS_ONLY, *GROUP_ONLY],
+    "work-queue": [*FAN_OUT_ONLY, *GROUP_ONLY, "take.shared"],
+    "group": [*FAN_OUT_ONLY, "take.shared"],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 @matrix(SENDER_POINTS + SENDER_SPECIAL)
 def test_sender_dies(server, channel, pattern, point, action, nth):
-    """What `send` returned for is received, by every subscriber or by one consumer, and then the stream ends."""
-    if point == "takeback.cleared" and pattern == "work-queue":
+    """What `send` returned for is received, by every subscriber or by one that shares, and then the stream ends."""
+    if point == "takeback.cleared" and pattern != "fan-out":
         pytest.skip("this pattern does not come by")
     first = point in ("join.initialised", "sweep.channel")
     survivors = [] if first else [Process(server, "receiver", pattern, channel, None, None) for _ in range(2)]
@@ -160,26 +169,30 @@ def test_sender_dies(server, channel, pattern, point, action, nth):
     check_nothing_left(pattern, channel)
 
 
-@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
-@matrix(RECEIVER_POINTS + FAN_OUT_ONLY + WORK_QUEUE_ONLY + RECEIVER_SPECIAL)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@matrix(RECEIVER_POINTS + FAN_OUT_ONLY + CLAIMS_ONLY + GROUP_ONLY + RECEIVER_SPECIAL)
 def test_receiver_dies(server, channel, pattern, point, action, nth):
-    """The sender and the other receiver go on; on a work queue the victim's messages are delivered again."""
-    if (point in FAN_OUT_ONLY) != (pattern == "fan-out") and point in FAN_OUT_ONLY + WORK_QUEUE_ONLY:
-        pytest.skip("this pattern does not come by")
-    if point == "take.shared" and pattern == "work-queue":
+    """The sender and the other receiver go on; where messages are shared, the victim's are delivered again."""
+    if point in ELSEWHERE[pattern]:
         pytest.skip("this pattern does not come by")
     tx = Process(server, "sender", pattern, channel, None, 4 * COUNT, 1, {})
     tx.listen("joined")
-    survivor = Process(server, "receiver", pattern, channel, None, None, 0, True)
-    survivor.listen("joined")
+
+    def survive() -> Process:
+        survivor = Process(server, "receiver", pattern, channel, None, None, 0, True)
+        survivor.listen("joined")
+        return survivor
+
+    survivor = None if point in GROUP_ONLY else survive()
     victim_options = {"delivery": "latest"} if point == "take.shared" else {}
     stop_after = None if point in RECEIVER_SPECIAL else COUNT
     victim = Process(server, "receiver", pattern, channel, (point, action, nth), stop_after, 2, **victim_options)
     victim.listen("joined")
+    survivor = survivor or survive()  # the victim makes the group
     if point.startswith("sleep."):
         victim.listen("raised")  # or its death: with nothing to receive it is sure to sleep
     tx.go()
-    if pattern == "work-queue" or point == "take.shared":
+    if pattern != "fan-out" or point == "take.shared":
         victim.listen("got")  # or its death: the survivor takes nothing before
     survivor.go()
     for process in (victim, tx, survivor):

@@ -15,6 +15,16 @@ from .claims import (
 from .device import DeviceRing, Unmapping
 from .explorer import Model
 from .fanout import Fanout, FanoutDeath, FanoutLeave, FanoutStoreBuffers
+from .groups import (
+    Groups,
+    GroupsAllDie,
+    GroupsLeave,
+    GroupsLeaveAndDeath,
+    GroupsMemberDeath,
+    GroupsPoison,
+    GroupsPublisherDeath,
+    GroupsTwoSlots,
+)
 from .history import History
 from .joining import Joining, JoiningDeath
 from .latest import Latest, LatestDeath, LatestOfTwo, LatestTwoSlots
@@ -39,5 +49,7 @@ MODELS: tuple[type[Model], ...] = (
     *(Requests, RequestsOnce),  # 8
     LoopWait,  # 9
     *(DeviceRing, Unmapping),  # 11
+    *(Groups, GroupsTwoSlots, GroupsMemberDeath, GroupsAllDie, GroupsPublisherDeath, GroupsPoison),  # 13
+    *(GroupsLeave, GroupsLeaveAndDeath),
     *(Ranks, Uploads),  # docs/internals/checkpoint-protocol.md
 )

@@ -1,7 +1,7 @@
 /* The protocol files with threads in the place of processes: every thread has mappings' addresses in common and open file
  * descriptions of its own. Built by tests/ring/test_protocol.py, also under sanitizers.
  *
- *     threads MODE READERS MESSAGES SLOTS HISTORY FILE      MODE: all, latest, queue
+ *     threads MODE READERS MESSAGES SLOTS HISTORY FILE      MODE: all, latest, latest 3, queue, group
  *
  * The writer sends MESSAGES messages of one to three slots whose every word is derived from their sequence number. Readers
  * check each word, keep up to two messages, and give them back. Prints one line for each reader: messages, words, missed.
@@ -19,7 +19,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SLOT_BYTES = 256, ENTRIES = 1024, MEMBERS = 16, WRITER = 0 };
+enum { SLOT_BYTES = 256, ENTRIES = 1024, MEMBERS = 16, WRITER = 0, GROUP = MEMBERS - 1 };
 
 static struct {
     int mode, readers;
@@ -70,8 +70,8 @@ static void *write_all(void *unused) {
         .lockable = run.mode == READER_LATEST || run.history, .history = run.history, .rings = &mine, .nrings = 1,
     };
     if (run.mode != READER_COMPETING)
-        for (uint32_t i = 1; i <= (uint32_t)run.readers; i++) {
-            if (run.mode == READER_ALL) member_add(&w.recipients, i);
+        for (uint32_t i = 1; i <= (uint32_t)(run.mode == READER_GROUP ? GROUP : run.readers); i++) {
+            if (run.mode == READER_ALL || i == GROUP) member_add(&w.recipients, i);
             store(w.table.words + T_MEMBERS + 2 * i, 1);
             store(w.table.words + T_MEMBERS + 2 * i + 1, 1000 + i);
         }
@@ -109,13 +109,13 @@ static uint64_t check(const reader *f, const taken *t) {
 }
 
 static void *read_all(void *argument) {
-    uint32_t member = (uint32_t)(uintptr_t)argument;
+    uint32_t member = (uint32_t)(uintptr_t)argument, recipient = run.mode == READER_GROUP ? GROUP : member;
     ring shared = the_ring();
     reader_ring mine;
     if (reader_ring_init(&mine, &shared)) fail("memory", 0, 0);
     reader f = {
         .mode = (reader_mode)run.mode, .depth = run.depth, .table = the_table(), .lock_fd = open_file(), .history = run.history, .member = member,
-        .member_uid = 1000 + member, .asleep = &run.asleep, .rings = &mine, .nrings = 1, .most_attempts = 5,
+        .recipient = recipient, .recipient_uid = 1000 + recipient, .asleep = &run.asleep, .rings = &mine, .nrings = 1, .most_attempts = 5,
     };
     taken held[2];
     uint64_t nheld = 0, messages = 0, words = 0, missed = 0, last = 0, untaken = 0;
@@ -129,8 +129,8 @@ static void *read_all(void *argument) {
             continue;
         }
         if (result == TAKE_NOTHING) {
-            if (run.mode == READER_COMPETING && (f.scanned = 0, reader_scan(&f, &t)) == TAKE_TAKEN) result = TAKE_TAKEN;
-            else if (run.mode == READER_COMPETING ? atomic_load(&run.done) == run.messages : over) break;
+            if (claims(&f) && (f.scanned = 0, reader_scan(&f, &t)) == TAKE_TAKEN) result = TAKE_TAKEN;
+            else if (claims(&f) ? atomic_load(&run.done) == run.messages : over) break;
             else {
                 if (nheld) {
                     taken *h = &held[--nheld];
@@ -140,7 +140,7 @@ static void *read_all(void *argument) {
                 continue;
             }
         }
-        if (run.mode != READER_COMPETING && t.seq <= last) fail("order", last, t.seq);
+        if (!claims(&f) && t.seq <= last) fail("order", last, t.seq);
         if (run.mode == READER_ALL && t.seq != last + 1) fail("gap", last, t.seq);
         last = t.seq;
         words += check(&f, &t);
@@ -157,7 +157,7 @@ static void *read_all(void *argument) {
         }
         messages++;
         missed += t.missed;
-        if (run.mode == READER_COMPETING) {
+        if (claims(&f)) {
             if (t.seq % 11 == 0 && t.attempt == 1) { /* given back unfinished: somebody gets it again */
                 messages--;
                 reader_give_back(&f, t.ring, t.slot, t.seq, t.locked, 0);
@@ -190,13 +190,14 @@ static void *read_all(void *argument) {
 int main(int argc, char **argv) {
     if (argc != 7) return 2;
     run.depth = !strcmp(argv[1], "latest 3") ? 3 : 1;
-    run.mode = !strcmp(argv[1], "all") ? READER_ALL : !strncmp(argv[1], "latest", 6) ? READER_LATEST : READER_COMPETING;
+    run.mode = !strcmp(argv[1], "all") ? READER_ALL : !strncmp(argv[1], "latest", 6) ? READER_LATEST
+               : !strcmp(argv[1], "group") ? READER_GROUP : READER_COMPETING;
     run.readers = atoi(argv[2]);
     run.messages = strtoull(argv[3], NULL, 10);
     run.slots = strtoull(argv[4], NULL, 10);
     run.history = strtoull(argv[5], NULL, 10);
     run.file = argv[6];
-    if (run.readers >= MEMBERS || run.messages >= 1 << 20) return 2;
+    if (run.readers >= GROUP || run.messages >= 1 << 20) return 2;
     uint64_t row = (run.slots + 7) & ~7ull;
     run.table_words = calloc(T_MEMBERS + 3 * MEMBERS + ENTRIES, sizeof(word));
     run.ring_words = calloc(HEADER_WORDS + run.slots * RECORD_WORDS + MEMBERS * row + 8 * run.slots, sizeof(word));

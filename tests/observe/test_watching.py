@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
+from shmtensor.channel.control_lock import LOCK
 from shmtensor.channel.inspect import Inspector
 from shmtensor.cli import top, waiting
 from shmtensor.cli.main import app
@@ -258,18 +261,24 @@ def test_a_channel_that_does_not_come(channel):
         assert CliRunner().invoke(app, [command, "no/such"]).exit_code == 2
 
 
+def being_made(path):
+    """A control segment without contents, and its lock: without it, anybody's sweep would remove it."""
+    file = open(path, "wb")  # noqa: SIM115
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, LOCK, 1, 0))
+    return file
+
+
 @once("no endpoint")
 def test_a_channel_that_is_being_made(channel, monkeypatch):
     """It has no contents at first; if it stays so, that is an error."""
     path = f"/dev/shm/shmtensor.{channel}"
     for command in (["hz", channel, "--count", "1", "--interval", "0.1"], ["echo", channel, "--count", "1"]):
-        with open(path, "wb"):
-            pass
-        real, made = waiting.time.sleep, []
+        file, real, made = being_made(path), waiting.time.sleep, []
 
-        def make(seconds: float, real=real, made=made) -> None:
+        def make(seconds: float, file=file, real=real, made=made) -> None:
             if not made:
                 os.unlink(path)
+                file.close()
                 made.append(shmtensor.Publisher(channel, slots=4, slot_bytes=64, history=1))
                 made[0].send(b"1")
             real(seconds)
@@ -278,7 +287,7 @@ def test_a_channel_that_is_being_made(channel, monkeypatch):
             patch.setattr(waiting, "time", SimpleNamespace(sleep=make, monotonic=time.monotonic))
             assert cli(*command)
         made[0].close()
-        with open(path, "wb"), monkeypatch.context() as patch:
+        with being_made(path), monkeypatch.context() as patch:
             patch.setattr(waiting, "_MAKING_S", 0.0)
             run = CliRunner().invoke(app, command)
             os.unlink(path)

@@ -72,8 +72,9 @@ def test_the_newest_is_never_torn(program, mode, history):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("readers", "slots"), [(1, 4), (3, 4), (3, 64)])
-def test_each_message_is_done_once(program, readers, slots):
-    results = run(program, "queue", readers, 5000, slots, 0)
+@pytest.mark.parametrize(("mode", "history"), [("queue", 0), ("group", 0), ("group", 3)])
+def test_each_message_is_done_once(program, mode, history, readers, slots):
+    results = run(program, mode, readers, 5000, slots, history)
     assert sum(messages for messages, _, _ in results) == 5000
 
 
@@ -103,5 +104,6 @@ EXPECTED = {
     "INLINE_WORD": record.INLINE_OFFSET // 8, "MOST_MEMBERS": control.CAPACITY, "MOST_RINGS": layout.MAX_RINGS,
     "RECORD_VERSION": record.VERSION, "SPILLED": record.SPILLED, "PAYLOAD_ALIGNMENT": record.ALIGNMENT,
     "STATE_WORDS": 8, "T_HISTORY": layout.L_HISTORY, "T_PUBLISHED": layout.L_PUBLISHED, "T_CLOSED": layout.L_CLOSED,
-    "T_RINGS": layout.L_RINGS, "T_MEMBERS": layout.L_MEMBERS,
+    "T_RINGS": layout.L_RINGS, "T_MEMBERS": layout.L_MEMBERS, "ATTEMPT_SHIFT": layout.ATTEMPT_SHIFT,
+    "GROUP_DONE": layout.GROUP_DONE, "GROUP_LOCK_SHIFT": layout.GROUP_LOCK_SHIFT,
 }  # fmt: skip

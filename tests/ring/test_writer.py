@@ -163,7 +163,7 @@ class Twin:
             return self.say(seq, MEMBERS[b % 3], b % 4 == 0) if seq > 0 else None
         if what == "members":
             leaving = MEMBERS[: b % 2]
-            return writer.address(MEMBERS[b % 2 :], leaving, a % 3 == 0 and not self.competing, (), (), 1)
+            return writer.address(MEMBERS[b % 2 :], leaving, a % 3 == 0 and not self.competing, (), (), (), 1)
         if what == "forget":
             return writer.forget(MEMBERS[b % 3])
         if what == "welcome":

@@ -27,8 +27,8 @@ static uint64_t newest_of(reader *f) {
 /* Whether the producer counts this receiver. Call it after reading `published`: docs/internals/protocols.md, section 2. */
 static int has_started(reader *f) {
     if (f->start) return 1;
-    const word *entry = f->table.words + T_MEMBERS + 2 * (uint64_t)f->member;
-    if (load(entry + 1) != f->member_uid) return 0; /* pairs with the producer's store of it, after the start */
+    const word *entry = f->table.words + T_MEMBERS + 2 * (uint64_t)f->recipient;
+    if (load(entry + 1) != f->recipient_uid) return 0; /* pairs with the producer's store of it, after the start */
     f->start = load(entry);
     uint64_t before = f->start - 1;
     if (!f->history || before > f->position) f->position = before;
@@ -52,6 +52,7 @@ uint64_t reader_next(reader *f) {
     uint64_t newest = newest_of(f);
     switch (f->mode) {
     case READER_ALL:
+    case READER_GROUP:
         if (!has_started(f) && !f->history) f->position = newest; /* sent before the producer saw this receiver */
         if (newest > f->position && newest - f->position > f->table.mask) f->position = newest - f->table.mask; /* damaged */
         return newest > f->position ? f->position + 1 : 0;
@@ -186,7 +187,7 @@ static take_result take_broadcast(reader *f, taken *out) {
             f->position = seq;
             out->missed = f->mode == READER_LATEST ? missed : 0;
             out->attempt = 1;
-            out->locked = (uint8_t)must_lock;
+            out->locked = must_lock ? SHARED_LOCK : 0;
             return TAKE_TAKEN;
         }
         /* the producer took it back */
@@ -200,43 +201,108 @@ static take_result take_broadcast(reader *f, taken *out) {
     return TAKE_NOTHING;
 }
 
-/* --- work queue ----------------------------------------------------------------------------------------------------- */
+/* --- claims: work queue and group ----------------------------------------------------------------------------------- */
 
-typedef enum { CLAIM_MINE, CLAIM_OTHERS } claim_result;
+/* The byte that is locked to claim a message. */
+static uint64_t claim_byte(const reader *f, uint64_t seq) {
+    if (f->mode == READER_COMPETING) return seq;
+    return ((uint64_t)f->recipient + 1) << GROUP_LOCK_SHIFT | (seq & (((uint64_t)1 << GROUP_LOCK_SHIFT) - 1));
+}
 
-/* Lock the message and count the attempt. */
-static claim_result claim(reader *f, taken *at) {
-    reader_ring *r = &f->rings[at->ring];
-    word *state = state_of(&r->shared, at->slot);
-    if (r->held[at->slot] == at->seq) return CLAIM_OTHERS; /* the kernel would grant our own lock again */
-    CRASH_POINT("claim.found");
-    if (set_lock(f->lock_fd, LOCK_EXCLUSIVE, at->seq)) return CLAIM_OTHERS;
-    CRASH_POINT("claim.locked");
-    /* `done` before `seq`: the other way round, the slot could be reused, and done for its next message, in between */
-    if (load(state + DONE) >= at->seq || load(record_of(&r->shared, at->slot)) != at->seq) {
-        set_lock(f->lock_fd, UNLOCK, at->seq);
-        return CLAIM_OTHERS;
+/* Of a group: the word of a slot. */
+static word *group_word(const reader *f, uint32_t ring_index, uint32_t slot) {
+    return lease_word(&f->rings[ring_index].shared, f->recipient, slot);
+}
+
+typedef enum { UNCLAIMED, IS_CLAIMED, IS_DONE, IS_RELEASED } claim_state;
+
+/* What the words say of message `at->seq`. IS_RELEASED as well if they speak of a later one. */
+static claim_state state_at(const reader *f, const taken *at) {
+    if (f->mode == READER_GROUP) {
+        uint64_t it = load(group_word(f, at->ring, at->slot)), lease = it & LEASE;
+        if (lease != 2 * at->seq) return lease < 2 * at->seq ? UNCLAIMED : IS_RELEASED;
+        return it >> ATTEMPT_SHIFT == GROUP_DONE ? IS_DONE : IS_CLAIMED;
     }
-    uint64_t before = load(state + ATTEMPT);
-    uint64_t attempt = (before >> 8 == at->seq ? before & 0xFF : 0) + 1;
-    store(state + ATTEMPT, at->seq << 8 | (attempt < 255 ? attempt : 255));
-    store(state + CLAIMED, at->seq);
+    const word *state = state_of(&f->rings[at->ring].shared, at->slot);
+    uint64_t done = load(state + DONE);
+    if (done >= at->seq) return done == at->seq ? IS_DONE : IS_RELEASED;
+    return load(state + CLAIMED) == at->seq ? IS_CLAIMED : UNCLAIMED;
+}
+
+/* The number of the next attempt to finish a message. */
+static uint64_t next_attempt(const reader *f, const taken *at) {
+    if (f->mode == READER_GROUP) {
+        uint64_t it = load(group_word(f, at->ring, at->slot));
+        return (it & LEASE) == 2 * at->seq ? (it >> ATTEMPT_SHIFT) + 1 : 1;
+    }
+    uint64_t it = load(state_of(&f->rings[at->ring].shared, at->slot) + ATTEMPT);
+    return it >> 8 == at->seq ? (it & 0xFF) + 1 : 1;
+}
+
+/* Store that message `seq` was claimed so often; 0: that nobody has had it. */
+static void store_attempt(const reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq, uint64_t attempt) {
+    if (f->mode == READER_GROUP) {
+        uint64_t most = GROUP_DONE - 1;
+        store(group_word(f, ring_index, slot), attempt ? (attempt < most ? attempt : most) << ATTEMPT_SHIFT | 2 * seq : 0);
+        store(lease_word(&f->rings[ring_index].shared, f->member, slot), attempt ? 2 * seq : 0); /* to be seen: no producer waits for it */
+        return;
+    }
+    word *state = state_of(&f->rings[ring_index].shared, slot);
+    store(state + ATTEMPT, seq << 8 | (attempt < 255 ? attempt : 255));
+    store(state + CLAIMED, attempt ? seq : 0);
+}
+
+static void store_done(const reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
+    if (f->mode == READER_GROUP) store(group_word(f, ring_index, slot), (uint64_t)GROUP_DONE << ATTEMPT_SHIFT | 2 * seq);
+    else store(state_of(&f->rings[ring_index].shared, slot) + DONE, seq);
+}
+
+static void store_released(const reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
+    if (f->mode == READER_GROUP) store(group_word(f, ring_index, slot), 2 * seq + 1);
+    else store(state_of(&f->rings[ring_index].shared, slot) + RELEASED, seq);
+}
+
+/* Lock the message and count the attempt. 0: others have it, or it is done. */
+static int claim(reader *f, taken *at) {
+    reader_ring *r = &f->rings[at->ring];
+    uint64_t byte = claim_byte(f, at->seq);
+    if (r->held[at->slot] == at->seq) return 0; /* the kernel would grant our own lock again */
+    CRASH_POINT("claim.found");
+    if (set_lock(f->lock_fd, LOCK_EXCLUSIVE, byte)) return 0;
+    CRASH_POINT("claim.locked");
+    /* the state before `seq`: the other way round, the slot could be reused, and done for its next message, in between */
+    claim_state state = state_at(f, at);
+    if (state == IS_DONE && f->mode == READER_GROUP) { /* who had it has died with a view: nobody else frees the slot */
+        store_released(f, at->ring, at->slot, at->seq);
+        f->contended = 1; /* the producer may wait for it */
+    }
+    int is_ours = state < IS_DONE && load(record_of(&r->shared, at->slot)) == at->seq;
+    int must_share = is_ours && f->mode == READER_GROUP && !f->start; /* the producer may take it back */
+    if (!is_ours || (must_share && !lock_shared(f, at))) {
+        set_lock(f->lock_fd, UNLOCK, byte);
+        return 0;
+    }
+    uint64_t attempt = next_attempt(f, at);
+    store_attempt(f, at->ring, at->slot, at->seq, attempt);
     CRASH_POINT("claim.stored");
     r->held[at->slot] = at->seq;
     at->attempt = (uint32_t)attempt;
-    at->locked = 1;
+    at->locked = must_share ? CLAIM_LOCK | SHARED_LOCK : CLAIM_LOCK;
     at->missed = 0;
-    return CLAIM_MINE;
+    return 1;
+}
+
+static void unlock(reader *f, uint64_t seq, int locked) {
+    if (locked & SHARED_LOCK) set_lock(f->lock_fd, UNLOCK, seq);
+    if (locked & CLAIM_LOCK) set_lock(f->lock_fd, UNLOCK, claim_byte(f, seq));
 }
 
 /* Finish a claimed message without delivering it. */
 static void finish(reader *f, const taken *at) {
-    reader_ring *r = &f->rings[at->ring];
-    word *state = state_of(&r->shared, at->slot);
-    store(state + DONE, at->seq);
-    store(state + RELEASED, at->seq);
-    r->held[at->slot] = 0;
-    set_lock(f->lock_fd, UNLOCK, at->seq);
+    store_done(f, at->ring, at->slot, at->seq);
+    store_released(f, at->ring, at->slot, at->seq);
+    f->rings[at->ring].held[at->slot] = 0;
+    unlock(f, at->seq, at->locked);
 }
 
 static take_result delivered(reader *f, taken *out) {
@@ -246,9 +312,18 @@ static take_result delivered(reader *f, taken *out) {
     return TAKE_DAMAGED;
 }
 
+/* Whether to try the lock: when walking, of messages that nobody has claimed; else of all that are not given back. */
 static int is_open(const reader *f, const taken *at, int walking) {
-    const word *state = state_of(&f->rings[at->ring].shared, at->slot);
-    return load(state + DONE) != at->seq && !(walking && load(state + CLAIMED) == at->seq);
+    claim_state state = state_at(f, at);
+    if (walking) return state == UNCLAIMED;
+    return state < IS_DONE || (state == IS_DONE && f->mode == READER_GROUP);
+}
+
+/* Of a group: the first message that may be its own; a work queue's are all. */
+static uint64_t first_of(reader *f, uint64_t newest) {
+    if (f->mode == READER_COMPETING) return 1;
+    if (has_started(f)) return f->start;
+    return newest > f->history ? newest - f->history + 1 : 1;
 }
 
 static take_result take_competing(reader *f, taken *out) {
@@ -259,19 +334,18 @@ static take_result take_competing(reader *f, taken *out) {
         if (where == OTHER_VERSION) return TAKE_OTHER;
         f->position = seq;
         if (where == DAMAGED) {
-            if (out->ring < f->nrings && out->slot < f->rings[out->ring].shared.slots && is_open(f, out, 0) &&
-                claim(f, out) == CLAIM_MINE)
+            if (out->ring < f->nrings && out->slot < f->rings[out->ring].shared.slots && is_open(f, out, 0) && claim(f, out))
                 finish(f, out);
             out->attempt = 1;
             return TAKE_DAMAGED;
         }
-        if (where == FOUND && is_open(f, out, 1) && claim(f, out) == CLAIM_MINE) return delivered(f, out);
+        if (where == FOUND && is_open(f, out, 1) && claim(f, out)) return delivered(f, out);
     }
     return TAKE_NOTHING;
 }
 
 take_result reader_take(reader *f, taken *out) {
-    take_result result = f->mode == READER_COMPETING ? take_competing(f, out) : take_broadcast(f, out);
+    take_result result = claims(f) ? take_competing(f, out) : take_broadcast(f, out);
     if (result == TAKE_TAKEN) prefetch_next(f);
     return result;
 }
@@ -282,7 +356,7 @@ take_result reader_take_one(reader *f, uint64_t seq, taken *out) {
     if (where == OTHER_VERSION) return TAKE_OTHER;
     out->attempt = 1;
     if (where == DAMAGED) return is_current(f, out) ? TAKE_DAMAGED : TAKE_NOTHING;
-    if (where == GONE || claim(f, out) != CLAIM_MINE) return TAKE_NOTHING;
+    if (where == GONE || !claim(f, out)) return TAKE_NOTHING;
     if (f->position < seq) f->position = seq;
     return delivered(f, out);
 }
@@ -302,6 +376,7 @@ uint64_t reader_age(reader *f) {
 take_result reader_scan(reader *f, taken *out) {
     uint64_t newest = published(&f->table);
     if (newest >= MOST_MESSAGES) return TAKE_NOTHING; /* damaged */
+    uint64_t first = first_of(f, newest);
     for (;;) {
         uint64_t oldest = 0;
         taken candidate = {0};
@@ -309,19 +384,22 @@ take_result reader_scan(reader *f, taken *out) {
             for (uint64_t slot = 0; slot < f->rings[i].shared.slots; slot++) {
                 const ring *r = &f->rings[i].shared;
                 uint64_t seq = load(record_of(r, slot));
-                if (seq <= f->scanned || seq > newest || seq > f->position || (oldest && seq >= oldest)) continue;
-                if (load(state_of(r, slot) + DONE) == seq) continue;
+                if (seq <= f->scanned || seq < first || seq > newest || seq > f->position || (oldest && seq >= oldest)) continue;
+                taken found = {.seq = seq, .ring = i, .slot = (uint32_t)slot};
+                if (!is_open(f, &found, 0)) continue;
                 oldest = seq;
-                candidate = (taken){.seq = seq, .ring = i, .slot = (uint32_t)slot};
+                candidate = found;
             }
         if (!oldest) return TAKE_NOTHING;
         f->scanned = oldest;
         *out = candidate;
         if (!f->known && read_record(f, oldest, candidate.ring, candidate.slot, out) == OTHER_VERSION) return TAKE_OTHER;
-        if (!is_open(f, out, 0) || claim(f, out) != CLAIM_MINE) continue;
+        if (!is_open(f, out, 0) || !claim(f, out)) continue;
         uint32_t attempt = out->attempt;
+        uint8_t locked = out->locked;
         found where = read_record(f, oldest, candidate.ring, candidate.slot, out);
         out->attempt = attempt;
+        out->locked = locked;
         if (where == FOUND) return delivered(f, out);
         finish(f, out);
         return TAKE_DAMAGED;
@@ -330,7 +408,7 @@ take_result reader_scan(reader *f, taken *out) {
 
 void reader_acknowledge(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
     CRASH_POINT("done.before");
-    store(state_of(&f->rings[ring_index].shared, slot) + DONE, seq);
+    store_done(f, ring_index, slot, seq);
     CRASH_POINT("done.stored");
 }
 
@@ -339,7 +417,7 @@ void reader_acknowledge(reader *f, uint32_t ring_index, uint32_t slot, uint64_t 
 enum { MOST_KEPT = 64 }; /* locks of finished messages */
 
 void reader_unlock_finished(reader *f) {
-    if (f->kept_from) unlock_all(f->lock_fd, f->kept_from, f->kept_to);
+    if (f->kept_from) unlock_all(f->lock_fd, claim_byte(f, f->kept_from), claim_byte(f, f->kept_to));
     f->kept_from = f->kept_to = 0;
 }
 
@@ -357,23 +435,24 @@ int reader_give_back(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq
     reader_ring *r = &f->rings[ring_index];
     CRASH_POINT("release.ended");
     if (r->held[slot] == seq) r->held[slot] = 0;
-    if (f->mode == READER_COMPETING) {
+    if (f->mode == READER_GROUP) store(lease_word(&r->shared, f->member, slot), 2 * seq + 1);
+    if (claims(f)) {
         if (done) {
-            store(state_of(&r->shared, slot) + RELEASED, seq);
+            store_released(f, ring_index, slot, seq);
             CRASH_POINT("release.stored");
         }
     } else if (f->mode == READER_ALL) {
         store(lease_word(&r->shared, f->member, slot), 2 * seq + 1); /* pairs with the load in the writer's search */
         CRASH_POINT("release.stored");
     }
-    if (locked && done && f->mode == READER_COMPETING) unlock_later(f, seq);
-    else if (locked) set_lock(f->lock_fd, UNLOCK, seq);
+    if (locked == CLAIM_LOCK && done) unlock_later(f, seq);
+    else unlock(f, seq, locked);
     atomic_signal_fence(memory_order_seq_cst); /* for the compiler; the processor's fence is the sleeper's barrier */
     return load(f->asleep) & 1;
 }
 
 int reader_drop(reader *f, const taken *message) {
-    if (f->mode == READER_COMPETING) {
+    if (claims(f)) {
         finish(f, message);
         return load(f->asleep) & 1;
     }
@@ -383,14 +462,10 @@ int reader_drop(reader *f, const taken *message) {
 void reader_untake(reader *f, const taken *message) {
     reader_ring *r = &f->rings[message->ring];
     r->held[message->slot] = 0;
-    if (f->mode == READER_COMPETING) {
-        word *state = state_of(&r->shared, message->slot);
-        if (load(state + DONE) != message->seq) {
-            store(state + ATTEMPT, message->seq << 8 | (message->attempt - 1));
-            if (message->attempt == 1) store(state + CLAIMED, 0); /* no consumer has had it */
-        }
+    if (claims(f)) {
+        if (state_at(f, message) < IS_DONE) store_attempt(f, message->ring, message->slot, message->seq, message->attempt - 1);
     } else if (f->mode == READER_ALL)
         store(lease_word(&r->shared, f->member, message->slot), 0); /* as before it was taken */
-    if (message->locked) set_lock(f->lock_fd, UNLOCK, message->seq);
-    if (f->mode != READER_COMPETING && f->position == message->seq) f->position = message->seq - 1 - message->missed;
+    unlock(f, message->seq, message->locked);
+    if (!claims(f) && f->position == message->seq) f->position = message->seq - 1 - message->missed;
 }

@@ -13,6 +13,7 @@ typedef enum {
     READER_ALL,       /* fan-out: every message */
     READER_LATEST,    /* fan-out: the newest `depth`, under shared locks; the producer never waits for it */
     READER_COMPETING, /* work queue: each message to the consumer that locks its byte first */
+    READER_GROUP,     /* fan-out: each message to the member of the group that locks its byte first */
 } reader_mode;
 
 typedef enum {
@@ -23,6 +24,9 @@ typedef enum {
     TAKE_OTHER,    /* the first record, or its description, is of another version (`other`): nothing was done */
     TAKE_RETRY,    /* newest-only: it was taken back at that moment, and there is nothing newer */
 } take_result;
+
+/* The locks that hold a message: a claim of it, and the one that keeps its producer from taking it back. */
+enum { CLAIM_LOCK = 1, SHARED_LOCK = 2 };
 
 /* A ring as a reader has it. */
 typedef struct {
@@ -36,7 +40,8 @@ typedef struct {
     int lock_fd;             /* a description of the table's file that is used for locks alone */
     uint64_t history;
     uint32_t member;         /* this receiver's index in the channel */
-    uint64_t member_uid;
+    uint32_t recipient;      /* the index and uid that the producer knows: the group's, or this receiver's own */
+    uint64_t recipient_uid;
     const word *asleep;      /* whether the producer sleeps */
     reader_ring *rings;      /* the caller's; they do not move while it calls */
     uint32_t nrings;
@@ -44,10 +49,10 @@ typedef struct {
     uint64_t seen;           /* the value of `published` when it was last read: up to there it is not loaded again */
     uint64_t depth;          /* READER_LATEST: how many of the newest messages it takes */
     uint64_t lost;           /* READER_LATEST: the newest message that the producer took back before it was taken */
-    uint64_t start;          /* fan-out: from here on every message waits for this receiver; 0: the producer has not stored it */
-    uint32_t most_attempts;  /* work queue */
-    uint64_t kept_from, kept_to; /* work queue: finished messages whose locks are still held; 0: none */
-    uint64_t scanned;        /* work queue: the newest message that this scan by `reader_scan` has reached */
+    uint64_t start;          /* fan-out: from here on every message waits for the recipient; 0: the producer has not stored it */
+    uint32_t most_attempts;  /* claims */
+    uint64_t kept_from, kept_to; /* claims: finished messages whose locks are still held; 0: none */
+    uint64_t scanned;        /* claims: the newest message that this scan by `reader_scan` has reached */
     uint8_t description_version; /* what the first description must begin with; 0: anything */
     uint8_t known;           /* a record of this producer was read: all others are of this version, or damaged */
     uint8_t contended;       /* a lock was held briefly in vain: it may have made the producer fail, which may sleep now */
@@ -59,10 +64,13 @@ typedef struct {
     record_head head;
     uint64_t description[INLINE_BYTES / 8]; /* copied from the record */
     uint64_t missed;         /* READER_LATEST: how many were skipped */
-    uint32_t attempt;        /* work queue: the number of this delivery; 0: dropped after `most_attempts` deliveries */
-    uint8_t locked;          /* held by a lock on byte `seq` */
+    uint32_t attempt;        /* claims: the number of this delivery; 0: dropped after `most_attempts` deliveries */
+    uint8_t locked;          /* held by a CLAIM_LOCK, a SHARED_LOCK, or both */
     uint8_t other;           /* TAKE_OTHER: the first byte of the description */
 } taken;
+
+/* Whether messages are claimed: of a work queue, or in a group. "Claims" below means these two. */
+static inline int claims(const reader *f) { return f->mode >= READER_COMPETING; }
 
 int reader_ring_init(reader_ring *r, const ring *shared); /* 0, or -1: no memory */
 void reader_ring_free(reader_ring *r);
@@ -83,18 +91,18 @@ take_result reader_take_one(reader *f, uint64_t seq, taken *out);
  * there is none. */
 uint64_t reader_age(reader *f);
 
-/* Work queue: take the oldest message, up to `position`, that a consumer claimed and did not finish. Scans all records; set
+/* Claims: take the oldest message, up to `position`, that somebody claimed and did not finish. Scans all records; set
  * `scanned` = 0 to begin a new scan. */
 take_result reader_scan(reader *f, taken *out);
 
-/* Work queue: mark the message as done: it is not delivered again. Its bytes stay until `reader_give_back`. */
+/* Claims: mark the message as done: it is not delivered again. Its bytes stay until `reader_give_back`. */
 void reader_acknowledge(reader *f, uint32_t ring, uint32_t slot, uint64_t seq);
 
 /* Give a slot back, when the views of its message are gone. `done`: it was acknowledged; else others may claim it from here on.
  * Returns whether the producer sleeps and has to be woken. */
 int reader_give_back(reader *f, uint32_t ring, uint32_t slot, uint64_t seq, int locked, int done);
 
-/* Work queue: drop the locks of finished messages. `reader_give_back` keeps those of consecutive ones, so that one system call
+/* Claims: drop the locks of finished messages. `reader_give_back` keeps those of consecutive ones, so that one system call
  * drops many. To be called when there is no message. */
 void reader_unlock_finished(reader *f);
 

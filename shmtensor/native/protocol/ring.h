@@ -24,6 +24,10 @@ enum {
 /* The most messages of a producer: some words hold a byte of other data beside the number. */
 static const uint64_t MOST_MESSAGES = (uint64_t)1 << 56;
 
+/* Of a fan-out's word for a slot: 2 * seq, or 2 * seq + 1. Of a group's, the number of the attempt is above, or GROUP_DONE. */
+static const uint64_t LEASE = ((uint64_t)1 << 57) - 1;
+enum { ATTEMPT_SHIFT = 57, GROUP_DONE = 127, GROUP_LOCK_SHIFT = 54 };
+
 /* Words of a work queue's slot state. */
 enum { CLAIMED, DONE, RELEASED, ATTEMPT, NOTE, DEADLINE, VERDICT, STATE_WORDS = 8 };
 

@@ -41,7 +41,7 @@ static int all_gave_back(const writer *w, const ring *shared, message_in_flight 
             int bit = __builtin_ctzll(f->waits.bits[i]);
             uint32_t member = (uint32_t)(i * 64 + bit);
             uint64_t lease = load(lease_word(shared, member, slot)); /* pairs with the store that ends a lease */
-            int gone = lease == 2 * f->seq + 1 || (lease != 2 * f->seq && member_in(&w->leaving, member));
+            int gone = lease == 2 * f->seq + 1 || ((lease & LEASE) != 2 * f->seq && member_in(&w->leaving, member));
             if (!gone) return 0;
             f->waits.bits[i] &= ~((uint64_t)1 << bit);
         }
@@ -269,7 +269,8 @@ int writer_is_settled(const writer *w, const members *local) {
             }
             for (uint32_t member = 0; member < MOST_MEMBERS; member++) {
                 if (!member_in(&f->waits, member) || member_in(&w->leaving, member) || member_in(local, member)) continue;
-                if (load(lease_word(&r->shared, member, slot)) < 2 * f->seq) return 0;
+                uint64_t lease = load(lease_word(&r->shared, member, slot)), attempt = lease >> ATTEMPT_SHIFT;
+                if ((lease & LEASE) < 2 * f->seq || (attempt && attempt != GROUP_DONE)) return 0; /* claimed, and not done */
             }
         }
     }
