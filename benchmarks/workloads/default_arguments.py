@@ -29,10 +29,10 @@ RATE, TRIP = "one way", "round trip"
 class Ours(Link):
     """A channel whose ends are made with default arguments, but for those that a row names."""
 
-    def __init__(self, settings: LinkSettings, slots: int | None = None, spin: float | None = None) -> None:
+    def __init__(self, settings: LinkSettings, slots: int | None = None, **receiving: Any) -> None:
         super().__init__(settings)
         self.sending = {} if slots is None else {"slots": slots}
-        self.receiving = {} if spin is None else {"spin": spin}
+        self.receiving = receiving
 
     def sender(self, index: int = 0) -> Sender:
         kind: Any = shmtensor.Producer if self.settings.pattern == WORK_QUEUE else shmtensor.Publisher
@@ -84,6 +84,7 @@ class Kind:
 FAN_OUT = Kind("Publisher, Subscriber", SHMTENSOR, Ours)
 JOBS = Kind("Producer, Consumer", SHMTENSOR, Ours, WORK_QUEUE)
 SIXTEEN = Kind("Publisher, Subscriber, slots=16", SHMTENSOR, partial(Ours, slots=16))
+GROUP = Kind("Publisher, Subscriber in a group", SHMTENSOR, partial(Ours, group="them"))
 SPINNING = Kind("Publisher, Subscriber, spin=1", SHMTENSOR, partial(Ours, spin=1.0))
 SOCKETS = Kind("pyzmq PUSH, PULL", ZMQ, Bare)
 QUEUE = Kind("shmtensor.Queue", SHMTENSOR_QUEUE, SHMTENSOR_QUEUE.link)
@@ -94,6 +95,7 @@ ROWS: tuple[tuple[str, str, Kind, Kind | None], ...] = (
     (TWO, RATE, FAN_OUT, SOCKETS),
     (TWO, RATE, JOBS, SOCKETS),
     (TWO, RATE, SIXTEEN, SOCKETS),
+    (TWO, RATE, GROUP, SOCKETS),
     (BUSY, RATE, SOCKETS, None),
     (BUSY, RATE, FAN_OUT, SOCKETS),
     (BUSY, RATE, JOBS, SOCKETS),
