@@ -2,13 +2,13 @@
 
     python -m tests.faults.soak --kills 10000 --seconds 3600
 
-runs a quarter of the kills over each of fan-out, work queue, request and reply, and `Queue` (plain and joinable by
-turns): half of them by SIGKILL at a random moment of processes with the package as it is installed, half in processes
-with a test build (`tests/faults/build.py`), each of which is to die at a crash point of its choice, in C or in Python,
-and is killed at a random moment if it does not come by. In each episode two processes live, and several others die and
-are replaced all the time, on both sides. What is checked: values are whole and what they should be; what `send`, `put`
-or `request` returned for has arrived, in order and once, or as often as its `attempt` says; at the end of each episode
-nothing is left in `/dev/shm` and the socket directory. One line at the end says what was done.
+runs a fifth of the kills over each of fan-out, group, work queue, request and reply, and `Queue` (plain and joinable
+by turns): half of them by SIGKILL at a random moment, of processes with the package as it is installed, half in
+processes with a test build (`tests/faults/build.py`), each of which is to die at a crash point of its choice, in C or
+in Python, and is killed at a random moment if it does not come by. In each episode two processes live, and several
+others die and are replaced all the time, on both sides. What is checked: values are whole and what they should be;
+what `send`, `put` or `request` returned for has arrived, in order and once, or as often as its `attempt` says; at the
+end of each episode nothing is left in `/dev/shm` and the socket directory. One line at the end says what was done.
 
 This process makes no endpoint while it has children: it forks them, so that a kill costs milliseconds. What they see
 they note in memory that is shared with it, before they go on: so it outlives them.
@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable
 
 PATIENCE = 120.0
-PATTERNS = ("fan-out", "work-queue", "rpc", "queue")
+PATTERNS = ("fan-out", "group", "work-queue", "rpc", "queue")
 VICTIMS = 5
 """How many processes wait for their deaths at a time."""
 PER_EPISODE = 125
@@ -129,7 +129,7 @@ class Episode:
             self.returned[me] = number
 
     def send(self, me: int) -> None:
-        make = shmtensor.Publisher if self.pattern == "fan-out" else shmtensor.Producer
+        make = shmtensor.Producer if self.pattern == "work-queue" else shmtensor.Publisher
         with make(self.name, slots=6) as tx:
             for number in self._numbers(me):
                 tx.send(*value_of(me, number), timeout=PATIENCE)
@@ -148,7 +148,12 @@ class Episode:
 
     def consume(self, me: int) -> None:
         notes = self.notes[me]
-        with shmtensor.Consumer(self.name, max_attempts=250) as rx:
+        if self.pattern == "group":
+            made = shmtensor.Subscriber(self.name, group="them", max_attempts=100)
+        else:
+            made = shmtensor.Consumer(self.name, max_attempts=250)
+        with made as rx:
+            self.seen[0] = self.seen[0] or me == 0
             for msg in rx:
                 sender, number = check(msg.value, msg.meta)
                 notes.add(sender, number, msg.attempt)
@@ -196,7 +201,8 @@ class Episode:
     def roles(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
         """Who receives, who sends."""
         return {
-            "fan-out": (self.subscribe, self.send), "work-queue": (self.consume, self.send),
+            "fan-out": (self.subscribe, self.send), "group": (self.consume, self.send),
+            "work-queue": (self.consume, self.send),
             "rpc": (self.serve, self.ask), "queue": (self.get, self.put),
         }[self.pattern]  # fmt: skip
 
@@ -230,7 +236,7 @@ class Episode:
         """Kill so many; how many there were, and how many died at a crash point of those for senders and receivers."""
         chance = self.chance
         witness = self.start(True, witness=True)
-        if self.pattern == "fan-out":
+        if self.pattern in ("fan-out", "group"):  # of what is sent before there is one, nobody is a recipient
             wait_until(lambda: self.seen[0])
         living = [witness, self.start(False)]
         victims: dict[int, tuple[int, float]] = {}
@@ -285,7 +291,7 @@ class Episode:
         for (sender, number), seen in times.items():
             assert 0 < number <= self.begun[sender], "never sent"
             seen.sort()
-            again = self.pattern == "work-queue" or self.joinable
+            again = self.pattern in ("work-queue", "group") or self.joinable
             assert len(seen) == 1 or (again and sum(not unfinished for _, unfinished in seen) <= 1), (
                 f"{number} of {sender} came again: {seen}"
             )
