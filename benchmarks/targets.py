@@ -16,6 +16,7 @@ from .workloads import (
     default_arguments,
     executor,
     messages,
+    observing,
     queue,
     queue_items,
     remote,
@@ -255,6 +256,15 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(remote.BESIDE, ("remote", remote.BESIDE), "<=", 1.05, ("remote", remote.ALONE)),
     Target(remote.MEMORY, ("remote", remote.MEMORY), "<=", 128),
+    *(
+        Target(
+            f"{observing.traced(nbytes)}: rate beside that without",
+            ("observing", observing.traced(nbytes)), ">=", 0.95, ("observing", observing.plain(nbytes)),
+        )
+        for nbytes in observing.SIZES
+    ),
+    Target(observing.TOP, ("observing", observing.TOP), None, None),
+    Target(observing.DEATH, ("observing", observing.DEATH), None, None),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(
         "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,

@@ -42,10 +42,11 @@ TRANSPORT = set(
 channel/membership channel/notifier channel/zmtp codec/bytes codec/codec codec/copies codec/values docs/pipeline
 endpoints/asyncio endpoints/claims endpoints/dropped endpoints/fan_out endpoints/groups endpoints/handlers
 endpoints/hostile endpoints/local endpoints/reports endpoints/senders endpoints/sleep endpoints/slot_wait
-endpoints/spinning endpoints/stale endpoints/without_torch endpoints/work_queue faults/interrupted_members
-faults/interrupts faults/wakeup_interrupts memory/forks memory/limits memory/memory mp/context mp/queues
-observe/inspect observe/watching ring/reading ring/sizing ring/writer rpc/async_requests rpc/async_server
-rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool rpc/requests rpc/workers wire/dtypes
+endpoints/spinning endpoints/stale endpoints/traceparent endpoints/without_torch endpoints/work_queue
+faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits memory/memory
+mp/context mp/queues observe/inspect observe/trace observe/watching ring/reading ring/sizing ring/writer
+rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool
+rpc/requests rpc/workers wire/dtypes
 """.split()  # noqa: SIM905
 )
 
@@ -67,7 +68,7 @@ OTHERS = {
     "executor/executor executor/interrupts mp/interrupts mp/cpython_queues executor/other_suites mp/pickle_streams": (
         "drop-ins over the queues"
     ),
-    "package/children cli/commands cli/demo docs/examples docs/http docs/benchmarks package/packaging": (
+    "package/children package/logs cli/commands cli/demo docs/examples docs/http docs/benchmarks package/packaging": (
         "programs, as users start them"
     ),
 }

@@ -21,6 +21,7 @@ from . import (
     memory,
     messages,
     mixed_dict,
+    observing,
     pipeline,
     queue,
     queue_items,
@@ -41,7 +42,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for module in (
         round_trip, asleep, throughput, default_arguments, messages, large, mixed_dict,
         fan_out, fan_in, work_queue, request_reply, loan, reading,
-        cold, idle, memory, queue, queue_items, dataloader, executor, saving, loading, remote,
+        cold, idle, observing, memory, queue, queue_items, dataloader, executor, saving, loading, remote,
         serialize_tensor, serialize_array, pipeline,
         cuda_copies, cuda_handover, cuda_prefetch, cuda_saving,
     )

@@ -41,7 +41,7 @@ from .names import (
 if TYPE_CHECKING:
     from .membership import Member
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.channel")
 
 _FRESH_NS = 5_000_000_000
 

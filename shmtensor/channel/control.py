@@ -41,6 +41,8 @@ CAPACITY: Final = 256
 SENDER: Final = 1
 RECEIVER: Final = 2
 GROUP: Final = 3
+TRACER: Final = 4
+"""Neither sends nor receives: the others write down for it what they do (ring/events.py)."""
 LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
 MEMBER: Final = 2  # flag of a receiver: no recipient, its group is
 NO_RECIPIENT: Final = LATEST | MEMBER

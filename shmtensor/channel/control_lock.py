@@ -19,7 +19,7 @@ from ..errors import ReentrantError, ShmTensorError
 from ..memory import lifecycle
 from ..memory.locks import LockFile
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.channel")
 
 LOCK: Final = 0
 """The control byte of a control segment."""

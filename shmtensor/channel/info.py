@@ -32,7 +32,8 @@ class MemberInfo:
     uid: int
     """Its number, which no other member has."""
     role: str
-    """`"sender"` (`Publisher`, `Producer`, `Client`) or `"receiver"` (`Subscriber`, `Consumer`, `Server`)."""
+    """`"sender"` (`Publisher`, `Producer`, `Client`), `"receiver"` (`Subscriber`, `Consumer`, `Server`), or `"tracer"`
+    (`shmtensor trace`)."""
     delivery: str
     """`"all"` or `"latest"` of a subscriber; `"one"` of a consumer, or of a subscriber in a group; `""` of a sender."""
     pid: int

@@ -28,6 +28,7 @@ from .processes import Process, Processes
 
 _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
+_ROLE = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver", ctl.TRACER: "tracer"}
 _REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
 _RECORD: Final = np.dtype(
     {
@@ -209,7 +210,7 @@ class _Look:
                     self.notes.append(f"{shm.SHM_DIR}/{name} belongs to user {info.st_uid}: not of this channel")
                     continue
                 files.append(f"{shm.SHM_DIR}/{name}")
-                nbytes, owner = nbytes + info.st_size, info.st_uid
+                nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
         for at, member in enumerate(self.members):
             queue = self.queues.get(member.index)
             if queue is not None:
@@ -288,7 +289,7 @@ def _group(words: memoryview, at: int) -> _Group:
 
 def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> MemberInfo:
     index = (at - _FIRST_MEMBER) // _MEMBER_WORDS
-    role = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver"}.get(words[at + ctl.M_ROLE], "unknown")
+    role = _ROLE.get(words[at + ctl.M_ROLE], "unknown")
     delivery = ""
     if role == "receiver":
         latest = bool(words[at + ctl.M_FLAGS] & ctl.LATEST)

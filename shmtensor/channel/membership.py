@@ -75,6 +75,10 @@ class Member:
         if not self.has_left and not defer(self.set_leaving):
             self._exclusively(LOCK_TIMEOUT, say)
 
+    def announce(self) -> None:
+        """Let every member read the table of members again."""
+        self._exclusively(LOCK_TIMEOUT, self.control.advance)
+
     def leave(self, *, keep: bool = False, lost: Callable[[int], None] | None = None) -> None:
         """Leave the channel; the last member to leave removes it.
 

@@ -28,7 +28,7 @@ FAILED: Final = "failed"
 SKIPPED: Final = "skipped"
 REPLACED: Final = "replaced"
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.checkpoint")
 
 
 class Durable(NamedTuple):

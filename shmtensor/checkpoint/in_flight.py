@@ -23,7 +23,7 @@ _CHECK_INTERVAL: Final = 0.25
 _LATE: Final = 30.0
 """Seconds after which the log names the ranks whose parts are missing."""
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.checkpoint")
 
 
 class SavesInFlight:

@@ -35,7 +35,7 @@ UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, RecursionError, O
 PENDING: Final = "pending"
 UPLOADED: Final = "done"
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.checkpoint")
 
 
 @dataclass(frozen=True)

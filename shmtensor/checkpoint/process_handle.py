@@ -39,7 +39,7 @@ _MAX_SECRET: Final = 48 << 10  # bytes: a pipe takes as much without a reader
 _PAUSES: Final = (0.0, 0.1, 0.5, 1.0, 2.0)
 _IONICE: Final = {"idle": ("-c", "3"), "low": ("-c", "2", "-n", "7")}
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.checkpoint")
 
 
 def results_channel(channel: str) -> str:

@@ -38,7 +38,7 @@ _RENAMED: Final = ("sftp", "ssh", "smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp",
 """File systems where a file is visible while it is written: it gets its name afterwards."""
 _ONLY_READ: Final = ("http", "https", "data", "zip", "tar", "github", "git")
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.checkpoint")
 
 
 def check_upload(url: object) -> str | None:

@@ -1,4 +1,4 @@
-"""The command line: `shmtensor ls`, `top`, `hz`, `echo`, `metrics`, `gc`, `doctor`, `demo`, `serve`, `checkpoint`..."""
+"""The command line: `shmtensor ls`, `top`, `hz`, `echo`, `trace`, `metrics`, `gc`, `doctor`, `demo`, `serve`..."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .ls import ls
 from .metrics import metrics
 from .serve import serve
 from .top import top
+from .trace import trace
 
 app = typer.Typer(
     name="shmtensor",
@@ -48,6 +49,7 @@ app.command()(ls)
 app.command()(top)
 app.command()(hz)
 app.command()(echo)
+app.command()(trace)
 app.command()(metrics)
 app.command()(gc)
 app.command()(doctor)

@@ -259,7 +259,7 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
         "", _holdings_text(nobody), "bold",
     )  # fmt: skip
     for member in channel.members:
-        arrow = ">" if member.role == "sender" else "<"
+        arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
         life = "" if member.alive else " closed" if member.role == "sender" and member.leaving else " dead"
         held = [it for it in channel.holdings if it.uid == member.uid and it.uid]
         yield columns.line(

@@ -25,7 +25,7 @@ from ..errors import CudaError
 from ..memory import lifecycle
 from .runtime import runtime
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.cuda")
 
 _PAUSE_LEAST: Final = 0.2e-3  # seconds between two polls, doubled up to the most while no lease ends
 _PAUSE_MOST: Final = 5e-3

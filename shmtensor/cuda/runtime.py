@@ -22,7 +22,7 @@ from ..errors import ArgumentError, CudaError
 from ..memory import lifecycle
 from .library import HANDLE_BYTES, Handle, Library, failure
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.cuda")
 
 PORTABLE: Final = 1  # cudaHostRegisterPortable
 READ_ONLY: Final = 8  # cudaHostRegisterReadOnly

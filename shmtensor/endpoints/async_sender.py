@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +147,8 @@ class AsyncSender(Sender, AsyncEndpoint):
         timeout: float | None,
     ) -> Any:
         """Wait for free slots and return `use(what is to be sent, ring, slot)`; None: the message was dropped."""
+        if self._carries_context:  # of this task: while it waits, other tasks make the attempts
+            describe = functools.partial(contextvars.copy_context().run, describe)
         wanted = 0  # bytes; 0: not known yet
         wait: Wait | None = None
 
@@ -174,10 +178,12 @@ class AsyncSender(Sender, AsyncEndpoint):
             self._refuse()
         found = NOTHING
         if self._wait_queue is None or self._wait_queue.is_empty or timeout == 0:
+            if self._events is not None:
+                self._writer.seek()
             found = self._try_send(attempt)
         if (found is NOTHING or found is BUSY) and timeout != 0:
             self._counters.add(ctl.C_WAITS)
-            wait = Wait(self._full_text)
+            wait = Wait(self._full_text, self._member)
             found = await wait_queue_of(self).attend(lambda: self._try_send(attempt), is_roomy, timeout)
         if found is NOTHING or found is BUSY:
             raise RingFull(self._full_text(wanted))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from .. import native
 from ..channel import wakeup
 from ..channel.control import LABEL_MAX, Counters
+from ..channel.tracing import Tracing
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
 from ..memory import lifecycle, words
 
@@ -104,6 +105,7 @@ class Endpoint(Local, ABC):
         self._closing: Callable[[], None] | None = None  # a `close` that was called inside a call, run when that ends
         self._pid = os.getpid()
         self._wait_queue: Any = None  # see `AsyncEndpoint`
+        self._tracing = Tracing()
         _living.add(self)
         lifecycle.track(self, type(self)._drop_in_child)
         _hook_multiprocessing()

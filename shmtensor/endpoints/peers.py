@@ -15,6 +15,7 @@ from ..codec.implementation import decode, encode
 from ..errors import TimedOut
 from ..memory.semaphores import COUNT, Sleeper, batched
 from ..memory.words import acquire_fence, barrier, store
+from ..ring.events import EventLog
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
@@ -57,6 +58,8 @@ class Peers(Endpoint):
     _rings: list[Ring]
     _writer: Any
     _counters: ctl.Counters
+    _events: EventLog | None = None
+    """What it writes down for a tracer."""
 
     @property
     @abstractmethod
@@ -76,7 +79,8 @@ class Peers(Endpoint):
         control = self._member.control
         epoch = self._control_words[ctl.W_EPOCH]
         acquire_fence()
-        present = {entry.uid: entry for entry in control.members() if entry.role in (ctl.RECEIVER, ctl.GROUP)}
+        entries = list(control.members())
+        present = {entry.uid: entry for entry in entries if entry.role in (ctl.RECEIVER, ctl.GROUP)}
         for uid in [uid for uid in self._peers if uid not in present]:
             self._forget(self._peers[uid])
         for uid, entry in present.items():
@@ -90,6 +94,8 @@ class Peers(Endpoint):
                 peer.welcome = True
             peer.leaving = entry.leaving
         # crash: refresh.started
+        self._events = self._tracing.follow(self._member, entries)
+        self._writer.trace(self._events)
         self._listeners = tuple(
             peer for peer in self._peers.values() if not peer.leaving and peer.entry.role == ctl.RECEIVER
         )

@@ -36,7 +36,7 @@ class Producer(AsyncSender):
     >>> tx.close(); rx.close()
     """
 
-    _traits = SenderTraits(WORK_QUEUE, counts_lost=True)
+    _traits = SenderTraits(WORK_QUEUE, counts_lost=True, carries_context=True)
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from .base import Endpoint
 from .message import Message, SenderInfo
 from .traits import ReceiverTraits
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.endpoints")
 
 
 class Producers(Endpoint):
@@ -59,7 +59,8 @@ class Producers(Endpoint):
         control = self._member.control
         epoch = control.epoch
         acquire_fence()
-        present = {entry.uid: entry for entry in control.members() if entry.role == ctl.SENDER}
+        entries = list(control.members())
+        present = {entry.uid: entry for entry in entries if entry.role == ctl.SENDER}
         for reader in self._readers:
             if reader.uid not in present or reader.sequences.closed:
                 reader.gone = True
@@ -85,6 +86,9 @@ class Producers(Endpoint):
                 if entry.uid not in self._unattached:
                     self._report(entry.uid, str(error))
         self._unattached = unattached
+        events = self._tracing.follow(self._member, entries)
+        for reader in (*self._readers, *self._retired):
+            reader.trace(events, reader.uid)
         # crash: attach.done
         self._epoch = epoch
         for reader in self._readers:

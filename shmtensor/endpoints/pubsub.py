@@ -56,7 +56,7 @@ class Publisher(DeviceSender):
     >>> pub.close(); sub.close()
     """
 
-    _traits = SenderTraits(FAN_OUT)
+    _traits = SenderTraits(FAN_OUT, carries_context=True)
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from ..ring.pool import Sizing
 from ..ring.ring import Ring
 from ..ring.sequence_table import SequenceTable
 from ..ring.writer import SlotRange
+from . import traceparent
 from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_label, check_timeout
 from .devices import Devices, Sending
 from .implementation import make_writer
@@ -40,6 +41,7 @@ class Sender(Peers):
     """Base of `Publisher` and `Producer`."""
 
     _traits: SenderTraits
+    _carries_context = False
 
     def __init__(
         self,
@@ -91,6 +93,10 @@ class Sender(Peers):
             device=self._device is not None,
         )  # fmt: skip
         traits = self._traits
+        if traits.carries_context and traceparent.is_wanted():
+            self._describe = traceparent.carrying(self._describe)
+            self._describe_empty = traceparent.carrying(self._describe_empty)
+            self._carries_context = True
         self._words, self._mask, self._order = self._sequences.words, self._sequences.mask, self._sequences.shape.order
         self._writer = make_writer(
             member, self._sequences, kind=traits.kind, encode=self._describe, locked=self._mutex.locked,
@@ -146,6 +152,8 @@ class Sender(Peers):
         """Do what the writer could not do at once: wait for a slot, copy, publish. `beside`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
+        if self._events is not None:
+            self._writer.seek()
         # crash: send.described
         place = self._place(out.total, timeout)
         return 0 if place is None else self._fill(out, *place, *beside)
@@ -215,6 +223,8 @@ class Sender(Peers):
     def _loan_inside(self, shape: tuple[int, ...], dtype: Any, meta: Any, timeout: float | None) -> Loan:
         if self._state or self._stop:
             self._refuse()
+        if self._events is not None:
+            self._writer.seek()
         out = self._describe_empty(shape, dtype, meta)
         place = self._place(out.total, timeout)
         if place is None:
@@ -301,7 +311,7 @@ class Sender(Peers):
         """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._counters.add(ctl.C_WAITS)
-        wait = Wait(self._full_text)
+        wait = Wait(self._full_text, self._member)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)
         place = self._spin.wait(lambda _: None if self._stop else self._find(nbytes), timeout)

@@ -35,6 +35,8 @@ class SenderTraits(Traits):
     """Decides how many slots of which size a ring gets."""
     widest: int = 0
     """See `make_writer`."""
+    carries_context: bool = False
+    """Whether the meta of its messages is the user's, so that it may carry a trace context."""
     checks_verdicts: bool = False
     """Whether slots that a server has given back with a verdict wait for `Writer.judge`."""
 

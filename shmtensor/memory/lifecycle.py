@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.memory")
 
 
 _Owner = TypeVar("_Owner")

@@ -168,10 +168,11 @@ class Segment(Descriptor):
         """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size."""
         return Mapping(self.fd, offset, self.nbytes - offset if nbytes is None else nbytes, writable=writable)
 
-    def reserve(self, nbytes: int, remedy: str) -> None:
-        """Grow to `nbytes` with every page reserved, so that a small `/dev/shm` is an error here and never a SIGBUS."""
+    def reserve(self, nbytes: int, remedy: str, start: int = 0) -> None:
+        """Reserve every page of `nbytes` from byte `start` on, so that a small `/dev/shm` is an error here and never a
+        SIGBUS. The segment grows to their end."""
         try:
-            os.posix_fallocate(self.fd, 0, nbytes)
+            os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise ResourceError(
@@ -186,7 +187,7 @@ class Segment(Descriptor):
                     f"free: {remedy}, or give {SHM_DIR} more room (containers: --shm-size)",
                 ) from None
             raise
-        self.nbytes = nbytes
+        self.nbytes = max(self.nbytes, start + nbytes)
 
     def is_still(self, name: str) -> bool:
         """Whether `name` still leads to this very segment (it was not unlinked or replaced)."""
@@ -222,15 +223,20 @@ class Segment(Descriptor):
         self.close()
 
 
-def create(name: str, nbytes: int, remedy: str) -> Segment:
+def create(name: str, nbytes: int, remedy: str, *, reserved: int | None = None) -> Segment:
     """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind.
+
+    `reserved`: so many bytes at its start only; those who use the rest reserve it.
 
     An exception of a signal handler may arrive before the caller has the segment: the caller then removes the name.
     """
     segment: Segment | None = None
     try:
         segment = _open(name, os.O_CREAT | os.O_EXCL)
-        segment.reserve(nbytes, remedy)
+        segment.reserve(nbytes if reserved is None else reserved, remedy)
+        if segment.nbytes < nbytes:
+            os.ftruncate(segment.fd, nbytes)
+            segment.nbytes = nbytes
         return segment
     except BaseException:
         if segment is not None:  # else the name may be another process's

@@ -71,6 +71,6 @@ def report_missing() -> None:
     if _reported or not why_not or switched_off():
         return
     _reported = True
-    logging.getLogger("shmtensor").warning(
+    logging.getLogger("shmtensor.native").warning(
         "the compiled core is not used, so that small messages take about forty times longer: %s: %s", why_not, remedy
     )

@@ -123,6 +123,9 @@ PyTypeObject *codec_type_of(PyTypeObject *type);
 /* As spec.BigKeys: count a dict's next key; `counts` starts as NULL. Not 0: too many keys with its hash, or no memory. */
 int add_key(PyObject **counts, PyObject *key);
 
+/* An attribute that is an int: 0, or -1 with an error set. */
+int number_of(PyObject *object, const char *name, uint64_t *value);
+
 PyObject *encode_value(Codec *codec, PyObject *value, PyObject *meta);
 /* Whether `copy_small` makes every copy, and nothing else has to be done. */
 int can_copy_at_once(const Encoded *self);

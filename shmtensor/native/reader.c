@@ -12,6 +12,7 @@
 #include <time.h>
 
 #include "protocol/reader.h"
+#include "trace.h"
 
 #define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a consumer scans for unfinished messages */
 
@@ -167,6 +168,8 @@ typedef struct {
     Py_ssize_t nsiblings;
     const word *epoch_at;
     word *shown; /* where other processes see `counts.missed`, and `counts.redelivered` behind it; NULL: nowhere */
+    Trace trace;
+    uint64_t sender_uid; /* for the trace */
     uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
     char ready, closing, readonly, more;
@@ -248,9 +251,12 @@ static void tell_end(Reader *self, uint64_t seq) {
 }
 
 static void end_lease(Lease *lease) {
+    Reader *self = lease->reader;
+    uint64_t now = is_traced(&self->trace) ? monotonic_ns() : 0; /* before: the sender may use the slot at once */
     forget_lease(lease);
-    reader_give_back(&lease->reader->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
-    tell_end(lease->reader, lease->seq);
+    reader_give_back(&self->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
+    if (now) add_event(&self->trace.log, EVENT_RELEASE, lease->seq, self->sender_uid, now, 0, now, 0);
+    tell_end(self, lease->seq);
 }
 
 static void Lease_dealloc(Lease *self) {
@@ -433,6 +439,7 @@ static void Reader_dealloc(Reader *self) {
     PyMem_Free(self->f.rings);
     PyMem_Free(self->attached);
     PyMem_Free(self->siblings);
+    trace_clear(&self->trace);
     if (self->control.obj) PyBuffer_Release(&self->control);
     if (self->table.obj) PyBuffer_Release(&self->table);
     Py_XDECREF(self->codec);
@@ -641,6 +648,22 @@ static int decode_twice(Reader *self, const taken *t, Lease *lease, PyObject **v
     return -1;
 }
 
+PyDoc_STRVAR(Reader_trace_doc, "trace(log, sender)\n--\n\nWrite events to that `EventLog` from now on, None: none. `sender`: the uid of the sender.");
+
+static PyObject *Reader_trace(Reader *self, PyObject *args) {
+    PyObject *log;
+    unsigned long long sender;
+    if (!PyArg_ParseTuple(args, "OK", &log, &sender) || check_ready(self) || trace_set(&self->trace, log)) return NULL;
+    self->sender_uid = sender;
+    Py_RETURN_NONE;
+}
+
+static void note_taken(Reader *self, const taken *t) {
+    uint64_t end = monotonic_ns();
+    add_event(&self->trace.log, EVENT_TAKE, t->seq, self->sender_uid, self->trace.begun ? self->trace.begun : end, t->attempt, end,
+              t->head.nbytes);
+}
+
 static void count_missed(Reader *self, const taken *t) {
     self->counts->missed += t->missed;
     if (t->missed && self->shown) store(self->shown, self->counts->missed);
@@ -680,6 +703,7 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->missed = t->missed;
         if (!PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None)) {
             count(self, t, (PyObject *)Py_TYPE(meta) != self->dependency_error);
+            if (is_traced(&self->trace)) note_taken(self, t);
             CRASH_POINT("take.delivered");
         } else {
             Raised error;
@@ -711,6 +735,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
     if (made && PyList_Append(sink->made, made)) PyErr_WriteUnraisable(sink->made);
     Py_XDECREF(made);
     count(self, t, 1);
+    if (is_traced(&self->trace)) note_taken(self, t);
     CRASH_POINT("take.delivered");
     acknowledge(lease);
     if (sink->then != Py_None) {
@@ -781,6 +806,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     lease->reader = (Reader *)Py_NewRef((PyObject *)self);
     self->f.scanned = 0;
     self->f.contended = 0;
+    if (is_traced(&self->trace)) self->trace.begun = monotonic_ns();
     while (may && is_mine(self) && !self->closing) {
         result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
                                                                             : reader_scan(&self->f, &t);
@@ -947,6 +973,7 @@ static PyMethodDef Reader_methods[] = {
     {"age", (PyCFunction)Reader_age, METH_NOARGS, Reader_age_doc},
     {"has_lease", (PyCFunction)Reader_has_lease, METH_VARARGS, Reader_has_lease_doc},
     {"detach", (PyCFunction)Reader_detach, METH_NOARGS, Reader_detach_doc},
+    {"trace", (PyCFunction)Reader_trace, METH_VARARGS, Reader_trace_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@
 
 #include "notify.h"
 #include "protocol/writer.h"
+#include "trace.h"
 
 #ifndef T_ULONGLONG
 #include <structmember.h>
@@ -37,6 +38,7 @@ typedef struct {
     Lent *lent;
     Py_ssize_t nlent, lent_room;
     Notifier notifier;
+    Trace trace;
     Py_ssize_t epoch_at, capacity, member, widest, share;
     uint64_t epoch;
     char retired, takes_locks; /* `takes_locks`: messages were published that receivers may hold by a lock */
@@ -149,6 +151,7 @@ static void Writer_dealloc(Writer *self) {
     PyMem_Free(self->mapped);
     PyMem_Free(self->notifier.asleep);
     PyMem_Free(self->notifier.groups);
+    trace_clear(&self->trace);
     if (self->control.obj) PyBuffer_Release(&self->control);
     if (self->table.obj) PyBuffer_Release(&self->table);
     Py_XDECREF(self->codec);
@@ -214,7 +217,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static int number_of(PyObject *object, const char *name, uint64_t *value) {
+int number_of(PyObject *object, const char *name, uint64_t *value) {
     PyObject *found = PyObject_GetAttrString(object, name);
     if (!found) return -1;
     *value = PyLong_AsUnsignedLongLong(found);
@@ -373,6 +376,40 @@ static PyObject *Writer_welcome(Writer *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* --- what a tracer sees ------------------------------------------------------------------------------------------------ */
+
+PyDoc_STRVAR(trace_doc, "trace(log)\n--\n\nWrite events to that `EventLog` from now on; None: none.");
+
+static PyObject *Writer_trace(Writer *self, PyObject *log) {
+    if (trace_set(&self->trace, log)) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(seek_doc, "seek()\n--\n\nThe endpoint begins to look for slots for a message; for the trace.");
+
+static PyObject *Writer_seek(Writer *self, PyObject *unused) {
+    (void)unused;
+    if (is_traced(&self->trace) && !self->trace.goes_on) self->trace.begun = monotonic_ns();
+    self->trace.goes_on = 0;
+    Py_RETURN_NONE;
+}
+
+/* Slots were looked for. */
+static void note_search(Trace *trace, int has_found) {
+    uint64_t now = monotonic_ns();
+    if (!trace->begun) trace->begun = now;
+    if (has_found) trace->found = now;
+}
+
+/* A message was published: its record has the time. */
+static void note_sent(Writer *self, const allocation *at, uint64_t seq, uint64_t nbytes) {
+    Trace *trace = &self->trace;
+    uint64_t end = load_relaxed(record_of(&self->core.rings[at->ring].shared, at->slot) + 1);
+    uint64_t found = trace->found ? trace->found : end, begun = trace->begun ? trace->begun : found;
+    add_event(&trace->log, EVENT_SEND, seq, trace->log.member, begun, found, end, nbytes);
+    trace->begun = trace->found = 0;
+}
+
 /* --- slots ----------------------------------------------------------------------------------------------------------- */
 
 static int place_of(Writer *self, PyObject *const *args, allocation *at) {
@@ -404,7 +441,9 @@ static PyObject *Writer_acquire(Writer *self, PyObject *const *args, Py_ssize_t 
     int index;
     allocation at;
     if (room_wanted(self, args, count, &nbytes, &index)) return NULL;
-    if (!writer_acquire(&self->core, nbytes, index, &at)) Py_RETURN_NONE;
+    int has_found = writer_acquire(&self->core, nbytes, index, &at);
+    if (is_traced(&self->trace)) note_search(&self->trace, has_found);
+    if (!has_found) Py_RETURN_NONE;
     return Py_BuildValue("(OI)", self->mapped[at.ring].ring, (unsigned)at.slot);
 }
 
@@ -498,6 +537,7 @@ static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t 
     int lent = self->core.rings[at.ring].messages[at.slot].lent; /* it stays lent until its array dies */
     uint64_t seq = writer_publish(&self->core, &at, nbytes, spilled ? NULL : PyBytes_AS_STRING(args[2]), (uint32_t)length, lent);
     self->sent_bytes += nbytes;
+    if (is_traced(&self->trace)) note_sent(self, &at, seq, nbytes);
     return PyLong_FromUnsignedLongLong(seq);
 }
 
@@ -577,14 +617,23 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
     allocation at;
     int moved = has_moved(out), locked = moved ? 1 : is_locked(self->locked), one = self->core.competing;
     /* from here on no other code runs */
+    if (is_traced(&self->trace) && !locked) {
+        self->trace.begun = monotonic_ns();
+        self->trace.goes_on = 1;
+    }
     if (!locked && !self->retired && load(words_of(&self->control) + self->epoch_at) == self->epoch &&
         acquire_soon(self, (uint64_t)out->total, patience, &at) && !(registration.table && enter(self, &at, &registration))) {
+        if (is_traced(&self->trace)) note_search(&self->trace, 1);
         CRASH_POINT("send.acquired");
         copy_small(out, (char *)writer_payload(&self->core, &at));
         CRASH_POINT("send.copied");
         uint32_t length = (uint32_t)PyBytes_GET_SIZE(out->description);
         uint64_t seq = writer_publish(&self->core, &at, (uint64_t)out->nbytes, PyBytes_AS_STRING(out->description), length, 0);
         self->sent_bytes += (unsigned long long)out->nbytes;
+        if (is_traced(&self->trace)) {
+            note_sent(self, &at, seq, (uint64_t)out->nbytes);
+            self->trace.goes_on = 0;
+        }
         const word *control = words_of(&self->control);
         int asleep = 0;
         atomic_signal_fence(memory_order_seq_cst); /* for the compiler; the processor's fence is the sleeper's barrier */
@@ -700,6 +749,8 @@ static PyMethodDef Writer_methods[] = {
     {"retire", (PyCFunction)Writer_retire, METH_NOARGS, retire_doc},
     {"forget", (PyCFunction)Writer_forget, METH_O, forget_doc},
     {"welcome", (PyCFunction)Writer_welcome, METH_VARARGS, welcome_doc},
+    {"trace", (PyCFunction)Writer_trace, METH_O, trace_doc},
+    {"seek", (PyCFunction)Writer_seek, METH_NOARGS, seek_doc},
     {"messages", (PyCFunction)Writer_messages, METH_NOARGS, messages_doc},
     {"judge", (PyCFunction)(void (*)(void))Writer_judge, METH_FASTCALL, judge_doc},
     {"reclaim", (PyCFunction)Writer_reclaim, METH_NOARGS, reclaim_doc},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ..errors import DependencyError, WireError
@@ -50,6 +51,7 @@ class BroadcastReader(ReferenceReader):
         reception = self.reception
         while seq := self.next():
             missed = seq - self.position - 1
+            begun = 0 if self.events is None else time.monotonic_ns()
             found = array = lease = None
             try:
                 found = self.locate(seq)
@@ -80,6 +82,8 @@ class BroadcastReader(ReferenceReader):
             undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
             self.position, self.taking = seq, None
             self.count(found.nbytes, missed=missed, is_readable=meta.__class__ is not DependencyError)
+            if self.events is not None:
+                self.note_taken(seq, begun, 1, found.nbytes)
             # crash: take.delivered
             return message
         return None

@@ -3,6 +3,7 @@ member of a group)."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DependencyError, WireError
@@ -111,6 +112,7 @@ class CompetingReader(ReferenceReader):
     def _deliver(self, found: Found, seq: int, receiver: Any, undelivered: dict[Any, Any]) -> Any:
         """Return the message of a claimed record; finish it and return an event if it is damaged or tried too often."""
         attempt, reception = self.attempt, self.reception
+        begun = 0 if self.events is None else time.monotonic_ns()
         if attempt > reception.max_attempts:
             self.drop(found.ring, found.slot, seq)
             return GIVEN_UP, seq, attempt - 1
@@ -131,6 +133,8 @@ class CompetingReader(ReferenceReader):
         undelivered[message] = None  # no boundary between these two lines: the message is taken, or not at all
         self.taking = None
         self.count(found.nbytes, redelivered=attempt > 1)
+        if self.events is not None:
+            self.note_taken(seq, begun, attempt, found.nbytes)
         # crash: take.delivered
         return message
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from ..memory.semaphores import is_woken_by
 from ..memory.words import WEAKLY_ORDERED, acquire_fence, store
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
+from .events import RELEASE, TAKE, EventLog
 from .layout import (
     ATTEMPT_SHIFT,
     DEVICE_SLOT,
@@ -147,6 +149,10 @@ class Reader(ABC):
     @abstractmethod
     def next(self) -> int:
         """The sequence number of the next message; 0 if there is none."""
+
+    @abstractmethod
+    def trace(self, log: EventLog | None, sender: int) -> None:
+        """Write events there from now on, None: none. `sender`: the uid of the sender."""
 
     def abandon(self) -> None:  # noqa: B027
         """Undo a take that an exception interrupted: the message will be taken again."""
@@ -348,6 +354,7 @@ class ReferenceReader(Reader):
         "_posted",
         "closing",
         "epoch",
+        "events",
         "known",
         "leases",
         "more",
@@ -366,6 +373,7 @@ class ReferenceReader(Reader):
     def __init__(self, *args: Any) -> None:
         self.leases, self.known, self.taking, self.closing, self.position = {}, False, None, False, 0
         self.epoch, self.more, self._posted, self.sender = 0, False, 0, None
+        self.events: EventLog | None = None
         self._set_up(*args)
 
     @property
@@ -378,6 +386,15 @@ class ReferenceReader(Reader):
     def drop_in_child(self) -> None:
         self.leases.clear()
         held.discard(self)
+
+    def trace(self, log: EventLog | None, sender: int) -> None:
+        self.events = log
+
+    def note_taken(self, seq: int, begun: int, attempt: int, nbytes: int) -> None:
+        """Write down that a message was taken and decoded; `begun`: when that began, 0 if it was not traced then."""
+        if self.events is not None:
+            end = time.monotonic_ns()
+            self.events.add(TAKE, seq, self.uid, begun or end, attempt, end, nbytes)
 
     def count(self, nbytes: int, *, missed: int = 0, redelivered: bool = False, is_readable: bool = True) -> None:
         """Count a message that was taken."""
@@ -475,6 +492,7 @@ class ReferenceReader(Reader):
     def _end(self, lease: Any) -> None:
         seq: int = lease.seq
         leases = self.leases
+        ended = 0 if self.events is None else time.monotonic_ns()  # before: the sender may use the slot at once
         is_held = leases.get(seq) is lease
         if is_held:  # False for a forked child's copy of its parent's lease, one that was abandoned, and a repetition
             if lease.ending:
@@ -487,6 +505,8 @@ class ReferenceReader(Reader):
             except BaseException:
                 lease.ending = False
                 raise
+            if ended and self.events is not None:  # what is interrupted from here on is not given back again
+                self.events.add(RELEASE, seq, self.uid, ended, 0, ended, 0)
         if not leases:
             held.discard(self)
             if leases:  # another thread took a message just now

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory.words import store
 from ..wire.record import BODY, BODY_OFFSET, INLINE_OFFSET, SIZE, SPILLED, VERSION
+from .events import SEND, EventLog
 from .layout import (
     ATTEMPT_SHIFT,
     DEADLINE,
@@ -88,6 +89,8 @@ class Writer:
         self._recipients = self._leaving = 0
         self._lockable = False
         self.sent_bytes = self.notified = 0
+        self._events: EventLog | None = None
+        self._begun = self._found = 0
 
     def send(self, value: Any, meta: Any, patience: int, *registration: Any) -> Any:
         """Encode the value; the endpoint does the rest."""
@@ -97,6 +100,34 @@ class Writer:
         """Use that ring for messages as well."""
         self._in_flight[ring.index], self._cursors[ring.index] = [None] * ring.slots, 0
         self.rings.append(ring)
+
+    # --- what a tracer sees
+
+    def trace(self, log: EventLog | None) -> None:
+        """Write events there from now on; None: none."""
+        if log is None:
+            self._begun = self._found = 0
+        self._events = log
+
+    def seek(self) -> None:
+        """The endpoint begins to look for slots for a message. Only the trace wants to know.
+
+        The compiled one does nothing for a message for which its `send` has begun that."""
+        self._begun = time.monotonic_ns()
+
+    def _note_search(self, has_found: bool) -> None:
+        """Slots were looked for."""
+        now = time.monotonic_ns()
+        self._begun = self._begun or now
+        if has_found:
+            self._found = now
+
+    def _note_sent(self, log: EventLog, ring: Ring, slot: int, seq: int, nbytes: int) -> None:
+        """A message was published: its record has the time."""
+        end = ring.words[R_RECORDS + slot * RECORD_WORDS + 1]
+        found = self._found or end
+        log.add(SEND, seq, log.member, self._begun or found, found, end, nbytes)
+        self._begun = self._found = 0
 
     # --- members
 
@@ -150,7 +181,11 @@ class Writer:
                 store(
                     found.words, R_RECORDS + slot * RECORD_WORDS, 0
                 )  # no receiver may take the old record for a new one
+                if self._events is not None:
+                    self._note_search(True)
                 return found, slot
+        if self._events is not None:
+            self._note_search(False)
         return None
 
     def has_room(self, nbytes: int, ring: int = -1) -> bool:
@@ -210,6 +245,8 @@ class Writer:
             raise
         self.sent_bytes += nbytes
         # crash: publish.published
+        if self._events is not None:
+            self._note_sent(self._events, place, slot, seq, nbytes)
         return seq
 
     def _enter(self, ring: Ring, slot: int, seq: int, note: int, deadline: int, table: Any, entry: Any) -> None:

@@ -42,7 +42,9 @@ class Requests(Posting, Producer):
     """Publishes requests with their notes, and withdraws those that no server has started."""
 
     _owner = "Client"
-    _traits = SenderTraits(WORK_QUEUE, SERVICE, sizing=Sizing(most=16, least=2, nbytes=BUDGET), checks_verdicts=True)
+    _traits = SenderTraits(
+        WORK_QUEUE, SERVICE, sizing=Sizing(most=16, least=2, nbytes=BUDGET), checks_verdicts=True, carries_context=True
+    )
 
     def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         self.calls: dict[int, Call] = {}

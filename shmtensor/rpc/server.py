@@ -19,7 +19,7 @@ from .server_endpoints import Intake
 from .sidecar import check_service
 from .taken import TakenRequests
 
-log = logging.getLogger("shmtensor")
+log = logging.getLogger("shmtensor.rpc")
 
 _S = TypeVar("_S", bound="Server")
 

@@ -171,6 +171,7 @@ def log_to_stderr(number: int) -> None:
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s worker {number}: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # else it is logged there
         log.addHandler(handler)
 
 

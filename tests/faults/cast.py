@@ -14,6 +14,7 @@ points.install()
 import numpy as np  # noqa: E402
 
 import shmtensor  # noqa: E402
+from shmtensor.observe.trace import Tracer  # noqa: E402
 
 from ..waiting import wait_for_end  # noqa: E402
 
@@ -123,6 +124,19 @@ def receiver(
             for value, number in kept:
                 assert number_of(value) == number
             kept.clear()
+
+    _surviving_a_crash(body, pipe)
+
+
+def tracer(pipe, channel: str, plan) -> None:
+    """Trace a channel until told to end."""
+    _arm(plan)
+
+    def body() -> None:
+        with Tracer(channel, size=1024) as found:
+            pipe.send(("traces", None))
+            pipe.recv()
+            found.poll()
 
     _surviving_a_crash(body, pipe)
 

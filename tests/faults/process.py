@@ -55,6 +55,7 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=roles.play, args=(role, theirs, options, *args))
         self.process.start()
+        self._pid = self.process.pid
         theirs.close()
         self.told = []
         self.over = False
@@ -64,18 +65,25 @@ class Process:
         while not self.over:
             if not wait([self.pipe], PATIENCE):
                 raise AssertionError(f"{self.process.name} is silent after {self.told[-3:]}")
-            try:
-                message = self.pipe.recv()
-            except (EOFError, ConnectionResetError):
-                self.over = True
-                break
-            self.told.append(message)
-            if message[0] == until:
+            if self.listen_once() == until and until is not None:
                 return
         self.process.join(PATIENCE)
 
+    def listen_once(self) -> str | None:
+        """Collect the next thing that it tells, which is there; None at its end."""
+        try:
+            self.told.append(self.pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self.over = True
+            return None
+        return self.told[-1][0]
+
     def all(self, what: str) -> list:
         return [message[1] for message in self.told if message[0] == what]
+
+    @property
+    def pid(self) -> int:
+        return self._pid
 
     @property
     def died(self) -> bool:

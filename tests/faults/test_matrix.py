@@ -15,6 +15,8 @@ import pytest
 
 import shmtensor
 from shmtensor import native
+from shmtensor.observe.trace import Tracer
+from shmtensor.ring import events as ev
 
 from ..conftest import shared_files
 from ..cuda.test_deaths import POINTS as COPY_POINTS
@@ -56,7 +58,20 @@ RPC_CLIENT = [
 ]  # fmt: skip
 RPC_SPECIAL = ["verdict.stored"]
 
-REPLACED = ["ring/writer.py", "ring/reader.py", "ring/broadcast.py", "ring/competing.py", "ring/lease.py"]
+TRACED = ["trace.attached", "trace.stored"]
+TRACER = [
+    "join.opened", "join.owned", "trace.made", "join.entered", "join.done", "trace.over", "leave.locked",
+    "leave.unlinked", "leave.cleared", "sweep.names",
+]  # fmt: skip
+
+REPLACED = [
+    "ring/writer.py",
+    "ring/reader.py",
+    "ring/broadcast.py",
+    "ring/competing.py",
+    "ring/lease.py",
+    "ring/events.py",
+]
 """The modules that the compiled one stands in for; it does what `Sender.send` does besides."""
 
 
@@ -75,7 +90,7 @@ def test_every_point_is_in_the_matrix():
     """Those of the drop-ins are in `mp/test_faults.py`, of CUDA in `cuda/test_ipc.py` and `cuda/test_deaths.py`."""
     everywhere = (
         SENDER_POINTS, RECEIVER_POINTS, FAN_OUT_ONLY, CLAIMS_ONLY, GROUP_ONLY, SENDER_SPECIAL, RECEIVER_SPECIAL,
-        RPC_SERVER, RPC_CLIENT, RPC_SPECIAL,
+        RPC_SERVER, RPC_CLIENT, RPC_SPECIAL, TRACED, TRACER,
     )  # fmt: skip
     covered = {point for points_of_role in everywhere for point in points_of_role}
     of_checkpoints = set(points.names("checkpoint"))  # checkpoint/test_deaths.py
@@ -295,6 +310,60 @@ def test_client_dies(server, channel, point, action, nth):
     if nth == 1 and not lost and not too_late:
         assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
     check_nothing_left("work-queue", channel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+@matrix(TRACED)
+def test_a_traced_member_dies(server, channel, role, pattern, point, action, nth):
+    """All that it had written is seen, and the others go on, traced."""
+    other = Process(server, "receiver", pattern, channel, None, None, 0, True)
+    other.listen("joined")
+    with Tracer(channel, size=1024) as tracer:
+        plans = {"sender": None, "receiver": None} | {role: (point, action, nth)}
+        rx = Process(server, "receiver", pattern, channel, plans["receiver"], COUNT, 0, role == "sender")
+        rx.listen("joined")
+        tx = Process(server, "sender", pattern, channel, plans["sender"], COUNT, 1, {})
+        tx.listen("joined")
+        tx.go()
+        if role == "receiver":  # the other one takes nothing before
+            rx.listen("got")
+        rx.go()
+        other.go()
+        for process in (rx, tx, other):
+            while not process.over:  # as the command does, which lets the members go on
+                tracer.poll()
+                if process.pipe.poll(0.02):
+                    process.listen_once()
+            process.finish()
+        victim = rx if role == "receiver" else tx
+        assert not other.died, other.told[-3:]
+        assert action == "raise" or victim.died, f"never came by {point}"
+        tracer.poll()
+        of_other = [row for row in tracer.trace.events().tolist() if row[ev.E_PID] == other.pid]
+        taken = [row[ev.E_WHAT] >> 8 for row in of_other if row[ev.E_WHAT] & 0xFF == ev.TAKE]
+        assert len(taken) == len(other.all("got"))
+        assert tracer.trace.lost == 0
+    check_nothing_left(pattern, channel)
+
+
+@matrix(TRACER)
+def test_a_tracer_dies(server, channel, point, action, nth):
+    """The members lose nothing, and go on without it."""
+    rx = Process(server, "receiver", "fan-out", channel, None, None)
+    rx.listen("joined")
+    tx = Process(server, "sender", "fan-out", channel, None, COUNT, 1, {})
+    tx.listen("joined")
+    victim = Process(server, "tracer", channel, (point, action, nth))
+    victim.listen("traces")  # or its death
+    tx.go()
+    victim.go()
+    for process in (victim, tx, rx):
+        process.finish()
+    assert [number for number, _ in rx.all("got")] == tx.all("sent") == list(range(1, COUNT + 1))
+    assert victim.died if action != "raise" else victim.all("raised"), f"never came by {point}"
+    check_nothing_left("fan-out", channel)
 
 
 def is_subsequence(wanted: list, within: list) -> bool:

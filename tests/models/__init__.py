@@ -35,6 +35,7 @@ from .ranks import Ranks
 from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
+from .traces import Traces
 from .uploads import Uploads
 
 MODELS: tuple[type[Model], ...] = (
@@ -51,5 +52,6 @@ MODELS: tuple[type[Model], ...] = (
     *(DeviceRing, Unmapping),  # 11
     *(Groups, GroupsTwoSlots, GroupsMemberDeath, GroupsAllDie, GroupsPublisherDeath, GroupsPoison),  # 13
     *(GroupsLeave, GroupsLeaveAndDeath),
+    Traces,  # 14
     *(Ranks, Uploads),  # docs/internals/checkpoint-protocol.md
 )

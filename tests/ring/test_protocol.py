@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmtensor.channel import control
-from shmtensor.ring import layout
+from shmtensor.ring import events, layout
 from shmtensor.wire import record
 
 from ..waiting import PATIENCE
@@ -97,6 +97,18 @@ def test_the_header_has_the_numbers_of_the_reference():
         for name in ("CLAIMED", "DONE", "RELEASED", "ATTEMPT", "NOTE", "DEADLINE", "VERDICT")
     }
     assert {name: numbers[name] for name in EXPECTED} == EXPECTED
+
+
+def test_the_header_of_traces_has_the_numbers_of_the_reference():
+    text = (PROTOCOL / "events.h").read_text()
+    numbers = {name: int(value) for name, value in re.findall(r"\b([A-Z_]+) = (\d+)", text)}
+    assert numbers == {
+        "EVENT_SEND": events.SEND, "T_UNTIL": events.T_UNTIL, "AREA_WRITTEN": events.A_WRITTEN,
+        "AREA_EVENTS": events.A_EVENTS, "EVENT_WORDS": events.EVENT_WORDS, "MOST_EVENTS": 1,
+    }  # fmt: skip
+    assert "EVENT_SEND = 1, EVENT_TAKE, EVENT_RELEASE }" in text
+    assert (events.TAKE, events.RELEASE) == (2, 3)
+    assert f"MOST_EVENTS = 1 << {events.MOST_EVENTS.bit_length() - 1} " in text
 
 
 EXPECTED = {

@@ -1,0 +1,137 @@
+"""`shmtensor trace`: what every member of a channel does with each message, for Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from .. import __version__
+from ..observe import chrome
+from ..observe.trace import Tracer
+from .output import console, fail, guarded, print_json
+from .output import seconds as duration
+from .waiting import named, wait_for_channel
+
+_POLL_S = 0.02
+_SHOW_S = 0.5
+
+
+@guarded
+def trace(
+    channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
+    seconds: Annotated[float, typer.Option(help="Seconds to trace; 0: until Ctrl-C.", min=0.0)] = 5.0,
+    every: Annotated[int, typer.Option(help="Only messages whose number is a multiple of it.", min=1)] = 1,
+    most: Annotated[int, typer.Option(help="End after so many events.", min=1)] = 500_000,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the channel.", min=0.0)] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was traced as JSON.")] = False,
+) -> None:
+    """Trace a channel: each send, take and release, with flows between the processes, for ui.perfetto.dev.
+
+    While it lasts, the members of the channel write their events to memory that they share with this command, which
+    joins the channel as a member that neither sends nor receives; before and after, they write nothing. A sleeping
+    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C
+    ends it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no such channel, or it
+    is traced already.
+    """
+    named(channel)
+    with _written_to(output) as file:
+        wait_for_channel(channel, timeout)
+        with until_second_interrupt() as interrupted:
+            try:
+                tracer = Tracer(channel, every=every)
+            except FileNotFoundError:
+                raise fail(f'there is no channel "{channel}": see `shmtensor ls`') from None
+            with tracer:
+                end = _record(tracer, seconds, most, interrupted)
+                unfinished = tracer.close()
+            found = tracer.trace
+            messages = chrome.write(found, file, __version__)
+    lasted = (found.ended_ns - found.began_ns) / 1e9
+    if as_json:
+        print_json({
+            "channel": channel, "kind": found.kind, "file": str(output), "seconds": lasted, "events": found.count,
+            "messages": messages, "members": found.writers,
+            "lost": found.lost, "end": end,
+        })  # fmt: skip
+    else:
+        console().print(
+            f"{output}: {found.count} events of {messages} messages in {duration(lasted)}, {found.lost} lost"
+            + (f"; it ended early, after --most {most} events: see --every" if end == "full" else ""),
+            soft_wrap=True, markup=False, highlight=False,
+        )  # fmt: skip
+    if unfinished:
+        console(stderr=True).print(f"{unfinished} messages that no consumer has finished ended with the channel")
+
+
+@contextlib.contextmanager
+def until_second_interrupt() -> Iterator[list[int]]:
+    """Within, the first Ctrl-C is only noted, in this list: whatever it interrupts goes on, to a complete file."""
+    found: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        found.append(number)
+        if len(found) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _record(tracer: Tracer, seconds: float, most: int, interrupted: list[int]) -> str:
+    """Read until the time is over, or there are enough events. Why it ended."""
+    now = time.monotonic()
+    until, shown, count = now + seconds if seconds else float("inf"), now, 0
+    out = console(stderr=True)
+    with out.status("tracing") if out.is_terminal else contextlib.nullcontext() as status:
+        while now < until:
+            if interrupted:
+                return "interrupted"
+            time.sleep(min(_POLL_S, until - now))
+            count += tracer.poll()
+            if count >= most:
+                return "full"
+            now = time.monotonic()
+            if status is not None and now >= shown:
+                shown = now + _SHOW_S
+                left = f", {duration(max(0.0, until - now))} left" if seconds else ", Ctrl-C ends it"
+                status.update(f"tracing: {count} events, {tracer.trace.lost} lost{left}")
+    return "time"
+
+
+@contextlib.contextmanager
+def _written_to(path: Path) -> Iterator[TextIO]:
+    """A file beside the one that is wanted, which takes its place when it is complete. Ends the command if there can be
+    none."""
+    if path.is_dir():
+        raise fail(f"cannot write {path}: it is a directory: pass the name of a file", 2)
+    try:
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise fail(f"cannot write {path}: {error.strerror}: choose another --output", 2) from None
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            yield file
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
