@@ -44,9 +44,9 @@ endpoints/asyncio endpoints/claims endpoints/dropped endpoints/fan_out endpoints
 endpoints/hostile endpoints/local endpoints/reports endpoints/senders endpoints/sleep endpoints/slot_wait
 endpoints/spinning endpoints/stale endpoints/traceparent endpoints/without_torch endpoints/work_queue
 faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits memory/memory
-mp/context mp/queues observe/inspect observe/trace observe/watching ring/reading ring/sizing ring/writer
-rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map rpc/pool
-rpc/requests rpc/workers wire/dtypes
+mp/context mp/pipes mp/pools mp/queues observe/inspect observe/trace observe/watching ring/reading ring/sizing
+ring/writer rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map
+rpc/pool rpc/requests rpc/workers wire/dtypes
 """.split()  # noqa: SIM905
 )
 

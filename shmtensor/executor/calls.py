@@ -11,11 +11,11 @@ from concurrent.futures._base import CANCELLED_AND_NOTIFIED, LOGGER, PENDING
 from typing import Any, Final
 
 from ..errors import RingFull
+from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, inline, unfold, value_of
 from ..mp.pickle_streams import loads, nbytes_of
 from ..mp.to_device import Transfer, Transfers
 from ..shielded import Condition, aside
-from .direct import DirectConsumer, DirectProducer, MessageRef
-from .worker import COPY_MOST, NOTHING, Address, Packed, inline, unfold
+from .worker import NOTHING, Address, Packed
 
 AT_ONCE_MOST: Final = 4 << 20
 """Calls of at most so many bytes are copied into a slot by the thread that also takes results; more would delay it."""
@@ -183,7 +183,7 @@ class CallChannels:
             raise AttributeError("the call raised an exception that is false as a truth value")
         message = self._consumer.take(packed)
         try:
-            value = message.copy() if message.nbytes <= COPY_MOST else message.value
+            value = value_of(message)
             if self._transfers is None:
                 return loads(value), None
             value, transfer = self._transfers.start(value, self._consumer)

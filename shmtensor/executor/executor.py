@@ -31,13 +31,13 @@ from typing import Any, Final
 from ..channel.control import CAPACITY
 from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
+from ..mp.direct import check_fits
 from ..mp.pickle_streams import dumps
 from ..mp.to_device import Transfers
 from ..options import context_of, parse_bytes
 from ..shielded import OwnThread, aside
 from . import transport, worker
 from .calls import Attempt, CallChannels, Task
-from .direct import check_fits
 from .retries import Retries, end_attempt, fail_overlooked
 
 MOST_WORKERS: Final = CAPACITY - 6

@@ -36,9 +36,9 @@ from multiprocessing import context, reduction
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
+from ..mp.direct import INLINE_MOST, MessageRef
 from .calls import WouldWait
-from .direct import MessageRef
-from .worker import INLINE_MOST, Packed, run
+from .worker import Packed, run
 
 _HEAD: Final = struct.Struct("<BQQQ")
 _INLINE, _IN_SLOT, _PART, _END = range(4)

@@ -10,32 +10,23 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, util
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from ..errors import ClosedError
 from ..memory import heap
+from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
 from ..mp.pickle_streams import dumps, loads
-from .direct import DirectConsumer, DirectProducer, MessageRef
 
 INTERRUPTED: Final = 130
 """Exit code of a worker that Ctrl-C ended while it was idle: nothing is retried."""
 NOTHING: Final = b""
 """Sent in place of a call that has ended before it was sent, and in place of its result."""
-INLINE_MOST: Final = 32 << 10
-"""Streams of at most so many bytes, without a tensor, are sent in the socket message, which is cheaper than a slot."""
-COPY_MOST: Final = 64 << 10
-"""Values of at most so many bytes are copied out of their slot on arrival, so that keeping them holds no slots."""
-
 KEPT_MOST: Final = 64 << 20
 """Freed memory [bytes] that a worker keeps for its next call."""
 
-_PATIENCE: Final = 5.0
 _LOOK: Final = 0.5
 
 Packed = bytes | MessageRef
@@ -90,19 +81,6 @@ def raised(error: BrokenProcessPool) -> bool:
     return getattr(error, "raised_by_call", False)
 
 
-def inline(value: list[Any]) -> bytes | None:
-    """The pickled value for the socket message, if it is small and holds no tensor."""
-    stream = value[0]
-    if len(value) > 1 or type(stream) is list or stream.nbytes > INLINE_MOST:
-        return None
-    return stream.tobytes()  # type: ignore[no-any-return]
-
-
-def unfold(packed: bytes) -> Any:
-    """The object of a pickled value that came in the socket message."""
-    return loads([np.frombuffer(packed, np.uint8)])
-
-
 class Worker:
     """The state of a worker process."""
 
@@ -123,7 +101,7 @@ class Worker:
         message = self._consumer.take(packed)
         # crash: call.taken
         try:
-            function, args, kwargs = loads(message.copy() if message.nbytes <= COPY_MOST else message.value)
+            function, args, kwargs = loads(value_of(message))
             # crash: call.read
             result = function(*args, **kwargs)
             # crash: call.returned
@@ -140,7 +118,7 @@ class Worker:
         if self._producer is None:
             self._producer = DirectProducer(self._address.results, self._address.max_bytes)
         holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
-        ref = self._producer.post(value, _Patience(self._producer), "a result", holder)
+        ref = self._producer.post(value, Patience(self._producer), "a result", holder)
         # crash: call.answered
         return ref
 
@@ -156,23 +134,6 @@ class Worker:
         except ClosedError:
             return  # this process is ending
         os._exit(1)
-
-
-class _Patience:
-    """Whether a worker without room keeps waiting: while its parent has not taken all results, and `_PATIENCE` longer.
-
-    The parent may keep results for ever, and may wait for the very result that finds no room.
-    """
-
-    def __init__(self, producer: DirectProducer) -> None:
-        self._producer = producer
-        self._since = time.monotonic()
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if not self._producer.is_consumed():
-            self._since = now
-        return now - self._since < _PATIENCE
 
 
 def _end_quietly() -> None:

@@ -1,4 +1,4 @@
-"""`get_context`: a `multiprocessing` context whose queues go through shared memory."""
+"""`get_context`: a `multiprocessing` context whose queues, pipes and pools go through shared memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from multiprocessing import context, process
 from typing import TYPE_CHECKING, Any, Final
 
 from . import collate
+from .connection import pipe
 from .joinable_queue import JoinableQueue
 from .queue import Queue, SimpleQueue
 from .to_device import number_of
 
 if TYPE_CHECKING:
-    from multiprocessing.pool import Pool
+    from collections.abc import Callable, Iterable
+
+    from .connection import Connection
+    from .pool import Pool
 
 
 _PIPES: Final = ("concurrent.futures.process", "multiprocessing.pool")
@@ -44,9 +48,40 @@ class _Queues(context.BaseContext):
             return multiprocessing.get_context(self._name).SimpleQueue()
         return SimpleQueue(ctx=self, device=self.device)
 
-    def Pool(self, *args: Any, **kwargs: Any) -> Pool:
-        """`multiprocessing`'s own pool, over pipes: it uses internals of its queues."""
-        return multiprocessing.get_context(self._name).Pool(*args, **kwargs)
+    def Pipe(self, duplex: bool = True, *, max_bytes: int | str | None = None) -> tuple[Connection, Connection]:
+        """`multiprocessing.Pipe`, its two `Connection`s, with tensors and arrays through shared memory.
+
+        Args:
+            duplex: whether both ends send and receive; else the first one receives, and the second one sends.
+            max_bytes: shared memory that each process may use for what it sends, in bytes or like `"4GiB"`; None for
+                half of `/dev/shm`.
+
+        >>> import numpy as np, shmtensor
+        >>> one, other = shmtensor.get_context().Pipe()
+        >>> one.send({"x": np.arange(3), "name": "a"})
+        >>> other.recv()
+        {'x': array([0, 1, 2]), 'name': 'a'}
+        >>> one.close(); other.close()
+        """
+        return pipe(duplex, max_bytes)
+
+    def Pool(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        retry_on_death: int = 0,
+    ) -> Pool:
+        """A `shmtensor.mp.pool.Pool` of processes of this context."""
+        from .pool import Pool
+
+        return Pool(
+            processes, initializer, initargs, maxtasksperchild, self,
+            max_bytes=max_bytes, retry_on_death=retry_on_death,
+        )  # fmt: skip
 
     def get_context(self, method: str | None = None) -> Any:
         """This context, or the one of another start method with the same device."""
@@ -96,7 +131,7 @@ _contexts: dict[tuple[str, int | None], _Queues] = {}
 
 
 def get_context(method: str | None = None, *, device: Any = None) -> Any:
-    """A `multiprocessing` context whose `Queue`, `JoinableQueue` and `SimpleQueue` are this library's.
+    """A `multiprocessing` context whose `Queue`, `JoinableQueue`, `SimpleQueue`, `Pipe` and `Pool` are this library's.
 
     Args:
         method: `"fork"`, `"spawn"` or `"forkserver"`; None for the default start method.

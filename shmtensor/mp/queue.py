@@ -13,11 +13,9 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import context, util
+from multiprocessing import context
 from queue import Empty, Full
 from typing import TYPE_CHECKING, Any, Final, Generic
-
-import numpy as np
 
 from ..endpoints.base import LIVENESS_INTERVAL, has_left
 from ..endpoints.message import Message
@@ -27,7 +25,7 @@ from ..memory import lifecycle
 from ..memory.counters import MOST, Counter
 from ..options import context_of, parse_bytes
 from . import pickling
-from .queue_handle import ONCE, QueueHandle, deadline_of, locked, remaining
+from .queue_handle import ONCE, QueueHandle, deadline_of, hold, locked, remaining
 from .to_device import Transfers
 
 if TYPE_CHECKING:
@@ -39,18 +37,9 @@ else:
 
     T = TypeVar("T")
 
-_EXIT_PRIORITY: Final = -10
-"""Of the finalizers: after `multiprocessing` has joined its children. The last process to leave removes the queue."""
-
 _MISSING: Final = object()
 
 _queues: weakref.WeakSet[SimpleQueue[Any]] = weakref.WeakSet()
-_handles: dict[int, tuple[weakref.ref[Any], QueueHandle]] = {}
-"""Of every queue: by the identity of the reference, a weak reference to its `_hold` and its handle.
-
-When the hold dies the handle is closed. It is an array because the garbage collector does not track arrays: it dies
-after every `__del__` that may still use the queue. torch's DataLoader iterator stops its workers in one.
-"""
 
 
 class PendingGet:
@@ -110,9 +99,7 @@ class SimpleQueue(Generic[T]):
         self._items = counters[0]
         """Posted once per item, to wake a getter."""
         handle.abandoned = self._when_abandoned()
-        self._hold = np.empty(0)
-        hold = weakref.ref(self._hold, _close_handle)
-        _handles[id(hold)] = hold, handle
+        self._hold = hold(handle)
         self._closed = False
         self._begin()
         _queues.add(self)
@@ -502,29 +489,9 @@ def _do_nothing() -> None:
     """Called where items are not counted."""
 
 
-def _watch(*_: object) -> None:
-    """Have every handle closed when this process ends."""
-    util.Finalize(None, _end_all, exitpriority=_EXIT_PRIORITY)
-
-
-def _close_handle(hold: weakref.ref[Any]) -> None:
-    """Close the handle of a queue that was garbage collected."""
-    _, handle = _handles.pop(id(hold))
-    handle.close()
-
-
-def _end_all() -> None:
-    for _, handle in list(_handles.values()):
-        handle.end()
-
-
 def _after_fork() -> None:
-    for queue in list(_queues):
-        queue._handle.start_anew()
+    for queue in list(_queues):  # their handles have begun anew
         queue._begin()
-    _watch()
 
 
-_watch()
-util.register_after_fork(_watch, _watch)  # children of `multiprocessing` drop finalizers as they start
 lifecycle.call_in_child(_after_fork)

@@ -10,7 +10,8 @@ from `multiprocessing` with the queue. The kernel drops the lock when the last o
           Putter, Getter   |                 Putter, Getter    each made at the first put or get
                      channel "queue-..."
 
-A process that closes its handle removes the channel if no other process has it.
+A process that closes its handle removes the channel if no other process has it. The two ends of a pipe have such
+handles as well, with endpoints of their own kind (`connection.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from typing import Any, Final
+
+import numpy as np
 
 from ..channel import cleanup, membership
 from ..channel import control as ctl
@@ -50,6 +54,8 @@ class QueueHandle:
     """
 
     abandoned: Callable[[], None]
+    _kind = "queue"
+    """How the channel's name begins."""
     _left = True  # until `__init__` is through
 
     def __init__(self, name: str, keeper: int, max_bytes: int | None) -> None:
@@ -68,7 +74,7 @@ class QueueHandle:
             values: first value and limit of each semaphore.
             named: whether spawned processes will have the queue.
         """
-        name = f"queue-{os.getpid()}-{secrets.token_hex(6)}"
+        name = f"{cls._kind}-{os.getpid()}-{secrets.token_hex(6)}"
         member = membership.join(name, WORK_QUEUE, membership.Part(ctl.RECEIVER), _prepare_nothing)
         made: list[int] = []
         try:
@@ -95,10 +101,10 @@ class QueueHandle:
         self._joining = threading.Lock()
         self._maker = 0
         """The thread that creates an endpoint and holds `_joining`."""
-        self._leave_when_made: Callable[[Putter | Getter], None] | None = None
+        self._leave_when_made: Callable[[Any], None] | None = None
         """How to leave once the endpoint is created, if the queue was closed meanwhile."""
-        self._putter: Putter | None = None
-        self._getter: Getter | None = None
+        self._putter: Any = None
+        self._getter: Any = None
         self._left = self._keeper < 0
         self._undelivered: list[Any] = []
         self._make_room: Callable[[], object] = bool
@@ -108,14 +114,22 @@ class QueueHandle:
         self._undelivered, self._make_room = undelivered, make_room
 
     @property
-    def putter(self) -> Putter:
+    def putter(self) -> Any:
         """This process's putter, created at first use."""
-        return self._putter or self._make("_putter", lambda: Putter(self.name, self.max_bytes))
+        return self._putter or self._make("_putter", self.make_putter)
 
     @property
-    def getter(self) -> Getter:
+    def getter(self) -> Any:
         """This process's getter, created at first use."""
-        return self._getter or self._make("_getter", lambda: Getter(self.name, self.abandoned))
+        return self._getter or self._make("_getter", self.make_getter)
+
+    def make_putter(self) -> Any:
+        """Create the sending end."""
+        return Putter(self.name, self.max_bytes)
+
+    def make_getter(self) -> Any:
+        """Create the receiving end."""
+        return Getter(self.name, self.abandoned)
 
     def _make(self, which: str, make: Callable[[], Any]) -> Any:
         """Create an endpoint; one thread at a time."""
@@ -139,6 +153,10 @@ class QueueHandle:
         """The keeper's descriptor, to be pickled for a child that is being spawned."""
         return reduction.DupFd(self._keeper)
 
+    def another_keeper(self) -> int:
+        """The keeper's descriptor again, for another handle of this process."""
+        return os.dup(self._keeper)
+
     def close(self) -> None:
         """Leave the channel. Items stay for other processes with the queue; the last one removes it. Idempotent.
 
@@ -150,7 +168,7 @@ class QueueHandle:
         """As `close`, at the end of the process: clean up memory even though tensors that were got may be alive."""
         self._leave(lambda endpoint: endpoint.end())
 
-    def _leave(self, leave: Callable[[Putter | Getter], None]) -> None:
+    def _leave(self, leave: Callable[[Any], None]) -> None:
         if self._left or defer(lambda: self._leave(leave)):
             return
         if self._maker == threading.get_ident():  # deferred until this thread's join has ended
@@ -187,6 +205,55 @@ class QueueHandle:
 
 def _prepare_nothing(member: Member) -> None:
     """A keeper has neither a sequence table nor an inbox."""
+
+
+# --- handles and the objects that use them
+
+
+_EXIT_PRIORITY: Final = -10
+"""Of the finalizers: after `multiprocessing` has joined its children. The last process to leave removes the queue."""
+
+_handles: dict[int, tuple[weakref.ref[Any], QueueHandle]] = {}
+"""Of every queue and connection: by the identity of the reference, a weak reference to its hold and its handle."""
+
+
+def hold(handle: QueueHandle) -> Any:
+    """An object to keep as long as the handle is used: when it dies the handle is closed.
+
+    It is an array because the garbage collector does not track arrays: it dies after every `__del__` that may still use
+    the queue. torch's DataLoader iterator stops its workers in one.
+    """
+    held = np.empty(0)
+    reference = weakref.ref(held, _close_handle)
+    _handles[id(reference)] = reference, handle
+    return held
+
+
+def _close_handle(reference: weakref.ref[Any]) -> None:
+    """Close the handle of an object that was garbage collected."""
+    _, handle = _handles.pop(id(reference))
+    handle.close()
+
+
+def _watch(*_: object) -> None:
+    """Have every handle closed when this process ends."""
+    util.Finalize(None, _end_all, exitpriority=_EXIT_PRIORITY)
+
+
+def _end_all() -> None:
+    for _, handle in list(_handles.values()):
+        handle.end()
+
+
+def _after_fork() -> None:
+    for _, handle in list(_handles.values()):
+        handle.start_anew()
+    _watch()
+
+
+_watch()
+util.register_after_fork(_watch, _watch)  # children of `multiprocessing` drop finalizers as they start
+lifecycle.call_in_child(_after_fork)
 
 
 ONCE: Final = ((),)

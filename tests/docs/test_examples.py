@@ -21,12 +21,14 @@ ROOT = Path(__file__).parents[2]
 CHANNELS = ("images", "logits", "camera", "loan", "numpy", "pipeline", "http", "model", "gpu", "device")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WITHOUT_CHANNELS = {
-    "dataloader", "executor", "queue_workers", "training", "lightning_checkpoints", "transformers_checkpoints",
+    "dataloader", "executor", "pool_and_pipe", "queue_workers", "training", "lightning_checkpoints",
+    "transformers_checkpoints",
 }  # fmt: skip
 """Examples that name no channel of their own."""
 NEEDS = {"lightning_checkpoints": ("lightning",), "transformers_checkpoints": ("transformers", "accelerate")}
 """Examples for frameworks that the tests do not install -> what they import. What these warn of is their own affair."""
 LINES = {
+    "pool_and_pipe": ("from shmtensor import get_context", "from multiprocessing import get_context"),
     "queue_workers": ("from shmtensor import get_context", "from multiprocessing import get_context"),
     "dataloader": (
         'DataLoader(Squares(), batch_size=16, num_workers=2, multiprocessing_context=shmtensor.get_context("fork"))',

@@ -154,12 +154,13 @@ def maker(pipe, plan) -> None:
 
 
 def putter(pipe, queue, plan, first: int, count: int) -> None:
-    """Put `count` numbered items, telling the test each one whose `put` returned."""
+    """Put `count` numbered items, or send them into a pipe, telling the test each one whose `put` returned."""
     _arm(plan)
+    put = getattr(queue, "put", None) or queue.send
 
     def body() -> None:
         for number in range(first, first + count):
-            queue.put((payload(number), number))
+            put((payload(number), number))
             pipe.send(("put", number))
         queue.close()
 
@@ -167,12 +168,13 @@ def putter(pipe, queue, plan, first: int, count: int) -> None:
 
 
 def getter(pipe, queue, plan, count: int) -> None:
-    """Get `count` items, telling the test each one that `get` returned and each that is done."""
+    """Get `count` items, of a queue or a pipe, telling the test each one that `get` returned and each that is done."""
     _arm(plan)
+    get = getattr(queue, "get", None) or queue.recv
 
     def body() -> None:
         for _ in range(count):
-            value, number = queue.get()
+            value, number = get()
             assert number_of(value) == number
             pipe.send(("got", number))
             del value

@@ -106,13 +106,6 @@ def test_the_default_method_and_an_unknown_one():
         shmtensor.get_context("telepathy")
 
 
-def test_a_pool_of_it_works():
-    with shmtensor.get_context("fork").Pool(1) as pool:
-        assert pool.map(abs, [-1, 2]) == [1, 2]
-        pool.close()
-        pool.join()
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_standard_librarys_own_executor_and_pool_work_with_it(method):
     """They wait on the pipes of their queues, so these are standard ones."""

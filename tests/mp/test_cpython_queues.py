@@ -1,13 +1,17 @@
-"""CPython's own tests of `multiprocessing`'s queues, with this library's queues in their place.
+"""CPython's own tests of `multiprocessing`'s queues, pools and pipes, with this library's in their place.
 
 They come with the interpreter (`test._test_multiprocessing`) unless a distribution leaves them out. What differs, and
-why, stands in docs/guide/queues.md; `DIFFERENT` names the tests that say otherwise.
+why, stands in docs/guide/queues.md and docs/guide/pools-and-pipes.md; `DIFFERENT` names the tests that say otherwise.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
+import multiprocessing.pool
 import os
+import types
 import unittest
 import warnings
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import pytest
 
 import shmtensor
+from shmtensor.mp.pool import Pool
 
 try:
     with warnings.catch_warnings():
@@ -36,11 +41,13 @@ DIFFERENT = {
 
 
 class Instead:
-    """The name `multiprocessing` as CPython's tests see it: everything is the real one's but the queues."""
+    """The name `multiprocessing` as CPython's tests see it: everything is the real one's but what this library has."""
 
     def __init__(self, method: str) -> None:
         ours = shmtensor.get_context(method)
         self.Queue, self.JoinableQueue, self.SimpleQueue = ours.Queue, ours.JoinableQueue, ours.SimpleQueue
+        self.Pool, self.Pipe = ours.Pool, ours.Pipe
+        self.pool = types.SimpleNamespace(**{**vars(multiprocessing.pool), "Pool": Pool})
 
     def get_context(self, method: str | None = None) -> Any:
         return shmtensor.get_context(method)
@@ -64,14 +71,22 @@ class Method:
         monkeypatch.setattr(cpython, "multiprocessing", Instead(self.method))
         yield
         multiprocessing.set_start_method(before, force=True)
-        mine = f"shmtensor.queue-{os.getpid()}-"
-        assert [name for name in os.listdir("/dev/shm") if mine in name] == []
+        gc.collect()
+        mine = [f"shmtensor.{kind}-{os.getpid()}-" for kind in ("queue", "pipe")]
+        assert [name for name in os.listdir("/dev/shm") if any(each in name for each in mine)] == []
 
     def Queue(self, *args: Any, **kwargs: Any) -> Any:
         return shmtensor.get_context(self.method).Queue(*args, **kwargs)
 
     def JoinableQueue(self, *args: Any, **kwargs: Any) -> Any:
         return shmtensor.get_context(self.method).JoinableQueue(*args, **kwargs)
+
+    def Pipe(self, *args: Any, **kwargs: Any) -> Any:
+        return shmtensor.get_context(self.method).Pipe(*args, **kwargs)
+
+    @classmethod
+    def Pool(cls, *args: Any, **kwargs: Any) -> Any:
+        return shmtensor.get_context(cls.method).Pool(*args, **kwargs)
 
 
 class TestForkQueue(Method, cpython._TestQueue, cpython.ProcessesMixin, unittest.TestCase):
@@ -100,6 +115,53 @@ class TestForkNested(Method, cpython.TestStartMethod):
 
 class TestSpawnNested(Method, cpython.TestStartMethod):
     method = "spawn"
+
+
+def _of_both(*suites: type) -> dict[str, type]:
+    """The standard library's test cases, for each start method. Children find them by their names in this module."""
+    found = {}
+    for method, suite in itertools.product(("fork", "spawn"), suites):
+        name = f"Test{method.title()}{suite.__name__.removeprefix('_').removeprefix('Test')}"
+        bases = (Method, suite, cpython.ProcessesMixin, unittest.TestCase)
+        process = multiprocessing.get_context(method).Process
+        found[name] = type(name, bases, {"method": method, "Process": process, "__module__": __name__})
+    return found
+
+
+class _TestPool(cpython._TestPool):
+    """With a pool for each test, as every test here has to end its processes."""
+
+    setUpClass = tearDownClass = classmethod(lambda cls: None)
+
+    def setUp(self):
+        type(self).pool = self.Pool(2)
+
+    def tearDown(self):
+        self.pool.terminate()
+        self.pool.join()
+        type(self).pool = None
+
+
+POOLS = (_TestPool, cpython._TestPoolWorkerErrors, cpython._TestPoolWorkerLifetime)
+PIPES = (cpython._TestConnection, cpython._TestPoll, cpython._TestPicklingConnections)
+globals().update(_of_both(*POOLS, *PIPES))
+
+
+class TestPoolNotLeakOnFailure(Method, cpython.TestPoolNotLeakOnFailure):
+    method = "fork"
+
+
+class TestForkWait(Method, cpython.TestWait):
+    method = "fork"
+
+
+class TestSpawnWait(Method, cpython.TestWait):
+    method = "spawn"
+
+
+def test_no_pool_is_left():
+    """After the last of the classes above."""
+    assert [name for name in os.listdir("/dev/shm") if f"shmtensor.pool-{os.getpid()}-" in name] == []
 
 
 def test_what_is_said_to_differ_exists():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shmtensor
+from shmtensor.mp.pool import Pool
 
 from ..faults import roles
 from ..faults.matrix import SOAK, cases
@@ -36,6 +37,16 @@ GET_POINTS = [
     "join.owned", "join.done", "claim.found", "claim.locked", "claim.stored", "take.delivered", "get.delivered",
     "done.before", "done.stored", "release.ended", "release.stored",
 ]  # fmt: skip
+SEND_POINTS = [
+    "join.owned", "join.entered", "join.done", "grow.before", "grow.published", "send.described", "send.acquired",
+    "send.copied", "publish.record", "publish.ordered", "publish.published", "pipe.posted", "handle.released",
+    "handle.left",
+]  # fmt: skip
+RECV_POINTS = [
+    "join.owned", "join.done", "pipe.named", "claim.locked", "claim.stored", "take.delivered", "done.before",
+    "done.stored", "release.ended", "release.stored",
+]  # fmt: skip
+TASK_POINTS = ["task.taken", "task.read", "task.returned", "task.answered", "task.done"]
 CALL_POINTS = ["call.named", "call.taken", "call.read", "call.returned", "call.answered", "call.done"]
 POINTS = {
     "put.begun",
@@ -45,6 +56,9 @@ POINTS = {
     "handle.made",
     "handle.released",
     "handle.left",
+    "pipe.posted",
+    "pipe.named",
+    *TASK_POINTS,
     *CALL_POINTS,
 }
 ACTIONS = ["kill", "exit"] if SOAK else ["kill"]
@@ -209,3 +223,70 @@ def test_a_worker_of_an_executor_dies(server, tmp_path, point, action, nth, retr
     del futures, future
     gc.collect()
     assert files_of("executor", os.getpid()) == set()
+
+
+def everything_of(reader) -> list[int]:
+    """What is left in a pipe whose other end no process has."""
+    found = []
+    try:
+        while True:
+            found.append(number_of(reader.recv()))
+    except EOFError:
+        return found
+
+
+@matrix(*SEND_POINTS)
+def test_a_sender_into_a_pipe_dies(server, point, action, nth):
+    """The receiver gets what `send` returned for, perhaps the object that it died at, and `EOFError`."""
+    reader, writer = shmtensor.get_context("forkserver").Pipe(False)
+    victim = Process(server, "putter", writer, (point, action, nth_of(point)), 1, COUNT)
+    writer.close()
+    check_died(victim)
+    put = victim.all("put")
+    assert everything_of(reader) == put
+    reader.close()
+    assert files_of("pipe", os.getpid()) == set()
+
+
+@matrix(*RECV_POINTS)
+def test_a_receiver_of_a_pipe_dies(server, point, action, nth):
+    """The next `send` raises, and nothing is left."""
+    reader, writer = shmtensor.get_context("forkserver").Pipe(False)
+    for number in range(1, COUNT + 1):
+        writer.send((np.full(50, number), number))
+    victim = Process(server, "getter", reader, (point, action, nth_of(point)), COUNT)
+    reader.close()
+    check_died(victim)
+    got = victim.all("got")
+    assert got == list(range(1, len(got) + 1))
+    with pytest.raises(BrokenPipeError):
+        writer.send((np.full(50, 0), 0))
+    writer.close()
+    assert files_of("pipe", os.getpid()) == set()
+
+
+@pytest.mark.parametrize("retry_on_death", [0, 1])
+@matrix(*TASK_POINTS)
+def test_a_worker_of_a_pool_dies(server, tmp_path, point, action, nth, retry_on_death):
+    """Its task fails, alone, unless its result was sent; or it is run again. The pool goes on."""
+    path = tmp_path / "armed"
+    array = np.arange(LARGE)
+    with Pool(2, roles.arm_one, (str(path), point, action, 2), context=server, retry_on_death=retry_on_death) as pool:
+        before = {process.pid for process in pool._pool}
+        results = [pool.apply_async(roles.add, (array, number)) for number in range(40)]  # both workers get some
+        failed = 0
+        for number, result in enumerate(results):
+            try:
+                assert np.array_equal(result.get(LONG), array + number)
+            except shmtensor.PeerDied:
+                failed += 1
+        assert failed == (not retry_on_death and point in ("task.taken", "task.read", "task.returned"))
+        assert [int(found[0]) for found in pool.starmap(roles.add, [(array, number) for number in range(8)])] == [
+            *range(8)
+        ]
+        pool.close()
+        pool.join()
+        assert before - {process.pid for process in pool._pool}, "never came by"
+    del results, result
+    gc.collect()
+    assert files_of("pool", os.getpid()) == set()

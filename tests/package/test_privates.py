@@ -36,6 +36,8 @@ FOREIGN: dict[str, set[str]] = {
     "executor/transport.py": {
         "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_on_queue_feeder_error", "_result_queue", "_writer",
     },
+    # multiprocessing: the queue by which its pool's threads wake each other
+    "mp/pool.py": {"_reader"},
     # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started
     "executor/worker.py": {"_flush_std_streams"},
     "memory/counters.py": {"_get_value", "_rebuild"},

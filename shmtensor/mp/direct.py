@@ -1,9 +1,10 @@
-"""Messages from one process to one other, through the rings of a work queue.
+"""Messages from one process to one other, through the rings of a work queue. (A `Pool` sends to any of its workers.)
 
 A work queue gives a message to the consumer that takes it first. In an executor each call is for one worker and each
-result for the parent. So no process scans these queues or sleeps on them: a sender names its message (`MessageRef`) in
-the socket message that wakes the receiver anyway, and the receiver claims exactly that one. The rest is as in any work
-queue: the lock that is the claim, the lease that ends with the last view, the clean-up after a death.
+result for the parent; what is sent into a pipe is for its other end. So no process scans these queues or sleeps on
+them: a sender names its message (`MessageRef`) in the socket message that wakes the receiver anyway, and the receiver
+claims exactly that one. The rest is as in any work queue: the lock that is the claim, the lease that ends with the last
+view, the clean-up after a death.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from ..channel.membership import Member
 from ..channel.wakeup import Doorbells
 from ..endpoints.base import LIVENESS_INTERVAL
@@ -22,14 +25,20 @@ from ..endpoints.producer import Producer
 from ..endpoints.traits import SenderTraits
 from ..errors import PeerDied, ResourceError, RingFull, WireError
 from ..memory.segment import PAGE, free_bytes
-from ..mp.pickle_streams import nbytes_of
-from ..mp.to_device import DeviceConsumer
 from ..options import format_bytes
 from ..ring.competing import state_word
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import ATTACH, GIVEN_UP, UNREADABLE
+from .pickle_streams import loads, nbytes_of
+from .to_device import DeviceConsumer
 
+INLINE_MOST: Final = 32 << 10
+"""Streams of at most so many bytes, without a tensor, are sent in the socket message, which is cheaper than a slot."""
+COPY_MOST: Final = 64 << 10
+"""Values of at most so many bytes are copied out of their slot on arrival, so that keeping them holds no slots."""
+
+_PATIENCE: Final = 5.0
 _RING_BYTES: Final = 8 << 20
 """Size of a sender's first rings; later ones have a quarter of what it has."""
 _MOST_SLOTS: Final = 1024
@@ -52,6 +61,24 @@ def check_fits(value: list[Any], max_bytes: int | None, what: str) -> None:
             f"{what} of {format_bytes(nbytes)} is larger than max_bytes={format_bytes(max_bytes)}: "
             "pass a larger max_bytes= or send less at a time",
         )
+
+
+def inline(value: list[Any]) -> bytes | None:
+    """The pickled value for the socket message, if it is small and holds no tensor."""
+    stream = value[0]
+    if len(value) > 1 or type(stream) is list or stream.nbytes > INLINE_MOST:
+        return None
+    return stream.tobytes()  # type: ignore[no-any-return]
+
+
+def unfold(packed: bytes) -> Any:
+    """The object of a pickled value that came in the socket message."""
+    return loads([np.frombuffer(packed, np.uint8)])
+
+
+def value_of(message: Message) -> Any:
+    """A message's pickled value: a copy if it is small, else views of its slot."""
+    return message.copy() if message.nbytes <= COPY_MOST else message.value
 
 
 class _FittedPool(Pool):
@@ -87,8 +114,10 @@ class DirectProducer(Producer):
     def __init__(self, channel: str, max_bytes: int | None) -> None:
         super().__init__(channel, full="grow", max_bytes=max_bytes)
 
-    def post(self, value: list[Any], may_get_room: Callable[[], bool], what: str, holder: str) -> MessageRef:
-        """Send a value that `pickle_streams.dumps` made.
+    def post(
+        self, value: list[Any], may_get_room: Callable[[], bool], what: str, holder: str, head: tuple[Any, ...] = ()
+    ) -> MessageRef:
+        """Send a value that `pickle_streams.dumps` made, after the scalars of `head`.
 
         Waits for room as long as `may_get_room()`; then raises `ResourceError`, which says that `what` has no room and
         that `holder` has it.
@@ -96,7 +125,7 @@ class DirectProducer(Producer):
         check_fits(value, self._max_bytes, what)
         while True:
             try:
-                return MessageRef(self._member.uid, self.send(value, timeout=LIVENESS_INTERVAL))
+                return MessageRef(self._member.uid, self.send([*head, *value], timeout=LIVENESS_INTERVAL))
             except RingFull:
                 if not may_get_room():
                     raise ResourceError(errno.ENOMEM, self._shortage(nbytes_of(value), what, holder)) from None
@@ -113,6 +142,10 @@ class DirectProducer(Producer):
             f"({format_bytes(now.ring_bytes)} of shared memory) are held by {holder}; max_bytes={limit}, /dev/shm has "
             f"{format_bytes(free_bytes())} free: drop tensors, copy those that you keep, or pass a larger max_bytes="
         )
+
+    def end(self) -> None:
+        """Leave at the end of the process."""
+        self._at_exit()
 
     @property
     def index(self) -> int:
@@ -131,6 +164,23 @@ class DirectProducer(Producer):
         if words[R_RECORDS + slot * RECORD_WORDS] != ref.seq or words[state + DONE] == ref.seq:
             return True
         return words[state + CLAIMED] == ref.seq and not self._sequences.locks.held_by_other(ref.seq)
+
+
+class Patience:
+    """Whether a sender without room keeps waiting: while its receiver has not taken everything, and `_PATIENCE` longer.
+
+    The receiver may keep what it took for ever, and may wait for the very message that finds no room.
+    """
+
+    def __init__(self, producer: DirectProducer) -> None:
+        self._producer = producer
+        self._since = time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._producer.is_consumed():
+            self._since = now
+        return now - self._since < _PATIENCE
 
 
 class _NoInbox:
@@ -197,3 +247,7 @@ class DirectConsumer(DeviceConsumer):
     def is_alive(self, index: int) -> bool:
         """Whether the member at an index of the channel's table lives. Callable from any thread."""
         return self._member.control.is_alive(index)
+
+    def end(self) -> None:
+        """Leave at the end of the process: clean up, even though views of messages are alive."""
+        self._at_exit()

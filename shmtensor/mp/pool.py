@@ -1,0 +1,329 @@
+"""`Pool`: the standard library's pool of processes, with tensors and arrays in shared memory.
+
+It is `multiprocessing.pool.Pool` with its threads, its worker loop and its results. In place of its two pipes there are
+two work queues:
+
+    task handler   --- tasks -->    any worker          job, number, pickled call
+    result handler <-- results ---  all workers         job, number, deaths, scarce, pickled result
+
+A worker holds the message of its task until the result is sent. If it dies, the work queue delivers the message again,
+to another worker or to the one that replaces it. That one sees by `Message.attempt` that this task has killed workers,
+and, if it is not to be tried again, sends their number in place of a result.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from multiprocessing import parent_process, pool
+from typing import Any, Final, NamedTuple
+
+from ..channel.control import CAPACITY
+from ..endpoints.base import check_count
+from ..endpoints.consumer import Consumer
+from ..endpoints.message import Message
+from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, ResourceError, TimedOut
+from ..memory.segment import free_bytes
+from ..options import context_of, parse_bytes
+from .direct import COPY_MOST, DirectProducer, Patience, value_of
+from .pickle_streams import dumps, loads
+from .putter import default_limit
+
+_MOST_WORKERS: Final = CAPACITY - 6
+"""Members that a channel can have, less some for workers that replace others."""
+
+_PER_WORKER: Final = 8
+"""Tasks per worker that wait for it or run; the others wait in the parent and take no slots."""
+
+_PARENT_CHECK: Final = 1.0
+"""Seconds after which a worker without a task checks whether its parent lives."""
+
+_DIED: Final = (
+    "a worker died while it ran this task of the pool, {} in all: killed by the kernel for lack of memory, by a signal "
+    "or by an exit in the task (retry_on_death= runs a task again)"
+)
+_MOST_ATTEMPTS: Final = 250
+_MOST_RETRIES: Final = 100
+
+
+class _Channels(NamedTuple):
+    """How a worker finds its pool."""
+
+    tasks: str
+    results: str
+    max_bytes: int | None
+    retries: int
+
+
+class _Receiver(Consumer):
+    """Takes tasks or results. It does not warn of those that end with the pool."""
+
+    _traits = replace(Consumer._traits, counts_lost=False)
+
+
+class _WorkerEnds:
+    """A worker's ends of both queues, as the standard library's worker loop uses them: one object for both.
+
+    The parent has one, too, which only sends it the end of the results.
+    """
+
+    parent: _ParentEnds
+    """The parent's ends. Not set in a worker, unless it was forked."""
+
+    def __init__(self, channels: _Channels) -> None:
+        self._channels = channels
+        self._begin()
+
+    def __reduce__(self) -> Any:
+        return _WorkerEnds, (self._channels,)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._consumer: Consumer | None = None
+        self._producer: DirectProducer | None = None
+        self._task: Message | None = None
+        """The message of the task that runs."""
+
+    def get(self) -> Any:
+        """The next task; None: there will be none. `EOFError` if the parent is gone."""
+        if self._pid != os.getpid():  # forked
+            self._begin()
+        if self._consumer is None:
+            self._consumer = _Receiver(self._channels.tasks, acknowledge="release", max_attempts=_MOST_ATTEMPTS)
+        while True:
+            message = _recv(self._consumer)
+            # crash: task.taken
+            job, number, *value = value_of(message)
+            if job is None:
+                message.release()
+                return None
+            self._task = message
+            if message.attempt > 1 + self._channels.retries:
+                self._answer(job, number, dumps(None), deaths=message.attempt - 1)
+                continue
+            try:
+                task = job, number, *loads(value)
+            except Exception as error:  # this task's, not the worker's
+                self.put((job, number, (False, pool.ExceptionWithTraceback(error, error.__traceback__))))  # type: ignore[attr-defined]
+                continue
+            # crash: task.read
+            return task
+
+    def put(self, item: Any) -> None:
+        """Send a result; then its task is done. Raises what pickling it raises. None: the end of the results."""
+        if item is None:
+            self.parent.end_results()
+            return
+        job, number, result = item
+        value = dumps(result)
+        # crash: task.returned
+        try:
+            self._answer(job, number, value)
+        except ResourceError as error:  # no room
+            self._answer(job, number, dumps((False, error)))
+
+    def _answer(self, job: int, number: int, value: list[Any], deaths: int = 0) -> None:
+        limit, producer = self._channels.max_bytes, self._producer
+        if producer is None:
+            producer = self._producer = DirectProducer(self._channels.results, limit)
+        scarce = limit is not None and producer.statistics().ring_bytes > limit // 2
+        holder = "results that the pool's process keeps"
+        producer.post(value, Patience(producer), "a result", holder, (job, number, deaths, scarce))
+        # crash: task.answered
+        task, self._task = self._task, None
+        if task is not None:
+            task.release()  # its slot comes back when the last view of the arguments dies
+            # crash: task.done
+
+
+def _recv(consumer: Consumer) -> Message:
+    """The next message of a worker's parent; `EOFError` if the parent is gone."""
+    while True:
+        try:
+            return consumer.recv(timeout=_PARENT_CHECK)
+        except TimedOut:
+            parent = parent_process()
+            if parent is None or not parent.is_alive():
+                raise EOFError from None
+        except (EndOfStream, ClosedError):
+            raise EOFError from None
+
+
+class _ParentEnds:
+    """The parent's ends of both queues: for its task handler and its result handler, each a thread."""
+
+    def __init__(self, channels: _Channels, workers: int) -> None:
+        self._most = _PER_WORKER * workers
+        self._running: set[tuple[int, int]] = set()
+        """Job and number of tasks that were sent and whose results have not come."""
+        self._room = threading.Condition()
+        self._over = False
+        self._tasks = DirectProducer(channels.tasks, channels.max_bytes)
+        try:
+            self._results = _Receiver(channels.results, acknowledge="release", until="closed")
+            self._end = DirectProducer(channels.results, None)
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, task: Any) -> None:
+        """Send a task, or None, which ends one worker. Raises what pickling it raises.
+
+        Waits while enough tasks are sent, or while there is no room for it and others run; then raises `ResourceError`.
+        """
+        if task is None:
+            self._send(dumps(None), (None, 0))
+            return
+        job, number, *call = task
+        value = dumps(call)
+        with self._room:
+            self._room.wait_for(lambda: self._over or len(self._running) < self._most)
+            self._running.add((job, number))
+        try:
+            self._send(value, (job, number))
+        except BaseException:
+            self._running.discard((job, number))
+            raise
+
+    def _send(self, value: list[Any], head: tuple[Any, ...]) -> None:
+        if self._over:
+            raise BrokenPipeError("the pool was terminated")
+        holder = "tasks that run, and by arguments that workers keep"
+        try:
+            self._tasks.post(value, self._may_get_room, "a task", holder, head)
+        except ClosedError:
+            raise BrokenPipeError("the pool was terminated") from None
+
+    def _may_get_room(self) -> bool:
+        return len(self._running) > 1 and not self._over
+
+    def get(self) -> Any:
+        """The next result; None: their end. `EOFError` once the pool is closed."""
+        while True:
+            try:
+                message = self._results.recv()
+            except ClosedError:
+                raise EOFError from None
+            job, number, deaths, scarce, *value = message.value
+            if job is None:
+                message.release()
+                return None
+            result: tuple[bool, Any]
+            if deaths:
+                result = False, PeerDied(_DIED.format(deaths))
+            else:
+                copies = scarce or message.nbytes <= COPY_MOST or free_bytes() < default_limit()
+                try:
+                    result = loads(message.copy()[4:] if copies else value)
+                except Exception as error:
+                    result = False, error
+            message.release()
+            del message, value
+            with self._room:
+                first = (job, number) in self._running  # else its worker died after it had sent the result
+                self._running.discard((job, number))
+                self._room.notify()
+            if first:
+                return job, number, result
+
+    def end_results(self) -> None:
+        """Have the result handler get None."""
+        try:
+            self._end.post(dumps(None), bool, "the end", "results", (None, 0, 0, False))
+        except ClosedError:
+            pass  # it has ended
+
+    def stop(self) -> None:
+        """Send no more tasks: `put` raises."""
+        with self._room:
+            self._over = True
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Leave both channels. Results that are alive stay valid. Idempotent."""
+        self.stop()
+        for name in ("_tasks", "_end", "_results"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
+
+class Pool(pool.Pool):
+    """`multiprocessing.Pool`, with tensors and arrays sent through shared memory, both ways.
+
+    `get_context(...).Pool` makes it. All methods are the standard library's.
+
+    Args:
+        processes, initializer, initargs, maxtasksperchild, context: as for the standard pool, with at most 250 workers.
+        max_bytes: shared memory [bytes, or a string such as `"4GiB"`] that the parent may take for tasks, and each
+            worker for its results; None: as far as `/dev/shm` allows.
+        retry_on_death: how often a task is run again after the worker that ran it died. A task (of `map`, a chunk of
+            them) whose workers died more often fails with `PeerDied`; the pool goes on with workers that replace them.
+
+    Tensors and arrays in a result are writable views of the worker's slot, which is reused when the last view has died.
+    Values up to 64 KiB are copied out; so are larger ones when memory is scarce: `/dev/shm` less than half free, or a
+    worker's rings more than half of `max_bytes`. A task gets its arguments in the same way.
+
+    A task raises what unpickling its call raises; what pickling its result raises, as `MaybeEncodingError`; and
+    `ResourceError` if there is no room for it or its result.
+
+    >>> import numpy as np, shmtensor
+    >>> with shmtensor.get_context("fork").Pool(2) as pool:
+    ...     total = pool.apply(np.add, (np.ones((512, 512)), 1)).sum()
+    >>> int(total)
+    524288
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        context: Any = None,
+        *,
+        max_bytes: int | str | None = None,
+        retry_on_death: int = 0,
+    ) -> None:
+        self._pool: list[Any] = []  # for `__del__`, as the standard pool does
+        self._state = pool.INIT
+        check_count("retry_on_death", retry_on_death, 0, _MOST_RETRIES)
+        if processes is None:
+            processes = min(os.cpu_count() or 1, _MOST_WORKERS)
+        elif processes > _MOST_WORKERS:
+            raise ArgumentError(f"processes must be <= {_MOST_WORKERS}, not {processes}: use several pools")
+        name = f"pool-{os.getpid()}-{secrets.token_hex(4)}"
+        limit = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
+        self._channels = _Channels(f"{name}.tasks", f"{name}.results", limit, retry_on_death)
+        self._workers = processes
+        try:
+            super().__init__(processes, initializer, initargs, maxtasksperchild, context_of(context, "context"))
+        except BaseException:
+            if hasattr(self, "_ends"):
+                self._ends.close()
+            raise
+
+    def _setup_queues(self) -> None:
+        self._ends = _ParentEnds(self._channels, self._workers)
+        self._inqueue = self._outqueue = _WorkerEnds(self._channels)
+        self._inqueue.parent = self._ends
+        self._quick_put, self._quick_get = self._ends.put, self._ends.get
+
+    def _get_sentinels(self) -> list[Any]:
+        return [self._change_notifier._reader]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _help_stuff_finish(inqueue: Any, task_handler: Any, size: int) -> None:
+        inqueue.parent.stop()
+
+    @classmethod
+    def _terminate_pool(cls, taskqueue: Any, inqueue: Any, *others: Any) -> None:
+        super()._terminate_pool(taskqueue, inqueue, *others)  # type: ignore[misc]
+        inqueue.parent.close()
+
+    def join(self) -> None:
+        """Wait for the workers to end, after `close` or `terminate`. Living results stay valid."""
+        super().join()
+        self._ends.close()
