@@ -653,7 +653,8 @@ PyDoc_STRVAR(Reader_trace_doc, "trace(log, sender)\n--\n\nWrite events to that `
 static PyObject *Reader_trace(Reader *self, PyObject *args) {
     PyObject *log;
     unsigned long long sender;
-    if (!PyArg_ParseTuple(args, "OK", &log, &sender) || check_ready(self) || trace_set(&self->trace, log)) return NULL;
+    if (!PyArg_ParseTuple(args, "OK", &log, &sender)) return NULL;
+    if ((log != Py_None && check_ready(self)) || trace_set(&self->trace, log)) return NULL; /* in a forked child, it ends */
     self->sender_uid = sender;
     Py_RETURN_NONE;
 }

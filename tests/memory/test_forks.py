@@ -173,3 +173,25 @@ def test_children_of_a_storm_of_forks_keep_no_dead_parent_alive(channel):
     parent.stdin.close()
     parent.stdout.close()
     wait_until(lambda: not any(map(lives, children)))
+
+
+@pytest.mark.parametrize("pair", [("Publisher", "Subscriber"), ("Producer", "Consumer")])
+def test_a_child_of_a_receiver_whose_views_outlive_it_ends_clean(channel, pair):
+    """The receiver is closed and still a member. The child has an endpoint of its own to close, and nothing else."""
+    program = (
+        "import multiprocessing, sys, numpy, shmtensor\n"
+        "tx, rx = (getattr(shmtensor, name)(sys.argv[1]) for name in sys.argv[2:])\n"
+        "tx.send(numpy.ones(3))\n"
+        "view = rx.recv(timeout=60).value\n"
+        "rx.close()\n"
+        "def work():\n"
+        "    kept.append(shmtensor.Publisher(sys.argv[1] + '-of-child'))\n"
+        "kept = []\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "child.start(); child.join()\n"
+        "del view\n"
+        "tx.close()\n"
+        "print(child.exitcode)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, channel, *pair], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
