@@ -141,10 +141,6 @@ class RankDirectory(Directory):
                 errno.EBUSY,
                 f"a CheckpointWriter without rank= is open on {self.path}: close it, or use another directory",
             )
-        if not locks.try_exclusive(_TRAINERS + self.rank):
-            raise ResourceError(
-                errno.EBUSY, f"another CheckpointWriter of rank {self.rank} is open on {self.path}: close it first"
-            )
         deadline = time.monotonic() + _OPENING
         while (others := self._join(locks)) is not None:
             if time.monotonic() >= deadline or is_abandoned():
@@ -166,13 +162,19 @@ class RankDirectory(Directory):
 
     def _join_now(self, locks: LockFile) -> str | None:
         locks.wait_exclusive(_MUTEX, _PATIENCE, f"the run of {self.path}")
+        joined = False
         try:
+            if not locks.try_exclusive(_TRAINERS + self.rank):
+                raise ResourceError(
+                    errno.EBUSY, f"another CheckpointWriter of rank {self.rank} is open on {self.path}: close it first"
+                )
             found = read(self.path)
             members, alive = self._members(locks, found)
             joins = found is not None and found.world_size == self.world_size and self.rank not in members
             if found is not None and joins and len(alive) == len(members):
                 write(self.path, replace(found, writers={**members, self.rank: self.writer}))
                 self.run = found.number
+                joined = True
                 return None
             if alive and found is not None:
                 return (
@@ -189,8 +191,11 @@ class RankDirectory(Directory):
                 ),
             )  # fmt: skip
             self.run = number
+            joined = True
             return None
         finally:
+            if not joined:  # who waits is not alive: else two who wait for each other's end would wait in vain
+                locks.unlock(_TRAINERS + self.rank)
             locks.unlock(_MUTEX)
 
     def _members(self, locks: LockFile, found: Run | None) -> tuple[dict[int, str], list[int]]:

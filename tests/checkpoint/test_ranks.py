@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -331,6 +332,26 @@ def test_a_rank_that_opens_anew_needs_all_to_do_so(tmp_path, monkeypatch):
         CheckpointWriter(path, rank=1, world_size=2)
     writers[0].close()
     writers = open_writers(path, 2)
+    save_all(writers, 2)
+    close_all(writers)
+    check(path, [1, 2], 2)
+
+
+def test_ranks_that_open_anew_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    """Rank 1 waits until rank 0 closes, and rank 0 is back before rank 1 looks again: rank 0 begins a run."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    save_all(writers, 1)[0].durable.result(PATIENCE)
+    writers[1].close()
+    monkeypatch.setattr(ranks, "_PAUSE", 2.0)
+    asked, join = [], ranks.RankDirectory._join
+    monkeypatch.setattr(ranks.RankDirectory, "_join", lambda *args: asked.append(join(*args)) or asked[-1])
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(CheckpointWriter, path, rank=1, world_size=2)
+        wait_until(lambda: asked)
+        assert asked == ["ranks 0 of a run of 2 ranks are open, which this rank had joined before"]
+        writers[0].close()
+        writers = [CheckpointWriter(path, rank=0, world_size=2), later.result(PATIENCE)]
     save_all(writers, 2)
     close_all(writers)
     check(path, [1, 2], 2)

@@ -298,25 +298,27 @@ def test_the_newest_few_of_each_publisher(channel):
 def test_the_newest_few_while_they_are_sent(channel):
     """Beside a publisher that never waits: in order, whole, and each one received or counted as missed."""
     count = 3000
-    with Publisher(channel, slots=8, slot_bytes=4096, full="error") as pub:
-        with Subscriber(channel, delivery="latest", depth=4) as sub:
+    with (
+        Publisher(channel, slots=8, slot_bytes=4096, full="error") as pub,
+        Subscriber(channel, delivery="latest", depth=4) as sub,
+    ):
 
-            def send():
-                for number in range(count):
-                    pub.send(np.full(512, number))
+        def send():
+            for number in range(count):
+                pub.send(np.full(512, number))
 
-            thread = threading.Thread(target=send)
-            thread.start()
-            last, received = -1, 0
-            while last < count - 1:
-                msg = sub.recv(timeout=PATIENCE)
-                number = int(msg.value[0])
-                assert (msg.value == number).all()
-                assert number > last + msg.missed
-                last, received = number, received + 1
-                del msg
-            thread.join()
-            assert received + sub.statistics().missed == count
+        thread = threading.Thread(target=send)
+        thread.start()
+        last, received = -1, 0
+        while last < count - 1:
+            msg = sub.recv(timeout=PATIENCE)
+            number = int(msg.value[0])
+            assert (msg.value == number).all()
+            assert number > last + msg.missed
+            last, received = number, received + 1
+            del msg
+        thread.join()
+        assert received + sub.statistics().missed == count
 
 
 def test_depth_goes_with_latest(channel):

@@ -21,6 +21,7 @@ from shmtensor.channel import control as ctl
 
 from ..conftest import shared_files
 from ..forkservers import preloaded
+from ..scenes import unswept
 from ..spawned import hold_in_group
 from ..waiting import PATIENCE, wait_for_end, wait_until
 
@@ -192,10 +193,11 @@ def test_a_group_whose_members_all_die_holds_nobody_up(channel):
         pub.send(np.array(1))
         pub.send(np.array(2))
         assert sorted(pipe.recv() for _, pipe in made) == [1, 2]
-        for process, _ in made:
-            kill(process)
-        for number in range(6):
-            pub.send(np.array(number), timeout=PATIENCE)
+        with unswept(channel):  # whoever sweeps notices the deaths as well
+            for process, _ in made:
+                kill(process)
+            for number in range(6):
+                pub.send(np.array(number), timeout=PATIENCE)
         assert pub.statistics().dead_receivers == 2
         assert pub.statistics().receivers == 0
 
