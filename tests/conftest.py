@@ -14,6 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from shmtensor.channel.control_lock import LOCK
+from shmtensor.channel.names import control_name, parse_file
+from shmtensor.errors import WireError
+from shmtensor.memory import segment
+
 from . import implementations
 from .faults import interrupts
 from .waiting import PATIENCE, wait_until
@@ -67,6 +72,21 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if f"shmtensor.test-{os.getpid()}-" in name}
 
 
+def left_files() -> set[str]:
+    """The same, when clean-ups of these channels by other programs that were under way are over.
+
+    Any program that makes an endpoint sweeps all channels, and passes by a channel that another one is sweeping.
+    """
+    for channel in {parsed[0] for name in shared_files() if (parsed := parse_file(name))}:
+        with contextlib.suppress(OSError, WireError), segment.attach(control_name(channel)) as control:
+            locks = control.locks()
+            try:
+                locks.wait_exclusive(LOCK, PATIENCE, channel)
+            finally:
+                locks.close()
+    return shared_files()
+
+
 def descriptors() -> set[str]:
     """What this process's descriptors lead to, of the kinds that the library opens."""
     found = set()
@@ -90,7 +110,7 @@ def leaves_nothing(socket_directory):
 
     def leftovers() -> dict[str, set[str]]:
         found = {
-            "shared memory": shared_files(),
+            "shared memory": left_files(),
             "sockets": set(os.listdir(socket_directory)),
             "descriptors": descriptors(),
             "processes": {child.name for child in multiprocessing.active_children()},

@@ -21,7 +21,7 @@ from shmtensor.ring.layout import VERSION as RING_VERSION
 from shmtensor.rpc.request import record_of
 from shmtensor.wire import record, spec
 
-from ..conftest import shared_files
+from ..conftest import left_files, shared_files
 from ..scenes import unswept
 from ..waiting import PATIENCE, wait_until
 
@@ -46,7 +46,7 @@ def test_the_last_to_leave_removes_everything(channel, make, socket_directory):
     endpoint = make(channel)
     assert shared_files()
     endpoint.close()
-    assert not shared_files()
+    assert not left_files()
     assert not os.listdir(socket_directory)
 
 
@@ -54,7 +54,7 @@ def test_the_last_to_leave_removes_everything(channel, make, socket_directory):
 def test_the_next_user_sweeps_what_the_dead_left(channel, make):
     killed(channel, f"x = shmtensor.{make}(channel)\nif hasattr(x, 'send'): x.send(np.zeros(100))")
     getattr(shmtensor, make)(channel).close()
-    assert not shared_files()
+    assert not left_files()
 
 
 def test_any_create_sweeps_other_dead_channels(channel):
@@ -98,7 +98,7 @@ def test_strays_without_a_control_segment_are_swept(channel):
     with shm.create(f"/shmtensor.{channel},{5:016x},0", 4096, "x"):
         pass
     shmtensor.Publisher(channel + "-other").close()
-    assert not shared_files()
+    assert not left_files()
 
 
 def test_an_interrupted_creation_is_taken_over(channel):

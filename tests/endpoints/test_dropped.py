@@ -12,7 +12,7 @@ import torch
 from shmtensor import Consumer, Producer, Publisher, RingFull, Subscriber
 from shmtensor.endpoints.base import lingering
 
-from ..conftest import shared_files
+from ..conftest import left_files
 from ..waiting import PATIENCE
 
 VALUES = {
@@ -150,4 +150,4 @@ def test_one_that_refers_to_its_own_message_holds_nobody_up(channel, keep):
         gc.collect()
         assert not lingering
         del left
-    assert not shared_files()
+    assert not left_files()

@@ -22,7 +22,7 @@ import shmtensor
 from shmtensor import Publisher, Subscriber
 from shmtensor.codec.copies import ALONE
 
-from ..conftest import shared_files
+from ..conftest import left_files, shared_files
 from ..faults.interrupts import SOAK
 from ..forkservers import preloaded
 from ..spawned import receive_all
@@ -437,7 +437,7 @@ def test_views_outlive_close_and_the_last_one_cleans_up(channel):
     del kept
     gc.collect()
     assert "views alive" not in repr(sub)
-    assert not shared_files()
+    assert not left_files()
 
 
 def test_the_last_view_may_die_in_another_thread(channel):
@@ -457,7 +457,7 @@ def test_the_last_view_may_die_in_another_thread(channel):
     thread.start()
     thread.join()
     gc.collect()
-    assert not shared_files()
+    assert not left_files()
 
 
 def test_use_after_close(channel):
@@ -1043,4 +1043,4 @@ def test_killed_in_full_flight(channel, role):
         sub.close()
     assert victim.returncode == -signal.SIGKILL
     Publisher(channel).close()
-    assert not shared_files()
+    assert not left_files()

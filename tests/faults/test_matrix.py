@@ -18,7 +18,7 @@ from shmtensor import native
 from shmtensor.observe.trace import Tracer
 from shmtensor.ring import events as ev
 
-from ..conftest import shared_files
+from ..conftest import left_files
 from ..cuda.test_deaths import POINTS as COPY_POINTS
 from ..cuda.test_ipc import POINTS as DEVICE_POINTS
 from ..mp.test_faults import POINTS as DROPIN_POINTS
@@ -114,7 +114,8 @@ def check_nothing_left(pattern: str, channel: str) -> None:
     """The next user of the channel starts, and then nothing of the dead is left."""
     make = shmtensor.Producer if pattern == "work-queue" else shmtensor.Publisher
     make(channel).close()
-    assert not shared_files(), shared_files()
+    left = left_files()
+    assert not left, left
 
 
 def options_for(point: str) -> dict:

@@ -15,7 +15,7 @@ import pytest
 import shmtensor
 from shmtensor.memory import descriptors, lifecycle
 
-from ..conftest import shared_files
+from ..conftest import left_files
 from ..waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -169,7 +169,7 @@ def test_children_of_a_storm_of_forks_keep_no_dead_parent_alive(channel):
     parent.wait()
     assert all(map(lives, children))
     shmtensor.Publisher(f"{channel}-sweeps").close()
-    assert not shared_files()
+    assert not left_files()
     parent.stdin.close()
     parent.stdout.close()
     wait_until(lambda: not any(map(lives, children)))

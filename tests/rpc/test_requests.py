@@ -27,7 +27,7 @@ from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc.call import late
 from shmtensor.rpc.request import record_of
 
-from ..conftest import shared_files
+from ..conftest import left_files, shared_files
 from ..forkservers import preloaded
 from ..waiting import complaints, wait_until
 from . import services
@@ -148,7 +148,7 @@ def test_a_reply_outlives_its_client_and_its_server(channel):
     assert (reply == np.arange(1000)).all()
     assert shared_files()
     del reply
-    assert not shared_files()
+    assert not left_files()
 
 
 def test_requests_hold_their_slot_until_their_views_die(channel):
