@@ -33,6 +33,7 @@ from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
 from ..mp.direct import check_fits
 from ..mp.pickle_streams import dumps
+from ..mp.thread_locks import ThreadLocks
 from ..mp.to_device import Transfers
 from ..options import context_of, parse_bytes
 from ..shielded import OwnThread, aside
@@ -126,7 +127,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             newer["max_tasks_per_child"] = max_tasks_per_child
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._transfers = Transfers.to(device)
-        mp_context = None if mp_context is None else context_of(mp_context, "mp_context")
+        if mp_context is None and max_tasks_per_child is not None:
+            mp_context = "spawn"  # as the standard executor: it may not be "fork"
+        mp_context = context_of(mp_context, "mp_context")
         self._given = (max_workers, mp_context), newer, (initializer, initargs)
         self._retries = Retries(weakref.WeakMethod(self._renew), retry_on_death)
         self._end_attempt = functools.partial(end_attempt, self._retries)
@@ -141,11 +144,14 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         """Become a fresh pool that has not started a worker."""
         general, newer, beginning = self._given
         channels = CallChannels(self._max_bytes, self._transfers, slots_only=self._retries.most > 0)
+        workers, context = general
         try:
-            super().__init__(*general, **newer)
+            locks: Any = ThreadLocks(context)
+            super().__init__(workers, locks, **newer)  # it makes queues, which are replaced
         except BaseException:
             channels.close()
             raise
+        self._mp_context = context
         self._channels: CallChannels | None = channels
         transport.install(self)
         self._work_ids = queue.SimpleQueue()  # type: ignore[assignment]

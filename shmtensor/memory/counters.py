@@ -2,7 +2,7 @@
 
 They are POSIX semaphores of `multiprocessing`'s own C type, whose `acquire` and `release` are one C call each and
 handle signals while they wait. Only the name differs: it belongs to the queue's channel, so that the channel's clean-up
-removes it after any death. Those that are inherited by forked children are unlinked when they are made.
+removes it after any death. The names of those that forked children inherit are removed as soon as they are open.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from multiprocessing import context
 from typing import Any, Final
 
 from . import shortage
-from .segment import name_taken
-from .semaphores import semaphore_path
+from .semaphores import create_semaphore, unlink_semaphore
 
 MOST: Final[int] = _multiprocessing.SemLock.SEM_VALUE_MAX
 _SEMAPHORE: Final = 1  # `multiprocessing.synchronize.SEMAPHORE`
@@ -33,12 +32,10 @@ class Counter:
     __slots__ = ("__weakref__", "_name", "_semaphore", "acquire", "release", "value")
 
     def __init__(self, name: str, value: int, most: int = MOST, *, named: bool) -> None:
-        try:
-            made = _multiprocessing.SemLock(_SEMAPHORE, value, most, name, not named)
-        except FileExistsError:
-            raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
-        except OSError as error:
-            raise shortage.explain(error, f"cannot make semaphore {name}") from None
+        create_semaphore(name, value)
+        made = _open(name, most)
+        if not named:
+            unlink_semaphore(name)
         self._use(name if named else None, made)
 
     def _use(self, name: str | None, semaphore: Any) -> None:
@@ -69,8 +66,11 @@ class Counter:
 
     def __setstate__(self, state: Any) -> None:
         name, most = state
-        try:
-            semaphore = _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
-        except OSError as error:
-            raise shortage.explain(error, f"cannot open semaphore {name}: its queue is gone") from None
-        self._use(name, semaphore)
+        self._use(name, _open(name, most, ": its queue is gone"))
+
+
+def _open(name: str, most: int, cause: str = "") -> Any:
+    try:
+        return _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
+    except OSError as error:
+        raise shortage.explain(error, f"cannot open semaphore {name}{cause}") from None

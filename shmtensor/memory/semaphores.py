@@ -19,6 +19,7 @@ import posix_ipc
 
 from ..errors import ResourceError
 from . import shortage
+from .descriptors import Descriptor
 from .segment import SHM_DIR, name_taken
 
 
@@ -27,6 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 _libc: Final = ctypes.CDLL(None)
+_libc.sem_init.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_uint)
 _libc.sem_open.argtypes, _libc.sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
 _libc.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
 _libc.sem_close.argtypes = (ctypes.c_void_p,)
@@ -34,6 +36,10 @@ _libc.sem_close.argtypes = (ctypes.c_void_p,)
 _PREFIX: Final = SHM_DIR + "/sem."
 _LEAST: Final = 16
 """The smallest size in bytes of a semaphore in any C library."""
+_NBYTES: Final = max(_LEAST, 4 * ctypes.sizeof(ctypes.c_long))
+"""The size of a `sem_t`, in glibc and in musl."""
+_SHARED: Final = 1  # `sem_init`: between processes
+_REAL_PREFIX: Final = os.path.realpath(SHM_DIR) + "/sem."
 
 
 COUNT: Final = (1 << 31) - 1
@@ -60,20 +66,20 @@ class Sleeper:
 
     def __init__(self, name: str, *, create: bool) -> None:
         self._handle: int | None = None  # only the owner's, which waits with it
+        if create:
+            create_semaphore(name, 0)
         try:
             if not create:
                 _check(name)
-            self._semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX if create else 0, mode=0o600)
+            self._semaphore = posix_ipc.Semaphore(name)
         except posix_ipc.ExistentialError as error:
-            if create:
-                raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
             raise FileNotFoundError(errno.ENOENT, f"semaphore {name}: {error}") from None
         except (posix_ipc.PermissionsError, ValueError) as error:  # posix_ipc's errors for a name that is not a file's
             raise ResourceError(errno.EACCES, f"semaphore {name}: {error}") from None
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise shortage.explain(error, f"cannot {'make' if create else 'open'} semaphore {name}") from None
+            raise shortage.explain(error, f"cannot open semaphore {name}") from None
         if create:
             self._handle = _libc.sem_open(os.fsencode(name), 0)  # the same semaphore: the C library counts its users
 
@@ -107,6 +113,39 @@ class Sleeper:
         until = time.time_ns() + int(timeout * 1e9)
         end = _Timespec(until // 1_000_000_000, until % 1_000_000_000)
         return bool(_libc.sem_timedwait(self._handle, end) == 0)
+
+
+def create_semaphore(name: str, value: int) -> None:
+    """Create a named semaphore of this user, which counts from `value`. It is not opened.
+
+    Not by `sem_open`: C libraries write a file with a random name there, and link it to the right one. A process that
+    is killed in between would leave a file that nobody can attribute to a channel. Here it has its name from the start;
+    nobody opens it before the name is published.
+
+    Raises `NameTaken` if there is a file of that name. A failure leaves nothing behind; an exception of a signal
+    handler may arrive when it stands: the caller then removes the name.
+    """
+    initial = ctypes.create_string_buffer(_NBYTES)
+    file: Descriptor | None = None
+    try:
+        if _libc.sem_init(initial, _SHARED, value):
+            raise OSError(errno.EINVAL, f"a semaphore cannot count from {value}")
+        path = semaphore_path(name)
+        file = Descriptor(path, os.O_CREAT | os.O_EXCL, leads_to=_REAL_PREFIX + name.lstrip("/"))
+        # crash: semaphore.created
+        os.write(file.fd, initial)
+        # crash: semaphore.written
+    except FileExistsError:
+        raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
+    except BaseException as error:
+        if file is not None:  # else the name may be another process's
+            unlink_semaphore(name)
+        if isinstance(error, OSError):
+            raise shortage.explain(error, f"cannot make semaphore {name}") from None
+        raise
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _check(name: str) -> None:

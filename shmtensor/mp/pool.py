@@ -31,6 +31,7 @@ from ..options import context_of, parse_bytes
 from .direct import COPY_MOST, DirectProducer, Patience, value_of
 from .pickle_streams import dumps, loads
 from .putter import default_limit
+from .thread_locks import ThreadLocks
 
 _MOST_WORKERS: Final = CAPACITY - 6
 """Members that a channel can have, less some for workers that replace others."""
@@ -299,7 +300,8 @@ class Pool(pool.Pool):
         self._channels = _Channels(f"{name}.tasks", f"{name}.results", limit, retry_on_death)
         self._workers = processes
         try:
-            super().__init__(processes, initializer, initargs, maxtasksperchild, context_of(context, "context"))
+            locks = ThreadLocks(context_of(context, "context"))
+            super().__init__(processes, initializer, initargs, maxtasksperchild, locks)
         except BaseException:
             if hasattr(self, "_ends"):
                 self._ends.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -293,11 +294,11 @@ def name_of_a_newcomer(told, what: str) -> None:
         told("text", f"{SHM}/{taken[-1]}")
 
     with pytest.MonkeyPatch.context() as patch:
-        create, make_lock = shm.create, counters._multiprocessing.SemLock
+        create, make_semaphore = shm.create, counters.create_semaphore
         if what == "sender":
             patch.setattr(shm, "create", lambda name, *args: (create(name, *args), take(name))[0])
         else:
-            patch.setattr(counters._multiprocessing, "SemLock", lambda *args: (take(args[3]), make_lock(*args))[1])
+            patch.setattr(counters, "create_semaphore", lambda *args: (take(args[0]), make_semaphore(*args))[1])
         refused(make, errno.EEXIST, f"{SHM}/sem.* is a file of user 0", "anew")
     assert files() == set(taken)
     make().close()
@@ -324,6 +325,56 @@ def test_the_name_of_a_queues_next_ring_is_another_users(kind):
 @pytest.mark.parametrize("what", ["sender", "queue"])
 def test_a_name_of_a_newcomer_is_another_users(what):
     play(as_victim, "name_of_a_newcomer", what, mounts=NAMESPACE)
+
+
+class Created:
+    """The names of the files that come into a directory, by `inotify(7)`: also of those that are gone at once."""
+
+    _CREATE, _MOVED_TO = 0x100, 0x80
+
+    def __init__(self, path: str) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        assert libc.inotify_add_watch(self._fd, path.encode(), self._CREATE | self._MOVED_TO) > 0, ctypes.get_errno()
+
+    def names(self) -> list[str]:
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = os.read(self._fd, 1 << 16)
+                while data:
+                    length = struct.unpack_from("4I", data)[3]
+                    found.append(data[16 : 16 + length].rstrip(b"\0").decode())
+                    data = data[16 + length :]
+        return found
+
+
+def attributed_from_the_start() -> None:
+    """Who is killed at any moment leaves names of channels alone, which the next sweep removes."""
+    created = Created(SHM)
+    for names in PAIRS:
+        works(names)
+    for method in ("fork", "spawn", "forkserver"):
+        context = shmtensor.get_context(method)
+        for make in (context.Queue, context.SimpleQueue, context.JoinableQueue):
+            queue = make()
+            queue.put(1)
+            assert queue.get() == 1
+            queue.close()
+        with context.Pool(1) as pool:
+            assert pool.apply(abs, [-1]) == 1
+        with shmtensor.ProcessPoolExecutor(1, context) as executor:
+            assert executor.submit(abs, -1).result(PATIENCE) == 1
+    with shmtensor.WorkerPool(abs, name="abs", workers=1), shmtensor.Client("abs") as client:
+        assert client.request(-1, timeout=PATIENCE) == 1
+    names = created.names()
+    assert sum(name.startswith("sem.shmtensor.") for name in names) > 10, names
+    others = [name for name in names if not name.startswith(("shmtensor.", "sem.shmtensor."))]
+    assert not others, others
+
+
+def test_every_file_has_a_name_of_a_channel_from_the_start():
+    play(attributed_from_the_start, mounts=NAMESPACE)
 
 
 def test_what_is_foreign(tmp_path):

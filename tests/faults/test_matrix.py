@@ -30,11 +30,11 @@ COUNT = 12
 
 # point -> the roles that come by it; a scenario in which its victim does not reach its point is a failure
 SENDER_POINTS = [
-    "join.opened", "join.locked", "join.initialised", "join.owned", "join.sequences", "join.prepared", "join.entered",
-    "join.done", "refresh.started", "grow.before", "grow.created", "grow.published", "send.described", "send.acquired",
-    "send.copied", "publish.record", "publish.ordered", "publish.published", "publish.notified", "wait.asleep",
-    "wait.made",
-    "close.said", "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
+    "join.opened", "join.locked", "join.initialised", "join.owned", "join.sequences", "semaphore.created",
+    "semaphore.written", "join.prepared", "join.entered", "join.done", "refresh.started", "grow.before", "grow.created",
+    "grow.published", "send.described", "send.acquired", "send.copied", "publish.record", "publish.ordered",
+    "publish.published", "publish.notified", "wait.asleep", "wait.made", "close.said",
+    "close.leaving", "close.done", "leave.locked", "leave.unlinked", "leave.cleared", "sweep.names",
 ]  # fmt: skip
 RECEIVER_POINTS = [
     "join.opened", "join.locked", "join.owned", "join.inbox", "join.prepared", "join.entered", "join.done",

@@ -185,7 +185,7 @@ def test_a_worker_dies_between_the_counter_and_its_item(server, point, action, n
     check_nothing_left(queue)
 
 
-@matrix("handle.made", "handle.released", "handle.left", actions=["kill"])
+@matrix("semaphore.created", "semaphore.written", "handle.made", "handle.released", "handle.left", actions=["kill"])
 def test_the_maker_of_a_queue_dies(server, point, action, nth):
     """What it leaves goes when somebody makes the next queue, here or elsewhere."""
     victim = Process(server, "maker", (point, action, nth))
