@@ -67,24 +67,25 @@ def channel() -> str:
     return f"test-{os.getpid()}-{next(_count)}"
 
 
-def shared_files() -> set[str]:
-    """This run's files in /dev/shm."""
-    return {name for name in os.listdir("/dev/shm") if f"shmtensor.test-{os.getpid()}-" in name}
+def shared_files(*kinds: str) -> set[str]:
+    """This run's files in /dev/shm: of the tests' own channels, or of these kinds, such as "queue" and "pipe"."""
+    mine = [f"shmtensor.{kind}-{os.getpid()}-" for kind in kinds or ("test",)]
+    return {name for name in os.listdir("/dev/shm") if any(each in name for each in mine)}
 
 
-def left_files() -> set[str]:
+def left_files(*kinds: str) -> set[str]:
     """The same, when clean-ups of these channels by other programs that were under way are over.
 
     Any program that makes an endpoint sweeps all channels, and passes by a channel that another one is sweeping.
     """
-    for channel in {parsed[0] for name in shared_files() if (parsed := parse_file(name))}:
+    for channel in {parsed[0] for name in shared_files(*kinds) if (parsed := parse_file(name))}:
         with contextlib.suppress(OSError, WireError), segment.attach(control_name(channel)) as control:
             locks = control.locks()
             try:
                 locks.wait_exclusive(LOCK, PATIENCE, channel)
             finally:
                 locks.close()
-    return shared_files()
+    return shared_files(*kinds)
 
 
 def descriptors() -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing.resource_sharer  # noqa: F401  # other users may not be able to read the standard library
 import os
 import re
 import resource

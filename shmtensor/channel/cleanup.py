@@ -324,7 +324,10 @@ def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
 def sweep_all(
     directory: str, *, dry_run: bool = False, skip: str | None = None, patience: float = 0.0
 ) -> list[Leftover]:
-    """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped."""
+    """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
+
+    Waits up to `patience` seconds for the lock of each.
+    """
     gone = []
     for channel, files in _files().items():
         if channel == skip:

@@ -26,6 +26,8 @@ from .names import check_channel, control_name, socket_dir
 _T = TypeVar("_T")
 
 LOCK_TIMEOUT: Final = 10.0
+_MOMENT: Final = 0.2
+"""Seconds for which a join waits for the lock of another channel, to sweep it: nobody else may do so for long."""
 _FILES: Final = 16
 """More than any endpoint opens while it joins; checked before, so that a failure leaves nothing half-made."""
 
@@ -153,7 +155,7 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     directory = socket_dir()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
-    cleanup.sweep_all(directory, skip=channel)
+    cleanup.sweep_all(directory, skip=channel, patience=_MOMENT)
     held: list[LockFile] = []
     try:
         while (member := _join(channel, kind, part, directory, prepare, held)) is None:

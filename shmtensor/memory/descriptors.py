@@ -54,6 +54,33 @@ class OpenFile:
             self.close()
 
 
+class InheritedFile(OpenFile):
+    """One descriptor that forked children keep, with the locks of its description."""
+
+    __slots__ = ("__weakref__",)
+
+    def duplicate(self, fd: int) -> InheritedFile:
+        """Own another descriptor of the description of `fd`; returns itself."""
+        self.open(os.dup, fd)
+        return self
+
+    def adopt(self, fd: int) -> InheritedFile:
+        """Own `fd` itself, which another process has passed; returns itself."""
+        self.open(int, fd)
+        os.set_inheritable(fd, False)
+        return self
+
+    def open(self, call: Callable[..., int], *arguments: Any) -> None:
+        """As for `OpenFile`."""
+        super().open(call, *arguments)
+        lifecycle.inherited.add(self.fd)
+
+    def close(self) -> None:
+        """As for `OpenFile`; forked children keep theirs."""
+        lifecycle.inherited.discard(self.fd)
+        super().close()
+
+
 class Descriptor(OpenFile):
     """One open file. Owns its descriptor; a forked child closes its copy.
 

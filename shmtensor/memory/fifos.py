@@ -73,12 +73,11 @@ class SenderWaker:
         if not asleep & BY_FIFO:
             self._semaphore.post()
             return
+        file = OpenFile()
         with contextlib.suppress(OSError):
-            fd = os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.write(fd, b"\1")
-            finally:
-                os.close(fd)
+            file.open(os.open, self._fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.write(file.fd, b"\1")
+        file.close()
 
     def close(self) -> None:
         """Close the semaphore in this process. Idempotent."""

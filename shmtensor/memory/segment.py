@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, shortage
-from .descriptors import Descriptor
+from .descriptors import Descriptor, OpenFile
 from .locks import LockFile, is_locked
 from .shortage import SHM_DIR as SHM_DIR
 
@@ -265,14 +265,14 @@ def attach(name: str) -> Segment:
 class Glance:
     """A segment of any user, opened for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_opened", "fd", "info", "name", "nbytes")
+    __slots__ = ("__weakref__", "_file", "fd", "info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
         self.name, self.fd = name, -1
-        self._opened: list[int] = []
+        self._file = OpenFile()
         lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
-        self._opened.extend(map(os.open, (SHM_DIR + name,), (_LOOK,)))  # one step: opened and recorded
-        self.fd = self._opened[0]
+        self._file.open(os.open, SHM_DIR + name, _LOOK)
+        self.fd = self._file.fd
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
 
@@ -300,8 +300,7 @@ class Glance:
     def close(self) -> None:
         """Close it. Idempotent."""
         self.fd = -1
-        while self._opened:
-            os.close(self._opened.pop())
+        self._file.close()
 
     def __enter__(self) -> Glance:
         return self

@@ -22,6 +22,7 @@ from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ShmTensorError
+from ..memory.descriptors import InheritedFile
 from ..options import parse_bytes
 from .direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
 from .pickle_streams import dumps, loads
@@ -155,9 +156,9 @@ class _Waits:
 def _rebuild(
     descriptor: Any, keeper: Any, readable: bool, writable: bool, name: str, max_bytes: int | None
 ) -> Connection:
-    mine, kept = descriptor.detach(), keeper.detach()
-    os.set_inheritable(kept, False)
-    return Connection(mine, readable, writable, _Slots(name, kept, max_bytes))
+    # the thread that sends both has closed its keeper before it sends the other: it never has the channel for longest
+    slots = _Slots(name, InheritedFile().adopt(keeper.detach()), max_bytes)
+    return Connection(descriptor.detach(), readable, writable, slots)
 
 
 def _reduce(end: Connection) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from ..endpoints.spinning import Spin
 from ..errors import ArgumentTypeError, DependencyError, TimedOut, WireError
 from ..memory import lifecycle
 from ..memory.counters import MOST, Counter
+from ..memory.descriptors import InheritedFile
 from ..options import context_of, parse_bytes
 from . import pickling
 from .queue_handle import ONCE, QueueHandle, deadline_of, hold, locked, remaining
@@ -132,9 +132,7 @@ class SimpleQueue(Generic[T]):
 
     def __setstate__(self, state: Any) -> None:
         name, max_bytes, keeper, counters = state
-        descriptor = keeper.detach()
-        os.set_inheritable(descriptor, False)
-        self._start(QueueHandle(name, descriptor, max_bytes), counters)
+        self._start(QueueHandle(name, InheritedFile().adopt(keeper.detach()), max_bytes), counters)
 
     # --- items
 

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import reduction, util
+from multiprocessing import context, reduction, resource_sharer, util
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +36,7 @@ from ..channel.names import semaphore_name, socket_dir
 from ..errors import ClosedError, ShmTensorError
 from ..memory import lifecycle
 from ..memory.counters import Counter
+from ..memory.descriptors import InheritedFile
 from ..ring.layout import WORK_QUEUE
 from . import pickling
 from .getter import Getter
@@ -47,7 +48,7 @@ class QueueHandle:
 
     Args:
         name: the channel.
-        keeper: descriptor of the keeper's life lock; owned, and closed with the handle.
+        keeper: an open file with the keeper's life lock; owned, and closed with the handle.
         max_bytes: shared memory that the putter may use; None for half of `/dev/shm`.
 
     The queue sets `abandoned`, which is called when an item is dropped after too many attempts.
@@ -58,10 +59,9 @@ class QueueHandle:
     """How the channel's name begins."""
     _left = True  # until `__init__` is through
 
-    def __init__(self, name: str, keeper: int, max_bytes: int | None) -> None:
+    def __init__(self, name: str, keeper: InheritedFile, max_bytes: int | None) -> None:
         self.name, self.max_bytes = name, max_bytes
         self._keeper = keeper
-        lifecycle.inherited.add(keeper)
         self._directory = socket_dir()
         self.start_anew()
 
@@ -76,20 +76,16 @@ class QueueHandle:
         """
         name = f"{cls._kind}-{os.getpid()}-{secrets.token_hex(6)}"
         member = membership.join(name, WORK_QUEUE, membership.Part(ctl.RECEIVER), _prepare_nothing)
-        made: list[int] = []
+        keeper = InheritedFile()
         try:
             counters = [
                 Counter(semaphore_name(name, member.uid, number), value, most, named=named)
                 for number, (value, most) in enumerate(values)
             ]
-            made += map(os.dup, (member.control.locks.fd,))  # the same open file description, with its lock
-            handle = cls(name, made[0], max_bytes)
-            made.clear()
+            handle = cls(name, keeper.duplicate(member.control.locks.fd), max_bytes)
             member.control.locks.close()
         except BaseException:
-            for keeper in made:
-                lifecycle.inherited.discard(keeper)
-                os.close(keeper)
+            keeper.close()
             member.leave()
             raise
         # crash: handle.made
@@ -105,7 +101,7 @@ class QueueHandle:
         """How to leave once the endpoint is created, if the queue was closed meanwhile."""
         self._putter: Any = None
         self._getter: Any = None
-        self._left = self._keeper < 0
+        self._left = self._keeper.fd < 0
         self._undelivered: list[Any] = []
         self._make_room: Callable[[], object] = bool
 
@@ -136,7 +132,7 @@ class QueueHandle:
         leave = None
         try:
             with self._joining:
-                if self._keeper < 0:  # another thread has closed it meanwhile
+                if self._keeper.fd < 0:  # another thread has closed it meanwhile
                     raise ClosedError(f'queue "{self.name}" is closed')
                 self._maker = threading.get_ident()
                 try:
@@ -150,12 +146,14 @@ class QueueHandle:
                 self._leave(leave)
 
     def keeper_for_child(self) -> Any:
-        """The keeper's descriptor, to be pickled for a child that is being spawned."""
-        return reduction.DupFd(self._keeper)
+        """The keeper, to be pickled for a child that is being spawned, or for a process that runs."""
+        if context.get_spawning_popen() is None:
+            return _Sent(self.another_keeper(), self.name, self._directory)
+        return reduction.DupFd(self._keeper.fd)
 
-    def another_keeper(self) -> int:
-        """The keeper's descriptor again, for another handle of this process."""
-        return os.dup(self._keeper)
+    def another_keeper(self) -> InheritedFile:
+        """The keeper again, for another handle of this process."""
+        return InheritedFile().duplicate(self._keeper.fd)
 
     def close(self) -> None:
         """Leave the channel. Items stay for other processes with the queue; the last one removes it. Idempotent.
@@ -177,18 +175,14 @@ class QueueHandle:
         if self._undelivered:
             self._put_back()
         with self._joining:
-            lifecycle.inherited.discard(self._keeper)
-            keeper, self._keeper = self._keeper, -1
-            if keeper >= 0:
-                os.close(keeper)  # first: the endpoint that leaves last removes the channel
+            self._keeper.close()  # first: the endpoint that leaves last removes the channel
         # crash: handle.released
         for endpoint in (self._putter, self._getter):
             if endpoint is not None:
                 with contextlib.suppress(ShmTensorError, OSError):
                     leave(endpoint)
         # crash: handle.left
-        with contextlib.suppress(ShmTensorError, OSError):
-            cleanup.sweep_channel(self.name, self._directory, patience=membership.LOCK_TIMEOUT)
+        _sweep(self.name, self._directory)
         self._left = True
 
     def _put_back(self) -> None:
@@ -203,8 +197,42 @@ class QueueHandle:
         self.close()
 
 
+def _sweep(name: str, directory: str) -> None:
+    """Remove a channel that no process has any more; what dead members left if one has it."""
+    with contextlib.suppress(ShmTensorError, OSError):
+        cleanup.sweep_channel(name, directory, patience=membership.LOCK_TIMEOUT)
+
+
 def _prepare_nothing(member: Member) -> None:
     """A keeper has neither a sequence table nor an inbox."""
+
+
+class _Sent(resource_sharer.DupFd):
+    """A keeper on its way to a process that already runs: `multiprocessing` sends it from a thread of this one.
+
+    That thread may have it longer than any process has the queue, so it sweeps afterwards; at exit, what nobody has
+    fetched is closed. (`DupFd` is the standard library's way to do that. It leaves no place for an action, so its
+    `__init__`, four lines, is here again.)
+    """
+
+    def __init__(self, keeper: InheritedFile, name: str, directory: str) -> None:
+        owner = os.getpid()
+
+        def send(connection: Any, pid: int) -> None:
+            reduction.send_handle(connection, keeper.fd, pid)
+
+        def close() -> None:  # also in a forked child, of its copy
+            _sent.pop(keeper, None)
+            keeper.close()
+            if os.getpid() == owner:
+                _sweep(name, directory)
+
+        _sent[keeper] = close
+        self._id = resource_sharer._resource_sharer.register(send, close)  # type: ignore[attr-defined]
+
+
+_sent: dict[InheritedFile, Callable[[], None]] = {}
+"""Keepers that nobody has fetched yet, and how to close each."""
 
 
 # --- handles and the objects that use them
@@ -213,8 +241,16 @@ def _prepare_nothing(member: Member) -> None:
 _EXIT_PRIORITY: Final = -10
 """Of the finalizers: after `multiprocessing` has joined its children. The last process to leave removes the queue."""
 
-_handles: dict[int, tuple[weakref.ref[Any], QueueHandle]] = {}
-"""Of every queue and connection: by the identity of the reference, a weak reference to its hold and its handle."""
+
+class _Hold(weakref.ref[Any]):
+    """A weak reference to the hold of a queue or connection, with its handle."""
+
+    __slots__ = ("handle",)
+    handle: QueueHandle
+
+
+_holds: dict[int, _Hold] = {}
+"""Of every queue and connection, by identity (an array cannot be hashed, nor can a reference to it)."""
 
 
 def hold(handle: QueueHandle) -> Any:
@@ -224,15 +260,16 @@ def hold(handle: QueueHandle) -> Any:
     the queue. torch's DataLoader iterator stops its workers in one.
     """
     held = np.empty(0)
-    reference = weakref.ref(held, _close_handle)
-    _handles[id(reference)] = reference, handle
+    reference = _Hold(held, _close_handle)
+    reference.handle = handle
+    _holds[id(reference)] = reference
     return held
 
 
-def _close_handle(reference: weakref.ref[Any]) -> None:
+def _close_handle(reference: _Hold) -> None:
     """Close the handle of an object that was garbage collected."""
-    _, handle = _handles.pop(id(reference))
-    handle.close()
+    _holds.pop(id(reference), None)  # None: `hold` was interrupted before it was there
+    reference.handle.close()
 
 
 def _watch(*_: object) -> None:
@@ -241,13 +278,15 @@ def _watch(*_: object) -> None:
 
 
 def _end_all() -> None:
-    for _, handle in list(_handles.values()):
-        handle.end()
+    for reference in list(_holds.values()):
+        reference.handle.end()
+    for close in list(_sent.values()):
+        close()
 
 
 def _after_fork() -> None:
-    for _, handle in list(_handles.values()):
-        handle.start_anew()
+    for reference in list(_holds.values()):
+        reference.handle.start_anew()
     _watch()
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.channel import cleanup
+from shmtensor.channel import cleanup, membership
 from shmtensor.channel import control as ctl
 from shmtensor.channel.names import control_name, parse_file, socket_dir
 from shmtensor.memory import segment as shm
@@ -65,6 +67,22 @@ def test_any_create_sweeps_other_dead_channels(channel):
             return not [name for name in shared_files() if "-a" in name]
 
     wait_until(are_swept)  # a create passes by what another process is sweeping
+
+
+def test_a_create_waits_a_moment_for_who_else_has_the_lock(channel, monkeypatch):
+    """So that what the dead left is removed, though somebody looked at it right then."""
+    monkeypatch.setattr(membership, "_MOMENT", PATIENCE)
+    dead = channel + "-a"
+    with contextlib.ExitStack() as held:
+        for _ in range(50):  # until nobody else sweeps in between
+            open(f"/dev/shm/shmtensor.{dead}", "w").close()
+            with contextlib.suppress(FileNotFoundError):
+                held.enter_context(unswept(dead))
+                break
+        assert f"shmtensor.{dead}" in shared_files()
+        threading.Timer(0.1, held.pop_all().close).start()
+        with shmtensor.Publisher(channel + "-b"):
+            assert not [name for name in shared_files() if dead in name]
 
 
 def test_a_sweep_leaves_the_living_alone(channel):

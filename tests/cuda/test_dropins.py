@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import queue as standard_queue
 import threading
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import shmtensor
 from shmtensor.cuda import runtime
 
+from ..conftest import left_files
 from .standin import DeviceTensor
 
 pytestmark = [
@@ -32,7 +32,7 @@ ELEMENTS = 30_000  # more than is copied out of its slot on transfer, less than 
 def no_queue_is_left():
     yield
     gc.collect()
-    assert [name for name in os.listdir("/dev/shm") if f"shmtensor.queue-{os.getpid()}-" in name] == []
+    assert sorted(left_files("queue")) == []
 
 
 def make(number: float, count: int = ELEMENTS) -> torch.Tensor:

@@ -629,6 +629,7 @@ def test_no_retry_after_futures_were_cancelled(fifo):
     pool = forking(1, retry_on_death=2)
     running = pool.submit(meet, fifo)
     waiting = [pool.submit(same, number) for number in range(5)]
+    wait_until(running.running)
     worker = next(iter(pool._processes.values()))
     os.kill(worker.pid, signal.SIGSTOP)
     pool.shutdown(wait=False, cancel_futures=True)

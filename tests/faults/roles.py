@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
+
+from ..waiting import PATIENCE
 
 
 def play(role: str, pipe, options: dict, *args) -> None:
@@ -15,14 +18,42 @@ def play(role: str, pipe, options: dict, *args) -> None:
 
 
 def arm_one(path: str, point: str, action: str, nth: int) -> None:
-    """An executor's initializer: only one worker of all that start is to die."""
+    """A pool's initializer: only one worker of all that start is to die. The others keep its place in `_armed`."""
     from . import points
 
+    global _armed
+    mine = f"{path}.{os.getpid()}"
+    with open(mine, "w") as file:
+        file.write(str(os.getpid()))
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.link(mine, path)
     except FileExistsError:
-        return
-    points.arm(point, action, nth)
+        _armed = path
+    else:
+        points.arm(point, action, nth)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+_armed: str | None = None
+"""Where the pid of the worker is that is to die, in the others."""
+
+
+def add_after_the_death(array: np.ndarray, number: int) -> np.ndarray:
+    """As `add`; workers that are not to die wait until the one that is has: it gets calls, however busy the machine."""
+    if _armed is not None:
+        with open(_armed) as file:
+            pid = int(file.read())
+        deadline = time.monotonic() + PATIENCE
+        while _runs(pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
+    return add(array, number)
 
 
 def add(array: np.ndarray, number: int) -> np.ndarray:

@@ -71,7 +71,7 @@ def test_a_queue_that_is_there_is_inherited_whoever_else_is_being_opened(monkeyp
     def open_and_fork(path, flags, *mode):
         fd = real(path, flags, *mode)
         if path.startswith("/proc/self/fd/"):
-            assert child_has(queue._handle._keeper)
+            assert child_has(queue._handle._keeper.fd)
         return fd
 
     with monkeypatch.context() as patch:

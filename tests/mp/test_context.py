@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import shmtensor
 from shmtensor.mp import collate
 
+from ..conftest import left_files
 from ..forkservers import preloaded
 from ..waiting import complaints
 
@@ -45,7 +46,7 @@ def server():
 def no_queue_is_left():
     yield
     gc.collect()
-    assert [name for name in os.listdir("/dev/shm") if f"shmtensor.queue-{os.getpid()}-" in name] == []
+    assert sorted(left_files("queue")) == []
 
 
 class Images(Dataset):

@@ -10,16 +10,19 @@ import gc
 import itertools
 import multiprocessing
 import multiprocessing.pool
-import os
 import types
 import unittest
 import warnings
+from multiprocessing import resource_sharer
 from typing import Any
 
 import pytest
 
 import shmtensor
 from shmtensor.mp.pool import Pool
+
+from ..conftest import left_files
+from ..waiting import PATIENCE
 
 try:
     with warnings.catch_warnings():
@@ -72,8 +75,8 @@ class Method:
         yield
         multiprocessing.set_start_method(before, force=True)
         gc.collect()
-        mine = [f"shmtensor.{kind}-{os.getpid()}-" for kind in ("queue", "pipe")]
-        assert [name for name in os.listdir("/dev/shm") if any(each in name for each in mine)] == []
+        resource_sharer.stop(PATIENCE)  # its thread may just have sent the last end of a pipe
+        assert left_files("queue", "pipe") == set()
 
     def Queue(self, *args: Any, **kwargs: Any) -> Any:
         return shmtensor.get_context(self.method).Queue(*args, **kwargs)
@@ -161,7 +164,7 @@ class TestSpawnWait(Method, cpython.TestWait):
 
 def test_no_pool_is_left():
     """After the last of the classes above."""
-    assert [name for name in os.listdir("/dev/shm") if f"shmtensor.pool-{os.getpid()}-" in name] == []
+    assert sorted(left_files("pool")) == []
 
 
 def test_what_is_said_to_differ_exists():

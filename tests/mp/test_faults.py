@@ -208,8 +208,8 @@ def test_a_worker_of_an_executor_dies(server, tmp_path, point, action, nth, retr
     broken = None
     with pool:
         try:
-            for number in range(40):  # both workers get some
-                futures.append(pool.submit(roles.add, array, number))
+            for number in range(40):
+                futures.append(pool.submit(roles.add_after_the_death, array, number))
         except BrokenProcessPool as error:
             broken = error
         for number, future in enumerate(futures):
@@ -273,7 +273,7 @@ def test_a_worker_of_a_pool_dies(server, tmp_path, point, action, nth, retry_on_
     array = np.arange(LARGE)
     with Pool(2, roles.arm_one, (str(path), point, action, 2), context=server, retry_on_death=retry_on_death) as pool:
         before = {process.pid for process in pool._pool}
-        results = [pool.apply_async(roles.add, (array, number)) for number in range(40)]  # both workers get some
+        results = [pool.apply_async(roles.add_after_the_death, (array, number)) for number in range(40)]
         failed = 0
         for number, result in enumerate(results):
             try:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from queue import Empty, Full
 
 import numpy as np
 import pytest
 
-from shmtensor import JoinableQueue, Queue, SimpleQueue
+from shmtensor import JoinableQueue, Queue, SimpleQueue, get_context
 
+from ..conftest import left_files
 from ..faults.interrupts import each_boundary, interrupted_at_random, note, random_count, random_signals, stride
 
 KINDS = [SimpleQueue, Queue, JoinableQueue]
@@ -106,7 +106,7 @@ def q(request):
 
 
 def files() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if f"shmtensor.queue-{os.getpid()}-" in name]
+    return sorted(left_files("queue", "pipe"))
 
 
 @pytest.mark.parametrize("what", ITEMS)
@@ -207,6 +207,65 @@ def test_making_one(kind, method):
             q.put(1)
             assert q.get() == 1
         assert files() == [], attempt
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # of the standard library's Pipe
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("duplex", [True, False])
+def test_making_a_pipe(duplex, method):
+    make = get_context(method).Pipe
+    for attempt in each_boundary(lambda: make(duplex), step=stride(97), may_leave=("socket", "pipe")):
+        note(f"Pipe({duplex})", attempt)
+        for end in attempt.result or ():
+            end.close()
+        attempt.result = end = None
+        gc.collect()
+        reader, writer = make(duplex)  # which sweeps
+        writer.send(np.arange(9))
+        assert reader.recv().sum() == 36
+        reader.close(), writer.close()
+        assert files() == [], attempt
+
+
+@pytest.mark.parametrize("what", ITEMS)
+def test_sending_through_a_pipe(what):
+    """An object comes whole and once or, where the interrupt came first, not at all.
+
+    Where the bytes of the standard library's connection are written or read in parts, no object can come any more: so
+    each attempt has a pipe of its own.
+    """
+    item = ITEMS[what]
+    reader, writer = get_context("fork").Pipe(False)
+
+    def anew():
+        nonlocal reader, writer
+        reader.close(), writer.close()
+        reader, writer = get_context("fork").Pipe(False)
+        for _ in range(2):
+            writer.send(item)
+            assert same(reader.recv(), item)
+
+    anew()
+    for attempt in each_boundary(lambda: writer.send(item), step=stride(7)):
+        note(f"Connection.send, {what}", attempt)
+        writer.close()
+        found = []
+        with contextlib.suppress(EOFError):
+            while True:
+                found.append(reader.recv())
+        assert len(found) == 1 or (attempt.raised and not found), attempt
+        assert all(same(each, item) for each in found)
+        del found
+        anew()
+    for attempt in each_boundary(lambda: reader.recv(), step=stride(7)):
+        note(f"Connection.recv, {what}", attempt)
+        assert attempt.raised or same(attempt.result, item)
+        attempt.result = None
+        anew()
+        writer.send(item)
+    reader.close(), writer.close()
+    gc.collect()
+    assert files() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,8 +10,10 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
-from multiprocessing import connection
+from multiprocessing import connection, resource_sharer
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ import torch
 
 import shmtensor
 
+from ..conftest import left_files
 from ..forkservers import preloaded
 from .test_queues import VALUES, same
 
@@ -44,7 +47,7 @@ def no_pipe_is_left():
 
 
 def files() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if f"shmtensor.pipe-{os.getpid()}-" in name]
+    return sorted(left_files("pipe"))
 
 
 @contextlib.contextmanager
@@ -249,3 +252,30 @@ def test_a_connection_that_is_dropped_is_closed():
     with pytest.raises(EOFError):
         reader.recv()
     reader.close()
+
+
+def test_an_end_on_its_way_is_gone_when_the_thread_that_sends_it_has_closed_it():
+    """`multiprocessing` sends it from a thread, which may be the last that has the keeper's descriptor."""
+    with pipe() as (one, _):
+        reader, writer = shmtensor.get_context("fork").Pipe(False)
+        writer.send(np.arange(LARGE))
+        one.send(writer)
+        reader.close()
+        writer.close()
+    assert files() != []  # whoever fetched it would find what was sent
+    resource_sharer.stop(LONG)
+    assert files() == []
+
+
+def test_an_end_that_nobody_fetched_is_gone_with_its_process():
+    program = """
+import shmtensor
+one, other = shmtensor.get_context("fork").Pipe()
+reader, writer = shmtensor.get_context("fork").Pipe(False)
+one.send(writer)
+for end in (one, other, reader, writer):
+    end.close()
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        assert process.wait(LONG) == 0
+    assert [name for name in os.listdir("/dev/shm") if f"shmtensor.pipe-{process.pid}-" in name] == []

@@ -19,6 +19,7 @@ import torch
 import shmtensor
 from shmtensor.mp import pool as implementation
 
+from ..conftest import left_files
 from ..forkservers import preloaded
 from ..waiting import complaints, wait_for_end, wait_until
 
@@ -47,7 +48,7 @@ def no_pool_is_left():
 
 
 def files() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if f"shmtensor.pool-{os.getpid()}-" in name]
+    return sorted(left_files("pool"))
 
 
 def pool(*args, method="fork", **options):

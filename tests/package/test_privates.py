@@ -38,6 +38,8 @@ FOREIGN: dict[str, set[str]] = {
     },
     # multiprocessing: the queue by which its pool's threads wake each other
     "mp/pool.py": {"_reader"},
+    # multiprocessing: what its `DupFd` registers, with an action when the descriptor has been sent
+    "mp/queue_handle.py": {"_resource_sharer"},
     # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started
     "executor/worker.py": {"_flush_std_streams"},
     "memory/counters.py": {"_get_value", "_rebuild"},
