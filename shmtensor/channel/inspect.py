@@ -10,7 +10,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, overload
 
 import numpy as np
@@ -148,7 +148,7 @@ class _Queue:
 
     def add(self, found: _Messages, mask: _Mask) -> None:
         """These messages are not taken."""
-        self.unread += int(mask.sum())
+        self.unread += int(np.count_nonzero(mask))
         self.oldest = max(self.oldest, float(found.age[mask].max()))
 
 
@@ -211,12 +211,10 @@ class _Look:
                     continue
                 files.append(f"{shm.SHM_DIR}/{name}")
                 nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
-        for at, member in enumerate(self.members):
+        for member in self.members:
             queue = self.queues.get(member.index)
             if queue is not None:
-                self.members[at] = replace(
-                    member, received=queue.received, unread=queue.unread, oldest_unread=queue.oldest
-                )
+                _fill(member, received=queue.received, unread=queue.unread, oldest_unread=queue.oldest)
         living = {member.index for member in self.members if member.alive and not member.leaving}
         living |= {group.index for group in self.groups}
         behind = [queue for index, queue in self.queues.items() if index in living]
@@ -262,15 +260,15 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
         )
     seen.kind = words[ctl.W_KIND]
     seen.locked = segment.is_locked(LOCK)
-    entries = [int(at) for at in _FIRST_MEMBER + _MEMBER_WORDS * np.flatnonzero(_uids(words))]
+    entries = [_FIRST_MEMBER + _MEMBER_WORDS * index for index in _uids(words).nonzero()[0].tolist()]
     entries = [at for at in entries if segment.read(at, 1)[0] == words[at]]  # not just joining or leaving
     seen.groups = [_group(words, at) for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
     seen.groups = [group for group in seen.groups if segment.is_locked(ctl.LIFE + group.index)]
     seen.queues |= {group.index: _Queue() for group in seen.groups}
     seen.members += [_member(seen, words, at, segment) for at in entries if words[at + ctl.M_ROLE] != ctl.GROUP]
-    for number, member in enumerate(seen.members):
+    for member in seen.members:
         if member.role == "sender":
-            seen.members[number] = _read_sender(seen, member)
+            _read_sender(seen, member)
 
 
 def _uids(words: memoryview) -> _Words:
@@ -324,8 +322,14 @@ class _Sender:
     """Member index -> newest message that it has taken."""
 
 
-def _read_sender(seen: _Look, member: MemberInfo) -> MemberInfo:
-    """The sender's info with its rings; their messages are added to what is seen."""
+def _fill(member: MemberInfo, **fields: Any) -> None:
+    """Complete a member that nobody else has seen yet. (`replace` would make it anew, of its 27 fields.)"""
+    for name, value in fields.items():
+        object.__setattr__(member, name, value)
+
+
+def _read_sender(seen: _Look, member: MemberInfo) -> None:
+    """Add the sender's rings to its info, and their messages to what is seen."""
     who = f"sender {member.uid:016x} (pid {member.pid})"
     rings: list[RingInfo] = []
     size, age = 0, 0.0
@@ -352,11 +356,11 @@ def _read_sender(seen: _Look, member: MemberInfo) -> MemberInfo:
                     ring.source.close()
     except (OSError, WireError) as error:
         seen.notes.append(f"{who}: {error}")
-        return member
+        return
     for index, seq in sender.newest.items():
         if index in seen.queues:
             seen.queues[index].received += max(0, min(seq, sender.published) - (sender.starts[index] - 1))
-    return replace(
+    _fill(
         member, leaving=words[lay.L_CLOSED] != 0, published=sender.published, rings=tuple(rings), newest_bytes=size,
         newest_age=age,
     )  # fmt: skip
@@ -461,7 +465,7 @@ class _Ring:
 
     def leased(self) -> set[int]:
         """The slots that receivers say they have leased."""
-        return {slot for _, row in self.rows for slot in np.flatnonzero((row & _ODD == 0) & (row > 0)).tolist()}
+        return {slot for _, row in self.rows for slot in ((row & _ODD == 0) & (row > 0)).nonzero()[0].tolist()}
 
     def info(self, wanted: dict[int, list[int]] | None) -> RingInfo:
         """Add the messages in wanted slots that are still needed to what is seen."""
@@ -473,7 +477,7 @@ class _Ring:
             needed = np.zeros(len(found.seq), np.bool_)
             for mask, holder, _ in used:
                 oldest = float(found.age[mask].max())
-                self.seen.add(holder, int(mask.sum()), int(found.nbytes[mask].sum()), oldest)
+                self.seen.add(holder, int(np.count_nonzero(mask)), int(found.nbytes[mask].sum()), oldest)
                 needed |= mask
             if self.seen.messages:
                 self.seen.held.extend(found.held(self.sender.member.uid, self.index, used))
@@ -488,10 +492,10 @@ class _Ring:
         for peer, row in self.rows:
             word, owed = row[found.slot], found.seq >= np.uint64(sender.starts[peer.index])
             leased = (word == 2 * found.seq) & (owed if not sender.history else True)
-            if leased.any():
+            if np.count_nonzero(leased):
                 used.append((leased, Holder(peer.uid, peer.pid, "leased", peer.alive), None))
             unread = (word < 2 * found.seq) & owed
-            if not peer.leaving and unread.any():
+            if not peer.leaving and np.count_nonzero(unread):
                 used.append((unread, Holder(peer.uid, peer.pid, "unread", peer.alive), None))
                 seen.queues[peer.index].add(found, unread)
         for group, row, members in self.groups:
@@ -618,7 +622,7 @@ class _Messages:
             if wanted is not None:
                 records, slots = records[wanted], np.array(wanted)
         seq = records["seq"]
-        chosen = np.flatnonzero((seq > 0) & (seq <= np.uint64(published)))
+        chosen = ((seq > 0) & (seq <= np.uint64(published))).nonzero()[0]
         chosen = chosen[np.argsort(seq[chosen])[::-1]]
         records, slots = records[chosen], slots[chosen]
         span = np.minimum(np.maximum(records["span"].astype(np.int64), 1), shape.slots - slots)

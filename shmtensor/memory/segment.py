@@ -308,9 +308,6 @@ class Glance:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
 
 def _words(segment: Segment | Glance, data: bytes, start: int, count: int) -> memoryview:
     if len(data) != 8 * count:
