@@ -30,7 +30,7 @@ class MemberInfo:
     index: int
     """Its row in the channel's table of members; reused by later members."""
     uid: int
-    """Its number, which no other member has."""
+    """Its number, which no other member has; `f"{uid:016x}"` is the `id` of a `SenderInfo`."""
     role: str
     """`"sender"` (`Publisher`, `Producer`, `Client`), `"receiver"` (`Subscriber`, `Consumer`, `Server`), or `"tracer"`
     (`shmtensor trace`)."""
@@ -80,6 +80,8 @@ class MemberInfo:
     """Of a subscriber with `delivery="latest"`: messages that it passed over."""
     redelivered: int = 0
     """Of a consumer or server: messages that it got after another had them and did not finish them."""
+    stopped: bool = False
+    """Whether its process is stopped, by SIGSTOP or a debugger: it takes nothing, and what it holds stays held."""
 
 
 @dataclass(frozen=True)

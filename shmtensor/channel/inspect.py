@@ -303,6 +303,7 @@ def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> Mem
         index, uid, role, delivery, pid, process.pid, process.name, alive, words[at + ctl.M_LEAVING] != 0,
         words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
         label=_label(words, at), group=next((it.name for it in seen.groups if it.uid == words[at + ctl.M_GROUP]), ""),
+        stopped=alive and processes.is_stopped(process.pid),
         **{name: words[at + _COUNTERS + number] for name, number in COUNTERS.items()},
     )  # fmt: skip
 

@@ -33,10 +33,12 @@ class Processes:
         self._files: dict[int, dict[_File, list[str]]] = {}
         self._namespaces: dict[int, list[int]] | None = None
         self._found: dict[int, Process] = {}
+        self._stopped: dict[int, bool] = {}
 
     def refresh(self) -> None:
-        """Forget which files are open and which processes run."""
+        """Forget which files are open, and which processes run or are stopped."""
         self._files.clear()
+        self._stopped.clear()
         self._namespaces = None
 
     def forget_all_but(self, uids: set[int]) -> None:
@@ -64,6 +66,12 @@ class Processes:
             if self.holds(candidate, file, byte):
                 return Process(candidate, name_of(candidate))
         return UNKNOWN
+
+    def is_stopped(self, pid: int) -> bool:
+        """Whether a process is stopped, by a signal or a debugger. False if that cannot be seen."""
+        if pid not in self._stopped:
+            self._stopped[pid] = _state_of(pid) in ("T", "t")
+        return self._stopped[pid]
 
     def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
         """Whether the process is known to hold a lock on a byte of a file."""
@@ -103,6 +111,14 @@ def _in_namespaces() -> dict[int, list[int]]:
                     if len(pids) > 1:
                         found.setdefault(int(pids[-1]), []).append(int(entry))
     return found
+
+
+def _state_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return chr(file.read().rpartition(b") ")[2][0])
+    except (OSError, IndexError):
+        return ""
 
 
 def name_of(pid: int) -> str:

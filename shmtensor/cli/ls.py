@@ -9,13 +9,15 @@ import time
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..channel.cleanup import Foreign, foreign
 from ..channel.info import ChannelInfo, HeldMessage, Holding, MemberInfo
-from ..channel.inspect import Inspector
+from ..channel.inspect import COUNTERS, Inspector
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
@@ -30,7 +32,7 @@ def ls(
     channel: Annotated[str | None, typer.Argument(help="Only this channel.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List channels: members, rings, slots in use, who holds what and for how long; and what is not the library's.
+    """List channels: members, rings, slots in use, who holds what, and how old it is; and what is not the library's.
 
     Only looks: it joins no channel and changes nothing. Exit code 1 if CHANNEL is named and does not exist.
     """
@@ -108,15 +110,15 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
         "process": member.process or None,
         "label": member.label or None,
         "alive": member.alive,
+        "stopped": member.stopped,
         "leaving": member.leaving,
         "asleep": member.asleep,
         "joined": member.joined,
         "published": member.published,
         "newest_bytes": member.newest_bytes,
         "newest_age": member.newest_age,
-        "received": member.received,
-        "unread": member.unread,
-        "oldest_unread": member.oldest_unread,
+        **taken_dict(member),
+        **{name: getattr(member, name) for name in COUNTERS},
         "rings": [
             {
                 "index": ring.index, "slots": ring.slots, "slot_bytes": ring.slot_bytes, "bytes": ring.nbytes,
@@ -125,6 +127,13 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
             for ring in member.rings
         ],
     }  # fmt: skip
+
+
+def taken_dict(member: MemberInfo) -> dict[str, Any]:
+    """What a receiver has taken and not, in the JSON forms of a member: null where nobody can know it."""
+    if member.delivery != "all":
+        return {"received": None, "unread": None, "oldest_unread": None}
+    return {"received": member.received, "unread": member.unread, "oldest_unread": member.oldest_unread}
 
 
 def holding_dict(it: Holding) -> dict[str, Any]:
@@ -203,7 +212,9 @@ def _members_table(view: ChannelInfo) -> Table:
         life = ["alive" if member.alive else "closed" if member.role == "sender" and member.leaving else "[red]dead[/]"]
         if member.leaving:
             life.append("being drained" if member.role == "sender" else "leaving, views alive")
-        if member.asleep and member.alive:
+        if member.stopped:
+            life.append("[red]stopped[/]")
+        elif member.asleep and member.alive:
             life.append("asleep")
         delivery = f"one of {member.group}" if member.group else member.delivery
         table.add_row(
@@ -211,7 +222,19 @@ def _members_table(view: ChannelInfo) -> Table:
             str(member.published) if member.role == "sender" else "",
             f"{seconds(max(0.0, time.time() - member.joined))} ago", escape(program(member)),
         )  # fmt: skip
+    return _cut_last(table, "process", "delivery")
+
+
+def _cut_last(table: Table, *headings: str) -> Table:
+    """Where the terminal is too narrow, cut these columns and no other."""
+    for column in table.columns:
+        if column.header not in headings:
+            column.min_width = max(map(cell_len, map(_plain, (column.header, *column.cells))))
     return table
+
+
+def _plain(cell: Any) -> str:
+    return Text.from_markup(cell).plain
 
 
 def program(member: MemberInfo) -> str:

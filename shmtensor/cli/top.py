@@ -19,7 +19,7 @@ from ..channel.inspect import COUNTERS, Inspector
 from ..observe.ends import Ends
 from ..observe.rates import NONE, Rate, Rates
 from ..options import format_bytes
-from .ls import program, user_name
+from .ls import program, taken_dict, user_name
 from .output import bytes_per_second, console, guarded, print_json_line, seconds, until_interrupted
 
 _MARKED_S: Final = 0.5
@@ -46,7 +46,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="End after one reading: --count 1.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each reading as one line of JSON.")] = False,
 ) -> None:
-    """Show channels and members live: messages and bytes per second, what waits, who holds what for how long.
+    """Show channels and members live: messages and bytes per second, what waits, who holds what, and how old it is.
 
     Only looks, as ls does. Rates come from two readings, so the first one with rates is shown after an interval. A
     reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
@@ -184,8 +184,8 @@ def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
                 "group": it.group or None, "pid": it.pid,
                 "host_pid": it.host_pid or None, "process": it.process or None,
                 "label": it.label or None, "alive": it.alive,
-                **_rate_dict(rates.of(it)), "published": it.published, "received": it.received, "unread": it.unread,
-                "oldest_unread": it.oldest_unread, **{name: getattr(it, name) for name in COUNTERS},
+                "stopped": it.stopped, **_rate_dict(rates.of(it), has_bytes=it.role == "sender"),
+                "published": it.published, **taken_dict(it), **{name: getattr(it, name) for name in COUNTERS},
                 "holds": holdings.get(it.uid, []),
             }
             for it in channel.members
@@ -195,10 +195,10 @@ def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rate_dict(rate: Rate | None) -> dict[str, float | None]:
+def _rate_dict(rate: Rate | None, *, has_bytes: bool = True) -> dict[str, float | None]:
     return {
         "messages_per_second": None if rate is None else rate.messages,
-        "bytes_per_second": None if rate is None else rate.nbytes,
+        "bytes_per_second": rate.nbytes if rate is not None and has_bytes else None,
     }
 
 
@@ -260,14 +260,27 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
     )  # fmt: skip
     for member in channel.members:
         arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
-        life = "" if member.alive else " closed" if member.role == "sender" and member.leaving else " dead"
+        life = (
+            " stopped"
+            if member.stopped
+            else ""
+            if member.alive
+            else " closed"
+            if member.role == "sender" and member.leaving
+            else " dead"
+        )
         held = [it for it in channel.holdings if it.uid == member.uid and it.uid]
         yield columns.line(
-            f" {arrow} {member.pid}{life} {program(member)}",
+            f" {arrow} {member.pid}{life}{_delivery(member)} {program(member)}",
             (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
             _counted_text(member), _holdings_text([it for it in held if it.how != "unread"]),
-            "" if member.alive else "red",
+            "" if member.alive and not member.stopped else "red",
         )  # fmt: skip
+
+
+def _delivery(member: MemberInfo) -> str:
+    """What a subscriber gets, unless it is everything."""
+    return f" [{member.group}]" if member.group else " latest" if member.delivery == "latest" else ""
 
 
 def _rate_cells(rate: Rate | None) -> tuple[str, str]:

@@ -68,6 +68,8 @@ def trace(
             + (f"; it ended early, after --most {most} events: see --every" if end == "full" else ""),
             soft_wrap=True, markup=False, highlight=False,
         )  # fmt: skip
+    if not found.count:
+        console(stderr=True).print(f"no member sent, took or gave back anything: see `shmtensor ls {channel}`")
     if unfinished:
         console(stderr=True).print(f"{unfinished} messages that no consumer has finished ended with the channel")
 

@@ -17,7 +17,7 @@ int trace_set(Trace *self, PyObject *log) {
     trace_clear(self);
     if (log == Py_None) {
         self->begun = self->found = 0;
-        self->goes_on = 0;
+        self->goes_on = self->waited = 0;
         return 0;
     }
     uint64_t size;

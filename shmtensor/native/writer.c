@@ -396,18 +396,19 @@ static PyObject *Writer_seek(Writer *self, PyObject *unused) {
 
 /* Slots were looked for. */
 static void note_search(Trace *trace, int has_found) {
-    uint64_t now = monotonic_ns();
-    if (!trace->begun) trace->begun = now;
-    if (has_found) trace->found = now;
+    if (!trace->begun) trace->begun = monotonic_ns(); /* of a loan */
+    if (!has_found) trace->waited = 1;
+    else if (trace->waited) trace->found = monotonic_ns();
 }
 
 /* A message was published: its record has the time. */
 static void note_sent(Writer *self, const allocation *at, uint64_t seq, uint64_t nbytes) {
     Trace *trace = &self->trace;
     uint64_t end = load_relaxed(record_of(&self->core.rings[at->ring].shared, at->slot) + 1);
-    uint64_t found = trace->found ? trace->found : end, begun = trace->begun ? trace->begun : found;
-    add_event(&trace->log, EVENT_SEND, seq, trace->log.member, begun, found, end, nbytes);
+    uint64_t begun = trace->begun ? trace->begun : end;
+    add_event(&trace->log, EVENT_SEND, seq, trace->log.member, begun, trace->found ? trace->found : begun, end, nbytes);
     trace->begun = trace->found = 0;
+    trace->waited = 0;
 }
 
 /* --- slots ----------------------------------------------------------------------------------------------------------- */
@@ -578,7 +579,9 @@ static int acquire_soon(Writer *self, uint64_t total, int64_t patience, allocati
     int index = choose(self, total);
     if (index == NO_RING || begin(self, 0)) return 0;
     for (uint64_t until = 0;;) {
-        if (writer_acquire(&self->core, total, index, at)) return 1;
+        int has_found = writer_acquire(&self->core, total, index, at);
+        if (is_traced(&self->trace)) note_search(&self->trace, has_found);
+        if (has_found) return 1;
         do {
             if (patience <= 0) return 0;
             uint64_t now = monotonic_ns();
@@ -623,7 +626,6 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
     }
     if (!locked && !self->retired && load(words_of(&self->control) + self->epoch_at) == self->epoch &&
         acquire_soon(self, (uint64_t)out->total, patience, &at) && !(registration.table && enter(self, &at, &registration))) {
-        if (is_traced(&self->trace)) note_search(&self->trace, 1);
         CRASH_POINT("send.acquired");
         copy_small(out, (char *)writer_payload(&self->core, &at));
         CRASH_POINT("send.copied");

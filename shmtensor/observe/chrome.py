@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 from ..channel.info import MemberInfo
 from ..ring.events import E_BEGIN, E_END, E_MEMBER, E_MIDDLE, E_NBYTES, E_PID, E_SENDER, E_WHAT, RELEASE, SEND, TAKE
 from .trace import Trace
-
-_WAIT_NS: Final = 1_000
-"""A search for slots that took longer is shown as a wait."""
 
 
 def write(trace: Trace, file: TextIO, version: str) -> int:
@@ -100,7 +97,7 @@ class _Lines:
     def _send(self, event: list[int], seq: int, lane: tuple[int, int]) -> Iterator[str]:
         begin, found, end = event[E_BEGIN], event[E_MIDDLE], event[E_END]
         yield _slice("send", lane, begin, end, {"seq": seq, "bytes": event[E_NBYTES], "waited_ns": found - begin})
-        if found - begin > _WAIT_NS:
+        if found > begin:
             yield _slice("wait for a slot", lane, begin, found, {})
 
     def _take(self, event: list[int], message: tuple[int, int], lane: tuple[int, int]) -> Iterator[str]:

@@ -13,7 +13,8 @@ area of its own index alone:
 
 Times are CLOCK_MONOTONIC, nanoseconds. `sender` and the number name the message, in every process that sees it.
 
-    SEND     begin: it began to look for slots   middle: it had them    end: published (the record's time)
+    SEND     begin: it began to look for slots   middle: when it had them, if it waited; else as begin
+             end: published (the record's time)
     TAKE     begin: it began to take a message   middle: the attempt    end: taken and decoded
     RELEASE  begin, end: given back
 

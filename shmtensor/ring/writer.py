@@ -91,6 +91,8 @@ class Writer:
         self.sent_bytes = self.notified = 0
         self._events: EventLog | None = None
         self._begun = self._found = 0
+        """When a traced message began to look for slots; when it had them, if it `_waited`."""
+        self._waited = False
 
     def send(self, value: Any, meta: Any, patience: int, *registration: Any) -> Any:
         """Encode the value; the endpoint does the rest."""
@@ -106,7 +108,7 @@ class Writer:
     def trace(self, log: EventLog | None) -> None:
         """Write events there from now on; None: none."""
         if log is None:
-            self._begun = self._found = 0
+            self._begun, self._found, self._waited = 0, 0, False
         self._events = log
 
     def seek(self) -> None:
@@ -117,17 +119,19 @@ class Writer:
 
     def _note_search(self, has_found: bool) -> None:
         """Slots were looked for."""
-        now = time.monotonic_ns()
-        self._begun = self._begun or now
-        if has_found:
-            self._found = now
+        if not self._begun:  # a loan's
+            self._begun = time.monotonic_ns()
+        if not has_found:
+            self._waited = True
+        elif self._waited:
+            self._found = time.monotonic_ns()
 
     def _note_sent(self, log: EventLog, ring: Ring, slot: int, seq: int, nbytes: int) -> None:
         """A message was published: its record has the time."""
         end = ring.words[R_RECORDS + slot * RECORD_WORDS + 1]
-        found = self._found or end
-        log.add(SEND, seq, log.member, self._begun or found, found, end, nbytes)
-        self._begun = self._found = 0
+        begun = self._begun or end
+        log.add(SEND, seq, log.member, begun, self._found or begun, end, nbytes)
+        self._begun, self._found, self._waited = 0, 0, False
 
     # --- members
 

@@ -20,11 +20,9 @@ from shmtensor.cli.output import FAIL, Finding
 from shmtensor.errors import ResourceError
 from shmtensor.memory import segment as shm
 
-from ..scenes import unswept
+from ..scenes import own_shm, play, unswept
 
 PATIENCE = 120.0
-TRIES = 50
-"""How often a test tries to be faster than whoever else sweeps."""
 
 
 def cli(*args: str, code: int = 0) -> str:
@@ -177,77 +175,70 @@ def test_the_dead(channel, victim):
 
 
 @pytest.mark.slow
-def test_gc_after_a_death(channel):
-    """Any other program that makes an endpoint may have swept before: then somebody else dies."""
-    live = channel + "-live"
-    with shmtensor.Publisher(live, slots=2, slot_bytes=64) as pub:
-        assert any(gc_finds_the_dead(f"{channel}-{number}", live) for number in range(TRIES))
-        pub.send(np.zeros(4))
+def test_gc_after_a_death():
+    """In a `/dev/shm` of its own: any other program that makes an endpoint sweeps, too."""
+    play(gc_after_a_death, mounts=(own_shm("size=64m"),))
 
 
-def gc_finds_the_dead(channel: str, live: str) -> bool:
-    """Whether it was `gc` that removed what a death had left. If so, it said what."""
+def gc_after_a_death() -> None:
     script = (
         "import signal, sys, numpy, shmtensor\n"
         "tx = shmtensor.Producer(sys.argv[1]); rx = shmtensor.Consumer(sys.argv[1])\n"
         "tx.send(numpy.zeros(1000)); print('sent', flush=True); signal.pause()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, channel], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout.readline() == "sent\n"
-        with unswept(channel):
+    with shmtensor.Publisher("live", slots=2, slot_bytes=64) as pub:
+        process = subprocess.Popen([sys.executable, "-c", script, "dead"], stdout=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout.readline() == "sent\n"
             process.kill()
-            process.wait()
-            files = seen(channel)["files"]
-            assert len(files) == 4  # control, sequences, semaphore, ring
-    dry, text = json.loads(cli("gc", "--dry-run", "--json")), cli("gc", "--dry-run")
-    are_there = all(map(os.path.exists, files))
-    swept = json.loads(cli("gc", "--json"))
-    assert not any(map(os.path.exists, files))
-    cli("ls", channel, code=1)
-    removed = {it["path"]: it for it in swept["removed"]}
-    if not are_there or not set(files) <= set(removed):
-        return False
-    assert dry["dry_run"]
-    assert set(files) <= {it["path"] for it in dry["removed"]}
-    assert "would remove" in text
-    assert all(removed[path]["channel"] == channel for path in files)
-    assert swept["bytes"] == sum(it["bytes"] for it in swept["removed"]) > 8000
-    (left,) = (it for it in swept["left"] if it["channel"] == live)
-    assert str(os.getpid()) in left["why"]
-    return True
+        files = seen("dead")["files"]
+        assert len(files) == 4  # control, sequences, semaphore, ring
+        dry, text = json.loads(cli("gc", "--dry-run", "--json")), cli("gc", "--dry-run")
+        assert all(map(os.path.exists, files))
+        assert dry["dry_run"]
+        assert set(files) <= {it["path"] for it in dry["removed"]}
+        assert "would remove" in text
+        swept = json.loads(cli("gc", "--json"))
+        assert not any(map(os.path.exists, files))
+        cli("ls", "dead", code=1)
+        removed = {it["path"]: it for it in swept["removed"]}
+        assert set(files) <= set(removed)
+        assert all(removed[path]["channel"] == "dead" for path in files)
+        assert swept["bytes"] == sum(it["bytes"] for it in swept["removed"]) > 8000
+        (left,) = (it for it in swept["left"] if it["channel"] == "live")
+        assert str(os.getpid()) in left["why"]
+        pub.send(np.zeros(4))
 
 
-def test_ls_damaged_segments(channel):
-    with shmtensor.Publisher(channel, slots=4) as pub, shmtensor.Subscriber(channel) as sub:
+def test_ls_damaged_segments():
+    play(ls_damaged_segments, mounts=(own_shm("size=64m"),))
+
+
+def ls_damaged_segments() -> None:
+    with shmtensor.Publisher("c", slots=4) as pub, shmtensor.Subscriber("c") as sub:
         pub.send(np.zeros(10))
-        uid = seen(channel)["members"][0]["uid"]
-        os.rename(f"/dev/shm/shmtensor.{channel},{uid},0", f"/dev/shm/shmtensor.{channel},{uid},9")
-        found = seen(channel)
+        uid = seen("c")["members"][0]["uid"]
+        os.rename(f"/dev/shm/shmtensor.c,{uid},0", f"/dev/shm/shmtensor.c,{uid},9")
+        found = seen("c")
         assert "ring 0" in found["notes"][0]
-        os.rename(f"/dev/shm/shmtensor.{channel},{uid},9", f"/dev/shm/shmtensor.{channel},{uid},0")
-        assert seen(channel)["notes"] == []
+        os.rename(f"/dev/shm/shmtensor.c,{uid},9", f"/dev/shm/shmtensor.c,{uid},0")
+        assert seen("c")["notes"] == []
         sub.recv(timeout=PATIENCE).release()
-    main, stray = f"/dev/shm/shmtensor.{channel}", f"/dev/shm/shmtensor.{channel},{1:016x}"
     for size in (0, 100, 1 << 20):  # no control segment at all
-        notes, text = seen_before_it_is_swept(channel, main, size)
+        notes, text = seen_file("c", "/dev/shm/shmtensor.c", size)
         assert notes
         assert "note:" in text
-    notes, _ = seen_before_it_is_swept(channel, stray, 0)
+    notes, _ = seen_file("c", f"/dev/shm/shmtensor.c,{1:016x}", 0)
     assert "no control segment" in notes[0]
 
 
-def seen_before_it_is_swept(channel: str, path: str, size: int) -> tuple[list[str], str]:
-    """What `ls` says of a file that nobody owns. Any other program that makes an endpoint removes it."""
-    for _ in range(TRIES):
-        with open(path, "wb") as file:
-            file.truncate(size)
-        found = CliRunner().invoke(app, ["ls", channel, "--json"]), CliRunner().invoke(app, ["ls", channel])
-        if os.path.exists(path):
-            os.unlink(path)
-            assert [each.exit_code for each in found] == [0, 0]
-            return json.loads(found[0].stdout)["channels"][0]["notes"], found[1].stdout
-    raise AssertionError(f"{path} was swept each time")
+def seen_file(channel: str, path: str, size: int) -> tuple[list[str], str]:
+    """What `ls` says of a file that nobody owns."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+    found = cli("ls", channel, "--json"), cli("ls", channel)
+    os.unlink(path)
+    return json.loads(found[0])["channels"][0]["notes"], found[1]
 
 
 def test_ls_while_a_segment_is_cut(channel, monkeypatch):

@@ -5,6 +5,7 @@ A test compares the page with what this makes.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 from pathlib import Path
@@ -42,8 +43,14 @@ def _section(name: str, command: Any, heading: str) -> str:
     rows += [(", ".join(f"`{option}`" for option in each.opts), each) for each in options]
     if rows:
         text += "\n| | meaning | default |\n|---|---|---|\n"
-        text += "".join(f"| {shown} | {_cell(each.help or '')} | {_default(each)} |\n" for shown, each in rows)
+        text += "".join(f"| {shown} | {_cell(_meaning(each))} | {_default(each)} |\n" for shown, each in rows)
     return text
+
+
+def _meaning(parameter: Any) -> str:
+    default = parameter.default
+    choices = ", ".join(f"`{each.value}`" for each in type(default)) if isinstance(default, enum.Enum) else ""
+    return (parameter.help or "") + (f" One of {choices}." if choices else "")
 
 
 def _metavar(argument: Any) -> str:
@@ -61,7 +68,7 @@ def _default(parameter: Any) -> str:
         return "needed"
     if parameter.default is None or parameter.default is False or callable(parameter.default):
         return ""
-    return f"`{parameter.default}`"
+    return f"`{getattr(parameter.default, 'value', parameter.default)}`"
 
 
 if __name__ == "__main__":
