@@ -1,4 +1,4 @@
-"""Child processes of this interpreter: their module search path.
+"""Child processes of this interpreter: their module search path, and how they notice the end of their parent.
 
 Python puts the current directory, or the directory of a script, before the standard library. A child process of the
 library imports modules from where this process has them; a directory that may contain a stray `json.py` comes last, or
@@ -9,12 +9,48 @@ not at all.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import select
 import sys
 import sysconfig
-from typing import Final
+from io import FileIO
+from multiprocessing import parent_process
+from typing import Any, Final
+
+
+class ParentWatch:
+    """In a process that `multiprocessing` started: whether the one that started it has ended.
+
+    By its pid and by `multiprocessing`'s pipe. The pipe alone would not tell: every child that the parent forks
+    inherits the parent's end of it.
+
+    Args:
+        others: objects with a `fileno()`: `wait` also returns when one of them can be read.
+    """
+
+    def __init__(self, *others: Any) -> None:
+        self._poll, parent = select.poll(), parent_process()
+        for each in others:
+            self._poll.register(each, select.POLLIN)
+        if parent is not None:
+            self._poll.register(parent.sentinel, select.POLLIN)
+            with contextlib.suppress(OSError, AttributeError):  # a kernel, or a sandbox, without it
+                self._pidfd = FileIO(os.pidfd_open(parent.pid or -1))
+                self._poll.register(self._pidfd, select.POLLIN)
+        self._is_orphan = parent is None
+
+    def has_ended(self) -> bool:
+        """Whether the parent has ended. Some 1 µs."""
+        return self._is_orphan or bool(self._poll.poll(0))
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        if not self._is_orphan:
+            self._poll.poll()
+
 
 _NEEDED: Final = ("shmtensor", "numpy", "zmq", "posix_ipc", "xxhash", "ml_dtypes")
 _ENTER: Final = (

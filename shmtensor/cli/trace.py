@@ -115,21 +115,27 @@ def _record(tracer: Tracer, seconds: float, most: int, interrupted: list[int]) -
 @contextlib.contextmanager
 def _written_to(path: Path) -> Iterator[TextIO]:
     """A file beside the one that is wanted, which takes its place when it is complete. Ends the command if there can be
-    none."""
+    none. A device or a FIFO is written to, and what a link leads to is replaced."""
     if path.is_dir():
         raise fail(f"cannot write {path}: it is a directory: pass the name of a file", 2)
+    path = Path(os.path.realpath(path))
     try:
-        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        if path.exists() and not path.is_file():
+            number, name = os.open(path, os.O_WRONLY), ""
+        else:
+            number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}: choose another --output", 2) from None
     try:
         with open(number, "w", encoding="utf-8") as file:
             yield file
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        if name:
+            os.chmod(name, 0o666 & ~_umask())
+            os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        if name:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
         raise
 
 

@@ -16,7 +16,7 @@ SMALL = 64 << 10  # bytes; up to this size each of several copies is made withou
 ALONE = 256 << 10
 """Bytes up to which a single copy keeps the lock: it takes some ten microseconds, and a thread that releases the lock
 while another one computes may get it back only after milliseconds."""
-LARGE = 1 << 20  # bytes; from here on several of torch's threads copy faster than memmove
+LARGE = 1 << 20  # bytes; from here on more than two of torch's threads copy faster than one
 
 FAR = native.module.CACHE_BYTES // 4 if native.module is not None else sys.maxsize
 """Bytes from which a copy uses non-temporal stores, where the compiled module has them: in the caches, most of the copy
@@ -54,11 +54,12 @@ def mover(total: int) -> Callable[[int, int, int], object]:
 
 
 def goes_by_threads(nbytes: int) -> bool:
-    """Whether to copy with torch's threads: `LARGE` bytes or more, and there are several threads.
+    """Whether to copy with torch's threads: `LARGE` bytes or more, and there are more than two threads.
 
-    Two are nearly as fast as one thread with non-temporal stores, more are faster; but they may spin afterwards.
+    Two are no faster than one with non-temporal stores, and wait for each other: where other processes keep the cores
+    busy, a copy of 3 MiB takes 6 ms in place of 0.3.
     """
-    return nbytes >= LARGE and _torch_threads() > 1
+    return nbytes >= LARGE and _torch_threads() > 2
 
 
 def _torch_threads() -> int:

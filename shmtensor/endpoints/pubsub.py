@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ..channel import control as ctl
 from ..channel.membership import Member
@@ -24,8 +24,6 @@ from .devices import Devices
 from .message import Message
 from .peers import Peer
 from .traits import ReceiverTraits, SenderTraits
-
-_S = TypeVar("_S", bound="Subscriber")
 
 
 class Publisher(DeviceSender):
@@ -140,9 +138,6 @@ class Subscriber(DeviceReceiver):
 
     _traits = ReceiverTraits(FAN_OUT)
 
-    def __new__(cls: type[_S], *_: Any, group: str | None = None, **__: Any) -> _S:
-        return super().__new__(cls if group is None else _of_groups(cls))  # type: ignore[return-value]
-
     def __init__(
         self,
         channel: str,
@@ -166,6 +161,8 @@ class Subscriber(DeviceReceiver):
         if depth > 1 and not self._latest:
             raise ArgumentError(f'depth={depth} goes with delivery="latest": every message is delivered otherwise')
         self._depth = depth
+        if group is not None:
+            self.__class__ = _of_groups(type(self))
         self._join_group(group, acknowledge, max_attempts)
         super().__init__(
             channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label, group=group or ""

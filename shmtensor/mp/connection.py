@@ -21,6 +21,7 @@ import struct
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any, Final
 
+from ..endpoints.message import Message
 from ..errors import ShmTensorError
 from ..memory.descriptors import InheritedFile
 from ..options import parse_bytes
@@ -30,8 +31,24 @@ from .putter import default_limit
 from .queue_handle import QueueHandle, hold
 
 _NAME: Final = struct.Struct("<BQQ")
+_LENGTH: Final = struct.Struct("!i")
+_LONG_LENGTH: Final = struct.Struct("!Q")
+_LONG: Final = -1
+"""A message on the standard library's connections is a length and bytes; of 2 GiB and more `_LONG`, a length, bytes."""
 _IN_SLOT: Final = 0
 """First byte of a slot's name. No pickle begins with it."""
+
+
+class _Sender(DirectProducer):
+    """The sending end."""
+
+    named = 0
+    """The newest message whose name was sent, or that was taken back. `Connection` stores it."""
+
+    @property
+    def newest(self) -> MessageRef:
+        """The message that was published last."""
+        return MessageRef(self._member.uid, self._published)
 
 
 class _Slots(QueueHandle):
@@ -39,9 +56,14 @@ class _Slots(QueueHandle):
 
     _kind = "pipe"
 
-    def make_putter(self) -> DirectProducer:
+    def make_putter(self) -> _Sender:
         """Create the sending end."""
-        return DirectProducer(self.name, self.max_bytes)
+        return _Sender(self.name, self.max_bytes)
+
+    @property
+    def made_putter(self) -> _Sender | None:
+        """This process's sending end, if it has one."""
+        return self._putter  # type: ignore[no-any-return]
 
     def make_getter(self) -> DirectConsumer:
         """Create the receiving end."""
@@ -58,20 +80,31 @@ class Connection(connection.Connection):
 
     Pass it to a process as an argument, let a forked child inherit it, or send it through another connection or queue.
     As there, one thread at a time may send, and one receive.
+
+    An exception of a signal handler may end any call. An interrupted `send` has sent the object or not; the object that
+    an interrupted `recv` has taken is the next one's.
     """
 
-    def __init__(self, descriptor: int, readable: bool, writable: bool, slots: QueueHandle) -> None:
+    def __init__(self, descriptor: int, readable: bool, writable: bool, slots: _Slots) -> None:
         super().__init__(descriptor, readable, writable)
-        self._slots = slots
+        self._slots: _Slots = slots
         self._hold = hold(slots)
+        self._frame = b""
+        """What is written now: a length and that many bytes."""
+        self._written: list[int] = []
+        """How much of it, by each write."""
+        self._chunks: list[bytes] = []
+        """What was read of the message that is received now, with its length."""
+        self._message: Message | None = None
+        """The message that it names, once that is taken."""
+        self._undelivered: list[Any] = []
+        """The object, until `recv` returns it."""
 
     if TYPE_CHECKING:  # the standard library's
 
         def _check_closed(self) -> None: ...
         def _check_readable(self) -> None: ...
         def _check_writable(self) -> None: ...
-        def _send_bytes(self, buf: bytes) -> None: ...
-        def _recv_bytes(self) -> io.BytesIO: ...
 
     def send(self, obj: Any) -> None:
         """Send any object that pickles.
@@ -89,18 +122,34 @@ class Connection(connection.Connection):
         self._check_writable()
         value = dumps(obj)
         packed = inline(value)
-        if packed is not None:
-            self._send_bytes(packed)
-            return
-        producer: DirectProducer = self._slots.putter
-        ref = producer.post(value, _Waits(self, producer), "an object", "objects that the other end of the pipe keeps")
-        # crash: pipe.posted
         try:
-            self._send_bytes(_NAME.pack(_IN_SLOT, *ref))
-        except OSError:  # no process will ask for it
-            with contextlib.suppress(ShmTensorError):
-                self._slots.getter.take(ref).release()
-            raise
+            self._settle()
+            if packed is None:
+                producer: _Sender = self._slots.putter
+                holder = "objects that the other end of the pipe keeps"
+                packed = _NAME.pack(_IN_SLOT, *producer.post(value, _Waits(self, producer), "an object", holder))
+                # crash: pipe.posted
+            self._frame = _LENGTH.pack(len(packed)) + packed
+            self._write_rest()
+        finally:
+            self._settle()  # if this is interrupted, the next `send` does it
+
+    def _write_rest(self) -> None:
+        while (count := sum(self._written)) < len(self._frame):
+            self._written.extend(map(os.write, (self.fileno(),), (self._frame[count:],)))  # one call: written and noted
+
+    def _settle(self) -> None:
+        """Finish what a `send` has left: the rest of what it began to write; a message that it has not named."""
+        has_begun = bool(self._written)
+        if has_begun:
+            self._write_rest()
+        producer: _Sender | None = self._slots.made_putter
+        if producer is not None and producer.newest.seq != producer.named:
+            if not has_begun:  # no process will ask for it
+                with contextlib.suppress(ShmTensorError):
+                    self._slots.getter.take(producer.newest).release()
+            producer.named = producer.newest.seq
+        self._written.clear()
 
     def recv(self) -> Any:
         """The next object; waits until there is one.
@@ -113,19 +162,85 @@ class Connection(connection.Connection):
         """
         self._check_closed()
         self._check_readable()
-        data = self._recv_bytes().getvalue()
-        if len(data) != _NAME.size or data[0] != _IN_SLOT:
-            return unfold(data)
-        # crash: pipe.named
-        message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
+        undelivered = self._undelivered
+        if not undelivered:
+            self._fetch()
+        self._finish()
+        item = undelivered[0]  # from here to the return there is no interrupt
+        del undelivered[0]
+        return item
+
+    def _fetch(self) -> None:
+        """Fill `_undelivered`. What an interrupt stops, the next call goes on with."""
+        if not self._chunks:
+            self._finish()
+        data = self._read()
         try:
-            return loads(value_of(message))
-        finally:
-            message.release()
+            if len(data) != _NAME.size or data[0] != _IN_SLOT:
+                value = unfold(data)
+            else:
+                # crash: pipe.named
+                if self._message is None:
+                    self._message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
+                value = loads(value_of(self._message))
+        except Exception:
+            self._finish()
+            raise
+        self._undelivered.append(value)
+
+    def _finish(self) -> None:
+        """The message that was received is done, whether or not it could be read."""
+        self._chunks.clear()
+        if self._message is not None:
+            self._message.release()
+            self._message = None
+
+    def _read(self) -> bytes:
+        """The bytes of the next message, which stay in `_chunks`; waits for them."""
+        head, size = self._lengths()
+        self._read_until(head + size)
+        return b"".join(self._chunks)[head:]
+
+    def _lengths(self) -> tuple[int, int]:
+        """Bytes that the length of the next message takes, and that length; waits for them."""
+        head = _LENGTH.size
+        self._read_until(head)
+        (size,) = _LENGTH.unpack(self._first(head))
+        if size == _LONG:
+            head += _LONG_LENGTH.size
+            self._read_until(head)
+            (size,) = _LONG_LENGTH.unpack(self._first(head)[_LENGTH.size :])
+        return head, size
+
+    def _first(self, count: int) -> bytes:
+        return b"".join(chunk[:count] for chunk in self._chunks[:count])[:count]
+
+    def _read_until(self, count: int) -> None:
+        chunks = self._chunks
+        while (have := sum(map(len, chunks))) < count:
+            chunks.extend(map(os.read, (self.fileno(),), (count - have,)))  # one call: read and noted
+            if not chunks[-1]:
+                if not have:
+                    raise EOFError
+                raise OSError("got end of file during message")
+
+    def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
+        """What `recv_bytes` and `recv_bytes_into` read by: a file at its end."""
+        if maxsize is not None and self._lengths()[1] > maxsize:
+            return None
+        file = io.BytesIO()
+        file.write(self._read())
+        self._chunks.clear()
+        return file
+
+    def _poll(self, timeout: float | None) -> bool:
+        """What `poll` asks: an interrupted `recv` may have read what is next, so that nothing is in the socket."""
+        return bool(self._undelivered or any(self._chunks)) or super()._poll(timeout)  # type: ignore[misc]
 
     def close(self) -> None:
         """Close this end in this process. Idempotent; tensors that were received stay valid."""
         super().close()
+        self._message = None
         self._slots.close()
 
     def parts(self) -> tuple[Any, ...]:

@@ -13,15 +13,18 @@ and, if it is not to be tried again, sends their number in place of a result.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from multiprocessing import parent_process, pool
+from multiprocessing import pool
 from typing import Any, Final, NamedTuple
 
 from ..channel.control import CAPACITY
+from ..children import ParentWatch
 from ..endpoints.base import check_count
 from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
@@ -41,6 +44,11 @@ _PER_WORKER: Final = 8
 
 _PARENT_CHECK: Final = 1.0
 """Seconds after which a worker without a task checks whether its parent lives."""
+
+_ERROR_SLOT_BYTES: Final = 256
+"""Slot size of a worker's first ring, of 1024 slots: an error has room there when no other ring can be made."""
+
+log = logging.getLogger("shmtensor.mp")
 
 _DIED: Final = (
     "a worker died while it ran this task of the pool, {} in all: killed by the kernel for lack of memory, by a signal "
@@ -84,7 +92,8 @@ class _WorkerEnds:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._consumer: Consumer | None = None
-        self._producer: DirectProducer | None = None
+        self._parent: ParentWatch | None = None
+        self._producer: Any = None  # a `DirectProducer`, made before a task is taken
         self._task: Message | None = None
         """The message of the task that runs."""
 
@@ -92,10 +101,9 @@ class _WorkerEnds:
         """The next task; None: there will be none. `EOFError` if the parent is gone."""
         if self._pid != os.getpid():  # forked
             self._begin()
-        if self._consumer is None:
-            self._consumer = _Receiver(self._channels.tasks, acknowledge="release", max_attempts=_MOST_ATTEMPTS)
+        consumer = self._consumer or self._join()
         while True:
-            message = _recv(self._consumer)
+            message = self._recv(consumer)
             # crash: task.taken
             job, number, *value = value_of(message)
             if job is None:
@@ -108,10 +116,54 @@ class _WorkerEnds:
             try:
                 task = job, number, *loads(value)
             except Exception as error:  # this task's, not the worker's
-                self.put((job, number, (False, pool.ExceptionWithTraceback(error, error.__traceback__))))  # type: ignore[attr-defined]
+                self._fail(job, number, error)
                 continue
             # crash: task.read
             return task
+
+    def _join(self) -> Consumer:
+        """Become a member of both channels, with room for an error: a worker that cannot answer takes no task.
+
+        Waits while there is no memory for that. A worker that ended would be replaced by another, over and over.
+        """
+        self._parent = ParentWatch()
+        waits = False
+        while True:
+            try:
+                if self._producer is None:
+                    self._producer = DirectProducer(self._channels.results, self._channels.max_bytes, _ERROR_SLOT_BYTES)
+                self._consumer = _Receiver(self._channels.tasks, acknowledge="release", max_attempts=_MOST_ATTEMPTS)
+                return self._consumer
+            except ResourceError as error:
+                if not waits:
+                    log.warning("a worker of a pool takes no task until it has what it needs: %s", error)
+                waits = True
+                self._check_parent()
+                time.sleep(_PARENT_CHECK)
+
+    def _recv(self, consumer: Consumer) -> Message:
+        """The next message of the parent; `EOFError` if it is gone, even if it has sent more tasks ahead."""
+        while True:
+            try:
+                message = consumer.recv(timeout=_PARENT_CHECK)
+            except TimedOut:
+                self._check_parent()
+            except (EndOfStream, ClosedError):
+                raise EOFError from None
+            else:
+                self._check_parent()
+                return message
+
+    def _check_parent(self) -> None:
+        if self._parent is None or self._parent.has_ended():
+            raise EOFError from None
+
+    def _fail(self, job: int, number: int, error: Exception) -> None:
+        """Answer with an exception; with its text, if it cannot be pickled."""
+        try:
+            self.put((job, number, (False, pool.ExceptionWithTraceback(error, error.__traceback__))))  # type: ignore[attr-defined]
+        except Exception as unsendable:
+            self.put((job, number, (False, pool.MaybeEncodingError(unsendable, error))))  # type: ignore[attr-defined]
 
     def put(self, item: Any) -> None:
         """Send a result; then its task is done. Raises what pickling it raises. None: the end of the results."""
@@ -128,8 +180,6 @@ class _WorkerEnds:
 
     def _answer(self, job: int, number: int, value: list[Any], deaths: int = 0) -> None:
         limit, producer = self._channels.max_bytes, self._producer
-        if producer is None:
-            producer = self._producer = DirectProducer(self._channels.results, limit)
         scarce = limit is not None and producer.statistics().ring_bytes > limit // 2
         holder = "results that the pool's process keeps"
         producer.post(value, Patience(producer), "a result", holder, (job, number, deaths, scarce))
@@ -138,19 +188,6 @@ class _WorkerEnds:
         if task is not None:
             task.release()  # its slot comes back when the last view of the arguments dies
             # crash: task.done
-
-
-def _recv(consumer: Consumer) -> Message:
-    """The next message of a worker's parent; `EOFError` if the parent is gone."""
-    while True:
-        try:
-            return consumer.recv(timeout=_PARENT_CHECK)
-        except TimedOut:
-            parent = parent_process()
-            if parent is None or not parent.is_alive():
-                raise EOFError from None
-        except (EndOfStream, ClosedError):
-            raise EOFError from None
 
 
 class _ParentEnds:

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import context, reduction, resource_sharer, util
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from ..ring.layout import WORK_QUEUE
 from . import pickling
 from .getter import Getter
 from .putter import Putter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class QueueHandle:
@@ -66,7 +69,7 @@ class QueueHandle:
         self.start_anew()
 
     @classmethod
-    def create(cls, max_bytes: int | None, values: tuple[tuple[int, int], ...], named: bool) -> tuple[QueueHandle, Any]:
+    def create(cls, max_bytes: int | None, values: tuple[tuple[int, int], ...], named: bool) -> tuple[Self, Any]:
         """Create a channel with a new name, its keeper and its semaphores.
 
         Args:

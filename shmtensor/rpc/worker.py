@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from ..children import look_last, safe_path
+from ..children import ParentWatch, look_last, safe_path
 from ..errors import ArgumentError, ArgumentTypeError
 from .batching import Batch
 from .board import Counting, Row
@@ -231,10 +231,9 @@ def resolve(path: str, what: str = "handler") -> Any:
 
 
 def _watch_pool(pipe: Connection, stop: _Stop, grace: float | None) -> None:
-    """Stop when the pool has died: it never sends anything, but its end of the pipe closes. Nobody else would kill
-    this process then if it does not end within `grace`."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
+    """Stop when the pool has died, or closes its end of the pipe: it never sends anything. Nobody else would kill this
+    process then if it does not end within `grace`."""
+    ParentWatch(pipe).wait()
     stop.set()
     if stop.interrupts:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

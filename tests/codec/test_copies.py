@@ -161,7 +161,7 @@ def leaves(value) -> list:
 
 
 def test_torch_s_threads_keep_what_they_share(channel, counted, monkeypatch):
-    monkeypatch.setattr(copies, "_torch_threads", lambda: 2)
+    monkeypatch.setattr(copies, "_torch_threads", lambda: 3)
     with Publisher(channel, slots=4) as pub, Subscriber(channel) as sub:
         for name in ("tensor", "dict"):
             pub.send(VALUES[name]())
@@ -170,6 +170,8 @@ def test_torch_s_threads_keep_what_they_share(channel, counted, monkeypatch):
     assert counted == []
     assert copies.goes_by_threads(copies.LARGE)
     assert not copies.goes_by_threads(copies.LARGE - 1)
+    monkeypatch.setattr(copies, "_torch_threads", lambda: 2)
+    assert not copies.goes_by_threads(copies.LARGE)
 
 
 def test_saved_values_are_the_same(tmp_path, channel, counted, monkeypatch):

@@ -402,3 +402,26 @@ def test_files_are_removed_with_the_last_one(channel):
         wait_for_end(process.pid)
     Publisher(channel).close()
     assert not [name for name in shared_files() if channel in name]
+
+
+class Named(shmtensor.Subscriber):
+    """Passes `group=` on by itself: the class's call does not see it."""
+
+    def __init__(self, channel):
+        super().__init__(channel, group="g")
+
+
+def test_a_derived_class_that_chooses_the_group_is_a_member_of_it(channel):
+    with shmtensor.Publisher(channel) as pub, Named(channel) as one, Named(channel) as other:
+        assert isinstance(one, Named)
+        for number in range(4):
+            pub.send(np.array(number))
+        found = []
+        for sub in (one, other, one, other):
+            with sub.recv(timeout=PATIENCE) as message:
+                found.append(int(message.value))
+        assert found == [0, 1, 2, 3]
+        assert [it.delivery for it in shmtensor.inspect(channel).receivers] == ["one", "one"]
+        for sub in (one, other):
+            with pytest.raises(shmtensor.TimedOut):
+                sub.recv(timeout=0)

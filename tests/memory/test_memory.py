@@ -214,7 +214,7 @@ def test_wrong_sizes(text, error):
 
 COPIER = """
 import os, sys, torch, shmtensor
-torch.set_num_threads(2)
+torch.set_num_threads(3)
 large = torch.arange(1 << 20)
 large.clone().copy_(large)
 pid = os.fork()

@@ -5,12 +5,15 @@ CPython's own tests of its pool are run by test_cpython_queues.py.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
+import multiprocessing.pool
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from shmtensor.mp import pool as implementation
 
 from ..conftest import left_files
 from ..forkservers import preloaded
+from ..scenes import own_shm, play
 from ..waiting import complaints, wait_for_end, wait_until
 
 pytestmark = [
@@ -322,3 +326,82 @@ def test_the_end_of_the_parent_ends_the_pool(tmp_path, method, end):
         wait_for_end(worker)
     shmtensor.Queue().close()  # sweeps what a killed one has left
     assert [name for name in os.listdir("/dev/shm") if f"shmtensor.pool-{parent}-" in name] == []
+
+
+def refuse():
+    error = ValueError("not here")
+    error.lock = threading.Lock()
+    raise error
+
+
+class Refuses:
+    """Its unpickling raises what cannot be pickled."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def test_an_argument_whose_error_cannot_be_pickled_fails_its_task_alone():
+    with pool(1) as workers:
+        (before,) = workers._pool
+        with pytest.raises(multiprocessing.pool.MaybeEncodingError, match="not here"):
+            workers.apply(double, (Refuses(),))
+        assert workers.apply(double, (2,)) == 4
+        assert workers._pool == [before]
+
+
+PARENT = """
+import os, sys, time, shmtensor
+marks, gate = sys.argv[1:]
+def work(number):
+    with open(marks, "a") as file:
+        print(os.getpid(), file=file)
+    with open(gate, "rb") as file:
+        file.read()
+with shmtensor.get_context("fork").Pool(1) as pool:
+    pool.map(work, range(6), chunksize=1)
+"""
+
+
+def test_a_worker_of_a_killed_parent_begins_no_further_task(tmp_path):
+    """Those that were sent ahead are not run."""
+    marks, gate = tmp_path / "marks", tmp_path / "gate"
+    marks.touch()
+    os.mkfifo(gate)
+    with subprocess.Popen([sys.executable, "-c", PARENT, marks, gate]) as parent:
+        wait_until(lambda: marks.read_text().endswith("\n"))
+        parent.kill()
+    worker = int(marks.read_text())
+    with open(gate, "wb"):
+        pass
+    wait_until(lambda: not os.path.exists(f"/proc/{worker}"))
+    assert marks.read_text() == f"{worker}\n"
+    shmtensor.Publisher(f"test-{os.getpid()}-sweeps").close()
+
+
+def fill(path):
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_worker_that_finds_no_memory_takes_no_task():
+    play(without_memory, mounts=(own_shm("size=32m"),))
+
+
+def without_memory():
+    with shmtensor.get_context("fork").Pool(1, fill, ("/dev/shm/fill",)) as workers:
+        (before,) = workers._pool
+        result = workers.apply_async(double, (2,))
+        with pytest.raises(multiprocessing.TimeoutError):
+            result.get(timeout=2)
+        assert workers._pool == [before]
+        os.unlink("/dev/shm/fill")
+        assert result.get(LONG) == 4
+        assert workers._pool == [before]
+        fill("/dev/shm/fill")  # from now on an error, which has room
+        with pytest.raises(shmtensor.ResourceError):
+            workers.apply(np.ones, (1 << 20,))
+        os.unlink("/dev/shm/fill")
+        assert workers.apply(np.ones, (1 << 20,)).sum() == 1 << 20
+        assert workers._pool == [before]

@@ -564,7 +564,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads():
     q = Queue(ctx=fork)
     item = {"array": np.ones(1 << 17), "tensor": torch.ones(1 << 17)}
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(3)
     try:
         for _ in range(3):
             q.put(item)

@@ -476,3 +476,22 @@ def test_messages_that_end_with_the_trace_are_told(channel, tmp_path):
         tx.send(np.zeros(1))
         tx.close()
         assert tracer.close() == 1
+
+
+def test_the_output_may_be_a_fifo_or_a_link(channel, tmp_path):
+    """What stands at the path is not replaced by a file: it may be /dev/null."""
+    fifo, target, link = (tmp_path / name for name in ("fifo", "target", "link"))
+    os.mkfifo(fifo)
+    link.symlink_to(target)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(fifo.read_text()))
+    reader.start()
+    with shmtensor.Publisher(channel):
+        for path in (fifo, link):
+            assert CliRunner().invoke(app, ["trace", channel, "--seconds", "0.1", "-o", str(path)]).exit_code == 0
+    reader.join(PATIENCE)
+    assert json.loads(found[0])["otherData"]["channel"] == channel
+    assert fifo.is_fifo()
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["otherData"]["channel"] == channel
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "target"]

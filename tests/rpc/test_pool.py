@@ -182,22 +182,32 @@ def test_a_pool_whose_workers_cannot_start_has_failed(forks, channel, caplog, mo
         pool.wait_ready(timeout=PATIENCE)
 
 
-def test_workers_end_when_their_pool_dies(forks, channel):
-    """Killed, it can tell them nothing: its end of their pipes closes."""
+@pytest.mark.parametrize("has_child", [False, True])
+def test_workers_end_when_their_pool_dies(forks, channel, has_child):
+    """Killed, it can tell them nothing: its end of their pipes closes, unless a child that it forked has it, too."""
     script = (
         "import multiprocessing, sys, shmtensor\n"
         "from tests.rpc import services\n"
         "context = multiprocessing.get_context('fork')\n"
         f"pool = shmtensor.WorkerPool(services.negate, name={channel!r}, workers=2, mp_context=context)\n"
         "pool.wait_ready(timeout=90)\n"
-        "print(*pool.pids, flush=True)\n"
-        "import signal\nsignal.pause()\n"
+        "import os, signal\n"
+        f"child = os.fork() if {has_child} else None\n"
+        "if child == 0:\n"
+        "    os.close(1)\n"
+        "    signal.pause()\n"
+        "print(*pool.pids, *([child] if child else []), flush=True)\n"
+        "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
+        child = pids.pop() if has_child else 0
         assert len(pids) == 2
         process.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    if child:
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: not is_alive(child))
     shmtensor.Client(channel).close()  # whoever comes next removes what they left
 
 
