@@ -50,6 +50,9 @@ _ERROR_SLOT_BYTES: Final = 256
 
 log = logging.getLogger("shmtensor.mp")
 
+_RETRY: Final = 1.0
+"""Seconds after which what failed for want of memory or open files is tried again."""
+
 _DIED: Final = (
     "a worker died while it ran this task of the pool, {} in all: killed by the kernel for lack of memory, by a signal "
     "or by an exit in the task (retry_on_death= runs a task again)"
@@ -127,7 +130,6 @@ class _WorkerEnds:
         Waits while there is no memory for that. A worker that ended would be replaced by another, over and over.
         """
         self._parent = ParentWatch()
-        waits = False
         while True:
             try:
                 if self._producer is None:
@@ -135,11 +137,8 @@ class _WorkerEnds:
                 self._consumer = _Receiver(self._channels.tasks, acknowledge="release", max_attempts=_MOST_ATTEMPTS)
                 return self._consumer
             except ResourceError as error:
-                if not waits:
-                    log.warning("a worker of a pool takes no task until it has what it needs: %s", error)
-                waits = True
                 self._check_parent()
-                time.sleep(_PARENT_CHECK)
+                _wait_for_resources("a worker of a pool", error)
 
     def _recv(self, consumer: Consumer) -> Message:
         """The next message of the parent; `EOFError` if it is gone, even if it has sent more tasks ahead."""
@@ -148,6 +147,9 @@ class _WorkerEnds:
                 message = consumer.recv(timeout=_PARENT_CHECK)
             except TimedOut:
                 self._check_parent()
+            except ResourceError as error:
+                self._check_parent()
+                _wait_for_resources("a worker of a pool", error)
             except (EndOfStream, ClosedError):
                 raise EOFError from None
             else:
@@ -188,6 +190,12 @@ class _WorkerEnds:
         if task is not None:
             task.release()  # its slot comes back when the last view of the arguments dies
             # crash: task.done
+
+
+def _wait_for_resources(who: str, error: ResourceError) -> None:
+    """What is to be received stays where it is. (The standard library's threads and workers would end at the error.)"""
+    log.warning("%s goes on when it has what it needs: %s", who, str(error))  # its frames refer to slots
+    time.sleep(_RETRY)
 
 
 class _ParentEnds:
@@ -245,6 +253,9 @@ class _ParentEnds:
                 message = self._results.recv()
             except ClosedError:
                 raise EOFError from None
+            except ResourceError as error:  # no room to map a worker's ring, or too few open files: its result stays
+                _wait_for_resources("a pool's process", error)
+                continue
             job, number, deaths, scarce, *value = message.value
             if job is None:
                 message.release()

@@ -24,7 +24,7 @@ from shmtensor.mp import pool as implementation
 
 from ..conftest import left_files
 from ..forkservers import preloaded
-from ..scenes import own_shm, play
+from ..scenes import few_files, own_shm, play
 from ..waiting import complaints, wait_for_end, wait_until
 
 pytestmark = [
@@ -405,3 +405,14 @@ def without_memory():
         os.unlink("/dev/shm/fill")
         assert workers.apply(np.ones, (1 << 20,)).sum() == 1 << 20
         assert workers._pool == [before]
+
+
+def test_a_parent_that_may_open_no_file_gets_its_results_later():
+    with pool(1) as workers:
+        assert workers.apply(double, (2,)) == 4
+        with few_files(0):
+            result = workers.apply_async(np.ones, (1 << 20,))  # the worker makes another ring
+            with pytest.raises(multiprocessing.TimeoutError):
+                result.get(timeout=2)
+        assert result.get(LONG).sum() == 1 << 20
+        assert workers.apply(double, (2,)) == 4
