@@ -54,7 +54,7 @@ def _core() -> Any:
 
 
 _CHANNEL = ("channel", "kind")
-_MEMBER = (*_CHANNEL, "pid", "process", "label", "member")
+_MEMBER = (*_CHANNEL, "pid", "process", "label", "group", "member")
 
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "shmtensor_channels": ("Channels that have files in /dev/shm.", ()),
@@ -150,7 +150,7 @@ def _of_channels(put: Any, labels: tuple[str, str], channels: list[ChannelInfo])
     for channel in channels:
         for member in channel.members:
             if member.alive:
-                whose = str(member.pid), member.process, member.label, f"{member.uid:016x}"
+                whose = str(member.pid), member.process, member.label, member.group, f"{member.uid:016x}"
                 _of_member(put, (*labels, *whose), member)
 
 

@@ -256,14 +256,14 @@ class Endpoint(Local, ABC):
         return ""
 
 
-def check_timeout(timeout: Any) -> None:
-    """Check that a timeout is None, or seconds that are not negative."""
+def check_timeout(timeout: Any, name: str = "timeout") -> None:
+    """Check that a timeout is None, or seconds that are not negative. `name`: of the parameter."""
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise ArgumentTypeError(f"timeout is in seconds (int or float) or None, not {type(timeout).__name__}")
+        raise ArgumentTypeError(f"{name} is in seconds (int or float) or None, not {type(timeout).__name__}")
     if not timeout >= 0:
-        raise ArgumentError(f"timeout must be 0 or more seconds, or None to wait for ever, not {timeout!r}")
+        raise ArgumentError(f"{name} must be 0 or more seconds, or None, not {timeout!r}")
 
 
 def check_label(label: str | None) -> str:

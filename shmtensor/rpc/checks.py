@@ -20,7 +20,7 @@ def check_options(
         check_count("max_batch", max_batch, 1, 1 << 16)
     elif max_wait is not None:
         raise ArgumentError("max_wait= is how long a batch waits: it needs max_batch=")
-    check_timeout(max_wait)
+    check_timeout(max_wait, "max_wait")
     check_count("max_attempts", max_attempts, 1, 250)
     if slots is not None:
         check_count("slots", slots, 1, MOST_SLOTS)

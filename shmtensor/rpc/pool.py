@@ -84,7 +84,7 @@ class WorkerPool(Local):
         check_service(name)
         check_count("workers", workers, 1, 200)
         check_count("max_restarts", max_restarts, 0, 1_000_000)
-        check_timeout(grace)
+        check_timeout(grace, "grace")
         check_options(max_batch, max_wait, max_attempts, slots, max_bytes)
         functions = {"handler": handler, "setup": setup, "teardown": teardown}
         for what, each in functions.items():

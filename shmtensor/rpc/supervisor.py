@@ -222,8 +222,7 @@ class Supervisor:
                 self.changed.notify_all()
             self._end_reload(ClosedError(f'worker pool "{self.name}" has ended ({self.stop_reason}) during a reload'))
             self._refuse_requests()
-            self._waker.close()
-            self._wake.close()
+            self._waker.close()  # not the other end: a thread may be in `_wake_up`, and the number another file's then
             log.info("pool %s: ended with exit code %d", self.name, code)
 
     def _watch(self) -> int:

@@ -30,7 +30,7 @@ from shmtensor.observe.rates import Rates
 
 from ..implementations import once
 from ..scenes import Fellow, unswept
-from ..waiting import PATIENCE
+from ..waiting import PATIENCE, wait_until
 
 HOLDER = """
 import sys, shmtensor
@@ -501,3 +501,68 @@ def test_metrics_without_prometheus_client(monkeypatch):
     run = CliRunner().invoke(app, ["metrics", "--port", "0"])
     assert run.exit_code == 1
     assert "shmtensor[metrics]" in run.stderr.replace("\n", "")
+
+
+def test_members_of_groups_are_told_apart(channel):
+    with (
+        shmtensor.Publisher(channel) as pub,
+        shmtensor.Subscriber(channel, group="detectors") as one,
+        shmtensor.Subscriber(channel, delivery="latest") as newest,
+        shmtensor.Subscriber(channel) as plain,
+    ):
+        for _ in range(2):
+            pub.send(np.zeros(100))
+            for sub in (one, newest, plain):
+                sub.recv(timeout=PATIENCE).release()
+        text = cli("top", channel, "--once", "--interval", "0.1", width=140)
+        assert "[detectors]" in text
+        assert f"{os.getpid()} latest" in text
+        printed = json.loads(cli("top", channel, "--once", "--json", "--interval", "0.1"))["channels"][0]["members"]
+        listed = json.loads(cli("ls", channel, "--json"))["channels"][0]["members"]
+        for members in (printed, listed):
+            sender, *receivers = members
+            assert sender["published"] == 2
+            found = {(it["group"], it["delivery"]): (it["received"], it["unread"]) for it in receivers}
+            assert found == {("detectors", "one"): (None, None), (None, "latest"): (None, None), (None, "all"): (2, 0)}
+            assert all(it["redelivered"] == 0 for it in receivers)
+        assert printed[0]["bytes_per_second"] is not None
+        assert {it["bytes_per_second"] for it in printed[1:]} == {None}
+
+
+def test_a_narrow_terminal_cuts_no_number(channel):
+    with (
+        shmtensor.Publisher(channel, label="the left camera of the robot") as pub,
+        shmtensor.Subscriber(channel, group="detectors-of-everything", label="the first of them") as sub,
+    ):
+        for _ in range(3):
+            pub.send(np.zeros(10))
+        sub.recv(timeout=PATIENCE).release()
+        lines = cli("ls", channel, width=80).splitlines()
+        assert max(map(len, lines)) <= 80
+        heading, sender, receiver = (line.split() for line in lines[1:4])
+        assert heading[:6] == ["member", "delivery", "pid", "life", "published", "joined"]
+        assert str(os.getpid()) in sender
+        assert {"sender", "alive", "3"} <= set(sender)
+        assert {"receiver", str(os.getpid()), "alive"} <= set(receiver)
+
+
+STOPS = """
+import os, signal, sys, shmtensor
+with shmtensor.Subscriber(sys.argv[1]):
+    print(flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_stopped_process_is_shown_as_such(channel):
+    with shmtensor.Publisher(channel):
+        with subprocess.Popen([sys.executable, "-c", STOPS, channel], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            try:
+                wait_until(lambda: shmtensor.inspect(channel).receivers[0].stopped)
+                assert not shmtensor.inspect(channel).senders[0].stopped
+                assert "stopped" in cli("ls", channel, width=120)
+                assert f"{process.pid} stopped" in cli("top", channel, "--once", "--interval", "0.1", width=120)
+            finally:
+                process.send_signal(signal.SIGCONT)
+        assert not any(it.stopped for it in shmtensor.inspect(channel).members)
