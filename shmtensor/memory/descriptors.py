@@ -58,6 +58,7 @@ class InheritedFile(OpenFile):
     """One descriptor that forked children keep, with the locks of its description."""
 
     __slots__ = ("__weakref__",)
+    _all = lifecycle.inherited  # at the end of the interpreter modules lose their names before objects die
 
     def duplicate(self, fd: int) -> InheritedFile:
         """Own another descriptor of the description of `fd`; returns itself."""
@@ -73,11 +74,11 @@ class InheritedFile(OpenFile):
     def open(self, call: Callable[..., int], *arguments: Any) -> None:
         """As for `OpenFile`."""
         super().open(call, *arguments)
-        lifecycle.inherited.add(self.fd)
+        self._all.add(self.fd)
 
     def close(self) -> None:
         """As for `OpenFile`; forked children keep theirs."""
-        lifecycle.inherited.discard(self.fd)
+        self._all.discard(self.fd)
         super().close()
 
 

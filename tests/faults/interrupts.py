@@ -155,7 +155,9 @@ def open_files() -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]
+            target = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
+            if target.endswith(" (deleted)") and "/shmtensor." not in target:
+                target = "deleted"  # a temporary file
             if "/shmtensor." not in target and "/fd" not in target:
                 found[target] += 1
     return found
