@@ -81,8 +81,9 @@ class Connection(connection.Connection):
     Pass it to a process as an argument, let a forked child inherit it, or send it through another connection or queue.
     As there, one thread at a time may send, and one receive.
 
-    An exception of a signal handler may end any call. An interrupted `send` has sent the object or not; the object that
-    an interrupted `recv` has taken is the next one's.
+    An exception of a signal handler may end any call. An interrupted `send` has sent the object or not. What an
+    interrupted `recv` has taken, the next one returns; but an `Exception`, as opposed to `KeyboardInterrupt`, that
+    arrives while the object is unpickled counts as the object's own.
     """
 
     def __init__(self, descriptor: int, readable: bool, writable: bool, slots: _Slots) -> None:
@@ -175,15 +176,17 @@ class Connection(connection.Connection):
         if not self._chunks:
             self._finish()
         data = self._read()
+        is_name = len(data) == _NAME.size and data[0] == _IN_SLOT
+        if is_name and self._message is None:
+            # crash: pipe.named
+            try:
+                self._message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
+            except ShmTensorError:
+                self._finish()
+                raise
         try:
-            if len(data) != _NAME.size or data[0] != _IN_SLOT:
-                value = unfold(data)
-            else:
-                # crash: pipe.named
-                if self._message is None:
-                    self._message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
-                value = loads(value_of(self._message))
-        except Exception:
+            value = unfold(data) if self._message is None else loads(value_of(self._message))
+        except Exception:  # the object's own, or a signal handler's: they cannot be told apart
             self._finish()
             raise
         self._undelivered.append(value)

@@ -279,3 +279,19 @@ for end in (one, other, reader, writer):
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         assert process.wait(LONG) == 0
     assert [name for name in os.listdir("/dev/shm") if f"shmtensor.pipe-{process.pid}-" in name] == []
+
+
+def test_a_time_out_of_a_handler_while_the_object_is_taken_loses_nothing(monkeypatch):
+    """An `Exception`, as such handlers raise it; the library's own errors end the object."""
+    with pipe(False) as (reader, writer):
+        writer.send(np.arange(LARGE))
+
+        def interrupted(*_):
+            raise TimeoutError("a signal handler's")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(reader._slots.getter, "take", interrupted)
+            with pytest.raises(TimeoutError, match="handler"):
+                reader.recv()
+        assert reader.poll()
+        assert reader.recv()[-1] == LARGE - 1
