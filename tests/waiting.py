@@ -13,6 +13,15 @@ from collections.abc import Callable, Iterator
 PATIENCE = 120.0
 
 
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_until(holds: Callable[[], object], instead: Callable[[], object] = str) -> None:
     """Look again and again until it holds; an error after `PATIENCE` seconds, which says what there is `instead`."""
     deadline, pause = time.monotonic() + PATIENCE, threading.Event()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
 import numpy as np
 
-from ..waiting import PATIENCE
+from ..waiting import runs, wait_until
 
 
 def play(role: str, pipe, options: dict, *args) -> None:
@@ -33,14 +32,6 @@ def arm_one(path: str, point: str, action: str, nth: int) -> None:
         points.arm(point, action, nth)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 _armed: str | None = None
 """Where the pid of the worker is that is to die, in the others."""
 
@@ -50,9 +41,7 @@ def add_after_the_death(array: np.ndarray, number: int) -> np.ndarray:
     if _armed is not None:
         with open(_armed) as file:
             pid = int(file.read())
-        deadline = time.monotonic() + PATIENCE
-        while _runs(pid) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: not runs(pid))
     return add(array, number)
 
 

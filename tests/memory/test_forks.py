@@ -16,7 +16,7 @@ import shmtensor
 from shmtensor.memory import descriptors, lifecycle
 
 from ..conftest import left_files
-from ..waiting import wait_until
+from ..waiting import runs, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -151,14 +151,6 @@ threading.Event().wait()
 """
 
 
-def lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.slow
 def test_children_of_a_storm_of_forks_keep_no_dead_parent_alive(channel):
     """They never exec, and live on when it is killed."""
@@ -167,12 +159,12 @@ def test_children_of_a_storm_of_forks_keep_no_dead_parent_alive(channel):
     assert len(children) == 40
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert all(map(lives, children))
+    assert all(map(runs, children))
     shmtensor.Publisher(f"{channel}-sweeps").close()
     assert not left_files()
     parent.stdin.close()
     parent.stdout.close()
-    wait_until(lambda: not any(map(lives, children)))
+    wait_until(lambda: not any(map(runs, children)))
 
 
 @pytest.mark.parametrize("pair", [("Publisher", "Subscriber"), ("Producer", "Consumer")])

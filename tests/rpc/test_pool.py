@@ -22,7 +22,7 @@ from shmtensor.rpc import supervisor, worker
 
 from ..forkservers import preloaded
 from ..implementations import once
-from ..waiting import complaints, wait_until
+from ..waiting import complaints, runs, wait_until
 from . import services
 
 PATIENCE = services.PATIENCE
@@ -204,19 +204,11 @@ def test_workers_end_when_their_pool_dies(forks, channel, has_child):
         child = pids.pop() if has_child else 0
         assert len(pids) == 2
         process.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(runs(pid) for pid in pids))
     if child:
         os.kill(child, signal.SIGKILL)
-        wait_until(lambda: not is_alive(child))
+        wait_until(lambda: not runs(child))
     shmtensor.Client(channel).close()  # whoever comes next removes what they left
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
