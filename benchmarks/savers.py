@@ -113,14 +113,20 @@ def _dcp(state: Any, path: Path) -> Callable[[], object]:
     return _nothing
 
 
-def _dcp_async(kind: str, state: Any, path: Path) -> Callable[[], object]:
+def one_rank() -> None:
+    """The process group of one rank that DCP's `async_save` asks for."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("MASTER_ADDR", "localhost")
+
+
+def _dcp_async(kind: str, state: Any, path: Path) -> Callable[[], object]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    one_rank()
     future = dcp.async_save(state, storage_writer=files(path), async_checkpointer_type=AsyncCheckpointerType(kind))
     return future.result  # type: ignore[union-attr]
 

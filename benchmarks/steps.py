@@ -92,7 +92,9 @@ def awake() -> None:
     from shmtensor import native
     from shmtensor.codec.encode import Encoded, encode
     from shmtensor.endpoints import pubsub
+    from shmtensor.endpoints.recipients import Subscribers
     from shmtensor.ring.broadcast import BroadcastReader
+    from shmtensor.ring.pool import Pool
 
     pub, sub, tensor = _pair()
     with pub, sub:
@@ -108,14 +110,12 @@ def awake() -> None:
         pubsub.Publisher._describe = staticmethod(clock.wrap("send: describe the tensor", encode))
         Encoded.write = clock.wrap("send: copy 1 KiB", Encoded.write)
         for owner, name, step in (
-            (pubsub.Publisher, "_find", "send: acquire a slot"),
+            (Pool, "find", "send: acquire a slot"),
             (pubsub.Publisher, "_publish", "send: record, publish"),
-            (pubsub.Publisher, "_wake", "send: look for sleepers"),
+            (Subscribers, "wake", "send: look for sleepers"),
             (BroadcastReader, "next", "recv: look for a message"),
             (BroadcastReader, "locate", "recv: read and check the record"),
-            (pubsub.Subscriber, "_array", "recv: array over the slot"),
             (BroadcastReader, "take", "recv: take the lease"),
-            (pubsub.Subscriber, "_value", "recv: tensor over the array"),
             (pubsub.Subscriber, "_take", "recv: message object, and between the steps"),
             (BroadcastReader, "_ended", "release: give the slot back"),
         ):
@@ -190,7 +190,7 @@ def asleep() -> None:
     import torch
 
     import shmtensor
-    from shmtensor.channel import inbox, wakeup
+    from shmtensor.channel import wakeup
 
     torch.set_num_threads(1)
     events: list[tuple[str, int]] = []
@@ -210,7 +210,7 @@ def asleep() -> None:
 
         setattr(owner, name, marked)
 
-    around(inbox.Inbox, "wait", None, "woken")
+    around(wakeup.Inbox, "wait", None, "woken")
     around(wakeup.Doorbells, "notify", "about to notify", "notified")
     there, back, tensor = fresh_name(), fresh_name(), torch.randn(16, 16)
     reader, writer = os.pipe()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from . import savers
 from .measure import Row, ratios, summarize
+from .sizes import KIB, MIB
 from .transports import PICKLE, SHMTENSOR_QUEUE
 from .workloads import (
     cuda_copies,
@@ -17,8 +18,10 @@ from .workloads import (
     executor,
     messages,
     observing,
+    pools,
     queue,
     queue_items,
+    relay,
     remote,
     saving,
 )
@@ -99,6 +102,10 @@ def _queue(metric: str, transport: str, item: str = queue.TENSOR) -> Key:
 
 def _save(metric: str, what: str, way: str = saving.OURS) -> Key:
     return "saving", saving.row_name(metric, way, what)
+
+
+def _relay(what: str, nbytes: int, network: str) -> Key:
+    return "relay", relay.row_name(what, nbytes, network)
 
 
 def _copy(way: str, metric: str) -> Key:
@@ -209,6 +216,38 @@ TARGETS: tuple[Target, ...] = (
             Target(f"{text} until it is durable: speed", _save("dd", what), ">=", 0.85, _save("durable", what)),
         )
     ),
+    *(
+        target
+        for what, text in ((saving.LARGE, "1 GiB"), (saving.MODEL, "GPT-2 and its optimizer"))
+        for target in (
+            Target(
+                f"DCP async_save of {text} with shmtensor: the caller", _save("stall", what, saving.DCP), "<=", 1.2,
+                _save("copy", what, saving.DCP),
+            ),
+            Target(
+                f"DCP async_save of {text} with shmtensor: the caller", _save("stall", what, saving.DCP), "<=", 0.35,
+                _save("stall", what, savers.PROCESS),
+            ),
+            *(
+                Target(
+                    f"DCP async_save of {text} with shmtensor: until it is durable", _save("durable", what, saving.DCP),
+                    "<=", 1, _save("durable", what, way),
+                )
+                for way in (savers.THREADS, savers.PROCESS)
+            ),
+        )
+    ),
+    Target(
+        "encrypted save of 1 GiB: speed beside a plain one", ("saving", saving.encrypted_row("plain")), ">=", 0.7,
+        ("saving", saving.encrypted_row("encrypted")),
+    ),
+    *(
+        Target(
+            f"one slice of 1 % of {what} checkpoint of 1 GiB: read of the file",
+            ("saving", saving.encrypted_row(f"slice, {way}")), "<=", 2,
+        )
+        for what, way in (("an encrypted", "encrypted"), ("a plain", "plain"))
+    ),
     Target(
         "ten training steps after a save", ("saving", "ten training steps after a save"), "<=", 1.1,
         ("saving", "ten training steps alone"),
@@ -252,8 +291,29 @@ TARGETS: tuple[Target, ...] = (
             (remote.HTTP, remote.LOAD, remote.GET), (remote.HTTP, remote.INTO, remote.GET),
             (remote.HTTP, remote.LOAD, remote.TENSORIZER),
             (remote.S3, remote.LOAD, remote.GET), (remote.S3, remote.INTO, remote.GET),
+            (remote.S3, remote.LOAD, remote.TENSORIZER),
         )
     ),
+    *(
+        Target(
+            f"{relay.row_name(relay.OURS, nbytes, name)}: messages/s", _relay(relay.OURS, nbytes, name), ">=",
+            0.7 if nbytes == KIB else 0.9, _relay(relay.BARE, nbytes, name),
+        )
+        for name in (relay.LOOPBACK, relay.VETH)
+        for nbytes in relay.SIZES
+    ),
+    *(
+        Target(
+            f"{relay.row_name(relay.OURS, nbytes, relay.LOOPBACK)}: messages/s",
+            _relay(relay.OURS, nbytes, relay.LOOPBACK), ">=", limit, _relay(relay.CALL, nbytes, relay.LOOPBACK),
+        )
+        for nbytes, limit in ((KIB, 5), (16 * MIB, 1.5))
+    ),
+    *(
+        Target(f"relay, {relay.idle_name(1, side)}", ("relay", relay.idle_name(1, side)), "<=", 0.5)
+        for side in ("near", "far")
+    ),
+    Target(f"relay, {relay.BESIDE}", ("relay", relay.BESIDE), ">=", 0.8, ("relay", relay.ALONE)),
     Target(remote.BESIDE, ("remote", remote.BESIDE), "<=", 1.05, ("remote", remote.ALONE)),
     Target(remote.MEMORY, ("remote", remote.MEMORY), "<=", 128),
     *(
@@ -263,7 +323,23 @@ TARGETS: tuple[Target, ...] = (
         )
         for nbytes in observing.SIZES
     ),
-    Target(observing.TOP, ("observing", observing.TOP), None, None),
+    *(
+        Target(
+            f"{observing.traced_whole(nbytes)}: rate beside that without",
+            ("observing", observing.traced_whole(nbytes)), None, None, ("observing", observing.plain(nbytes)),
+        )
+        for nbytes in observing.SIZES
+    ),
+    *(
+        Target(
+            f"{pools.row_name(pools.OURS, way, kind)}: {what}",
+            ("pools", pools.row_name(pools.OURS, way, kind)), None, None,
+            ("pools", pools.row_name(pools.STANDARD, way, kind)),
+        )
+        for way, what in ((pools.APPLY, "time"), (pools.IMAP, "rate"), (pools.ROUND_TRIP, "time"))
+        for kind in pools.KINDS
+    ),
+    Target(observing.TOP, ("observing", observing.TOP), "<=", 1.0),
     Target(observing.DEATH, ("observing", observing.DEATH), None, None),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(

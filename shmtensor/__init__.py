@@ -12,6 +12,7 @@ this slot, without a copy.
 | `concurrent.futures.ProcessPoolExecutor` without pickling tensors | `ProcessPoolExecutor` |
 | to save a model while training goes on | `CheckpointWriter` |
 | to load it | `load_checkpoint`, `load_newest`, `load_into`, `open_checkpoint` |
+| a channel of this host on another one | `Relay`; `shmtensor relay` in a shell |
 | to see what happens on this machine | `inspect`; `shmtensor top` in a shell |
 | that for `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
 
@@ -24,11 +25,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .endpoints.consumer import Consumer
 from .endpoints.loan import Loan
 from .endpoints.message import Message, SenderInfo
-from .endpoints.producer import Producer
 from .endpoints.pubsub import Publisher, Subscriber
+from .endpoints.workqueue import Consumer, Producer
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -54,6 +54,7 @@ from .statistics import (
     ClientStatistics,
     PoolStatistics,
     ReceiverStatistics,
+    RelayStatistics,
     SenderStatistics,
     ServerStatistics,
     WorkerStatistics,
@@ -63,24 +64,23 @@ from .statistics import (
 if TYPE_CHECKING:
     from .channel.info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
     from .channel.inspect import inspect
-    from .checkpoint.filling import load_into
     from .checkpoint.handle import Durable, Progress, SaveHandle
     from .checkpoint.keys import KeyWrapper, Passphrase
     from .checkpoint.lazy import CheckpointReader, TensorHandle, open_checkpoint
     from .checkpoint.listing import CheckpointInfo, list_checkpoints, load_newest
-    from .checkpoint.load import load_arrays, load_checkpoint
+    from .checkpoint.load import load_arrays, load_checkpoint, load_into
     from .checkpoint.writer import CheckpointWriter
     from .executor.executor import ProcessPoolExecutor
     from .mp.context import get_context
-    from .mp.joinable_queue import JoinableQueue
-    from .mp.queue import Queue, SimpleQueue
+    from .mp.queue import JoinableQueue, Queue, SimpleQueue
+    from .relay.relay import Relay
     from .rpc.batching import Batch
-    from .rpc.call import RequestFuture
+    from .rpc.calls import RequestFuture
     from .rpc.client import Client
-    from .rpc.context import BatchContext, RequestContext
     from .rpc.pool import WorkerPool, serve
     from .rpc.request import Request
     from .rpc.server import Server
+    from .rpc.worker import BatchContext, RequestContext
 
 __version__ = "0.1.0"
 
@@ -123,6 +123,8 @@ __all__ = [
     "Queue",
     "ReceiverStatistics",
     "ReentrantError",
+    "Relay",
+    "RelayStatistics",
     "ReleasedError",
     "RemoteError",
     "Request",
@@ -160,7 +162,7 @@ __all__ = [
 _LAZY = {
     "Batch": "rpc.batching",
     "ChannelInfo": "channel.info",
-    "BatchContext": "rpc.context",
+    "BatchContext": "rpc.worker",
     "CheckpointInfo": "checkpoint.listing",
     "CheckpointReader": "checkpoint.lazy",
     "CheckpointWriter": "checkpoint.writer",
@@ -169,7 +171,7 @@ _LAZY = {
     "HeldMessage": "channel.info",
     "Holder": "channel.info",
     "Holding": "channel.info",
-    "JoinableQueue": "mp.joinable_queue",
+    "JoinableQueue": "mp.queue",
     "KeyWrapper": "checkpoint.keys",
     "MemberInfo": "channel.info",
     "Passphrase": "checkpoint.keys",
@@ -177,8 +179,9 @@ _LAZY = {
     "Progress": "checkpoint.handle",
     "Queue": "mp.queue",
     "Request": "rpc.request",
-    "RequestContext": "rpc.context",
-    "RequestFuture": "rpc.call",
+    "RequestContext": "rpc.worker",
+    "Relay": "relay.relay",
+    "RequestFuture": "rpc.calls",
     "RingInfo": "channel.info",
     "SaveHandle": "checkpoint.handle",
     "Server": "rpc.server",
@@ -190,7 +193,7 @@ _LAZY = {
     "list_checkpoints": "checkpoint.listing",
     "load_arrays": "checkpoint.load",
     "load_checkpoint": "checkpoint.load",
-    "load_into": "checkpoint.filling",
+    "load_into": "checkpoint.load",
     "load_newest": "checkpoint.listing",
     "open_checkpoint": "checkpoint.lazy",
     "serve": "rpc.pool",

@@ -199,3 +199,32 @@ class WriterStatistics:
     """With `upload=`: checkpoints that were uploaded, those of earlier writers included."""
     uploading: int = 0
     """Saves that are durable, and being uploaded or waiting for that."""
+
+
+@dataclass(frozen=True)
+class RelayStatistics:
+    """The counters of one channel of a relay since it was made."""
+
+    state: str
+    """Near: `"seeking"` (no far relay has answered), `"refused"`, `"open"`, `"failed"` or `"closed"`. Far:
+    `"listening"`, or `"open"` if a near relay is there."""
+    messages: int
+    """Near: messages or requests that were taken to be sent. Far: those that were put into rings here."""
+    nbytes: int
+    """Payload bytes of these."""
+    acknowledged: int
+    """Messages that lie in a ring of the far host; of a work queue: that a consumer there has done; of a service:
+    requests that have ended."""
+    in_flight: int
+    """Near: messages that are not acknowledged, and hold their slots, or requests that have not ended. Far: of a work
+    queue, those that no consumer has done."""
+    resent: int
+    """Near: messages that were sent again after a reconnection."""
+    duplicates: int
+    """Far: messages that came again and were dropped."""
+    connections: int
+    """Near: how often a far relay was found. Far: how many near relays have come."""
+    refused: int
+    """Far: requests to begin that were refused."""
+    bad_frames: int
+    """Frames, or messages in them, that were damaged or hostile, and were dropped."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shmtensor.channel.control_lock import LOCK
+from shmtensor.channel.control import LOCK
 from shmtensor.channel.names import control_name, parse_file
 from shmtensor.errors import WireError
 from shmtensor.memory import segment

@@ -26,7 +26,7 @@ import pytest
 
 import shmtensor
 from shmtensor import native
-from shmtensor.codec import copies
+from shmtensor.codec import copies, raw
 from shmtensor.codec import decode as reference_decode
 from shmtensor.codec import encode as reference_encode
 from shmtensor.codec import implementation as coding
@@ -45,7 +45,7 @@ endpoints/hostile endpoints/local endpoints/reports endpoints/senders endpoints/
 endpoints/spinning endpoints/stale endpoints/traceparent endpoints/without_torch endpoints/work_queue
 faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits memory/memory
 mp/context mp/pipes mp/pools mp/queues observe/inspect observe/trace observe/watching ring/reading ring/sizing
-ring/writer rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map
+ring/states ring/writer rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map
 rpc/pool rpc/requests rpc/workers wire/dtypes
 """.split()  # noqa: SIM905
 )
@@ -53,6 +53,7 @@ rpc/pool rpc/requests rpc/workers wire/dtypes
 OTHERS = {
     "checkpoint/*": "no transport; what they share with it is tested there",
     "cuda/*": "over a stand-in for CUDA, or a device: rings of device memory have the reference's reading end",
+    "relay/*": "relays run by both implementations in processes of their own; frames and window are Python alone",
     "memory/guard": "the compiled module's alone",
     "channel/foreign memory/shortage channel/users": (
         "segments, sockets and members, of which none is compiled; and their errors"
@@ -107,6 +108,9 @@ def chosen(name: str) -> Iterator[None]:
             put(patch, coding.encode, reference_encode.encode)
             put(patch, coding.decode, reference_decode.decode)
             put(patch, coding.codec, None)
+            put(patch, raw.encode, raw.reference_encode)
+            put(patch, raw.decode, raw.reference_decode)
+            put(patch, raw.codec, None)
             put(patch, receiving.Counts, reader.Counts)
             put(patch, copies.move_far, copies.memmove)
             patch.setattr(copies, "FAR", sys.maxsize)

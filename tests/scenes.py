@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.channel.control_lock import LOCK
+from shmtensor.channel.control import LOCK
 from shmtensor.channel.names import control_name
 from shmtensor.memory import segment as shm
 

@@ -23,9 +23,11 @@ from . import (
     mixed_dict,
     observing,
     pipeline,
+    pools,
     queue,
     queue_items,
     reading,
+    relay,
     remote,
     request_reply,
     round_trip,
@@ -42,7 +44,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     for module in (
         round_trip, asleep, throughput, default_arguments, messages, large, mixed_dict,
         fan_out, fan_in, work_queue, request_reply, loan, reading,
-        cold, idle, observing, memory, queue, queue_items, dataloader, executor, saving, loading, remote,
+        cold, idle, observing, memory, queue, queue_items, pools, dataloader, executor, saving, loading, remote, relay,
         serialize_tensor, serialize_array, pipeline,
         cuda_copies, cuda_handover, cuda_prefetch, cuda_saving,
     )

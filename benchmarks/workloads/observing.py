@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,8 +28,10 @@ KILLS = {"full": 5, "quick": 2, "tiny": 1}
 TURNS = {"full": 20, "quick": 5, "tiny": 1}
 """Pairs of stretches, one with a trace and one without."""
 IN_FLIGHT = 64
-POLL_S = 0.02
-"""As `shmtensor trace`."""
+POLL_S, TRACED_S, MOST = 0.02, 5.0, 500_000
+"""As `shmtensor trace` by default."""
+EVENTS_EACH = 3
+"""A send, a take, a release."""
 
 
 @contextlib.contextmanager
@@ -119,7 +122,8 @@ def _pids(reading: Any) -> set[int]:
 
 
 def measure_traced(effort: Effort, *, nbytes: int) -> Samples:
-    """Messages per second one way, in stretches by turns without and with a trace; and what part of events was lost.
+    """Messages per second one way, in stretches without a trace, with one as the command makes it (of so many messages
+    as fit into its file), and with one of each message; and what part of events was lost.
 
     The tracer is a process of its own, as the command is.
     """
@@ -151,7 +155,7 @@ def _receive(
 ) -> Samples:
     import shmtensor
 
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    rates: dict[str, list[float]] = {"off": [], "on": [], "each": []}
     with shmtensor.Subscriber(name, spin=1.0) as sub:
         meet()
 
@@ -167,9 +171,10 @@ def _receive(
 
         warm = 2 * in_flight(nbytes, IN_FLIGHT)
         each = max(warm, min(1 << 20, int(effort.seconds * stretch(warm))))
+        fitting = max(1, math.ceil(TRACED_S * stretch(each) * EVENTS_EACH / MOST))
         for _ in range(TURNS[effort.scale]):
-            for traced in (False, True):
-                tracer.send(traced)
+            for traced, every in (("off", 0), ("on", fitting), ("each", 1)):
+                tracer.send(every)
                 tracer.recv()
                 stretch(warm)  # the members have seen it
                 rates[traced].append(stretch(each))
@@ -178,7 +183,7 @@ def _receive(
         sender.send(0)
         meet()
     assert events, "nothing was traced"
-    return {"off": rates[False], "on": rates[True], "lost": [100 * lost / (events + lost)]}
+    return {**rates, "every": [fitting], "lost": [100 * lost / (events + lost)]}
 
 
 def _trace(meet: Callable[[], object], name: str, control: Connection) -> None:
@@ -191,7 +196,7 @@ def _trace(meet: Callable[[], object], name: str, control: Connection) -> None:
         if running is not None:
             running.close()
             events, lost = events + running.trace.count, lost + running.trace.lost
-        running = Tracer(name) if wanted else None
+        running = Tracer(name, every=wanted) if wanted else None
         control.send(True)
     if running is not None:
         running.close()
@@ -200,8 +205,8 @@ def _trace(meet: Callable[[], object], name: str, control: Connection) -> None:
     meet()
 
 
-def _next(control: Connection, running: Any) -> bool | None:
-    """What to do next; meanwhile, read events."""
+def _next(control: Connection, running: Any) -> int | None:
+    """Which messages to trace next, 0: none; meanwhile, read events."""
     while running is not None and not control.poll(POLL_S):
         running.poll()
     return control.recv()  # type: ignore[no-any-return]
@@ -216,8 +221,13 @@ def plain(nbytes: int) -> str:
 
 
 def traced(nbytes: int) -> str:
-    """The row of a size with a trace."""
+    """The row of a size with a trace by default arguments."""
     return f"{plain(nbytes)}, traced"
+
+
+def traced_whole(nbytes: int) -> str:
+    """The row of a size with a trace of each message."""
+    return f"{plain(nbytes)}, each message traced"
 
 
 TOP = f"top of {CHANNELS} channels, every second"
@@ -229,9 +239,10 @@ WORKLOAD = Workload(
     what=(
         f"`shmtensor top --json` of {CHANNELS} channels, each with a publisher, a subscriber and 4 messages: CPU time "
         "of that process between two readings, by the kernel's clock. One way: a publisher and a subscriber that "
-        f"spins, {IN_FLIGHT} messages in flight at most, counted at the subscriber; stretches by turns without and "
-        "with a trace, which a third process reads every 20 ms, as `shmtensor trace` does. Lost: events that were "
-        "overwritten before they were read. The kill: from the signal to the reading that no longer names the process."
+        f"spins, {IN_FLIGHT} messages in flight at most, counted at the subscriber; stretches by turns without a "
+        "trace, with one as `shmtensor trace` makes it (of one of N messages, so that 5 s fit into 500,000 events), "
+        "and with one of each message; a third process reads it every 20 ms. Lost: events that were overwritten before "
+        "they were read. The kill: from the signal to the reading that no longer names the process."
     ),
     cases=(
         Case(TOP, SHMTENSOR, measure_top),
@@ -248,7 +259,11 @@ WORKLOAD = Workload(
                 RowSpec(
                     traced(nbytes), SHMTENSOR.name, plain(nbytes), "on", "k msg/s", 1e-3, against=plain(nbytes)
                 ),
-                RowSpec(f"{traced(nbytes)}: lost", SHMTENSOR.name, plain(nbytes), "lost", "% of the events"),
+                RowSpec(
+                    traced_whole(nbytes), SHMTENSOR.name, plain(nbytes), "each", "k msg/s", 1e-3, against=plain(nbytes)
+                ),
+                RowSpec(f"{traced(nbytes)}: one of", SHMTENSOR.name, plain(nbytes), "every", "messages"),
+                RowSpec(f"{traced_whole(nbytes)}: lost", SHMTENSOR.name, plain(nbytes), "lost", "% of the events"),
             )
         ),
         RowSpec(DEATH, SHMTENSOR.name, DEATH, "seconds", "s"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -131,6 +133,93 @@ def _compare(back: Any, state: Any) -> None:
         raise AssertionError("other values were saved")
 
 
+# --- through DCP, and encrypted
+
+
+def measure_dcp(effort: Effort, *, what: str) -> Samples:
+    """DCP's `async_save` with this library's writer and stager, by turns with a bare copy; into warm slots."""
+    return _run(_dcp, what, effort=effort)
+
+
+def _dcp(meet: Callable[[], object], folder: Path, what: str, effort: Effort) -> Samples:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter
+
+    state, clock = _state(what, effort), time.perf_counter
+    sources = states.storages(state)
+    copies = [torch.zeros_like(tensor) for tensor in sources]
+    samples: Samples = {metric: [] for metric in ("stall", "durable", "copy")}
+    savers.one_rank()
+    with savers.silence(), StorageWriter(folder, keep_last=1) as writer:
+        stager = AsyncStager(writer)
+        for number in range(4 if what == SMALL else 3):
+            state["step"] = number + 1
+            start = clock()
+            for copy, tensor in zip(copies, sources, strict=True):
+                copy.copy_(tensor)
+            copied = clock() - start
+            start = clock()
+            future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+            stall = clock() - start
+            future.result(PATIENCE)  # type: ignore[union-attr]
+            found = {"copy": copied, "stall": stall, "durable": clock() - start}
+            for metric, seconds in found.items() if number else ():
+                samples[metric].append(seconds)
+        stager.close()
+        expected = [copy.clone() for copy in copies]
+        for tensor in sources:
+            tensor.zero_()
+        dcp.load(state, storage_reader=StorageReader(folder))
+        if not all(map(torch.equal, sources, expected)):
+            raise AssertionError("other values were saved")
+    return samples
+
+
+def measure_encrypted(effort: Effort) -> Samples:
+    """An encrypted save and a plain one by turns, and which share of their files a slice of 1 % reads."""
+    return _run(_encrypted, effort=effort)
+
+
+def _encrypted(meet: Callable[[], object], folder: Path, effort: Effort) -> Samples:
+    import shmtensor
+
+    state = _state(LARGE, effort)
+    samples: Samples = {}
+    keys: dict[str, Any] = {"encrypted": {"key": bytes(range(32))}, "plain": {}}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            way: stack.enter_context(shmtensor.CheckpointWriter(folder / way, keep_last=1, **key))
+            for way, key in keys.items()
+        }
+        for number in range(3):
+            for way, writer in writers.items():
+                done = writer.save(state).durable.result(PATIENCE)
+                if number:
+                    samples.setdefault(way, []).append(done.seconds)
+    name, tensor = next(iter(state.items()))
+    some = {name: slice(tensor.numel() - round(states.size(state) / tensor.itemsize * 0.01), None)}
+    each = {name: slice(0, round(tensor.numel() * 0.01)) for name, tensor in state.items()}
+    for way, key in keys.items():
+        path = next((folder / way).glob("*.safetensors*"))
+        for metric, slices in (("slice", some), ("slices", each)):
+            for counted in (False, True):
+                before = _bytes_read()
+                part = shmtensor.load_checkpoint(path, keys=list(slices), slices=slices, map=False, **key)
+                share = (_bytes_read() - before) / path.stat().st_size
+                _compare(part, {name: state[name][where] for name, where in slices.items()})
+                if counted:  # the first time modules are read as well
+                    samples[f"{metric}, {way}"] = [share]
+    return samples
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read so far, from the page cache or the disk."""
+    with open("/proc/self/io", encoding="utf-8") as lines:
+        return int(next(lines).split()[1])
+
+
 # --- training goes on
 
 
@@ -221,11 +310,45 @@ _LINES = {
     "after": "from the return of save until it is durable", "dd": "dd oflag=direct",
     "written": "until it is written, not synced",
 }  # fmt: skip
+DCP = "DCP async_save, shmtensor"
+ENCRYPTED = f"encrypted, {LARGE}"
+_ENCRYPTED: dict[str, tuple[str, str, float, str | None]] = {
+    "encrypted": ("until it is durable: shmtensor", "ms", 1e3, "plain"),
+    "plain": ("the same without a key", "ms", 1e3, None),
+    "slice, encrypted": ("one slice of 1 %, read of the file", "%", 100, None),
+    "slice, plain": ("the same without a key, one slice", "%", 100, None),
+    "slices, encrypted": ("1 % of each of 64 tensors, read of the file", "%", 100, None),
+    "slices, plain": ("the same without a key, slices", "%", 100, None),
+}  # fmt: skip
 _STEPS, _MEMORY = "ten training steps", "memory, 1024 MiB through 256 MiB"
 
 
 def row_name(metric: str, way: str, what: str) -> str:
     return f"{_LINES[metric]}: {way}, {what}"
+
+
+def encrypted_row(metric: str) -> str:
+    return f"{_ENCRYPTED[metric][0]}: {ENCRYPTED}"
+
+
+def _encrypted_rows() -> tuple[RowSpec, ...]:
+    return tuple(
+        RowSpec(
+            encrypted_row(metric), SHMTENSOR.name, ENCRYPTED, metric, unit, factor,
+            encrypted_row(against) if against else None,
+        )
+        for metric, (_, unit, factor, against) in _ENCRYPTED.items()
+    )  # fmt: skip
+
+
+def _dcp_rows(what: str) -> tuple[RowSpec, ...]:
+    return tuple(
+        RowSpec(
+            row_name(metric, DCP, what), SHMTENSOR.name, f"{DCP}, {what}", metric, "ms", 1e3,
+            row_name("copy", DCP, what) if metric == "stall" else None,
+        )
+        for metric in ("stall", "copy", "durable")
+    )  # fmt: skip
 
 
 def _rows(way: str, what: str) -> tuple[RowSpec, ...]:
@@ -255,6 +378,11 @@ def _needs(what: str, way: str | None = None) -> str | None:
     return (SAVERS[way].lacks() if way else None) or lacks_room(_BYTES[what])
 
 
+def _encrypted_needs() -> str | None:
+    missing = importlib.util.find_spec("cryptography") is None
+    return "cryptography is not installed" if missing else lacks_room(2 * _BYTES[LARGE])
+
+
 WORKLOAD = Workload(
     name="saving",
     title="Saving a checkpoint",
@@ -268,6 +396,10 @@ WORKLOAD = Workload(
         "tensors into memory that was written before, with as many threads, and with dd of as many zeros in blocks "
         "of 16 MiB in the same directory; the first turn is not counted; what it wrote last is loaded and compared. "
         "Its save is durable when the file is synced under its name; the one before is deleted after that. "
+        "DCP async_save with shmtensor: its StorageWriter and AsyncStager, one rank, by turns with a bare copy; "
+        "until the future is done, the file is synced and the list names it; loaded by DCP and compared. "
+        "Encrypted: the same state with and without key= by turns; then one slice of 1 % of the state's bytes, and 1 % "
+        "of each tensor, are read, and the bytes that the process read (rchar) are divided by the file's. "
         "DCP async_save saved the same state once before, the others a small one. tensorizer's subprocess is spawned "
         "for each save, which is most of it; it shares the caller's tensors, which must not change until it is done. "
         "Ten training steps: a transformer of 11 million parameters (128 MiB with AdamW's state), one torch thread, "
@@ -284,6 +416,14 @@ WORKLOAD = Workload(
             )
             for what in _BYTES
         ),
+        *(
+            Case(
+                f"{DCP}, {what}", SHMTENSOR, partial(measure_dcp, what=what), quick=what == SMALL,
+                needs=partial(_needs, what, savers.PROCESS),
+            )
+            for what in _BYTES
+        ),
+        Case(ENCRYPTED, SHMTENSOR, measure_encrypted, quick=False, needs=_encrypted_needs),
         Case(_STEPS, SHMTENSOR, measure_steps, quick=False, rounds=1),
         Case(_MEMORY, SHMTENSOR, measure_memory, quick=False, rounds=1, needs=partial(_needs, LARGE)),
         *(
@@ -296,6 +436,8 @@ WORKLOAD = Workload(
     ),
     rows=(
         *(row for what in _BYTES for row in _rows(OURS, what)),
+        *(row for what in _BYTES for row in _dcp_rows(what)),
+        *_encrypted_rows(),
         RowSpec(f"{_STEPS} after a save", SHMTENSOR.name, _STEPS, "beside", "ms", 1e3, f"{_STEPS} alone"),
         RowSpec(f"{_STEPS} and the save", SHMTENSOR.name, _STEPS, "with", "ms", 1e3, f"{_STEPS} alone"),
         RowSpec(f"{_STEPS} alone", SHMTENSOR.name, _STEPS, "alone", "ms", 1e3),

@@ -22,11 +22,9 @@ from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_path, unlink_semaphore
 from ..memory.words import store
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
-from ..ring.ring import Ring
-from ..ring.sequence_table import SequenceTable
+from ..ring.ring import Ring, SequenceTable
 from . import control as ctl
-from .control import Control, Entry
-from .control_lock import exclusively
+from .control import Control, Entry, exclusively
 from .names import (
     PREFIX,
     control_name,

@@ -20,8 +20,7 @@ from ..memory import segment as shm
 from ..ring import layout as lay
 from ..wire.record import SIZE
 from . import control as ctl
-from .control import Control
-from .control_lock import LOCK
+from .control import LOCK, Control
 from .info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
 from .names import check_channel, control_name, parse_file, ring_name, sequence_table_name
 from .processes import Process, Processes

@@ -1,14 +1,19 @@
-"""Joining and leaving a channel."""
+"""Joining and leaving a channel, and a member's end of a trace.
+
+A tracer joins the channel as a member (observe/trace.py). So the members read the table again, as for any newcomer, and
+find it there; as a dead member's, its file and its entry are removed by whoever sweeps next, and they find that, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -16,12 +21,14 @@ from ..errors import ArgumentError, PlatformError, ReentrantError, ResourceError
 from ..memory import segment as shm
 from ..memory import shortage, words
 from ..memory.locks import LockFile
+from ..ring.events import EventLog
 from ..ring.layout import KINDS
 from . import cleanup
 from . import control as ctl
-from .control import Control, Entry
-from .control_lock import defer, exclusively, is_held
-from .names import check_channel, control_name, socket_dir
+from .control import TRACER, Control, Entry, defer, exclusively, is_held
+from .names import check_channel, control_name, sequence_table_name, socket_dir
+
+log = logging.getLogger("shmtensor.channel")
 
 _T = TypeVar("_T")
 
@@ -285,3 +292,32 @@ def _show(control: Control, index: int, uid: int, part: Part, *, pid: int, group
         (ctl.M_LEAVING, 0), (ctl.M_GROUP, group), (ctl.M_ASLEEP, 0), (ctl.M_UID, uid),
     ):  # fmt: skip
         words.store(control.words, ctl.base(index) + word, value)
+
+
+class Tracing:
+    """What one member knows of the tracer of its channel."""
+
+    __slots__ = ("_log", "_tracer")
+
+    def __init__(self) -> None:
+        self._tracer = 0
+        self._log: EventLog | None = None
+
+    def follow(self, member: Member, entries: Iterable[Entry]) -> EventLog | None:
+        """The log of this member, for the tracer among all members; None: there is no tracer, or it cannot be used."""
+        tracer = next((entry.uid for entry in entries if entry.role == TRACER), 0)
+        if tracer != self._tracer:
+            self._log = self._attach(member, tracer) if tracer else None
+            # crash: trace.attached
+            self._tracer = tracer
+        return self._log
+
+    @staticmethod
+    def _attach(member: Member, tracer: int) -> EventLog | None:
+        try:
+            return EventLog.attach(sequence_table_name(member.channel, tracer), tracer, member.index, member.uid)
+        except FileNotFoundError:
+            return None  # it is just ending
+        except (ResourceError, WireError) as error:
+            log.warning('channel "%s" is traced, but for this member: %s', member.channel, str(error))
+            return None

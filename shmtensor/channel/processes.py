@@ -122,23 +122,44 @@ def _state_of(pid: int) -> str:
 
 
 def name_of(pid: int) -> str:
-    """What people call a process: its program, of a Python program its script or module; empty if it is gone."""
+    """What people call a process: its program, of a Python program its script or module; empty if it is gone.
+
+    `python -c`, as multiprocessing and worker pools start their workers, is called what the Python program is called
+    that started it. So a worker has the same name by each start method.
+    """
+    name, is_python = _own_name(pid)
+    above = name
+    while is_python and above.endswith(" -c"):
+        pid = _parent_of(pid)
+        above, is_python = _own_name(pid)
+    return above if is_python else name
+
+
+def _own_name(pid: int) -> tuple[str, bool]:
+    """The name of a process by its own command line, and whether it is a Python program."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             arguments = [os.fsdecode(each) for each in file.read(1 << 16).split(b"\0")]
         with open(f"/proc/{pid}/comm", "rb") as file:
             command = os.fsdecode(file.read()).strip()
     except OSError:
-        return ""
-    name = _program(arguments) or command
-    return "".join(each if each.isprintable() else "?" for each in name)[:64]
-
-
-def _program(arguments: list[str]) -> str:
+        return "", False
     program = os.path.basename(arguments[0])
-    if not program.startswith(_PYTHON):
-        return program
-    rest = iter(arguments[1:])
+    is_python = program.startswith(_PYTHON)
+    name = (_of_python(program, arguments[1:]) if is_python else program) or command
+    return "".join(each if each.isprintable() else "?" for each in name)[:64], is_python
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b") ")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _of_python(program: str, arguments: list[str]) -> str:
+    rest = iter(arguments)
     for each in rest:
         if each in ("-X", "-W", "--check-hash-based-pycs"):
             next(rest, None)

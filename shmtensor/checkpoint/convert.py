@@ -1,4 +1,6 @@
-"""`convert`: write a checkpoint in another format, complete under its name or not at all."""
+"""Existing checkpoints in another form, complete under its name or not at all: `convert` writes another format;
+`encrypt_file` and `decrypt_file` make of a file, byte for byte, an encrypted one and back.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, ResourceError, ShmTensorError
-from .build import check_structure
-from .digests import Summer, combine
-from .encrypted_output import EncryptedOutput, Sealing
-from .envelope import SUFFIX
-from .files import Files
+from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
+from .description import Described, Summer, combine
+from .envelope import SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
+from .formats.base import FileSpec
 from .keys import MasterKey
-from .load import map_files, raise_damage
+from .load import OnBytes, map_files, raise_damage
 from .locations import Location, location
-from .output import Output
-from .reading import Damage
+from .opening import PLAIN, Opener, decrypt_to
+from .output import EncryptedOutput, Output, Sealing, describe
+from .plan import check_structure
+from .reading import Damage, Files
 from .remote import RemotePath
 from .upload import check_writable, put_file
 
-_PIECE = 8 << 20
+_PIECE: Final = 8 << 20
+_SEALED_PIECE: Final = 4 << 20
 AnyOutput = Output | EncryptedOutput
 
 
@@ -49,7 +52,7 @@ def convert(
     overwrite: bool = False,
     master: MasterKey | None = None,
     readable_names: bool = False,
-    progress: Callable[[int], Any] | None = None,
+    progress: OnBytes | None = None,
 ) -> Converted:
     """Write a checkpoint in another format; it loads as the same state.
 
@@ -89,7 +92,7 @@ def _to_url(opened: Opened, target: RemotePath, format: str | None, *, overwrite
     if target.exists() and (target.is_dir() or not overwrite):
         raise ResourceError(
             errno.EEXIST,
-            f"{target} exists" + ("" if target.is_dir() else ", or overwrite it") + ": choose another name",
+            f"{target} exists: choose another name" + ("" if target.is_dir() else ", or overwrite it"),
         )
     with tempfile.TemporaryDirectory(prefix="shmtensor-convert-", ignore_cleanup_errors=True) as folder:
         made = convert(opened, Path(folder) / target.name, format, **options)
@@ -221,3 +224,87 @@ def _sync(directory: Path) -> None:
 def _explain(error: OSError, target: Path) -> ResourceError:
     code = error.errno or errno.EIO
     return ResourceError(code, f"cannot write {target}: {os.strerror(code)}")
+
+
+def encrypt_file(
+    source: Path,
+    target: Path | None,
+    master: MasterKey,
+    *,
+    readable_names: bool = False,
+    overwrite: bool = False,
+    progress: OnBytes | None = None,
+) -> Path:
+    """Write a checkpoint file again, encrypted; returns its path, by default the source's with `.encrypted`.
+
+    The source stays. Of files that this library wrote, and of any safetensors file, tensors can be read one by one
+    afterwards; others are decrypted as a whole when they are loaded. Raises `ArgumentError`, `CheckpointError`,
+    `ResourceError`.
+    """
+    if not source.is_file():
+        raise ArgumentError(f"{source} is no file: convert a checkpoint of several files with an encrypted target")
+    if is_encrypted(source):
+        raise ArgumentError(f"{source} is encrypted already")
+    target = source.with_name(source.name + SUFFIX) if target is None else target
+    if target.suffix != SUFFIX:
+        raise ArgumentError(f"{target.name}: the name of an encrypted file ends in {SUFFIX}")
+    opened = PLAIN.open(source)
+    if opened.files != [source]:
+        raise ArgumentError(f"{source} is one file of several: convert the checkpoint with an encrypted target")
+    names = render_names(opened.plan) if readable_names else b""
+    files = [FileSpec("", source.stat().st_size)]
+    sealing = Sealing(master, opened.format, _contents(opened, files), names, opened.native)
+    with (
+        source.open("rb") as file,
+        replacing(target, lambda path: EncryptedOutput(path, files, sealing), overwrite=overwrite) as output,
+    ):
+        for at in range(0, files[0].nbytes, _SEALED_PIECE):
+            piece = file.read(min(_SEALED_PIECE, files[0].nbytes - at))
+            if at + len(piece) != min(at + _SEALED_PIECE, files[0].nbytes):
+                raise CheckpointError(f"{source}: it ends at offset {at + len(piece)}: it changed while it was read")
+            output.write(0, at, memoryview(piece))
+            if progress is not None:
+                progress(len(piece))
+        output.describe(opened.digests or [0] * len(opened.plan.regions) if opened.places is not None else [])
+    return target
+
+
+def _contents(opened: Opened, files: list[FileSpec]) -> Described | None:
+    return None if opened.places is None else describe(opened.plan, files, opened.places)
+
+
+def decrypt_file(
+    source: Path, target: Path | None, opener: Opener, *, overwrite: bool = False, progress: OnBytes | None = None
+) -> Path:
+    """Write the plain file that is in an encrypted one; returns its path, by default the source's without `.encrypted`.
+
+    Every segment is authenticated; the new file appears when all are. Raises as `encrypt_file`.
+    """
+    if not source.is_file():
+        raise ArgumentError(f"{source} is no file: convert a checkpoint of several files")
+    if not is_encrypted(source):
+        raise ArgumentError(f"{source} is not encrypted")
+    readable = read_envelope(source)
+    if readable.envelope.name:
+        raise ArgumentError(f"{source} is one file of several: convert the checkpoint")
+    if target is None:
+        if source.suffix != SUFFIX:
+            raise ArgumentError(f"{source.name} does not end in {SUFFIX}: name the new file")
+        target = source.with_suffix("")
+    if target.suffix == SUFFIX:
+        raise ArgumentError(f"{target.name}: only the names of encrypted files end in {SUFFIX}")
+    sealed, _ = opener.unlock(readable)
+    files = [("", readable.envelope.nbytes)]
+
+    def create(path: str) -> AnyOutput:
+        return Output(path, files)
+
+    with replacing(target, create, overwrite=overwrite) as output:
+
+        def write(offset: int, piece: memoryview) -> None:
+            output.patch(0, offset, piece)
+            if progress is not None:
+                progress(len(piece))
+
+        decrypt_to(sealed, write)
+    return target

@@ -27,8 +27,12 @@ from .index import PENDING, UPLOADED, Saved
 
 LOCK: Final = ".shmtensor.lock"
 LATEST: Final = "latest"
+NOTE: Final = "url"
+"""Ending of the note of what a save has at a URL: see `streamed.py`."""
 _TRAINER, _WRITER = 0, 1
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<writer>[0-9a-f]{16})-(?P<number>\d+)\.(?:tmp|log|old)", re.DOTALL)
+_TEMPORARY = re.compile(
+    r"\.(?P<name>.+)\.(?P<writer>[0-9a-f]{16})-(?P<number>\d+)\.(?P<ending>tmp|log|old|url\.tmp|url)", re.DOTALL
+)
 _NEW_LINK: Final = ".shmtensor.latest"
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -125,15 +129,21 @@ class Directory:
             return []
 
     def temporary(self, name: str, writer: str, number: int, ending: str = "tmp") -> str:
-        """Path of a save's file or directory before it is complete (`tmp`), or of its log (`log`)."""
+        """Path of a save's file or directory before it is complete (`tmp`), of its log (`log`), or of the note of what
+        it has at a URL (`url`)."""
         return self.at(f".{name}.{writer}-{number}.{ending}")
 
     def leftovers(self) -> Iterator[tuple[str, str, int]]:
-        """(path, writer, number) of everything that a save has under a temporary name."""
+        """(path, writer, number) of everything that a save has here under a temporary name."""
         for found in os.listdir(self.path):
             match = _TEMPORARY.fullmatch(found)
-            if match is not None:
+            if match is not None and match["ending"] != NOTE:
                 yield self.at(found), match["writer"], int(match["number"])
+
+    def notes(self) -> list[str]:
+        """Paths of the notes of what saves have at a URL."""
+        found = [(self.at(name), _TEMPORARY.fullmatch(name)) for name in os.listdir(self.path)]
+        return [path for path, match in found if match is not None and match["ending"] == NOTE]
 
     def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
         """Remove temporary files of other writers, and of this writer's saves that have ended. Needs byte 1."""
@@ -142,6 +152,11 @@ class Directory:
                 with contextlib.suppress(OSError):  # left for the next writer: no save fails for it
                     remove(path)
                 # crash: ckptsweep.removed
+
+    @contextlib.contextmanager
+    def deciding(self, patience: float = 0.0) -> Iterator[bool]:
+        """Be the only one that changes the list, within `patience` seconds; yields whether that is so."""
+        yield True  # byte 1
 
     # --- after a save
 
@@ -157,7 +172,7 @@ class Directory:
     def record_uploaded(self, saved: Saved) -> None:
         """Note in the list that a checkpoint is at its URL, durably. Raises OSError."""
         entries = index.read(self.path)
-        places = [at for at, each in enumerate(entries) if (each.writer, each.number) == (saved.writer, saved.number)]
+        places = [at for at, each in enumerate(entries) if each.identity == saved.identity]
         if not places:
             raise FileNotFoundError(errno.ENOENT, "it was deleted before its upload was noted", saved.name)
         entries[places[0]] = replace(saved, upload=UPLOADED)
@@ -169,6 +184,10 @@ class Directory:
         return next(
             (entry for entry in index.read(self.path) if (entry.writer, entry.number) == (writer, number)), None
         )
+
+    def recorded_as(self, saved: Saved) -> Saved | None:
+        """The entry of a save that may have been recorded before, with another state of its upload."""
+        return next((entry for entry in index.read(self.path) if entry.identity == saved.identity), None)
 
     def point_latest(self, name: str) -> str:
         """Make `latest` lead to a checkpoint, durably. Raises nothing; returns what failed, or "".
@@ -227,15 +246,9 @@ class Directory:
         links = [LATEST, *{entry.alias for entry in entries if entry.alias}]
         kept = {os.path.basename(os.path.realpath(self.at(link))) for link in links}
         kept |= {entry.name for entry in index.aliases(present, self.path).values()}
-        kept |= {entry.name for entry in _best(present, keep_best)}
-        doomed = [
-            entry
-            for entry in present[: max(0, len(present) - keep_last)]
-            if entry.name not in kept
-            and not (keep_every and entry.step % keep_every == 0)
-            and not (self.spares_pending and entry.upload == PENDING)
-        ]
-        for entry in doomed:
+        if self.spares_pending:
+            kept |= {entry.name for entry in present if entry.upload == PENDING}
+        for entry in superfluous(present, keep_last, keep_every, keep_best, kept):
             # crash: retain.before
             try:
                 self._delete(entry)
@@ -269,6 +282,18 @@ def target(link: str) -> str | None:
         return os.readlink(link)
     except OSError:
         return None
+
+
+def superfluous(
+    entries: Sequence[Saved], keep_last: int, keep_every: int | None, keep_best: Best | None, kept: set[str]
+) -> list[Saved]:
+    """Those of the entries, the oldest first, that may be deleted. kept: names that stay in any case."""
+    kept = kept | {entry.name for entry in _best(entries, keep_best)}
+    return [
+        entry
+        for entry in entries[: max(0, len(entries) - keep_last)]
+        if entry.name not in kept and not (keep_every and entry.step % keep_every == 0)
+    ]
 
 
 def _best(entries: Sequence[Saved], keep: Best | None) -> list[Saved]:

@@ -59,6 +59,11 @@ class Saved:
     alias: str = ""
     upload: str = ""
 
+    @property
+    def identity(self) -> tuple[str, str, int, tuple[tuple[str, int, int], ...]]:
+        """What tells it from every other save, also from one of the same name, or of the same step of several ranks."""
+        return self.name, self.writer, self.number, self.files
+
     def is_there(self, directory: str | Location) -> bool:
         """Whether the files under the name are those that were saved, and no others: same names, sizes and times; at a
         URL, where times are others, same names and sizes."""

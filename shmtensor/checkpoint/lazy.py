@@ -8,24 +8,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ..codec.libraries import torch_views
-from ..codec.numpy import Array
 from ..endpoints.base import Local
-from ..errors import ClosedError
-from .build import array_dtype, build_state
-from .files import Files
+from ..errors import ArgumentError, ClosedError
+from .devices import Blocks, check_device
 from .formats import Opened
 from .keys import Key
 from .load import Path, Verify, check_options, raise_damage
-from .opening import Opener
-from .plan import Entry, Plan
-from .reading import private, read_regions
-from .regions import Region
-from .resolving import open_path
-from .slicing import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
+from .opening import Opener, open_path
+from .plan import Entry, Plan, Region, array_dtype, build_state
+from .reading import Files, private, read_regions
+from .selection import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
 
 
 def open_checkpoint(
-    path: Path, *, arrays: bool = False, readers: int | None = None, verify: Verify = True, key: Key | None = None
+    path: Path,
+    *,
+    arrays: bool = False,
+    readers: int | None = None,
+    verify: Verify = True,
+    key: Key | None = None,
+    device: Any = None,
 ) -> CheckpointReader:
     """Open a checkpoint without reading its tensors: a mapping of their names to handles.
 
@@ -38,6 +40,8 @@ def open_checkpoint(
         verify: compare a tensor that is read whole with its digest, if the file has one. False: compare nothing.
         key: of an encrypted checkpoint, as for `load_checkpoint`. Of a part, the segments around it are decrypted, 64
             KiB each; what was changed is an error whatever `verify` is.
+        device: where handles make torch tensors, as for `load_checkpoint`. On a CUDA device whole tensors are read
+            through pinned buffers; a part is read into host memory, and copied.
 
     >>> import os, tempfile, numpy as np, shmtensor
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +53,11 @@ def open_checkpoint(
     ((4, 3), array([3, 6]))
     """
     count = check_options(readers, verify)
-    return CheckpointReader(open_path(path, Opener(key)), arrays=arrays, readers=count, verify=bool(verify))
+    if arrays and device is not None:
+        raise ArgumentError(f"device={device!r:.80} is for torch tensors: leave it out, or arrays=True")
+    number = check_device(device)
+    opened = open_path(path, Opener(key))
+    return CheckpointReader(opened, arrays=arrays, readers=count, verify=bool(verify), device=number)
 
 
 class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
@@ -68,9 +76,9 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
     (['model.w'], {'run': 'a'}, array([1., 1., 1.]))
     """
 
-    def __init__(self, opened: Opened, *, arrays: bool, readers: int, verify: bool) -> None:
+    def __init__(self, opened: Opened, *, arrays: bool, readers: int, verify: bool, device: int | None) -> None:
         self._opened: Opened | None = opened
-        self._arrays, self._readers, self._verify = arrays, readers, verify
+        self._arrays, self._readers, self._verify, self._device = arrays, readers, verify, device
         self.format = opened.format
         """`"safetensors"`, `"torch"` or `"npz"`."""
         self.path = str(opened.main)
@@ -137,27 +145,36 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
     def _read_now(self, opened: Opened, number: int, index: Index) -> Any:
         plan = opened.plan
         part = narrow(plan.tensors[number], index)
+        blocks = Blocks(self._device) if self._device is not None and part.torch else None
         if part.region < 0:
-            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=self._arrays)
+            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=self._arrays, blocks=blocks)
         region = plan.regions[part.region]
         span = span_of(plan, number, index, self._stored)
         if span is not None:
             memory, part = read_part(self._files, span, self._readers), packed(span.entry)
         elif opened.places is not None:
-            memory = self._read_region(opened, part.region)
+            memory = self._read_region(opened, part.region, blocks)
         else:
             memory = region.bytes()
             if opened.state is not None or stored_nbytes(part) != region.nbytes:
                 memory, part = read_part(InMemory(memory), Span(0, 0, part), 1), packed(part)
+        if blocks is not None and 0 not in blocks:
+            blocks.fill(0, memory)
         made = Plan({"x": 0}, [part._replace(region=0)], [Region(memory.nbytes, region.align)], None)
-        return build_state(made, lambda _: memory, arrays=self._arrays)
+        return build_state(made, lambda _: memory, arrays=self._arrays, blocks=blocks)
 
-    def _read_region(self, opened: Opened, region: int) -> Array:
+    def _read_region(self, opened: Opened, region: int, blocks: Blocks | None) -> Any:
+        """A region as a whole; with `blocks`, as number 0 there."""
         nbytes, places = opened.plan.regions[region].nbytes, opened.places or []
-        memory = private(nbytes, places[region][1])
+        if blocks is None:
+            memory: Any = private(nbytes, places[region][1])
+        else:
+            blocks.add(0, nbytes)
+            memory = blocks[0]
         damage = read_regions(
-            opened, self._files, [region], lambda _: memory, readers=self._readers, verify=self._verify
-        )
+            opened, self._files, [region], lambda _: memory, readers=self._readers, verify=self._verify,
+            device=blocks is not None,
+        )  # fmt: skip
         raise_damage(damage)
         return memory
 

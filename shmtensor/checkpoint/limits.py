@@ -12,3 +12,5 @@ MAX_NAME: Final = 400  # characters of a tensor's name in a file
 PAGE: Final = 4096  # bytes; data areas begin at a multiple, for direct I/O
 LINE: Final = 64  # bytes of a cache line
 PIECE: Final = 1 << 20  # bytes of untrusted data that are read at once
+DIRECT_MIN: Final = 1 << 20
+"""Reads of at least so many bytes use direct I/O: shorter ones would not keep a disk busy."""

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError, CheckpointError, CudaError
 from . import index
+from .devices import check_device
 from .formats import Opened
 from .index import UPLOADED, Saved
 from .keys import Key, WrongKey
 from .load import Verify, check_options, load_checkpoint
 from .locations import Location, fresh, location
-from .opening import Opener
+from .opening import LATEST, Opener, newest_first, open_found, whole
 from .remote import is_outage
-from .resolving import LATEST, newest_first, open_found, whole
 
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
 
@@ -145,11 +145,12 @@ def load_newest(
     verify: Verify = True,
     rank: int | None = None,
     key: Key | None = None,
+    device: Any = None,
 ) -> Any:
     """The newest complete state of a directory, to resume from; None if there is none, or no such directory.
 
     Args:
-        map, keys, verify, rank, key: as for `load_checkpoint`. A missing or wrong `key=`, or one for a newest
+        map, keys, verify, rank, key, device: as for `load_checkpoint`. A missing or wrong `key=`, or one for a newest
             checkpoint that is not encrypted, is an error: no older checkpoint is loaded instead.
 
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
@@ -167,16 +168,17 @@ def load_newest(
     7
     """
     check_options(None, verify)
+    check_device(device)
     root = location(directory)
     if not root.exists():
         return None
     if not root.is_dir():
         raise ArgumentError(f"{root} is a file: pass the directory of a CheckpointWriter, or use load_checkpoint")
     if whole(root) is not None:
-        return load_checkpoint(root, map=map, keys=keys, verify=verify, rank=rank, key=key)
+        return load_checkpoint(root, map=map, keys=keys, verify=verify, rank=rank, key=key, device=device)
     try:
         if rank is None and isinstance(root, Path):  # of several ranks nothing is complete before it is on disk
-            return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify))
+            return load_checkpoint(root, keys=keys, from_memory=True, verify=bool(verify), device=device)
     except FileNotFoundError:
         pass
     except CheckpointError as error:
@@ -185,10 +187,10 @@ def load_newest(
         gone = False
         for _, path in newest_first(fresh(root)):
             try:
-                return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key)
+                return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key, device=device)
             except FileNotFoundError:
                 gone = True
-            except WrongKey:
+            except (WrongKey, CudaError):
                 raise
             except (CheckpointError, OSError) as error:
                 if is_outage(path, error):

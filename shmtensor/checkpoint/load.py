@@ -1,29 +1,43 @@
-"""`load_checkpoint`, `load_arrays`: load states from files, mapped or read."""
+"""Load states from files: `load_checkpoint` and `load_arrays`, mapped or read, and `load_into`, which fills a module
+in place, reading the file straight into its memory. `check` verifies a checkpoint: it reads every region, in little
+memory, and compares it with its digest.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+
+from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import Array
+from ..cuda.runtime import device_of
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..memory.mapped_file import map_private
-from .build import build_state, check_structure, regions_of, tensor_numbers
-from .files import Files
+from .description import Summer
+from .devices import Blocks, check_device, move_state
+from .envelope import DATA, SEGMENT
 from .formats import Opened, Stored
-from .keys import Key
-from .opening import Opener
-from .reading import MAX_READERS, Damage, default_readers, private, read_regions
-from .resolving import open_path, open_rank
-from .selection import replaced, select
-from .slicing import Index, Slices, Span, check_slices, cut, part_of, read_part
-from .verify import check_archive
+from .formats.zips import check_crcs
+from .keys import Key, WrongKey
+from .locations import open_input
+from .manifest import MANIFEST, check_others
+from .opening import Opener, open_path, open_rank
+from .plan import Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
+from .reading import CHUNK, MAX_READERS, Damage, Files, default_readers, private, read_regions
+from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]
 Progress = Callable[[int, int], object]
+OnBytes = Callable[[int], Any]
 
 
 def load_checkpoint(
@@ -37,12 +51,13 @@ def load_checkpoint(
     rank: int | None = None,
     key: Key | None = None,
     progress: Progress | None = None,
+    device: Any = None,
 ) -> Any:
     """The state of a checkpoint, as it was saved.
 
-    Tensors come back on the CPU, detached, in C order; those that shared memory share it again. A file of another
-    program is a flat dict (`.safetensors`, `.npz`), or what `torch.load(weights_only=True)` gives. Nothing else is
-    unpickled.
+    Tensors come back on the CPU or on `device`, detached, in C order; those that shared memory share it again. A file
+    of another program is a flat dict (`.safetensors`, `.npz`), or what `torch.load(weights_only=True)` gives. Nothing
+    else is unpickled.
 
     Args:
         path: a file (`.safetensors`, `.pt`, `.npz`), a directory of shards, `latest`, or a directory of checkpoints,
@@ -71,10 +86,16 @@ def load_checkpoint(
             See docs/guide/encryption.md.
         progress: called with the bytes that were read so far and all that are read, from any reading thread; not for
             what is mapped, nor for `slices=`.
+        device: where torch tensors are made: None or `"cpu"`, or a CUDA device (`"cuda"`, `"cuda:1"`, a `torch.device`,
+            a number). For a CUDA device nothing is mapped: tensors are read through a few pinned buffers, 16 MiB for
+            each reader, so that host memory never has the whole state, and they are complete when this returns. Parts
+            (`slices=`) and packed members of an `.npz` are copied from host memory one after the other; sparse,
+            quantized and nested tensors, what `from_memory=` finds and a `.pt` of torch's own from there as a whole.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
         ResourceError: a server did not answer properly, for as often as it was asked.
+        CudaError: CUDA cannot be used, or the device has not enough memory.
         DependencyError: of a URL, fsspec or its package for this kind of URL is not installed.
         CheckpointError: it is damaged or truncated, and the message names the tensor and the offset; or `key=` is
             missing or not the right one.
@@ -89,7 +110,7 @@ def load_checkpoint(
     """
     return _load(
         path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=False,
-        rank=rank, key=key, progress=progress,
+        rank=rank, key=key, progress=progress, device=check_device(device),
     )  # fmt: skip
 
 
@@ -113,13 +134,14 @@ def load_arrays(
     """
     return _load(
         path, map=map, keys=keys, readers=readers, verify=verify, from_memory=from_memory, slices=slices, arrays=True,
-        rank=rank, key=key, progress=progress,
+        rank=rank, key=key, progress=progress, device=None,
     )  # fmt: skip
 
 
 def _load(
     path: Path, *, map: bool, keys: Iterable[str] | str | None, readers: int | None, verify: Verify, from_memory: bool,
     slices: Slices, arrays: bool, rank: int | None, key: Key | None, progress: Progress | None,
+    device: int | None,
 ) -> Any:  # fmt: skip
     count = check_options(readers, verify)
     if from_memory:
@@ -134,16 +156,17 @@ def _load(
         ):  # fmt: skip
             if value is not None:
                 raise ArgumentError(f"from_memory= copies {why}: leave out {option}=, or from_memory= to load a file")
-        return _load_staged(path, keys=keys, arrays=arrays)
+        return _load_staged(path, keys=keys, arrays=arrays, device=device)
     opener = Opener(key)
     opened = open_path(path, opener) if rank is None else open_rank(path, rank, opener)
-    map = map and opened.mappable
+    map = map and opened.mappable and device is None
     if verify == "all" and opened.digests is None and opened.format != "safetensors":
         check_archive(opened)  # of another program: the CRCs are the only digests
     if opened.state is not None and not arrays:
         state = opened.state(map)
         state = state if keys is None else select(state, keys, objects=True)
-        return state if slices is None else _with_parts(state, slices, copied=not map)
+        state = state if slices is None else _with_parts(state, slices, copied=not map)
+        return state if device is None else move_state(state, device)
     plan, tree = opened.plan, opened.plan.tree
     if keys is not None or slices is not None:
         check_structure(plan)
@@ -152,8 +175,10 @@ def _load(
     parts: dict[int, Span] = {}
     if slices is not None:
         plan, parts = cut(plan, tree, slices, _readable(opened, map=map, verify=verify))
-    wanted = regions_of(plan, tensor_numbers(tree))
-    wanted = [region for region in wanted if region not in parts]
+    wanted = [region for region in regions_of(plan, tensor_numbers(tree)) if region not in parts]
+    add = None if progress is None else _summed(progress, sum(plan.regions[region].nbytes for region in wanted))
+    if device is not None:
+        return _load_to(device, opened, plan, tree, wanted, parts, readers=count, verify=bool(verify), progress=add)
     memory: dict[int, Array] = {}
     if parts:
         with Files(opened.files, opened.sizes, opened.sealed) as files:
@@ -167,8 +192,52 @@ def _load(
             now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
             verify_mapped(opened, now, memory, count)
     else:
-        memory |= read(opened, wanted, readers=count, verify=bool(verify), progress=progress)
+        memory |= read(opened, wanted, readers=count, verify=bool(verify), progress=add)
     return build_state(plan, memory.__getitem__, tree=tree, arrays=arrays)
+
+
+def _load_to(
+    device: int, opened: Opened, plan: Plan, tree: Any, wanted: Sequence[int], parts: Mapping[int, Span], *,
+    readers: int, verify: bool, progress: Callable[[int], None] | None,
+) -> Any:  # fmt: skip
+    """The state with its torch tensors on a CUDA device. Plain ones are streamed there (`devices.py`)."""
+    blocks = Blocks(device)
+    there, here = _split(plan, tree)
+    streamed = [] if opened.places is None else [region for region in wanted if region in there - here]
+    memory: dict[int, Array] = {}
+
+    def keep(region: int, data: Array) -> None:
+        if region in there:
+            blocks.fill(region, data)
+        if region in here:
+            memory[region] = data
+
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
+        for region in streamed:
+            blocks.add(region, plan.regions[region].nbytes)
+        raise_damage(
+            read_regions(
+                opened, files, streamed, blocks.__getitem__, readers=readers, verify=verify, progress=progress,
+                device=True,
+            )
+        )  # fmt: skip
+        for region, span in parts.items():
+            keep(region, read_part(files, span, readers))
+    for region in wanted:
+        if opened.places is None:
+            keep(region, opened.plan.regions[region].bytes())
+        elif region not in blocks:
+            keep(region, read(opened, [region], readers=readers, verify=verify, progress=progress)[region])
+    return build_state(plan, memory.__getitem__, tree=tree, blocks=blocks)
+
+
+def _split(plan: Plan, tree: Any) -> tuple[set[int], set[int]]:
+    """The regions of a tree that its plain torch tensors need, and those that anything else does, which is made in host
+    memory: arrays, long `bytes`, composites."""
+    check_structure(plan)
+    numbers = tensor_numbers(tree)
+    plain = {number for number in numbers - tensor_numbers(tree, only_read=True) if plan.tensors[number].torch}
+    return set(regions_of(plan, plain)), set(regions_of(plan, numbers - plain))
 
 
 def _readable(opened: Opened, *, map: bool, verify: Verify) -> list[Stored | None] | None:
@@ -198,7 +267,7 @@ def _with_parts(state: Any, slices: Mapping[str, Index], *, copied: bool) -> Any
     return state
 
 
-def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool) -> Any:
+def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool, device: int | None) -> Any:
     from .staged import open_staged
 
     staged = open_staged(path)
@@ -207,7 +276,13 @@ def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool) 
         check_structure(staged.plan)
         tree = select(tree, keys)
     memory = staged.read(regions_of(staged.plan, tensor_numbers(tree)))
-    return build_state(staged.plan, memory.__getitem__, tree=tree, arrays=arrays)
+    if device is None:
+        return build_state(staged.plan, memory.__getitem__, tree=tree, arrays=arrays)
+    blocks = Blocks(device)
+    there, here = _split(staged.plan, tree)
+    for region in there:
+        blocks.fill(region, memory[region] if region in here else memory.pop(region))
+    return build_state(staged.plan, memory.__getitem__, tree=tree, blocks=blocks)
 
 
 def check_options(readers: int | None, verify: Verify) -> int:
@@ -238,18 +313,20 @@ def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
 
 
 def read(
-    opened: Opened, regions: Sequence[int], *, readers: int, verify: bool, progress: Progress | None = None
+    opened: Opened,
+    regions: Sequence[int],
+    *,
+    readers: int,
+    verify: bool,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[int, Array]:
     """Read some regions into fresh memory. Raises `CheckpointError` if any is damaged."""
     places = opened.places or []
     memory = {region: private(opened.plan.regions[region].nbytes, places[region][1]) for region in regions}
     with Files(opened.files, opened.sizes, opened.sealed) as files:
         raise_damage(
-            read_regions(
-                opened, files, regions, memory.__getitem__, readers=readers, verify=verify,
-                progress=None if progress is None else _summed(progress, sum(map(len, memory.values()))),
-            )
-        )  # fmt: skip
+            read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify, progress=progress)
+        )
     return memory
 
 
@@ -270,7 +347,7 @@ def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Arra
     """Compare mapped regions with their digests. Raises `CheckpointError`."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from .digests import digest
+    from .description import digest
 
     digests = opened.digests
     places = opened.places
@@ -293,3 +370,252 @@ def raise_damage(damage: Sequence[Damage]) -> None:
     if damage:
         more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
         raise CheckpointError(f"{damage[0]}{more}")
+
+
+_NO_STATE_DICT: Final = "there is no state dict in the checkpoint: pass key=, the name of the one that is meant"
+
+
+def load_into(
+    module: Any,
+    path: Path,
+    key: str | None = None,
+    strict: bool = True,
+    readers: int | None = None,
+    verify: Verify = True,
+    encryption_key: Key | None = None,
+) -> Any:
+    """Fill a module's parameters and buffers from a checkpoint; returns what `module.load_state_dict` returns.
+
+    Args:
+        path: as for `load_checkpoint`.
+        key: dotted name of the module's state in it, such as `"model"`; None: the checkpoint is the state dict itself.
+        strict: as for `load_state_dict`. A name that the file lacks is not missing if the module ties its weight to one
+            that the file has, as with `safetensors.torch.load_model`.
+        encryption_key: of an encrypted checkpoint, what `load_checkpoint` takes as `key=`.
+
+    Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory,
+    such on a CUDA device through a few pinned buffers (after the work that is queued on the current stream). The others
+    (of another dtype, with gaps) are copied once, from the mapped file. `load_state_dict` runs with its
+    hooks and checks, and raises its own `RuntimeError`. Digests are compared on the way: if one is wrong,
+    `CheckpointError` is raised, and the module holds what was read. No second copy of the state is made.
+
+    >>> import os, tempfile, torch, safetensors.torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = os.path.join(folder, "a.safetensors")
+    ...     safetensors.torch.save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, file)
+    ...     load_into(model, file)
+    <All keys matched successfully>
+    >>> model.weight.sum().item()
+    4.0
+    """
+    torch = import_torch()
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
+    count = check_options(readers, verify)
+    own = module.state_dict(keep_vars=True)
+    without = [name for name, tensor in own.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
+    if without:
+        raise ArgumentError(
+            f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
+            "fill: call module.to_empty(device='cpu') first"
+        )
+    opened = open_path(path, Opener(encryption_key))
+    if opened.state is not None:
+        found = opened.state(True)
+        if verify == "all":
+            check_archive(opened)
+        if key is not None:
+            found = descend(found, key, objects=True)
+        if not isinstance(found, dict):
+            raise ArgumentError(_NO_STATE_DICT)
+        return module.load_state_dict(_with_tied(found, own), strict=strict)
+    check_structure(opened.plan)
+    tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
+    if not isinstance(tree, dict) or not tree.keys() & {"d", "o", "k"}:
+        raise ArgumentError(_NO_STATE_DICT)
+    regions = regions_of(opened.plan, tensor_numbers(tree))
+    if opened.places is None:
+        state = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
+        return module.load_state_dict(_with_tied(state, own), strict=strict)
+    targets = _targets(opened.plan, tree, own, is_mapped=opened.mappable)
+    filled = {target.region for target in targets}
+    others = [region for region in regions if region not in filled]
+    if not opened.mappable:
+        memory = read(opened, others, readers=count, verify=bool(verify))
+    else:
+        memory = map_files(opened, regions)
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
+        for on_device in (False, True):
+            direct = {target.region: target.memory for target in targets if target.on_device == on_device}
+            raise_damage(
+                read_regions(
+                    opened, files, list(direct), direct.__getitem__, readers=count, verify=bool(verify),
+                    device=on_device,
+                )
+            )  # fmt: skip
+    if verify and opened.mappable:
+        verify_mapped(opened, others, memory, count)
+    for target in targets:
+        if target.region not in memory:  # of one on a device: address space, which nothing reads
+            memory[target.region] = np.empty(target.memory.nbytes, np.uint8) if target.on_device else target.memory
+    state = build_state(opened.plan, memory.__getitem__, tree=tree)
+    for target in targets:
+        state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
+    return module.load_state_dict(_with_tied(state, own), strict=strict)
+
+
+def _with_tied(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The state with those of the module's tensors added that it lacks and that share the memory of one that it has:
+    other programs write only one name of tied weights."""
+    missing = {name: memory for name in own if name not in state and (memory := _Memory.of(own[name])) is not None}
+    if not missing:
+        return state
+    present = [memory for name in own if name in state and (memory := _Memory.of(own[name])) is not None]
+    present = sorted(memory for memory in present if memory.end - memory.start == memory.nbytes)  # without gaps
+    ends = list(accumulate([(memory.device, memory.end) for memory in present], max))
+    for name, memory in missing.items():
+        before = bisect_right(present, (memory.device, memory.start, inf, 0))
+        if before and ends[before - 1] >= (memory.device, memory.end):
+            state[name] = own[name].detach()  # copied onto itself, which changes nothing
+    return state
+
+
+class _Memory(NamedTuple):
+    """The address range of a tensor."""
+
+    device: str
+    start: int
+    end: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Memory | None:
+        """The range of a tensor; None if it has no bytes, or is no strided tensor in memory."""
+        import torch
+
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+            return None
+        try:
+            start = tensor.data_ptr()
+        except RuntimeError:  # a subclass without memory of its own
+            return None
+        if not tensor.numel() or not start:
+            return None
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(str(tensor.device), start, start + (last + 1) * tensor.element_size(), tensor.nbytes)
+
+
+class _Target(NamedTuple):
+    """A tensor of the module that a region can be read into. Its memory is an array, or on a device a tensor."""
+
+    name: str
+    region: int
+    tensor: Any
+    memory: Any
+    on_device: bool
+
+
+def _targets(plan: Plan, tree: Any, own: dict[str, Any], *, is_mapped: bool) -> list[_Target]:
+    """The tensors of the module that are filled from the file. Not on a device, if other names in the file have the
+    same bytes and need them in host memory."""
+    torch, types = import_torch(), torch_views().known_types
+    found: dict[int, _Target] = {}
+    for name, node in children(tree):
+        number = node.get("x") if isinstance(node, dict) else None
+        tensor: Any = own.get(name) if isinstance(name, str) else None
+        if type(number) is not int or not 0 <= number < len(plan.tensors):
+            continue
+        entry = plan.tensors[number]
+        if (
+            type(tensor) in types
+            and tensor.layout == torch.strided
+            and tensor.is_contiguous()
+            and str(tensor.dtype) == f"torch.{entry.dtype}"
+            and not tensor.is_quantized
+            and tensor.shape == entry.shape
+            and entry.region >= 0
+            and entry.region not in found
+            and (tensor.is_cpu or (device_of(tensor) >= 0 and (is_mapped or len(plan.members[entry.region]) == 1)))
+            and entry.strides is None
+            and entry.nbytes == plan.regions[entry.region].nbytes
+        ):
+            memory = storage_bytes(tensor, tensor.data_ptr(), entry.nbytes)
+            found[entry.region] = _Target(name, entry.region, tensor, memory, not tensor.is_cpu)
+    # If tensors of the module share memory and those of the file do not, load_state_dict decides which value wins.
+    ordered = sorted(found.values(), key=lambda target: target.tensor.data_ptr())
+    shared = set()
+    for before, after in pairwise(ordered):
+        if before.tensor.data_ptr() + before.memory.nbytes > after.tensor.data_ptr():
+            shared |= {before.region, after.region}
+    return [target for target in ordered if target.region not in shared]
+
+
+def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> list[Damage]:
+    """Returns the damaged regions. `progress` is called with the number of bytes of each piece, from any reader.
+
+    Files without digests cannot be verified, except for the CRC-32 of members of a zip archive: a wrong one raises
+    `CheckpointError`, as does a file that ends early, and a segment of an encrypted file that is not authentic: every
+    byte of such a file is decrypted. `.metadata` for DCP is compared with the digest in the manifest.
+    """
+    digests, places = opened.digests, opened.places
+    if opened.locked:
+        raise WrongKey(f"{opened.main} is encrypted: pass key=, what it was saved with")
+    if opened.files[-1].name == MANIFEST:
+        check_others(opened.files[-1].parent)
+    _check_rest(opened, all_of_it=places is None or digests is None)
+    if places is None or digests is None:
+        if opened.format != "safetensors":
+            check_archive(opened, progress)
+        return []
+    own = threading.local()
+
+    def check_region(region: int) -> Damage | None:
+        if not hasattr(own, "buffer"):
+            own.buffer = np.empty(CHUNK, np.uint8)
+        file, offset = places[region]
+        nbytes = opened.plan.regions[region].nbytes
+        summer = Summer()
+        for at in range(0, nbytes, CHUNK):
+            view = own.buffer[: min(CHUNK, nbytes - at)]
+            files.fill(view, file, offset + at, opened.plan.names(region))
+            summer.update(view)
+            if progress is not None:
+                progress(view.nbytes)
+        if summer.digest == digests[region]:
+            return None
+        names = opened.plan.names(region)
+        return Damage(region, names, opened.files[file], offset, digests[region], summer.digest)
+
+    order = sorted(range(len(places)), key=places.__getitem__)
+    with (
+        Files(opened.files, opened.sizes, opened.sealed) as files,
+        ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool,
+    ):
+        return [damage for damage in pool.map(check_region, order) if damage is not None]
+
+
+def _check_rest(opened: Opened, *, all_of_it: bool) -> None:
+    """Decrypt the segments of encrypted files in which no region is; or all of them."""
+    regions = [] if all_of_it else zip(opened.places or (), opened.plan.regions, strict=True)
+    read: set[tuple[int, int]] = set()
+    for (file, offset), region in regions:
+        read.update((file, number) for number in range(offset // SEGMENT, -(-(offset + region.nbytes) // SEGMENT)))
+    with Files(opened.files, opened.sizes, opened.sealed) as files:
+        for file, sealed in enumerate(opened.sealed):
+            if sealed is None:
+                continue
+            memory = np.empty(SEGMENT, np.uint8)
+            for number in range(sealed.envelope.count(DATA)):
+                if (file, number) not in read:
+                    nbytes = min(SEGMENT, sealed.envelope.nbytes - number * SEGMENT)
+                    files.fill(memory[:nbytes], file, number * SEGMENT, "none")
+
+
+def check_archive(opened: Opened, progress: OnBytes | None = None) -> None:
+    """Compare the members of zip archives with their CRC-32; `CheckpointError` names one that is damaged."""
+    for path in opened.files:
+        with open_input(path) as file:
+            zipped = file.pread(2, 0) == b"PK"
+        if zipped:
+            check_crcs(path, progress)

@@ -6,15 +6,13 @@ import io
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, cast
 
-from .remote import RemotePath, is_url, open_url
+from .remote import RemotePath, at_once, is_url, open_url
 
 Location = Path | RemotePath
 
-_AT_ONCE: Final = 8
 _PIECE: Final = 8 << 20
 
 
@@ -159,13 +157,18 @@ class MemoryFile:
 def copy_to_memory(path: RemotePath) -> MemoryFile:
     """Read a whole file, for what only reads files of this machine. Raises OSError."""
     memory = MemoryFile(path.name)
-    with path.open_input() as file, ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shmtensor-read") as pool:
-
-        def copy(at: int) -> None:
-            os.pwrite(memory.fd, file.pread(_PIECE, at), at)
-
-        list(pool.map(copy, range(0, file.nbytes, _PIECE)))
+    with path.open_input() as file:
+        copy_range(file, 0, file.nbytes, memory.fd)
     return memory
+
+
+def copy_range(file: InputFile, offset: int, nbytes: int, fd: int) -> int:
+    """Copy a range of a file at a URL to the beginning of another file; returns how much of it was there."""
+
+    def copy(at: int) -> int:
+        return os.pwrite(fd, file.pread(min(_PIECE, nbytes - at), offset + at), at)
+
+    return sum(at_once(copy, range(0, nbytes, _PIECE)))
 
 
 def read_regular(path: Location, most: int) -> bytes:

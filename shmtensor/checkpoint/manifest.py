@@ -20,18 +20,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..errors import CheckpointError
 from . import index
-from .dcp_metadata import MAX_METADATA, METADATA
-from .digests import digest, text
-from .envelope import SealedFile
-from .formats import Opened
-from .formats.base import Place
-from .limits import MAX_TENSORS
+from .description import digest, text
+from .formats.distcp import MAX_METADATA, METADATA
 from .locations import Location, read_regular
-from .opening import PLAIN, Opener
-from .plan import Entry, Plan
-from .regions import Region
 from .remote import is_outage
 
 MANIFEST: Final = "shmtensor.ranks.json"
@@ -59,7 +52,7 @@ class Manifest:
     alias: str
     parts: tuple[Part, ...]
     others: tuple[Part, ...] = ()
-    """Files that this library does not read: `.metadata` (`dcp_metadata`). Their digests are of all bytes."""
+    """Files that this library does not read: `.metadata` (`formats.distcp`). Their digests are of all bytes."""
 
     def render(self) -> bytes:
         """The bytes of the file."""
@@ -128,92 +121,3 @@ def check_others(directory: Location) -> None:
             raise CheckpointError(f"{path}: {error}, and {MANIFEST} names it: DCP's own reader needs it") from None
         if text(digest(found)) != other.digest:
             raise CheckpointError(f"{path} is damaged: it does not have the digest {other.digest!r:.20}")
-
-
-def open_part(directory: Location, rank: int, opener: Opener = PLAIN) -> Opened:
-    """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
-    manifest = read(directory)
-    if not 0 <= rank < len(manifest.parts):
-        raise ArgumentError(f"rank={rank}: {directory} has the parts of {len(manifest.parts)} ranks, from 0 on")
-    return _open(directory, manifest.parts[rank], opener)
-
-
-def _open(directory: Location, part: Part, opener: Opener) -> Opened:
-    path = directory / part.file
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: {part.file} is missing, which its manifest names")
-    opened = opener.open(path)
-    if opened.locked:
-        return opened
-    if opened.state is not None or opened.places is None:
-        raise CheckpointError(f"{path} was written by another program")
-    if sum(opened.sizes) != part.nbytes:
-        raise CheckpointError(f"{path} has {sum(opened.sizes)} bytes, {part.nbytes} were written")
-    return opened
-
-
-def open_ranks(directory: Location, opener: Opener = PLAIN) -> Opened:
-    """Open all parts as one checkpoint."""
-    manifest = read(directory)
-    tree: list[Any] = []
-    tensors: list[Entry] = []
-    regions: list[Region] = []
-    files: list[Location] = []
-    sizes: list[int] = []
-    places: list[Place] = []
-    digests: list[int] | None = []
-    sealed: list[SealedFile | None] = []
-    locked = False
-    for rank, part in enumerate(manifest.parts):
-        opened = _open(directory, part, opener)
-        plan = opened.plan
-        if len(tensors) + len(plan.tensors) > MAX_TENSORS:
-            raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors: read its parts, with rank=")
-        try:
-            tree.append([["i", hex(rank)], _shifted(plan.tree, len(tensors), len(plan.tensors))])
-        except RecursionError:
-            raise CheckpointError(f"{opened.files[0]}: invalid structure: it is too deep") from None
-        tensors += [
-            entry._replace(name=f"{rank}.{entry.name}", region=entry.region + len(regions) if entry.region >= 0 else -1)
-            for entry in plan.tensors
-        ]
-        regions += plan.regions
-        places += [(file + len(files), offset) for file, offset in opened.places or ()]
-        digests = None if digests is None or opened.digests is None else digests + opened.digests
-        sealed += opened.sealed or [None] * len(opened.files)
-        locked = locked or opened.locked
-        files += opened.files
-        sizes += opened.sizes
-    rest = [path for other in manifest.others if (path := directory / other.file).is_file()]
-    rest.append(directory / MANIFEST)
-    meta = plan.meta if len(manifest.parts) == 1 else None
-    made = Plan({"k": tree}, tensors, regions, meta)
-    return Opened(
-        opened.format, made, [*files, *rest], [*sizes, *(path.stat().st_size for path in rest)],
-        None if locked else places, digests, native=True, sealed=[*sealed, *[None] * len(rest)], locked=locked,
-    )  # fmt: skip
-
-
-def _shifted(node: Any, by: int, count: int) -> Any:
-    """A tree of `count` tensors with `by` added to their numbers; an invalid number becomes -1."""
-    if isinstance(node, list):
-        return [_shifted(each, by, count) for each in node]
-    if not isinstance(node, dict):
-        return node
-
-    def number(found: Any) -> Any:
-        return found if type(found) is not int else found + by if 0 <= found < count else -1
-
-    made: dict[str, Any] = {}
-    for tag, body in node.items():
-        if tag in ("x", "B"):
-            made[tag] = number(body)
-        elif tag == "z" and isinstance(body, list) and len(body) == 4 and isinstance(body[3], list):
-            made[tag] = [*body[:3], [number(each) for each in body[3]]]
-        elif tag == "d" and isinstance(body, dict):
-            made[tag] = {key: _shifted(each, by, count) for key, each in body.items()}
-        else:
-            made[tag] = _shifted(body, by, count) if tag in ("k", "o", "c", "t", "m", "a", "e", "E") else body
-    return made

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .directory import LATEST, Best, Directory, highest_number
-from .index import MAX_METRICS
+from .index import INDEX, MAX_METRICS, read
 from .manifest import MAX_RANKS
-from .remote import is_url, without_secrets
+from .remote import is_url, url_of, without_secrets
 
 PREFIX: Final = "ckpt"
 MAX_STEP: Final = 10**18 - 1
@@ -88,7 +88,7 @@ class Namer:
         if name is not None:
             full = check_name(name) + ending
             if full in taken or self._directory.is_taken(full):
-                raise ArgumentError(f"checkpoint {self._directory.at(full)} exists: pass another name, or remove it")
+                raise ArgumentError(f"checkpoint {self._place(full)} exists: pass another name, or remove it")
             return full, count if step is None else step
         if step is None:
             step = highest_number({*self._directory.names(), *taken}, "save-") + 1
@@ -100,6 +100,35 @@ class Namer:
             again += 1
             full = f"{stem}-{again}{ending}"
         return full, step
+
+    def _place(self, name: str) -> str:
+        """Where a checkpoint is, for an error."""
+        return self._directory.at(name)
+
+
+class UrlNamer(Namer):
+    """Names of checkpoints that are at a URL alone: those that the directory's list has are taken, which the writing
+    process also changes. It looks at the URL as well."""
+
+    def __init__(self, directory: Directory, url: str) -> None:
+        super().__init__(directory)
+        self._url = url
+        self._listed: set[str] = set()
+        self._read: object = None
+
+    def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
+        """As `Namer.choose`."""
+        try:
+            info = os.stat(self._directory.at(INDEX))
+            version: object = (info.st_ino, info.st_mtime_ns)  # it is replaced as a whole
+        except OSError:
+            version = None
+        if version != self._read:
+            self._listed, self._read = {entry.name for entry in read(self._directory.path)}, version
+        return super().choose(name, step, ending, taken | self._listed, count)
+
+    def _place(self, name: str) -> str:
+        return url_of(self._url, name)
 
 
 class RankNamer(Namer):
@@ -175,6 +204,21 @@ def step_of(state: Any, meta: Any) -> int | None:
                 )
             return step
     return None
+
+
+def check_not_local(upload: object, upload_keep_last: object, rank: object, key: object) -> None:
+    """Check what `local=False` needs, and what it does not allow."""
+    if upload is None:
+        raise ArgumentError("local=False keeps no copy in the directory: pass upload=, the URL that is to have it")
+    if upload_keep_last is not None:
+        raise ArgumentError("upload_keep_last= with local=False: keep_last= says what stays at the URL, pass that")
+    if rank is not None:
+        raise ArgumentError("rank= with local=False: ranks vote by their local parts: leave out local=False")
+    if key is not None:
+        raise ArgumentError(
+            "key= with local=False: files are encrypted on the local disk: leave out local=False, or let the server "
+            "encrypt"
+        )
 
 
 def check_ranks(rank: object, world_size: object, busy: str, max_shard: object) -> None:

@@ -1,20 +1,26 @@
-"""Open one file or directory of a checkpoint, encrypted or not: `Opener`.
+"""Find the checkpoint that a path means, a file, a directory of shards or of ranks' parts, `latest`, the newest
+complete one, and open it.
 
-An encrypted file has a description of its own (`envelope.py`), so that nothing of the format inside is read: regions
-are decrypted where they are. Only files without such a description, of torch's own and `.npz` of other programs, are
-decrypted as a whole, into memory, and opened there by their format.
+An `Opener` opens one file or directory of a checkpoint, encrypted or not. An encrypted file has a description of its
+own (`envelope.py`), so that nothing of the format inside is read: regions are decrypted where they are. Only files
+without such a description, of torch's own and `.npz` of other programs, are decrypted as a whole, into memory, and
+opened there by their format.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hmac
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
-from ..errors import CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from . import index
 from .description import read_described_file
 from .envelope import (
     CONTENTS,
@@ -28,11 +34,16 @@ from .envelope import (
     read_envelope,
     read_names,
 )
-from .formats import FORMATS, Opened, detect
-from .formats.base import Place
+from .formats import FORMATS, KNOWN, Opened, detect
+from .formats.base import INDEX, Place, find_groups, find_index, shard_of
 from .index import is_file_name
 from .keys import KeyRing, WrongKey
-from .locations import Location, MemoryFile, open_input
+from .limits import MAX_TENSORS
+from .locations import Location, MemoryFile, fresh, open_input
+from .manifest import MANIFEST, Part
+from .manifest import read as read_manifest
+from .plan import Entry, Plan, Region
+from .remote import RemotePath, is_outage
 
 _PIECE: Final = 8 << 20
 _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)
@@ -76,7 +87,7 @@ class Opener:
     def _open_encrypted(self, path: Location) -> Opened:
         readable = read_envelope(path)
         envelope = readable.envelope
-        if envelope.format not in FORMATS:
+        if envelope.format not in KNOWN:
             raise CheckpointError(f"{path}: its header has the format {envelope.format!r:.40}, which is not known")
         if self._keys is None and self._locked:
             return Opened(
@@ -145,7 +156,7 @@ def _open_whole(sealed: SealedFile) -> Opened:
     """Decrypt a file into memory, and open it there."""
     memory = MemoryFile(sealed.path.name)
     decrypt_to(sealed, lambda offset, piece: os.pwrite(memory.fd, piece, offset))
-    opened = FORMATS[sealed.envelope.format].open(memory.path)
+    opened = KNOWN[sealed.envelope.format].open(memory.path)
     return dataclasses.replace(opened, shown=sealed.path, keeps=memory, decrypted=True)
 
 
@@ -161,3 +172,292 @@ def decrypt_to(sealed: SealedFile, write: Callable[[int, memoryview], Any]) -> N
 
 PLAIN: Final = Opener()
 """Opens files that are not encrypted."""
+
+
+LATEST = "latest"
+_PATIENCE = 3
+_PLAIN: Final = tuple(each.suffix for each in FORMATS.values())
+_SUFFIXES: Final = (*_PLAIN, *(suffix + SUFFIX for suffix in _PLAIN))
+_ENCRYPTED_INDEX: Final = INDEX + SUFFIX
+_MODEL: Final = re.compile(
+    r"(?:pytorch_|adapter_|diffusion_pytorch_)?model(?P<variant>(?:\.[\w-]+)*)\.(?:safetensors|bin|pt|pth|npz)"
+)
+"""Names of the model's file in a directory to which other programs save a training. Files beside it (`optimizer.pt`,
+`scheduler.pt`) are parts of the same checkpoint."""
+
+
+def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
+    """Open the checkpoint that a path means; reads its description, not the tensors.
+
+    A file or a directory of shards means itself. Any other directory means its `latest`; if there is no `latest`, or
+    its target is gone, the newest complete checkpoint in it. Raises `FileNotFoundError`, or `CheckpointError` for what
+    is damaged or no checkpoint.
+    """
+    for attempt in range(_PATIENCE):
+        try:
+            found = resolve(fresh(path), opener)
+            return found if isinstance(found, Opened) else open_found(found, opener)
+        except FileNotFoundError:
+            # a writer with a small keep_last may have deleted it between two of our steps
+            if attempt == _PATIENCE - 1 or not fresh(path).exists():
+                raise
+    raise AssertionError("unreachable")
+
+
+def open_found(path: Location, opener: Opener = PLAIN) -> Opened:
+    """Open a file, or a directory that is one checkpoint."""
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return open_ranks(path, opener)
+        path = whole(path) or path
+    return opener.open(path)
+
+
+def open_rank(path: str | os.PathLike[str], rank: int, opener: Opener = PLAIN) -> Opened:
+    """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
+    for attempt in range(_PATIENCE):
+        try:
+            found = resolve(fresh(path), opener)
+            directory = found.files[0].parent if isinstance(found, Opened) else found
+            if not (directory / MANIFEST).exists():
+                raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
+            return open_part(directory, rank, opener)
+        except FileNotFoundError:
+            if attempt == _PATIENCE - 1 or not fresh(path).exists():
+                raise
+    raise AssertionError("unreachable")
+
+
+def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
+    """The file or directory that a path means; already opened if it was found as the newest complete one."""
+    is_remote = isinstance(path, RemotePath)  # where links were copied as files, which do not move
+    if is_remote and path.name == LATEST and (path.parent / index.INDEX).exists():
+        return newest(path.parent, opener)
+    is_copy = is_remote and not path.name.endswith(_SUFFIXES) and path.is_file()
+    if (is_copy or not path.exists()) and (second := _by_alias(path)) is not None:
+        return second
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
+        # a file of another program, as in an incomplete cache; or an alias, which means no other checkpoint
+        if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
+            raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
+        return newest(path.parent, opener)
+    if path.is_dir():
+        if (path / MANIFEST).exists() or (path / _ENCRYPTED_INDEX).exists() or find_index(path) is not None:
+            return path
+        latest = path / LATEST
+        if not (is_remote and (path / index.INDEX).exists()) and latest.exists() and not _is_note(latest):
+            return resolve(latest, opener)
+        snapshot = _snapshot(path)
+        if snapshot is not None:
+            return resolve(snapshot, opener)
+        return path if whole(path) is not None else newest(path, opener)
+    if not path.exists():
+        if path.name == LATEST and path.parent.is_dir():  # a file system without links
+            return newest(path.parent, opener)
+        for suffix in _SUFFIXES:
+            named = path.with_name(path.name + suffix)
+            if path.name and named.is_file():
+                return named
+        raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", str(path))
+    return path
+
+
+def _by_alias(path: Location) -> Location | None:
+    """The checkpoint of an alias by the list of saves, for aliases whose link could not be made."""
+    if not _known_aliases(path.parent):
+        return None
+    entry = index.aliases(index.entries(path.parent), path.parent).get(path.name)
+    return None if entry is None else path.with_name(entry.name)
+
+
+def _known_aliases(directory: Location) -> set[str]:
+    return {entry.alias for entry in index.entries(directory) if entry.alias}
+
+
+def whole(directory: Location) -> Location | None:
+    """The main file of a directory that is one checkpoint: its index, the first of its shards, or the model's file.
+
+    None for any other directory, such as one that a `CheckpointWriter` writes to, whose files are a checkpoint each.
+    """
+    if (directory / MANIFEST).exists():
+        return directory / MANIFEST
+    if (directory / _ENCRYPTED_INDEX).exists():
+        return directory / _ENCRYPTED_INDEX
+    found = find_index(directory)
+    if found is not None or (directory / index.INDEX).exists():
+        return found
+    names = [found.name for found in directory.iterdir() if not found.name.startswith(".")]
+    groups = list(find_groups(names).values())
+    models = sorted(
+        (match["variant"], not name.endswith(".safetensors"), name)
+        for name in names
+        if (match := _MODEL.fullmatch(name)) and shard_of(name) is None and (directory / name).is_file()
+    )
+    if models and (not models[0][0] or len({variant for variant, _, _ in models}) == 1):
+        return directory / models[0][2]
+    return directory / groups[0][0] if len(groups) == 1 and not models else None
+
+
+def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
+    """(mtime in ns, path) of what may be checkpoints in a directory; hidden names are unfinished ones."""
+    there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
+    groups = find_groups(path.name for path in there)
+    first = {name: group[0] for group in groups.values() for name in group}
+    for path in there:
+        try:
+            if path.is_symlink() and path.resolve().parent == directory.resolve():
+                continue  # an alias of one that is listed itself
+            if path.is_dir():
+                main = whole(path)
+                if main is not None:
+                    yield main.stat().st_mtime_ns, path
+            elif path.name.endswith(_SUFFIXES) and first.get(path.name, path.name) == path.name:
+                yield path.stat().st_mtime_ns, path
+        except FileNotFoundError:
+            continue
+        except CheckpointError:  # reported when it is opened
+            yield _time_of(path), path
+
+
+def _time_of(path: Location) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except CheckpointError:
+        return 0
+
+
+def newest_first(directory: Location) -> list[tuple[int, Location]]:
+    """The candidates: first those in the list of saves, the last saved first, whatever their mtime; then the others by
+    their mtime."""
+    order = index.order(directory)
+    return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
+
+
+def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
+    """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
+    found = newest_first(directory)
+    for _, path in found:
+        try:
+            return open_found(path, opener)
+        except FileNotFoundError:
+            continue
+        except WrongKey:  # an older one is not what the caller wants
+            raise
+        except Exception as error:  # whatever the error is, try the others
+            if is_outage(path, error):
+                raise
+            if len(found) == 1 and isinstance(error, CheckpointError):
+                raise  # there is no other one
+            warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
+    raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint in this directory", str(directory))
+
+
+def _is_note(latest: Location) -> bool:
+    """Whether `latest` is a file of one line that another program wrote, such as the name of a directory."""
+    if latest.is_symlink() or not latest.is_file():
+        return False
+    with open_input(latest) as file:
+        text = file.pread(257, 0)
+    return len(text) <= 256 and text.isascii() and text.decode("ascii").strip().isprintable()
+
+
+def _snapshot(directory: Location) -> Location | None:
+    """The directory of revision `main` in a repository of Hugging Face's cache; None if it is no such cache."""
+    main = directory / "refs" / "main"
+    if not main.is_file() or not (directory / "snapshots").is_dir():
+        return None
+    with open_input(main) as file:
+        revision = file.pread(257, 0).decode("utf-8", "replace").strip()
+    found = directory / "snapshots" / revision
+    if not re.fullmatch(r"[0-9A-Za-z]{1,128}", revision) or not found.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"revision {revision!r:.80} is not in this cache", str(directory))
+    return found
+
+
+def open_part(directory: Location, rank: int, opener: Opener = PLAIN) -> Opened:
+    """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
+    manifest = read_manifest(directory)
+    if not 0 <= rank < len(manifest.parts):
+        raise ArgumentError(f"rank={rank}: {directory} has the parts of {len(manifest.parts)} ranks, from 0 on")
+    return _open_part(directory, manifest.parts[rank], opener)
+
+
+def _open_part(directory: Location, part: Part, opener: Opener) -> Opened:
+    path = directory / part.file
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: {part.file} is missing, which its manifest names")
+    opened = opener.open(path)
+    if opened.locked:
+        return opened
+    if opened.state is not None or opened.places is None:
+        raise CheckpointError(f"{path} was written by another program")
+    if sum(opened.sizes) != part.nbytes:
+        raise CheckpointError(f"{path} has {sum(opened.sizes)} bytes, {part.nbytes} were written")
+    return opened
+
+
+def open_ranks(directory: Location, opener: Opener = PLAIN) -> Opened:
+    """Open all parts as one checkpoint."""
+    manifest = read_manifest(directory)
+    tree: list[Any] = []
+    tensors: list[Entry] = []
+    regions: list[Region] = []
+    files: list[Location] = []
+    sizes: list[int] = []
+    places: list[Place] = []
+    digests: list[int] | None = []
+    sealed: list[SealedFile | None] = []
+    locked = False
+    for rank, part in enumerate(manifest.parts):
+        opened = _open_part(directory, part, opener)
+        plan = opened.plan
+        if len(tensors) + len(plan.tensors) > MAX_TENSORS:
+            raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors: read its parts, with rank=")
+        try:
+            tree.append([["i", hex(rank)], _shifted(plan.tree, len(tensors), len(plan.tensors))])
+        except RecursionError:
+            raise CheckpointError(f"{opened.files[0]}: invalid structure: it is too deep") from None
+        tensors += [
+            entry._replace(name=f"{rank}.{entry.name}", region=entry.region + len(regions) if entry.region >= 0 else -1)
+            for entry in plan.tensors
+        ]
+        regions += plan.regions
+        places += [(file + len(files), offset) for file, offset in opened.places or ()]
+        digests = None if digests is None or opened.digests is None else digests + opened.digests
+        sealed += opened.sealed or [None] * len(opened.files)
+        locked = locked or opened.locked
+        files += opened.files
+        sizes += opened.sizes
+    rest = [path for other in manifest.others if (path := directory / other.file).is_file()]
+    rest.append(directory / MANIFEST)
+    meta = plan.meta if len(manifest.parts) == 1 else None
+    made = Plan({"k": tree}, tensors, regions, meta)
+    return Opened(
+        opened.format, made, [*files, *rest], [*sizes, *(path.stat().st_size for path in rest)],
+        None if locked else places, digests, native=True, sealed=[*sealed, *[None] * len(rest)], locked=locked,
+    )  # fmt: skip
+
+
+def _shifted(node: Any, by: int, count: int) -> Any:
+    """A tree of `count` tensors with `by` added to their numbers; an invalid number becomes -1."""
+    if isinstance(node, list):
+        return [_shifted(each, by, count) for each in node]
+    if not isinstance(node, dict):
+        return node
+
+    def number(found: Any) -> Any:
+        return found if type(found) is not int else found + by if 0 <= found < count else -1
+
+    made: dict[str, Any] = {}
+    for tag, body in node.items():
+        if tag in ("x", "B"):
+            made[tag] = number(body)
+        elif tag == "z" and isinstance(body, list) and len(body) == 4 and isinstance(body[3], list):
+            made[tag] = [*body[:3], [number(each) for each in body[3]]]
+        elif tag == "d" and isinstance(body, dict):
+            made[tag] = {key: _shifted(each, by, count) for key, each in body.items()}
+        else:
+            made[tag] = _shifted(body, by, count) if tag in ("k", "o", "c", "t", "m", "a", "e", "E") else body
+    return made

@@ -2,6 +2,18 @@
 
 Large pieces are written straight from the slots, whose pages are aligned for O_DIRECT. If the file system refuses that,
 the same calls use the page cache. Small pieces (headers) always do, after everything else.
+
+`EncryptedOutput` has the same interface, over an `Output` of ciphertext. A chunk is encrypted by the thread that writes
+it, so that several are at once, and the plain slot stays as it is: after a death the next process takes the bytes from
+there again. Every write of a segment has a new random nonce, also when a header is patched, so that no two plaintexts
+ever have the same key and nonce.
+
+The data key exists in memory only. It is in each file, wrapped, before the first segment: a process that continues with
+the files of a dead one unwraps it from there.
+
+Header and first tensors share a segment, and headers are written last, when the slots of a save that streams are free
+again. A death between the new ciphertext and its new tag would lose these tensors. So a segment that is changed goes to
+the *journal* first, past the end of the file, which is cut off at last; the next process repeats the write from there.
 """
 
 from __future__ import annotations
@@ -9,14 +21,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
+from ..memory.mapped_file import fresh
+from .description import Described
 from .directory import remove, sync
+from .envelope import CONTENTS, DATA, ENTRY, SEGMENT, SUFFIX, Cipher, Envelope, SealedFile, read_envelope, render_names
+from .formats import Layout
+from .formats.base import FileSpec, Place
+from .keys import KEY_BYTES, NONCE_BYTES, TAG_BYTES, MasterKey
 from .limits import PAGE
+from .locations import LocalFile
+from .plan import Plan
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -189,3 +211,235 @@ def _run(done: Future[None], function: Callable[..., None], args: tuple[Any, ...
         done.set_exception(error)
     else:
         done.set_result(None)
+
+
+_TOGETHER: Final = 4 << 20
+"""Bytes that are encrypted before they are written: they stay in the cache, and the disk gets long writes."""
+
+
+_JOURNAL: Final = struct.Struct(f"<Q{ENTRY}s")
+"""Number and table entry of the segment that follows."""
+
+
+class Sealing(NamedTuple):
+    """What encrypted files say besides their data.
+
+    master:   the key-encryption key
+    format:   name of the format inside
+    contents: the description, with the places of the regions; None if it is not known
+    names:    the readable names, or b""
+    native:   written by this library
+    """
+
+    master: MasterKey
+    format: str
+    contents: Described | None
+    names: bytes
+    native: bool = True
+
+    @classmethod
+    def of(cls, master: MasterKey, format: str, plan: Plan, layout: Layout, *, readable: bool) -> Sealing:
+        """For a plan that is being written."""
+        contents = describe(plan, layout.files, layout.places)
+        return cls(master, format, contents, render_names(plan) if readable else b"")
+
+
+def describe(plan: Plan, files: Sequence[FileSpec], places: Sequence[Place]) -> Described:
+    """The contents of encrypted files: the description, in which a region is stored under `file:offset`."""
+    return Described(plan.describe(), [f"{files[file].name}:{offset}" for file, offset in places])
+
+
+class EncryptedOutput:
+    """As `Output`: files (name, plain bytes) below `path`, which are encrypted. The last one has the contents.
+
+    resume:  continue with the existing files. `OSError` if they are not what an earlier process began.
+    journal: another process may continue, without the plain bytes of what is written
+    """
+
+    def __init__(
+        self, path: str, files: Sequence[FileSpec], sealing: Sealing, *, resume: bool = False, journal: bool = False
+    ) -> None:
+        self._contents, self._journals = sealing.contents, journal
+        checkpoint, data_key = os.urandom(16).hex(), os.urandom(KEY_BYTES)
+        envelopes = [
+            self._envelope(checkpoint, file, sealing, is_last=number == len(files) - 1)
+            for number, file in enumerate(files)
+        ]
+        plain = [
+            (encrypted_name(name), envelope.file_bytes) for (name, _), envelope in zip(files, envelopes, strict=True)
+        ]
+        self._output = Output(path, plain, resume=resume)
+        self.path, self.files, self.is_directory = path, self._output.files, self._output.is_directory
+        self._own = threading.local()
+        self._sealed: list[SealedFile] = []
+        self._fds: list[int] = []
+        self._ciphers: list[Cipher] = []
+        try:
+            for number, envelope in enumerate(envelopes):
+                names = sealing.names if envelope.names else b""
+                self._fds.append(os.open(self.at(number), os.O_RDONLY | os.O_CLOEXEC))
+                if resume:
+                    envelope, cipher = self._resume(number, envelope, sealing.master)
+                else:
+                    digest = envelope.digest(names)
+                    cipher = Cipher(data_key, digest)
+                    head = envelope.start + sealing.master.wrap(data_key, digest) + names
+                    self._output.patch(number, 0, head)
+                self._ciphers.append(cipher)
+                self._sealed.append(SealedFile(Path(self.at(number)), envelope, cipher))
+                if resume:
+                    self._repeat(number)
+        except BaseException:
+            if resume:
+                self.close()
+            else:
+                self.discard()
+            raise
+        # crash: seal.begun
+
+    @staticmethod
+    def _envelope(checkpoint: str, file: FileSpec, sealing: Sealing, *, is_last: bool) -> Envelope:
+        contents = len(sealing.contents.file(None)) if is_last and sealing.contents is not None else 0
+        names = len(sealing.names) if is_last else 0
+        return Envelope(
+            checkpoint, file.name, sealing.format, sealing.native, file.nbytes, contents, names, sealing.master.recipe
+        )
+
+    def _resume(self, number: int, expected: Envelope, master: MasterKey) -> tuple[Envelope, Cipher]:
+        path = Path(self.at(number))
+        found = read_envelope(path, file=LocalFile(self._fds[number], owned=False), is_complete=False)
+        data_key = master.unwrap(found.wrapped, found.digest)
+        if data_key is None or found.envelope.file_bytes != expected.file_bytes:
+            raise OSError(errno.EIO, f"{path} was changed by somebody: it does not open with the key of the save")
+        return found.envelope, Cipher(data_key, found.digest)
+
+    def _repeat(self, index: int) -> None:
+        """Write the segment in the journal again, if one is there."""
+        envelope, at = self._sealed[index].envelope, self._journal_at(index)
+        head, sealed = bytearray(_JOURNAL.size), bytearray(SEGMENT)
+        room = os.fstat(self._fds[index]).st_size - at - len(head)
+        if room <= 0:
+            return
+        self._output.read(index, at, memoryview(head))
+        number, entry = _JOURNAL.unpack(head)
+        size = min(SEGMENT, envelope.nbytes - number * SEGMENT)
+        if not 0 < size <= room:
+            return
+        self._output.read(index, at + len(head), memoryview(sealed)[:size])
+        nonce, tag = entry[:NONCE_BYTES], entry[NONCE_BYTES:]
+        if self._ciphers[index].open(DATA, number, nonce, bytes(sealed[:size]) + tag, bytearray(size)):
+            self._output.patch(index, envelope.data_at + number * SEGMENT, bytes(sealed[:size]))
+            self._output.patch(index, envelope.entry_at(DATA, number), entry)
+
+    def _journal_at(self, index: int) -> int:
+        return -(-self._sealed[index].envelope.file_bytes // PAGE) * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(nbytes for _, nbytes in self.files)
+
+    def at(self, index: int) -> str:
+        """Path of a file."""
+        return self._output.at(index)
+
+    def write(self, index: int, offset: int, view: memoryview) -> None:
+        """Encrypt and write bytes at the start of a segment, whole segments but for the end of the file; what is beyond
+        the end is left out.
+
+        Callable from several threads at once, at different segments.
+        """
+        view = view[: max(0, self._sealed[index].envelope.nbytes - offset)]
+        for at in range(0, len(view), _TOGETHER):
+            self._write(index, DATA, offset + at, view[at : at + _TOGETHER])
+
+    def _write(self, index: int, part: int, offset: int, view: memoryview, *, journal: bool = False) -> None:
+        envelope, cipher = self._sealed[index].envelope, self._ciphers[index]
+        first, count = offset // SEGMENT, -(-len(view) // SEGMENT)
+        scratch = self._scratch()
+        nonces, table = os.urandom(NONCE_BYTES * count), bytearray(ENTRY * count)
+        for number in range(count):
+            at, nonce = number * SEGMENT, nonces[NONCE_BYTES * number : NONCE_BYTES * (number + 1)]
+            plain = view[at : at + SEGMENT]
+            end = at + len(plain)
+            cipher.seal(part, first + number, nonce, plain, scratch[at : end + TAG_BYTES])
+            table[ENTRY * number : ENTRY * (number + 1)] = (
+                nonce + scratch[end : end + TAG_BYTES]
+            )  # the next one is there
+        end = -(-len(view) // PAGE) * PAGE
+        scratch[len(view) : end] = bytes(end - len(view))
+        if journal:
+            data = _JOURNAL.pack(first, bytes(table)) + scratch[: len(view)]
+            self._output.patch(index, self._journal_at(index), data)
+            # crash: seal.journal
+        self._output.write(index, envelope.at(part) + offset, scratch[:end])
+        # crash: seal.written
+        self._output.patch(index, envelope.entry_at(part, first), bytes(table))
+
+    def _scratch(self) -> memoryview:
+        """Memory of this thread, at the start of a page, for direct I/O."""
+        if not hasattr(self._own, "scratch"):
+            memory: Any = fresh(_TOGETHER + PAGE)
+            self._own.scratch = memoryview(memory)
+        scratch: memoryview = self._own.scratch
+        return scratch
+
+    def patch(self, index: int, offset: int, data: Any) -> None:
+        """Write a piece at any offset. Segments that are only partly covered are decrypted and encrypted again."""
+        view, envelope = memoryview(data).cast("B"), self._sealed[index].envelope
+        at, end = offset, offset + len(view)
+        while at < end:
+            start = at // SEGMENT * SEGMENT
+            if at == start and end - at >= SEGMENT:
+                count = min((end - at) // SEGMENT * SEGMENT, _TOGETHER)
+                self._write(index, DATA, at, view[at - offset : at - offset + count])
+            else:
+                size = min(SEGMENT, envelope.nbytes - start)
+                count = min(size - (at - start), end - at)
+                segment = bytearray(size)
+                if count < size:
+                    self._read_segment(index, start // SEGMENT, segment)
+                segment[at - start : at - start + count] = view[at - offset : at - offset + count]
+                self._write(index, DATA, start, memoryview(segment), journal=self._journals and count < size)
+            at += count
+
+    def _read_segment(self, index: int, number: int, into: bytearray) -> None:
+        """Read a segment; zeros if it was never written."""
+        entry = bytearray(ENTRY)
+        self._output.read(index, self._sealed[index].envelope.entry_at(DATA, number), memoryview(entry))
+        if any(entry):
+            self.read(index, number * SEGMENT, memoryview(into))
+
+    def read(self, index: int, offset: int, into: memoryview) -> None:
+        """Read back what was written. Raises `CheckpointError` if it is not there."""
+        sealed = self._sealed[index]
+        reader = SealedFile(sealed.path, sealed.envelope, self._ciphers[index])  # which keeps no segment
+        reader.read(LocalFile(self._fds[index], owned=False), DATA, offset, into)
+
+    def describe(self, digests: Sequence[int]) -> None:
+        """Write the contents, with the digests of the regions. Call it once, after everything else."""
+        if self._contents is not None:
+            data, last = memoryview(self._contents.file(digests)), len(self.files) - 1
+            for at in range(0, len(data), _TOGETHER):
+                self._write(last, CONTENTS, at, data[at : at + _TOGETHER])
+        # crash: seal.described
+
+    def finish(self) -> list[tuple[str, int, int]]:
+        """Set the exact size of each file and sync it; returns (name, bytes, mtime in ns) of each."""
+        return self._output.finish()
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+        self._output.close()
+
+    def discard(self) -> None:
+        """Close and remove the files."""
+        self.close()
+        self._output.discard()
+
+
+def encrypted_name(name: str) -> str:
+    """The name of an encrypted file; "" for the only file, which its caller names."""
+    return name + SUFFIX if name else ""

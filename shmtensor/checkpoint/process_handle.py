@@ -22,7 +22,7 @@ from typing import Any, Final
 from ..channel.cleanup import sweep_channel
 from ..channel.names import socket_dir
 from ..children import python_command, python_environment
-from ..endpoints.consumer import Consumer
+from ..endpoints.workqueue import Consumer
 from ..errors import EndOfStream, PeerDied, ResourceError, TimedOut
 from ..shielded import Flag
 

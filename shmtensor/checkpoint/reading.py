@@ -4,14 +4,30 @@ The regions, in the order of the files, are divided into one run per reader, and
 run, so that the disk and the kernel's read-ahead see few long sequential streams, and digests each chunk while it is in
 the cache. A reader that has finished helps with the longest remaining run: then chunks of one region are read
 concurrently, and digested in order.
+
+What goes to a device is read into pinned buffers (`devices.py`), which are used again at once: there a reader that has
+read a chunk waits until those before it are digested. Readers take chunks of a run in order, each has a buffer before
+it takes one, and so the first of those that were taken never waits.
+
+`Files` are the open files of a checkpoint, read by position: from the page cache what it has, the rest with direct I/O.
+Direct I/O (O_DIRECT) brings bytes from the disk straight into the tensors' memory: there is no second copy, it takes
+half the CPU time, and no other pages are evicted for a file that is read once. A file that is read several times should
+be in the page cache all the same. So each stretch that is read with direct I/O leaves one page in the cache, as a mark:
+the next reader finds the mark and reads the stretch through the page cache, where later ones find it whole. However
+many processes load a file, it is read from the disk about twice.
+
+It needs memory and file offset to be equal modulo the page size, and is given up for a file whose file system refuses
+it. Only speed depends on it: any byte may be read either way, with the same result (the kernel writes dirty pages back
+first).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
@@ -19,12 +35,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..codec.numpy import Array
-from ..memory.mapped_file import fresh, populate
-from .digests import Summer, text
-from .files import Files
+from ..errors import CheckpointError
+from ..memory.mapped_file import fresh, is_cached, populate
+from .description import Summer, text
+from .devices import PIECE, Lane, Lanes
+from .envelope import DATA, SealedFile
 from .formats import Opened
-from .limits import LINE, PAGE
-from .locations import Location
+from .limits import DIRECT_MIN, LINE, PAGE
+from .locations import InputFile, LocalFile, Location, open_input
 from .remote import GAP, Stopped, stop_by
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
@@ -33,6 +51,7 @@ REQUEST_MAX: Final = 64 << 20
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 def default_readers() -> int:
@@ -41,20 +60,22 @@ def default_readers() -> int:
 
 
 class _Target:
-    """A region that is read into memory, in chunks that end where pages of the file do; not those of a server.
+    """A region that is read in chunks; they end where pages of the file do, except requests to a server.
 
-    request: bytes of a request to the server, 0 if the file is of this machine
+    memory:  where all of it goes; empty if it goes to a device, chunk after chunk through memory of the readers
+    size:    bytes of a chunk
+    request: whether a chunk is one request to a server
     joins:   whether one request may bring its neighbours as well
     """
 
     def __init__(
-        self, region: int, memory: Array, file: int, offset: int, summer: Summer | None = None, *,
-        is_direct: bool = False, request: int = 0, joins: bool = False,
+        self, region: int, nbytes: int, file: int, offset: int, memory: Array, summer: Summer | None = None, *,
+        size: int = CHUNK, is_direct: bool = False, request: bool = False, joins: bool = False,
     ) -> None:  # fmt: skip
-        self.region, self.memory, self.file, self.offset = region, memory, file, offset
+        self.region, self.nbytes, self.memory, self.file, self.offset = region, nbytes, memory, file, offset
         self._summer, self.is_direct, self.joins = summer, is_direct, joins
         self.request = request
-        self._size = request or (CHUNK_DIRECT if is_direct else CHUNK)
+        self._size = size
         self._before = 0 if request else offset % PAGE  # bytes of the first page that are not ours
         self._lock = threading.Lock()
         self._ready: set[int] = set()
@@ -63,12 +84,16 @@ class _Target:
 
     def __len__(self) -> int:
         """The number of chunks."""
-        return -(-(self._before + len(self.memory)) // self._size) if len(self.memory) else 0
+        return -(-(self._before + self.nbytes) // self._size) if self.nbytes else 0
 
-    def span(self, chunk: int) -> tuple[int, Array]:
-        """(offset in the file, memory) of a chunk."""
-        start, end = max(0, chunk * self._size - self._before), (chunk + 1) * self._size - self._before
-        return self.offset + start, self.memory[start:end]
+    def span(self, chunk: int) -> tuple[int, int]:
+        """The first byte of a chunk in the region, and the one after its last."""
+        return max(0, chunk * self._size - self._before), min((chunk + 1) * self._size - self._before, self.nbytes)
+
+    def slice(self, chunk: int) -> Array:
+        """The memory of a chunk."""
+        start, end = self.span(chunk)
+        return self.memory[start:end]
 
     def arrived(self, chunk: int) -> None:
         """Digest this chunk and those after it that have arrived, unless another reader does so."""
@@ -86,11 +111,44 @@ class _Target:
                     return
                 chunk = self._next
                 self._next += 1
-            self._summer.update(self.span(chunk)[1])
+            self._summer.update(self.slice(chunk))
+
+    def digest_in_turn(self, chunk: int, data: Array, turns: _Turns) -> None:
+        """Digest a chunk whose memory is used again afterwards, when those before it are digested."""
+        if self._summer is None:
+            return
+        turns.wait_for(lambda: self._next == chunk)
+        self._summer.update(data)
+        with turns.moved():
+            self._next += 1
 
     @property
     def digest(self) -> int:
         return 0 if self._summer is None else self._summer.digest
+
+
+class _Turns:
+    """Who waits for another reader's chunk, until that reader fails."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def wait_for(self, is_my_turn: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or is_my_turn())
+            if self._failed and not is_my_turn():
+                raise Stopped
+
+    @contextlib.contextmanager
+    def moved(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        with self.moved():
+            self._failed = True
 
 
 class _Job(NamedTuple):
@@ -99,49 +157,57 @@ class _Job(NamedTuple):
     lock: threading.Lock
     """Held by the thread that touches its memory or reads into it."""
 
+    @property
+    def places(self) -> tuple[int, int]:
+        """Where its bytes begin and end in the file."""
+        start, end = self.target.span(self.chunk)
+        return self.target.offset + start, self.target.offset + end
+
 
 _Run = deque[list[_Job]]
 """Consecutive chunks of the files; taken from the left. Those in one list are read by one request to a server."""
 
 
-def _request(nbytes: int, share: int) -> int:
+def _request(nbytes: int, share: int, limit: int = REQUEST_MAX) -> int:
     """Bytes of a request to a server: equal parts of a region, about a reader's share of all. Each request costs a
     round trip, and on some servers the reading of the whole file; what it brings goes straight into the memory."""
-    most = min(max(share, REQUEST_MIN), REQUEST_MAX)
+    most = min(max(share, REQUEST_MIN), limit)
     return -(-nbytes // max(1, -(-nbytes // most)))
 
 
-def _cut(targets: Sequence[_Target], readers: int) -> list[_Run]:
-    """At most `readers` runs of similar size. A region is not divided, because its digest is computed in order."""
-    share = max(1, -(-sum(target.memory.nbytes for target in targets) // readers))
+def _cut(targets: Sequence[_Target], readers: int, limit: int = REQUEST_MAX) -> list[_Run]:
+    """At most `readers` runs of similar size. A region is not divided, because its digest is computed in order.
+
+    limit: bytes of one request, at most
+    """
+    share = max(1, -(-sum(target.nbytes for target in targets) // readers))
     runs: list[_Run] = []
     before = 0
     for target in targets:
         if min(before // share, readers - 1) >= len(runs):  # empty regions at the end are in the last run
             runs.append(deque())
-        before += target.memory.nbytes
+        before += target.nbytes
         for chunk in range(len(target)):
             job = _Job(target, chunk, threading.Lock())
-            if runs[-1] and _joins(runs[-1][-1], job):
+            if runs[-1] and _joins(runs[-1][-1], job, limit):
                 runs[-1][-1].append(job)
             else:
                 runs[-1].append([job])
     return runs
 
 
-def _joins(jobs: list[_Job], job: _Job) -> bool:
+def _joins(jobs: list[_Job], job: _Job, limit: int) -> bool:
     """Whether a chunk is read by the same request as those before it: of a region by several, so that they are read at
     once."""
     if not job.target.joins or job.target.file != jobs[-1].target.file or job.target is jobs[-1].target:
         return False
-    first, _ = jobs[0].target.span(jobs[0].chunk)
-    before, last = jobs[-1].target.span(jobs[-1].chunk)
-    offset, memory = job.target.span(job.chunk)
-    return 0 <= offset - before - len(last) <= GAP and offset + len(memory) - first <= REQUEST_MAX
+    first, end = jobs[0].places[0], jobs[-1].places[1]
+    offset, last = job.places
+    return 0 <= offset - end <= GAP and last - first <= limit
 
 
 def _next(own: _Run | None, runs: list[_Run]) -> list[_Job] | None:
-    """The next chunks of a reader's own run; when it is empty, of the longest one."""
+    """The next chunks of a reader's own run; when it is empty, of the longest one; None when all are taken."""
     run = own or max(runs, key=len, default=None)
     while run:
         try:
@@ -168,7 +234,7 @@ def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
             return
         if job.lock.acquire(blocking=False):
             try:
-                populate(job.target.span(job.chunk)[1])
+                populate(job.target.slice(job.chunk))
             finally:
                 job.lock.release()
 
@@ -199,49 +265,72 @@ def read_regions(
     readers: int,
     verify: bool,
     progress: Callable[[int], Any] | None = None,
+    device: bool = False,
 ) -> list[Damage]:
     """Read some regions from the files; with `verify`, returns the damaged ones.
 
-    `memory_of(region)` returns a writable uint8 array of the region's size. `progress` is called with numbers of bytes,
-    from any reader. Raises `CheckpointError` if a file ends early.
+    `memory_of(region)` returns a writable uint8 array of the region's size, or with `device` such a tensor on a CUDA
+    device. `progress` is called with numbers of bytes, from any reader. Raises `CheckpointError` if a file ends early.
     """
     places = opened.places or []
     digests = opened.digests if verify else None
     targets = []
-    share = -(-sum(opened.plan.regions[region].nbytes for region in regions) // readers)
+    total = sum(opened.plan.regions[region].nbytes for region in regions)
+    limit = PIECE if device else REQUEST_MAX
     for region in sorted(regions, key=places.__getitem__):
-        memory, (file, offset) = memory_of(region), places[region]
+        (file, offset), nbytes = places[region], opened.plan.regions[region].nbytes
+        memory = _NOTHING if device else memory_of(region)
+        is_direct = files.reads_directly(memory, file, offset)
+        size = PIECE if device else CHUNK_DIRECT if is_direct else CHUNK
+        is_remote = files.is_remote(file)
         targets.append(
             _Target(
-                region, memory, file, offset, Summer() if digests is not None else None,
-                is_direct=files.reads_directly(memory, file, offset),
-                request=_request(len(memory), share) if files.is_remote(file) else 0, joins=files.joins(file),
+                region, nbytes, file, offset, memory, Summer() if digests is not None else None, is_direct=is_direct,
+                size=_request(nbytes, -(-total // readers), limit) if is_remote else size, request=is_remote,
+                joins=files.joins(file),
             )
         )  # fmt: skip
-    runs = _cut(targets, readers)
+    if not targets:
+        return []
+    runs = _cut(targets, readers, limit)
+    turns = _Turns()
 
     def work(number: int) -> None:
         own = runs[number] if number < len(runs) else None
-        while True:
-            jobs = _next(own, runs)
-            if jobs is None:
-                return
-            parts = []
-            for job in jobs:
-                offset, memory = job.target.span(job.chunk)
-                parts.append((memory, offset, opened.plan.names(job.target.region)))
+        try:
+            with contextlib.ExitStack() as stack:
+                lane = None if lanes is None else stack.enter_context(lanes.lane())
+                while jobs := _next(own, runs):
+                    read_jobs(jobs, lane)
+        except BaseException:
+            turns.fail()
+            raise
+
+    def read_jobs(jobs: list[_Job], lane: Lane | None) -> None:
+        file, places = jobs[0].target.file, [job.places for job in jobs]
+        if lane is not None:
+            memories = lane.take([(start, end - start) for start, end in places])
+        else:
+            memories = [job.target.slice(job.chunk) for job in jobs]
+            for job, memory in zip(jobs, memories, strict=True):
                 if job.target.request:
                     populate(memory)  # else the only thread that receives would wait for fresh pages
-            if len(jobs) > 1:
-                files.fill_together(parts, jobs[0].target.file)
-            else:
-                with jobs[0].lock:
-                    files.fill(parts[0][0], jobs[0].target.file, *parts[0][1:])
-            for job in jobs:
+        names = [opened.plan.names(job.target.region) for job in jobs]
+        if len(jobs) > 1:
+            files.fill_together([(m, at, name) for m, (at, _), name in zip(memories, places, names, strict=True)], file)
+        else:
+            with jobs[0].lock:
+                files.fill(memories[0], file, places[0][0], names[0])
+        for job, memory in zip(jobs, memories, strict=True):
+            if lane is None:
                 job.target.arrived(job.chunk)
-            if progress is not None:
-                progress(sum(memory.nbytes for memory, *_ in parts))
+            else:
+                lane.put(job.target.region, job.target.span(job.chunk)[0], memory)
+                job.target.digest_in_turn(job.chunk, memory, turns)
+        if progress is not None:
+            progress(sum(memory.nbytes for memory in memories))
 
+    lanes = Lanes(memory_of, regions, total) if device else None
     count = max(1, min(readers, sum(map(len, runs))))
     ahead = _ahead(runs)
     if count == 1:
@@ -282,3 +371,167 @@ def private(nbytes: int, offset: int = 0) -> Array:
     """Fresh memory. If it is large, in huge pages, and with the same position in its page as `offset`, so that direct
     I/O is possible; unless tensors would then not be aligned to a cache line."""
     return fresh(nbytes, 0 if offset % LINE else offset % PAGE) if nbytes >= _LARGE else np.empty(nbytes, np.uint8)
+
+
+STRETCH: Final = 64 << 20
+"""Bytes per mark. A mark for each read would take a tenth of the time; one per stretch costs nothing."""
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+
+class Files:
+    """The open files of a checkpoint. Close it; what was mapped stays.
+
+    sealed: per file how to decrypt it, None for a plain one; empty if all are plain
+
+    Raises `CheckpointError` if a file does not have the size that it had when its description was read.
+    """
+
+    def __init__(
+        self, paths: Sequence[Location], sizes: Sequence[int], sealed: Sequence[SealedFile | None] = ()
+    ) -> None:
+        self.paths = list(paths)
+        self._sealed = sealed or [None] * len(self.paths)
+        self._inputs: list[InputFile] = []
+        self._direct: dict[int, int] = {}  # for direct I/O, opened at first use
+        self._sizes = list(sizes)
+        self._lock = threading.Lock()
+        self._cached: dict[tuple[int, int], bool] = {}  # by file and number of a stretch; checked once
+        self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
+        try:
+            for path, size in zip(paths, sizes, strict=True):
+                self._inputs.append(open_input(path))
+                now = self._inputs[-1].nbytes
+                if now != size:
+                    raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+        while self._inputs:
+            opened = self._inputs.pop()
+            opened.drop()
+            opened.close()
+        while self._direct:
+            os.close(self._direct.popitem()[1])
+
+    def fd(self, file: int) -> int:
+        """The descriptor of a file of this machine."""
+        found = self._inputs[file]
+        if not isinstance(found, LocalFile):
+            raise TypeError(f"{self.paths[file]} is at a URL, and has no descriptor")
+        return found.fd
+
+    def check(self, file: int) -> None:
+        """Raise `CheckpointError` if a file at a URL has become another one: for what is not compared with a digest."""
+        self._inputs[file].check()
+
+    def is_remote(self, file: int) -> bool:
+        """Whether it is read through the network, by few long requests."""
+        return not isinstance(self._inputs[file], LocalFile)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return not self._inputs
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
+        """Fill uint8 memory with the bytes at `offset`. Callable from several threads at once.
+
+        names: of the tensors, for the `CheckpointError` that is raised if the file ends before, or if what is there is
+        not authentic.
+        """
+        sealed = self._sealed[file]
+        if sealed is not None:
+            try:
+                sealed.read(self._inputs[file], DATA, offset, memory)
+            except CheckpointError as error:
+                raise CheckpointError(f"tensor {names}: {error}") from None
+            return
+        while len(memory):
+            count = self._read(memory, file, offset)
+            if not count:
+                raise CheckpointError(
+                    f"{self.paths[file]}: the file ends at offset {offset}, inside tensor {names}: it is truncated"
+                )
+            memory, offset = memory[count:], offset + count
+
+    def fill_together(self, parts: Sequence[tuple[Array, int, str]], file: int) -> None:
+        """The same for several (memory, offset, names) of a file at a URL that follow each other, by one request."""
+        views: list[Any] = []
+        start = at = parts[0][1]
+        for memory, offset, _ in parts:
+            views += [bytearray(offset - at), memory]
+            at = offset + len(memory)
+        count = self._inputs[file].preadv(views, start)
+        for memory, offset, names in parts:
+            if offset + len(memory) > start + count:
+                self.fill(memory, file, offset, names)  # which says that it is truncated
+
+    def joins(self, file: int) -> bool:
+        """Whether neighbours in the file are better read together: each read is a request."""
+        return self.is_remote(file) and self._sealed[file] is None
+
+    def _read(self, memory: Any, file: int, offset: int) -> int:
+        """Read some of it; returns how many bytes, as `preadv`."""
+        if self.reads_directly(memory, file, offset):
+            lead = -offset % PAGE
+            if lead:
+                memory = memory[:lead]  # through the cache up to the next page, where direct I/O begins
+            else:
+                try:
+                    return os.preadv(self._direct[file], [memory[: len(memory) // PAGE * PAGE]], offset)
+                except OSError:  # if it is a real error, the plain read raises it too
+                    self._refuses[file] = True  # the descriptor stays open: another reader may be using it
+        return self._inputs[file].preadv([memory], offset)
+
+    def reads_directly(self, memory: Any, file: int, offset: int) -> bool:
+        """Whether `fill` would read this with direct I/O."""
+        return (
+            len(memory) >= DIRECT_MIN
+            and self._sealed[file] is None
+            and not self._refuses[file]
+            and not self.is_remote(file)
+            and not (memory.__array_interface__["data"][0] - offset) % PAGE
+            and not self._is_cached(file, offset // STRETCH)
+        )
+
+    def _is_cached(self, file: int, stretch: int) -> bool:
+        """Whether the page cache has a stretch, judged by one page of it. If not, that page is read in, as a mark.
+
+        It is the page in the middle: opening a file reads its beginning or its end.
+        """
+        with self._lock:
+            found = self._cached.get((file, stretch))
+            if found is None:
+                fd, start = self.fd(file), stretch * STRETCH
+                at = (start + min(start + STRETCH, self._sizes[file])) // 2
+                found = is_cached(fd, at)
+                if not found and file not in self._direct:
+                    direct = _open_direct(fd)
+                    if direct < 0:
+                        self._refuses[file] = found = True
+                    else:
+                        self._direct[file] = direct
+                if not found:
+                    with contextlib.suppress(OSError):
+                        os.posix_fadvise(fd, at, 1, os.POSIX_FADV_WILLNEED)  # the page around it
+                self._cached[file, stretch] = found
+            return found
+
+
+def _open_direct(fd: int) -> int:
+    """Open the same file again for direct I/O, whatever has its path now; -1 if that is impossible."""
+    if not _DIRECT:
+        return -1
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+    except OSError:
+        return -1

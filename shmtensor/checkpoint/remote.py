@@ -26,12 +26,13 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urljoin
 
 from ..errors import ArgumentError, CheckpointError, DependencyError, ResourceError
@@ -52,6 +53,7 @@ _BLOCKS: Final = 64
 """Blocks of one file that are kept."""
 _WHOLE: Final = 8 << 20
 """Most bytes of a request to a file system that only returns them as a whole."""
+_WITH_HOST: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https")
 _LISTED: Final = 1_000_000
 """Most names in a directory."""
 _PAGE: Final = 64 << 20
@@ -64,6 +66,8 @@ _AT_ONCE: Final = 8
 _PLAIN: Final = " =+,@!$&'()*;:~"
 """Characters of names that URLs have as they are."""
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:)(/+)")
+REDIS: Final = ("redis", "rediss", "redis+unix")
+"""Schemes of `redis_files.RedisFileSystem`, which is imported when one of them is used."""
 _SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
 _FINAL: Final = (PermissionError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, NotImplementedError)
 """Errors that another attempt does not mend."""
@@ -71,6 +75,8 @@ _REFUSED: Final = (401, 403)  # answers of HTTP
 _TIMES: Final = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created")
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime", "LastModified")
 
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 """Of file systems that are not asynchronous: few of them can be called by several threads at once."""
 
@@ -79,6 +85,24 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL. (`pathlib` turns two slashes into one.)"""
     found = _URL.match(os.fsdecode(path))
     return found is not None and (len(found[2]) > 1 or not os.path.exists(found[1]))
+
+
+def register() -> None:
+    """Have fsspec know the URLs of Redis, unless somebody has already told it of others. Raises `ImportError`."""
+    from fsspec import register_implementation
+
+    for protocol in REDIS:
+        with suppress(ValueError):
+            register_implementation(
+                protocol,
+                "shmtensor.checkpoint.redis_files.RedisFileSystem",
+                errtxt="URLs of Redis need redis-py: pip install 'shmtensor[redis]'",
+            )
+
+
+def url_of(url: str, name: str) -> str:
+    """The URL of a checkpoint below that of its directory, as it is shown."""
+    return f"{without_secrets(url).rstrip('/')}/{name}"
 
 
 def without_secrets(text: str) -> str:
@@ -102,6 +126,44 @@ def stop_by(event: threading.Event) -> None:
 def _stop() -> threading.Event:
     found: threading.Event = getattr(_own, "stop", _never)
     return found
+
+
+class NoAnswer(OSError):
+    """A server did not answer in time."""
+
+
+def within(nbytes: int, call: Callable[[], _B]) -> _B:
+    """What `call` returns, made in a thread: for calls that may never return. Raises what it raises; `NoAnswer` if it
+    takes longer than a request that moves `nbytes` may, and `Stopped`. The thread then goes on, and is waited for by
+    nobody, so that `call` must use nothing that may be gone by then."""
+    done: Future[_B] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="shmtensor request", daemon=True).start()
+    limit = TIMEOUT + nbytes / _SLOW
+    end = time.monotonic() + limit
+    while not wait([done], min(0.1, max(0.0, end - time.monotonic()))).done:
+        if _stop().is_set():
+            raise Stopped
+        if time.monotonic() >= end:
+            raise NoAnswer(f"no answer within {limit:.0f} s")
+    return done.result()
+
+
+def at_once(call: Callable[[_A], _B], each_of: Iterable[_A]) -> list[_B]:
+    """The results of requests, several of which are made at once. After an error, or Ctrl-C, none goes on."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(_AT_ONCE, "shmtensor-read", stop_by, (stop,)) as pool:
+        try:
+            return list(pool.map(call, each_of))
+        except BaseException:
+            stop.set()
+            raise
 
 
 class _Refused(ResourceError, PermissionError):
@@ -165,13 +227,7 @@ class RemoteFile:
                 spans[-1][1] = max(end, spans[-1][1])
             else:
                 spans.append([offset, end])
-        stop = threading.Event()
-        with ThreadPoolExecutor(_AT_ONCE, "shmtensor-read", stop_by, (stop,)) as pool:
-            try:
-                found = list(pool.map(lambda span: (span[0], self._fetch(*span)), spans))
-            except BaseException:
-                stop.set()
-                raise
+        found = at_once(lambda span: (span[0], self._fetch(*span)), spans)
         self._spans = sorted([*self._spans, *found])
 
     def _kept(self, offset: int, nbytes: int) -> bytes | None:
@@ -254,7 +310,9 @@ class _Store:
         self._is_s3 = "s3" in self.protocols and hasattr(fs, "_call_s3")
         self._is_async = isinstance(fs, AsyncFileSystem) and "dir" not in self.protocols
         self._lock = threading.Lock()
-        self._calls = _locks.setdefault(fs, threading.Lock())
+        self._calls: AbstractContextManager[Any] = nullcontext()
+        if not getattr(fs, "is_thread_safe", False):
+            self._calls = _locks.setdefault(fs, threading.Lock())
         self._infos: dict[str, dict[str, Any] | None] = {}
         self._listed: dict[str, list[str]] = {}
         self._files: dict[str, RemoteFile] = {}
@@ -669,6 +727,14 @@ def _changed(info: dict[str, Any]) -> int:
     return 0
 
 
+def check_host(url: str) -> None:
+    """Raise `ArgumentError` if a URL that begins with a bucket or host has none, as `s3:///bucket/run`: the library for
+    S3 writes to it, and finds nothing there."""
+    protocol, _, rest = url.partition("://")
+    if protocol in _WITH_HOST and (not rest or rest.startswith("/")):
+        raise ArgumentError(f"{without_secrets(url)!r} names no bucket or host: it comes after two slashes")
+
+
 def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
     """The path of a URL; a `str` if it is a file of this machine. Raises `ArgumentError`, `DependencyError`."""
     url = os.fsdecode(path)
@@ -676,6 +742,7 @@ def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
     if match is not None and not isinstance(path, str):  # `pathlib` has merged the slashes
         local = match[1] in ("file:", "local:")
         url = f"{match[1]}{'///' if local else '//'}{url[match.end() :]}"
+    check_host(url)
     shown = without_secrets(url)
     try:
         from fsspec.core import url_to_fs
@@ -683,6 +750,7 @@ def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
         raise DependencyError(
             f"{shown}: checkpoints at URLs are read by fsspec: pip install 'shmtensor[remote]'", name="fsspec"
         ) from None
+    register()
     raised: Exception | None = None
 
     def opened() -> Any:  # of a chain, such as zip://...::https://..., it reads the archive

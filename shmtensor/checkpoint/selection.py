@@ -1,14 +1,36 @@
-"""`keys=`: a part of a state, by dotted names."""
+"""Parts of a state: `keys=`, by dotted names, and `slices=`, the bytes that an index selects of a tensor.
+
+    file   ...|--row 0--|--row 1--|--row 2--|...     w[0:2]        one run
+                 ^^^       ^^^       ^^^             w[:, 3:6]     a block of each row
+
+The tensor's dimensions are sorted by their strides, which is the order of the file. The inner ones, as long as they are
+dense, are one *block*. Blocks are read one by one; if the gap between two is not larger than a block, they are read
+together with the gap, so that at most twice the requested bytes are read.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import EllipsisType
+from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
+
+from ..codec.leaf import c_strides
+from ..codec.numpy import Array
 from ..errors import ArgumentError, ArgumentTypeError
-from .json_values import key_of
+from ..wire.spec import extent
+from .formats import Stored
+from .plan import Entry, Plan, Region, tensor_numbers
+from .reading import CHUNK, private
+from .structure import key_of
 
 
 def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> Any:
@@ -159,3 +181,274 @@ class _Selection(NamedTuple):
                 if part is not None:
                     kept.append((token, part))
         return entries.smaller(kept) if kept else None
+
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+"""Which elements: what `numpy.s_[...]` gives for integers, slices with positive steps, and one `...`."""
+Slices = Mapping[str, Index] | None
+
+_SEVERAL: Final = 8 << 20  # bytes; for more, several threads read
+_LARGE: Final = 64 << 10  # bytes of a block; for less, threads only wait for each other
+
+
+def narrow(entry: Entry, index: Index) -> Entry:
+    """The entry of the part that an index selects, in the same region. Raises `ArgumentError`, `ArgumentTypeError`."""
+    strides = c_strides(entry.shape, entry.itemsize) if entry.strides is None else entry.strides
+    offset, shape, kept = entry.offset, [], []
+    for (start, count, step), stride in zip(_ranges(entry.name, entry.shape, index), strides, strict=True):
+        offset += start * stride
+        if count >= 0:
+            shape.append(count)
+            kept.append(step * stride)
+    if entry.region < 0 or 0 in shape:
+        return entry._replace(shape=tuple(shape), strides=None, region=-1, offset=0)
+    plain = tuple(kept) == c_strides(shape, entry.itemsize)
+    return entry._replace(shape=tuple(shape), strides=None if plain else tuple(kept), offset=offset)
+
+
+def part_of(tensor: Any, name: str, index: Index) -> Any:
+    """The part of a torch tensor that an index selects, as a view. Raises as `narrow` does."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+        raise ArgumentError(f"slices= has {name!r:.80}, which is no tensor that can be cut: it comes whole")
+    _ranges(name, tensor.shape, index)
+    return tensor.detach()[index]
+
+
+def _ranges(name: str, shape: Sequence[int], index: Index) -> list[tuple[int, int, int]]:
+    """First element, number of elements (-1 for an integer, whose dimension is left out) and step, per dimension."""
+    label = f"tensor {name!r:.80} of shape {list(shape)!r:.80}"
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    missing = len(shape) - len(items) + len(dots)
+    if len(dots) > 1 or missing < 0:
+        raise ArgumentError(f"{label}: {len(items) - len(dots)} indices and {len(dots)} times ... are too many")
+    at = dots[0] if dots else len(items)
+    items[at : at + 1] = [slice(None)] * missing
+    return [
+        _range(item, length, f"{label}, dimension {axis}")
+        for axis, (item, length) in enumerate(zip(items, shape, strict=True))
+    ]
+
+
+def _range(item: Any, length: int, label: str) -> tuple[int, int, int]:
+    try:
+        if isinstance(item, slice):
+            found = range(*item.indices(length))
+            if found.step < 0:
+                raise ArgumentError(f"{label}: step {found.step}: pass a positive one, and turn around what is read")
+            return (found.start if found else 0), len(found), found.step
+        if isinstance(item, (bool, np.bool_)):
+            raise TypeError
+        at = operator.index(item)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{label}: index {item!r:.80}: integers, slices of integers and ... are allowed, as numpy.s_[0:1024, 3] "
+            "gives them"
+        ) from None
+    except ArgumentError:
+        raise
+    except ValueError as error:  # a step of 0
+        raise ArgumentError(f"{label}: {error}") from None
+    if not -length <= at < length:
+        raise ArgumentError(f"{label}: index {at} is out of range")
+    return at % length, -1, 1
+
+
+def stored_nbytes(entry: Entry) -> int:
+    """Bytes that the elements of an entry take in a file; repeated and overlapping ones count once."""
+    if entry.region < 0:
+        return 0
+    kept = [n if entry.strides is None or entry.strides[axis] else 1 for axis, n in enumerate(entry.shape)]
+    return min(math.prod(kept) * entry.itemsize, extent(entry.shape, entry.strides, entry.itemsize))
+
+
+class Source(Protocol):
+    """A source of bytes: `Files` or `InMemory`."""
+
+    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
+        """Fill uint8 memory with the bytes at `offset`."""
+
+    def check(self, file: int) -> None:
+        """Raise `CheckpointError` if a file has become another one since it was opened."""
+
+
+class InMemory:
+    """Bytes in memory, in place of a file."""
+
+    def __init__(self, data: Array) -> None:
+        self._data = data
+
+    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
+        """Fill uint8 memory with the bytes at `offset`."""
+        memory[:] = self._data[offset : offset + len(memory)]
+
+    def check(self, file: int) -> None:
+        """It is what it is."""
+
+
+class Span(NamedTuple):
+    """Where a part is: `entry` describes it in the bytes of a file from `start` on."""
+
+    file: int
+    start: int
+    entry: Entry
+
+
+def packed(entry: Entry) -> Entry:
+    """The entry for the memory that `read_part` returns: dense in the order of the file, or overlapping as before."""
+    if stored_nbytes(entry) == extent(entry.shape, entry.strides, entry.itemsize):
+        return entry._replace(offset=0)
+    found, nbytes = [0] * len(entry.shape), entry.itemsize
+    for axis, length, _ in reversed(_axes(entry)):
+        found[axis] = nbytes
+        nbytes *= length
+    return entry._replace(offset=0, strides=tuple(found))
+
+
+def read_part(files: Source, span: Span, readers: int) -> Array:
+    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early, or is another one."""
+    memory = _read_part(files, span, readers)
+    files.check(span.file)
+    return memory
+
+
+def _read_part(files: Source, span: Span, readers: int) -> Array:
+    entry, label = span.entry, f'"{span.entry.name}"'
+    start, nbytes = span.start + entry.offset, stored_nbytes(entry)
+    memory = private(nbytes, start)
+    if nbytes == extent(entry.shape, entry.strides, entry.itemsize):
+        jobs = ((memory[at : at + CHUNK], start + at) for at in range(0, nbytes, CHUNK))
+        _run(files, span.file, jobs, label, readers if nbytes >= _SEVERAL else 1)
+        return memory
+    axes, block = [(length, stride) for _, length, stride in _axes(entry)], entry.itemsize
+    while axes[-1][1] == block:
+        block *= axes.pop()[0]
+    count, step = axes.pop()
+    starts = (
+        start + sum(at * stride for at, (_, stride) in zip(where, axes, strict=True))
+        for where in itertools.product(*(range(length) for length, _ in axes))
+    )
+    if block <= step <= 2 * block:
+        for number, first in enumerate(starts):
+            target = memory[number * count * block :][: count * block].reshape(count, block)
+            _read_with_gaps(files, span.file, first, target, step, label)
+    else:
+        runs = (first + at * step for first in starts for at in range(count))
+        jobs = ((memory[at * block : (at + 1) * block], offset) for at, offset in enumerate(runs))
+        _run(files, span.file, jobs, label, readers if nbytes >= _SEVERAL and block >= _LARGE else 1)
+    return memory
+
+
+def _axes(entry: Entry) -> list[tuple[int, int, int]]:
+    """(index, length, stride) of each dimension with a stride and more than one element, the largest stride first."""
+    strides = c_strides(entry.shape, entry.itemsize) if entry.strides is None else entry.strides
+    moving = [(axis, n, s) for axis, (n, s) in enumerate(zip(entry.shape, strides, strict=True)) if n > 1 and s]
+    return sorted(moving, key=lambda axis: -axis[2])
+
+
+def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: int, label: str) -> None:
+    """Read blocks (rows of the target) together with the gaps between them, some MiB at a time."""
+    count, block = target.shape
+    together = max(1, CHUNK // step)
+    buffer = np.empty(min(count, together) * step, np.uint8)
+    for at in range(0, count, together):
+        number = min(together, count - at)
+        part = buffer[: (number - 1) * step + block]
+        files.fill(part, file, start + at * step, label)
+        target[at : at + number] = np.lib.stride_tricks.as_strided(part, (number, block), (step, 1))
+
+
+def _run(files: Source, file: int, jobs: Iterator[tuple[Array, int]], label: str, readers: int) -> None:
+    """Fill memory from the file, with several threads."""
+    lock, over = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        try:
+            while not over.is_set():
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                files.fill(job[0], file, job[1], label)
+        except BaseException:
+            over.set()
+            raise
+
+    if readers == 1:
+        work()
+        return
+    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-read") as pool:
+        try:
+            for done in [pool.submit(work) for _ in range(readers)]:
+                done.result()
+        finally:
+            over.set()  # after an error or Ctrl-C no thread begins another piece
+
+
+# --- parts of the tensors of a state
+
+
+class Cut(NamedTuple):
+    """A plan in which some tensors are parts, and what to read for each region of a single part."""
+
+    plan: Plan
+    reads: dict[int, Span]
+
+
+def check_slices(slices: Slices) -> Mapping[str, Index]:
+    """Check `slices=`; `ArgumentTypeError` if it is no dict by names."""
+    if not isinstance(slices, Mapping) or not all(isinstance(name, str) for name in slices):
+        raise ArgumentTypeError("slices= takes a dict by names, such as slices={'model.weight': numpy.s_[0:1024]}")
+    return slices
+
+
+def cut(plan: Plan, tree: Any, slices: Mapping[str, Index], stored: Sequence[Stored | None] | None) -> Cut:
+    """The plan of a state with parts of some tensors.
+
+    tree:   the part of the state that is wanted
+    stored: per region its place in the files, None if it can only be read whole; None for all: regions are mapped, and
+            a part is a view
+    """
+    numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
+    wanted = tensor_numbers(tree)
+    apart = wanted - tensor_numbers(tree, only_read=True)
+    parts: dict[int, Index] = {}
+    for name, index in check_slices(slices).items():
+        if name not in numbers:
+            raise unknown(name, list(numbers))
+        number = numbers[name]
+        if number not in wanted:
+            raise ArgumentError(f"slices= has {name!r:.80}, which is not in what keys= names")
+        if number not in apart:
+            raise ArgumentError(
+                f"slices= has {name!r:.80}, which is a part of a sparse, quantized or nested tensor, or long bytes: "
+                "these come whole"
+            )
+        parts[number] = index
+    whole = {plan.tensors[number].region for number in wanted - parts.keys() if number < len(plan.tensors)}
+    tensors, regions, reads = list(plan.tensors), list(plan.regions), {}
+    for number, index in parts.items():
+        entry = plan.tensors[number]
+        tensors[number] = narrow(entry, index)
+        if entry.region in whole:
+            continue
+        span = span_of(plan, number, index, stored)
+        if span is not None:
+            reads[len(regions)] = span
+            tensors[number] = packed(span.entry)._replace(region=len(regions))
+            regions.append(Region(stored_nbytes(span.entry), plan.regions[entry.region].align))
+    return Cut(Plan(plan.tree, tensors, regions, plan.meta), reads)
+
+
+def span_of(plan: Plan, number: int, index: Index, stored: Sequence[Stored | None] | None) -> Span | None:
+    """Where to read a part; None if its region is read whole, because all of it is needed or there is no other way."""
+    entry = plan.tensors[number]
+    part = narrow(entry, index)
+    place = stored[part.region] if stored is not None and part.region >= 0 else None
+    if place is None or stored_nbytes(part) == plan.regions[part.region].nbytes:
+        return None
+    if place.strides is not None:  # the file has the tensor in another order
+        part = narrow(entry._replace(strides=place.strides), index)
+    return Span(place.file, place.offset, part)

@@ -2,33 +2,59 @@
 
 A snapshot is a `head` message (description of the plan and the options), one message per chunk and an `end`; `abandon`
 takes one back. A chunk fills a slot of a ring of chunks; the other messages use a ring of small slots.
+
+`Transfer` is the copy that a trainer waits for: the bytes of some chunks into their slots. Contiguous host memory is
+copied by address, with as many threads of our own as torch would use. torch's own copy waits for all its threads after
+each tensor, so that one busy core delays all of them every time; these threads are joined once, at the end. A state
+larger than the caches is copied with non-temporal stores: slots are not read before the disk takes them. The rest
+(views with gaps, device memory) is copied in the caller's thread, region after region.
+
+`Offload` has the copies of one save from devices: on streams of the writer's own, each chunk published after its event.
+
+    caller's stream   ... step |  save                                    | next step ... (ordered: after the wait)
+                               '- event -> wait                 event --> wait
+    writer's stream                         copy, copy | copy, copy |-----'
+                                                chunk's event '-> publish
+
+The writer's thread starts the copies and, if it needs room, waits for the first events; then `save` returns, and the
+thread waits in the driver for the remaining events. The next save waits for it.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import errno
-from collections.abc import Sequence
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..channel.membership import Member
-from ..cuda.runtime import runtime
-from ..endpoints.consumer import Consumer
+from ..codec import copies
+from ..codec.copies import mover
+from ..codec.numpy import Array, address_of
+from ..cuda.runtime import device_of, runtime
+from ..endpoints.base import SenderTraits
+from ..endpoints.devices import Devices
 from ..endpoints.loan import Loan
 from ..endpoints.message import Message
-from ..endpoints.producer import Producer
-from ..endpoints.traits import SenderTraits
-from ..errors import ArgumentError, EndOfStream, ResourceError, RingFull, TimedOut
-from ..memory.segment import PAGE, free_bytes
+from ..endpoints.recipients import Consumers
+from ..endpoints.workqueue import Consumer, Producer
+from ..errors import ArgumentError, CudaError, EndOfStream, ResourceError, RingFull, TimedOut
+from ..memory.segment import PAGE as MEMORY_PAGE
+from ..memory.segment import free_bytes
 from ..options import format_bytes
 from ..ring.layout import WORK_QUEUE, RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
 from .envelope import SEGMENT
-from .offload import Offload
+from .formats import Layout
+from .limits import PAGE
 from .plan import Plan
 
 HEAD: Final = "head"
@@ -51,7 +77,7 @@ def chunk_size(total: int, memory: int) -> int:
     """Bytes of a chunk for states of about `total` bytes in `memory`: large for the disk, with several in flight."""
     size = min(max(total // 8, memory // _MOST_CHUNKS, _LEAST_CHUNK), max(_USUAL_CHUNK, memory // _MOST_CHUNKS))
     size = min(size, max(_LEAST_CHUNK, memory // 8))
-    return -(-size // PAGE) * PAGE
+    return -(-size // MEMORY_PAGE) * MEMORY_PAGE
 
 
 class ChunkPool(Pool):
@@ -62,7 +88,8 @@ class ChunkPool(Pool):
     chunk: int
     """Bytes of a chunk; 0 until the first state is known."""
 
-    def setup(self) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.chunk = self._wanted = 0
 
     def _fits(self, ring: Ring, nbytes: int) -> bool:
@@ -121,15 +148,12 @@ class Stager(Producer):
 
     _traits = SenderTraits(WORK_QUEUE, pool=ChunkPool, widest=-1)  # the pool chooses a ring
     _pool: ChunkPool
+    _recipients: Consumers
 
     def __init__(self, channel: str, memory: int, *, whole_segments: bool = False) -> None:
         """`whole_segments`: each chunk can be encrypted without its neighbours."""
-        self._wakes, self._whole_segments = True, whole_segments
+        self._whole_segments = whole_segments
         super().__init__(channel, slots=_MOST_CHUNKS, full="block", max_bytes=memory - _AROUND)
-
-    def _prepare(self, member: Member) -> None:
-        super()._prepare(member)
-        self._pool.setup()
 
     @property
     def chunk(self) -> int:
@@ -165,12 +189,16 @@ class Stager(Producer):
         """Whether so many chunks fit into the rings that `provide` has added."""
         return bool(self._run(lambda: count <= self._pool.chunks()))
 
+    def may_fit(self, count: int) -> bool:
+        """Whether so many would fit by `memory=`, if `/dev/shm` had the room."""
+        return bool(self._run(lambda: count <= self._pool.chunks() + self._pool.possible()))
+
     def has_room(self, count: int) -> bool:
         """Whether so many chunks fit now, beside those in flight."""
         return bool(self._run(self._has_room_inside, count))
 
     def _has_room_inside(self, count: int) -> bool:
-        self._drop_dead()
+        self._recipients.drop_dead()
         return count <= self._pool.free_chunks()
 
     @property
@@ -182,11 +210,11 @@ class Stager(Producer):
         self, kind: str, number: int, data: Any = _NOTHING, *, timeout: float, wake: bool = True, **more: Any
     ) -> None:
         """Send a head, end or abandon. Waits for a small slot as `lend` does for a chunk."""
-        self._wakes = wake
+        self._recipients.wakes = wake
         try:
             self.send(data, {"k": kind, "n": number, **more}, timeout=timeout)
         finally:
-            self._wakes = True
+            self._recipients.wakes = True
 
     def lend(self, number: int, index: int, *, timeout: float) -> Loan:
         """A slot for a chunk; `RingFull` if none is free in time."""
@@ -205,11 +233,11 @@ class Stager(Producer):
 
     def publish(self, loan: Loan, *, wake: bool) -> None:
         """Publish a chunk. With `wake`, wake the writing process."""
-        self._wakes = wake
+        self._recipients.wakes = wake
         try:
             loan.send()
         finally:
-            self._wakes = True
+            self._recipients.wakes = True
 
     def offload(self, plan: Plan, after: dict[int, Any]) -> Offload:
         """The copies of a state from its devices into slots of this writer, after these events."""
@@ -224,10 +252,6 @@ class Stager(Producer):
         parts = self._devices.parts(list(self._rings), runtime().device(device))
         for ring in self._rings:
             parts(ring.address, ring.buffer.nbytes)
-
-    def _wake(self, ring: Ring, slot: int) -> None:
-        if self._wakes:
-            super()._wake(ring, slot)
 
 
 class Taker(Consumer):
@@ -265,7 +289,8 @@ class Taker(Consumer):
 
     def _take_left(self, taken: list[Message]) -> bool:
         """Receive what an earlier process had claimed, which only a scan of all slots finds."""
-        self._scan_wanted = True
+        if self._claims is not None:
+            self._claims.scan_wanted = True
         try:
             while True:
                 taken.append(self.recv(timeout=0))
@@ -278,3 +303,278 @@ def check_memory(memory: int) -> int:
     if memory < LEAST_MEMORY:
         raise ArgumentError(f"memory={memory}: at least {format_bytes(LEAST_MEMORY)} are needed")
     return memory
+
+
+ALONE: Final = 4 << 20
+"""Bytes up to which one thread copies alone: another costs more than it saves."""
+_MOST_THREADS: Final = 16
+
+Move = tuple[int, int, int]  # (to, from, bytes)
+
+
+class Run(NamedTuple):
+    """Bytes of a chunk: of a region (from `start` in it), or `data`, or zeros."""
+
+    at: int
+    nbytes: int
+    region: int
+    start: int
+    data: bytes | None
+
+
+class Chunk:
+    """One slot's worth of one file. `index` counts over all files.
+
+        file     |-header-|---- region 2 ----|-- region 0 --|pad|------ region 1 ------|
+        chunks   |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|- 5 -|   offsets: multiples of the size
+
+    Trainer and writing process cut a layout in the same way, so that the index of a chunk identifies its bytes.
+    """
+
+    __slots__ = ("file", "index", "nbytes", "offset", "runs")
+
+    def __init__(self, index: int, file: int, offset: int) -> None:
+        self.index, self.file, self.offset, self.nbytes = index, file, offset, 0
+        self.runs: list[Run] = []
+
+
+def cut(layout: Layout, size: int) -> list[Chunk]:
+    """All chunks of a layout: `size` bytes each, a multiple of the page size, but for the last one of a file."""
+    chunks: list[Chunk] = []
+    for file in range(len(layout.files)):
+        chunks += _cut_file(layout, file, size, len(chunks))
+    return chunks
+
+
+def _cut_file(layout: Layout, file: int, size: int, first: int) -> Iterator[Chunk]:
+    chunk = Chunk(first, file, 0)
+    for piece in layout.pieces(file):
+        done = 0
+        while done < piece.nbytes:
+            if chunk.nbytes == size:
+                yield chunk
+                chunk = Chunk(chunk.index + 1, file, chunk.offset + size)
+            count = min(piece.nbytes - done, size - chunk.nbytes)
+            data = None if piece.data is None else piece.data[done : done + count]
+            chunk.runs.append(Run(chunk.nbytes, count, piece.region, piece.start + done, data))
+            chunk.nbytes += count
+            done += count
+    if chunk.nbytes:
+        yield chunk
+
+
+class Regions:
+    """The bytes of a plan's regions. Keeps only the last: in a layout they follow each other."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._region = -1
+        self._bytes: Any = None
+
+    def __call__(self, region: int) -> Any:
+        if region != self._region:
+            self._bytes = None  # before the next one: both may be copies
+            self._bytes = self._plan.regions[region].bytes()
+            self._region = region
+        return self._bytes
+
+
+def copy(target: Array, source: Any) -> None:
+    """Copy bytes into a slot, with torch's threads if it is large, or from a device other than CUDA."""
+    if isinstance(source, np.ndarray):
+        torch = sys.modules.get("torch")
+        if torch is None or len(target) < copies.LARGE or not source.flags.writeable:
+            target[:] = source
+            return
+        source = torch.from_numpy(source)
+    else:
+        torch = sys.modules["torch"]
+    torch.from_numpy(target).copy_(source)
+
+
+class Transfer:
+    """The copy of one plan, any number of chunks at a time."""
+
+    def __init__(self, plan: Plan, copy: Callable[[Array, Any], None] = copy) -> None:
+        """`copy(target, source)` copies what is not contiguous host memory."""
+        self._plan, self._copy = plan, copy
+        self._addresses = [region.address for region in plan.regions]
+        self._source = Regions(plan)
+
+    def fill(self, chunks: Sequence[Chunk], slots: Sequence[Array]) -> None:
+        """Write chunks into slots (uint8, at least their size), with zeros up to the end of the page."""
+        moves: list[Move] = []
+        for chunk, slot in zip(chunks, slots, strict=True):
+            base = address_of(slot)
+            for at, nbytes, region, start, data in chunk.runs:
+                address = self._addresses[region] if region >= 0 else 0
+                if address:
+                    _add(moves, base + at, address + start, nbytes)
+                elif region >= 0:
+                    self._copy(slot[at : at + nbytes], self._source(region)[start : start + nbytes])
+                else:
+                    slot[at : at + nbytes] = 0 if data is None else np.frombuffer(data, np.uint8)
+            slot[chunk.nbytes : -(-chunk.nbytes // PAGE) * PAGE] = 0
+        move_all(moves, (self._plan, *slots))
+
+
+def move_all(moves: Sequence[Move], owners: object) -> None:
+    """Copy runs of host memory.
+
+    Each thread keeps `owners` alive until it is done, even if an exception ends the wait for it; the frames of the
+    exception's traceback do not.
+    """
+    total = sum(nbytes for _, _, nbytes in moves)
+    count = _threads() if total > ALONE else 1
+    move = mover(total)
+    first, *rest = _shares(moves, -(-total // count)) if count > 1 else [moves]
+    helpers = []
+    try:
+        for share in rest:
+            helper = threading.Thread(target=_move, args=(move, share, owners), name="shmtensor-copy", daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:  # no more threads can be started
+                _move(move, share)
+                continue
+            helpers.append(helper)
+        del owners
+        _move(move, first)
+    finally:
+        for helper in helpers:
+            helper.join()
+
+
+def _add(moves: list[Move], to: int, source: int, nbytes: int) -> None:
+    """Add a run, merged with the last one if it continues it."""
+    if moves:
+        last_to, last_source, last = moves[-1]
+        if (last_to + last, last_source + last) == (to, source):
+            to, source, nbytes = last_to, last_source, last + nbytes
+            del moves[-1]
+    moves.append((to, source, nbytes))
+
+
+def _move(move: Callable[[int, int, int], object], moves: Sequence[Move], owners: object = None) -> None:
+    for to, source, nbytes in moves:
+        move(to, source, nbytes)
+
+
+def _shares(moves: Sequence[Move], size: int) -> Iterator[list[Move]]:
+    """The same bytes in lists of `size` bytes each, but for the last."""
+    share: list[Move] = []
+    room = size
+    for to, source, nbytes in moves:
+        while nbytes >= room:
+            yield [*share, (to, source, room)]
+            to, source, nbytes = to + room, source + room, nbytes - room
+            share, room = [], size
+        if nbytes:
+            share.append((to, source, nbytes))
+            room -= nbytes
+    if share:
+        yield share
+
+
+def _threads() -> int:
+    """The number of threads: torch's, which the user may have set; without torch one per core, at most 4."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return min(4, len(os.sched_getaffinity(0)))
+    return min(_MOST_THREADS, int(torch.get_num_threads()))
+
+
+def marks(plan: Plan) -> dict[int, Any]:
+    """Record an event on the current stream of each device of a plan. Call it in the caller's thread."""
+    found = {}
+    for number in map(runtime().device, plan.devices):
+        event = found[number] = runtime().new_event(number)
+        runtime().record(event, runtime().current_stream(number))
+    return found
+
+
+class Offload:
+    """The copies of one save. It keeps the state alive until the last of them is complete.
+
+    devices, rings: of the endpoint that lends the slots
+    after:          the events of `marks`, which the copies wait for
+    """
+
+    def __init__(self, plan: Plan, devices: Devices, rings: list[Ring], after: dict[int, Any]) -> None:
+        self._cuda = runtime()
+        numbers = [self._cuda.device(device) for device in plan.devices]
+        self._streams = {device: devices.stream(device) for device in numbers}
+        self._parts = {device: devices.parts(rings, device) for device in numbers}
+        self._plan: Plan | None = plan
+        self._pending: collections.deque[tuple[Loan, list[Any]]] = collections.deque()
+        self._last: dict[int, Any] = {}
+        for device, stream in self._streams.items():  # after the caller's work on the state
+            self._cuda.stream_waits(stream, after[device])
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Run what is inside on the writer's streams, such as gathering views with gaps."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams.values():
+                stack.enter_context(self._cuda.on(stream))
+            yield
+
+    def copy(self, target: Array, source: Any) -> None:
+        """Copy bytes into a slot: from host memory now, from a device on its stream."""
+        if isinstance(source, np.ndarray) or device_of(source) < 0:
+            copy(target, source)
+        else:
+            device, done = device_of(source), 0
+            address = target.__array_interface__["data"][0]
+            for buffer, offset, nbytes in self._parts[device](address, len(target)) or ():
+                host = sys.modules["torch"].from_numpy(np.ndarray((nbytes,), np.uint8, buffer, offset))
+                self._cuda.copy(host, source[done : done + nbytes], self._streams[device])
+                done += nbytes
+
+    def note(self, loan: Loan) -> None:
+        """Note that all copies into this slot are started."""
+        # crash: offload.started
+        for device, stream in self._streams.items():
+            self._last[device] = self._cuda.new_event(device)
+            self._cuda.record(self._last[device], stream)
+        self._pending.append((loan, list(self._last.values())))
+
+    def hold(self, loan: Loan) -> None:
+        """Keep a slot whose copies could not all be started, for `abandon`."""
+        self._pending.append((loan, []))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are slots whose copies may not be complete."""
+        return bool(self._pending)
+
+    def complete(self, *, wait: bool) -> Iterator[Loan]:
+        """Slots whose copies are complete, oldest first; with `wait`, all of them. `CudaError` if a copy has failed."""
+        while self._pending:
+            loan, events = self._pending[0]
+            for event in events:
+                if wait:
+                    self._cuda.wait(event)
+                elif not self._cuda.is_done(event):
+                    return
+            # crash: offload.copied
+            self._pending.popleft()
+            yield loan
+
+    def follow(self, stream: Any = None) -> None:
+        """Make a stream of the caller wait for the copies; None: the current one of each device."""
+        for device, event in self._last.items():
+            self._cuda.stream_waits(self._cuda.current_stream(device) if stream is None else stream, event)
+
+    def abandon(self) -> None:
+        """Free the slots without sending them, once no device writes into them."""
+        for stream in self._streams.values():
+            with contextlib.suppress(CudaError):  # a device that failed writes nothing
+                self._cuda.synchronize(stream)
+        while self._pending:
+            self._pending.popleft()[0].discard()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the reference to the state, when everything is copied."""
+        self._plan = None

@@ -5,6 +5,14 @@
 If shared memory has room for all of it, the messages are held until the checkpoint is durable: after a death the next
 process receives all of them again and starts over. A save that streams releases each chunk once it is written into the
 temporary file; a log beside that file has the chunks that are written, and the next process continues there.
+
+One rank's part of a checkpoint goes from messages to a voted file, and then to an outcome (`PartSnapshot`):
+
+    gathering -> writing -> voted -> committed | given up
+
+The file is written as that of any save. Then it is renamed into the directory of the checkpoint of all ranks
+(`ranks.py`), and its chunks are released. The head is released with the outcome: if the process dies before, the next
+one receives the head again and finds the vote.
 """
 
 from __future__ import annotations
@@ -19,17 +27,18 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..endpoints.message import Message
-from .digests import Summer, combine
+from .description import Summer, combine
 from .directory import Best, Directory, remove
-from .encrypted_output import EncryptedOutput, Sealing
-from .envelope import HIDDEN_DIGEST
+from .envelope import HIDDEN_DIGEST, SUFFIX
 from .formats import Layout, get_format
 from .index import PENDING, Saved
 from .keys import MasterKey
 from .limits import PAGE
-from .output import Disk, Output
+from .manifest import part_name
+from .output import Disk, EncryptedOutput, Output, Sealing
 from .plan import Plan
-from .transfer import Chunk, cut
+from .ranks import Outcome, Vote, Votes, Waiting
+from .slots import Chunk, cut
 
 WRITES: Final = 4
 """Chunks that are being written at once, so that the disk never waits for the next one."""
@@ -115,7 +124,7 @@ class Snapshot:
         entry = self._recorded()
         if entry is not None:
             return entry
-        self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
+        self._start_sums()
         lines = self._read_log() if self.streams else []
         # crash: write.begun
         self._output = self._create(resume=bool(lines))
@@ -193,11 +202,7 @@ class Snapshot:
         while len(self._writes) < WRITES and self._next in self._chunks:
             self._begin_write(disk)
         chunk, message, done = self._writes[0]
-        view: memoryview = message.value.data
-        for at, nbytes, region, _, _ in chunk.runs:
-            if region >= 0:
-                self._sums[region].update(view[at : at + nbytes])
-        del view
+        self._digest(chunk, message)
         done.result()
         del self._writes[0]
         self.written += chunk.nbytes
@@ -212,6 +217,19 @@ class Snapshot:
         message.release()
         # crash: stream.released
 
+    def _start_sums(self) -> None:
+        self._sums = [Summer(crc=self.layout.needs_crc) for _ in self.layout.places]
+
+    def _digest(self, chunk: Chunk, message: Message) -> None:
+        view: memoryview = message.value.data
+        for at, nbytes, region, _, _ in chunk.runs:
+            if region >= 0:
+                self._sums[region].update(view[at : at + nbytes])
+
+    def _digests(self) -> tuple[list[int], list[int]]:
+        """Digests and CRCs of the regions."""
+        return [each.digest for each in self._sums], [each.crc for each in self._sums]
+
     def _begin_write(self, disk: Disk) -> None:
         message = self._chunks.pop(self._next)
         chunk = self.chunks[self._next]
@@ -221,12 +239,12 @@ class Snapshot:
         self._writes.append(_Write(chunk, message, done))
         self._next += 1
 
-    def complete(self) -> Saved:
-        """Write headers with the digests, sync the files and record them. Raises OSError."""
-        sums = self._sums
-        digests = [each.digest for each in sums]
+    def complete(self) -> Saved | None:
+        """Write headers with the digests, sync the files and record them; returns the entry, None if it is not ready
+        yet. Raises OSError."""
+        digests, crcs = self._digests()
         # crash: write.finishing
-        for file, offset, data in self.layout.finish(digests, [each.crc for each in sums]):
+        for file, offset, data in self.layout.finish(digests, crcs):
             self._files.patch(file, offset, data)
         self._files.describe(digests)
         # crash: write.headers
@@ -324,3 +342,88 @@ class Snapshot:
             os.close(fd)
         with contextlib.suppress(OSError):
             remove(self._log_path)
+
+
+POLLS = (0.02, 0.5)
+"""Seconds between two checks of the votes: the first, plus a twentieth of the time waited so far; at most the last."""
+
+
+class PartSnapshot(Snapshot):
+    """The messages of one rank's save. `name` is the key that the parts of all ranks have in common."""
+
+    def __init__(self, head: Message, votes: Votes, master: MasterKey | None = None) -> None:
+        super().__init__(head, master)
+        self._votes = votes
+        self.since = self._next_poll = 0.0
+        self.entry: Saved | None = None
+
+    def was_recorded(self, directory: Directory, writer: str) -> bool:
+        """Whether an earlier process had voted, or the outcome is known."""
+        return self._votes.find(self.name) is not None or self._votes.outcome(self.name) is not None
+
+    def _recorded(self) -> Saved | None:
+        outcome = self._votes.outcome(self.name)
+        if outcome is not None and not outcome.name:
+            raise OSError(125, outcome.reason)  # ECANCELED
+        vote = self._votes.find(self.name)
+        if vote is not None:
+            entry = self._entry(vote)
+            if outcome is not None or entry.is_at(self._path) or entry.is_at(self._place(vote)):
+                return entry
+        if outcome is not None:  # committed: the directory with this rank's vote was renamed
+            return self._entry(None)
+        if not self.streams and len(self._chunks) < len(self.chunks):  # an earlier process had voted, and released them
+            raise FileNotFoundError(2, f"{self._path} is gone: somebody removed it")
+        return None
+
+    def _place(self, vote: Vote) -> str:
+        return f"{self._votes.pending(self.name)}/{vote.file}"
+
+    def _entry(self, vote: Vote | None) -> Saved:
+        files = (("", vote.nbytes, vote.changed),) if vote else (("", self.layout.nbytes, 0),)
+        digest = vote.digest if vote else ""
+        return Saved(self.name, self._writer, self.number, self.options["step"], files[0][1], digest, files)
+
+    def _record(self, entry: Saved) -> None:
+        self._votes.prepare(self.name, self._vote(entry))
+
+    def _vote(self, entry: Saved) -> Vote:
+        _, nbytes, changed = entry.files[0]
+        rank, world_size = self.options["rank"], self.options["world_size"]
+        suffix = get_format(self.options["format"]).suffix + (SUFFIX if self._master else "")
+        file = part_name(rank, suffix)
+        metrics = {name: float(value) for name, value in self.options["metrics"].items()}
+        return Vote(
+            rank, world_size, self.number, file, nbytes, changed, entry.digest, self.options["step"], metrics,
+            self.options["alias"], self.options["fixed"], self.options["upload"],
+        )  # fmt: skip
+
+    def commit(self, entry: Saved) -> None:
+        """Add the part to those of the other ranks. Raises OSError, with the reason if the checkpoint was given up."""
+        self.entry = entry
+        self.since = time.monotonic()
+        if self._votes.outcome(self.name) is None:
+            try:
+                self._votes.add(self.name, self._vote(entry), self._path)
+            except OSError:
+                outcome = self._votes.outcome(self.name)
+                if outcome is None:
+                    raise
+                if not outcome.name:
+                    raise OSError(125, outcome.reason) from None
+
+    def poll(self, *, alone: bool) -> Outcome | Waiting | None:
+        """The outcome, or the missing ranks; None if it is not time to check. Raises OSError."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return None
+        found = self._votes.poll(self.name, alone=alone)
+        first, last = POLLS
+        self._next_poll = now + min(last, first + (now - self.since) / 20)
+        if isinstance(found, Outcome):
+            self.seconds = now - float(self.options["began"])
+        return found
+
+    def refuse(self, reason: str) -> None:
+        """Give the checkpoint up: this part will not come."""
+        self._votes.refuse(self.name, reason)

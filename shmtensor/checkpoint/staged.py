@@ -26,16 +26,13 @@ from ..memory.words import acquire_fence
 from ..ring.competing import CompetingReader, state_word
 from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE
 from ..ring.reader import COMPETING, Reception
-from ..ring.ring import Ring
-from ..ring.sequence_table import SequenceTable
+from ..ring.ring import Ring, SequenceTable
 from .formats import get_format
 from .names import channels_of, check_local
-from .opening import Opener
+from .opening import LATEST, Opener, open_path
 from .plan import Plan
 from .reading import private
-from .resolving import LATEST, open_path
-from .slots import CHUNK, END, HEAD
-from .transfer import Chunk, cut
+from .slots import CHUNK, END, HEAD, Chunk, cut
 
 _NO_WORDS = memoryview(bytes(8)).cast("Q")
 

@@ -5,7 +5,7 @@
 | null, true, false, string, number | itself |
 | array | list |
 | `{"d": {key: node}}` | dict whose keys are all strings |
-| `{"k": [[key, node], ...]}` | dict with other keys, written as in `json_values.py` |
+| `{"k": [[key, node], ...]}` | dict with other keys, written as below |
 | `{"o": [[key, node], ...]}` | OrderedDict |
 | `{"o": [...], "m": node}` | OrderedDict with the `_metadata` that torch gives a state dict |
 | `{"c": [[key, node], ...]}` | Counter |
@@ -26,6 +26,9 @@
 | `{"meta": [dtype, shape, strides]}` | tensor without data, from a file of another program; strides in elements |
 
 An object always has one of these tags, so that no string or key can be mistaken for one.
+
+A key of a dict is a string, or `["i", hex]`, `["f", hex]`, `["b", 0 or 1]`, `["n"]` for int, float, bool and None. The
+`meta` that a user gives a checkpoint is JSON as well, and checked here.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import json
 import math
 import re
 import sys
@@ -48,7 +52,6 @@ from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, desc
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..wire.dtypes import BY_NAME
 from ..wire.spec import COMPOSITES
-from .json_values import key_of, key_token
 from .limits import MAX_DEPTH, MAX_TENSORS
 
 _INLINE = 4096  # longer bytes are stored as arrays
@@ -460,3 +463,78 @@ def scalar_of(dtype: Any, text: str) -> Any:
     if kind.itemsize != len(data):
         raise CheckpointError(f"invalid structure: NumPy scalar of {len(data)} bytes, its dtype has {kind.itemsize}")
     return np.frombuffer(data, kind, 1)[0] if data else np.zeros((), kind)[()]
+
+
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
+_decode_json = json.JSONDecoder().decode
+
+
+def read_json(data: bytes) -> object:
+    """The value of a JSON text in UTF-8; `WireError` if it is invalid."""
+    try:
+        return _decode_json(data.decode("utf-8"))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise WireError(f"invalid JSON of {len(data)} bytes: {type(error).__name__}") from None
+
+
+def key_token(key: object) -> object:
+    """The token of a dict key; `ArgumentTypeError` for an unsupported type of key."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if key is None:
+        return ("n",)
+    if isinstance(key, bool):
+        return ("b", int(key))
+    if isinstance(key, int):
+        return ("i", hex(key))
+    if isinstance(key, float):
+        return ("f", float.hex(key))
+    raise ArgumentTypeError(f"dict key of type {type(key).__name__}: keys are str, int, float, bool or None")
+
+
+def key_of(token: object) -> object:
+    """The dict key of a token; `WireError` if it is invalid."""
+    if isinstance(token, str):
+        return token
+    match token:
+        case ["n"]:
+            return None
+        case ["b", int() as bit] if bit in (0, 1) and not isinstance(bit, bool):
+            return bool(bit)
+        case ["i", str() as text] if _HEX.match(text):
+            return int(text, 16)
+        case ["f", str() as text] if len(text) < 64:
+            try:
+                return float.fromhex(text)
+            except (ValueError, OverflowError):
+                pass
+    raise WireError("invalid dict key ")
+
+
+def check_meta(meta: object) -> None:
+    """`ArgumentTypeError` or `ArgumentError` unless it is a dict that JSON can express."""
+    if not isinstance(meta, dict):
+        raise ArgumentTypeError(
+            f"meta is of type {type(meta).__name__}: a dict that JSON can express, or None, is allowed"
+        )
+    try:
+        _encode_json(meta)
+        _check_keys(meta)
+    except ArgumentTypeError:
+        raise
+    except TypeError as error:
+        raise ArgumentTypeError(f"meta is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"meta is not JSON: {error}") from None
+
+
+def _check_keys(value: object) -> None:
+    # json would silently turn such keys into strings
+    if isinstance(value, dict):
+        for key, child in value.items():
+            if not isinstance(key, str):
+                raise ArgumentTypeError(f"meta has the key {key!r:.40}: only str keys are allowed there")
+            _check_keys(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            _check_keys(child)

@@ -20,25 +20,33 @@ from typing import Any, Final, Literal, TypeVar
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError
 from ..memory import lifecycle
-from ..memory.segment import SHM_DIR
-from ..options import parse_bytes
+from ..memory.segment import SHM_DIR, free_bytes
+from ..options import format_bytes, parse_bytes
 from ..shielded import Call, CallQueue
 from ..statistics import WriterStatistics
 from .directory import Directory
 from .envelope import SUFFIX
 from .formats import get_format
-from .handle import COMPLETE, DURABLE, FAILED, REPLACED, SKIPPED, Save, SaveHandle
-from .in_flight import SavesInFlight
+from .handle import COMPLETE, DURABLE, FAILED, REPLACED, SKIPPED, Bar, Save, SaveHandle, SavesInFlight
 from .keys import Key, MasterKey
-from .names import Namer, RankNamer, channel_of, check_best, check_directory, check_metrics, check_ranks, step_of
-from .offload import marks
-from .plan_cache import PlanCache, Prepared
+from .names import (
+    Namer,
+    RankNamer,
+    UrlNamer,
+    channel_of,
+    check_best,
+    check_directory,
+    check_metrics,
+    check_not_local,
+    check_ranks,
+    step_of,
+)
 from .process_handle import ProcessHandle, check_ionice
-from .progress_bar import Bar
 from .ranks import RankDirectory
-from .slots import LEAST_MEMORY, Stager, check_memory
-from .staging import Abandoned, Staging
-from .upload import check_upload
+from .remote import url_of
+from .slots import LEAST_MEMORY, Stager, check_memory, marks
+from .staging import Abandoned, PlanCache, Prepared, Staging
+from .upload import check_upload, mark_of
 
 _T = TypeVar("_T")
 _HEAD_EXTRA: Final = 4096
@@ -84,8 +92,16 @@ class CheckpointWriter(Local):
         readable_names: with `key=`: names, shapes and dtypes of the tensors are readable without it.
         upload: the URL of a directory (`s3://bucket/runs/a`, whatever fsspec can write) to which each checkpoint is
             copied when it is durable, by the writing process: `SaveHandle.uploaded`. `keep_last` deletes none that is
-            not uploaded yet, and nothing at the URL; `close` waits for the uploads. Not with `rank=`.
+            not uploaded yet, and nothing at the URL; `close` waits for the uploads. With `rank=`, each rank uploads its
+            part, and `uploaded` is done when the parts of all ranks are there; the URL is the same for all.
             See docs/guide/remote-checkpoints.md.
+        local: False: no local copy is kept: the writing process streams each save from shared memory to `upload=`, and
+            `durable` is done when it is there and listed; its `path` is the URL. `directory` has the lock and the list.
+            Until then only shared memory has it, so a state has to fit into `memory`, and what was not there yet is
+            lost if trainer and writing process both die. `keep_last`, `keep_every` and `keep_best` are for the URL.
+            Not with `rank=` or `key=`.
+        upload_keep_last: how many of the newest checkpoints stay at the URL, and those that `keep_every` and
+            `keep_best` keep; older ones that this library uploaded are deleted there. None: all.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -116,23 +132,30 @@ class CheckpointWriter(Local):
         key: Key | None = None,
         readable_names: bool = False,
         upload: str | None = None,
+        upload_keep_last: int | None = None,
+        local: bool = True,
     ) -> None:
         check_choice("busy", busy, ("block", "skip", "replace"))
         check_choice("on_error", on_error, ("raise", "warn"))
         check_choice("ionice", ionice, ("idle", "low")) if ionice is not None else None
         check_count("nice", nice, 0, 19)
-        for option, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        for option, value in (
+            ("keep_last", keep_last), ("keep_every", keep_every), ("upload_keep_last", upload_keep_last),
+        ):  # fmt: skip
             if value is not None:
                 check_count(option, value, 1, 1 << 40)
-        if keep_every is not None and keep_last is None:
+        least = keep_last if upload_keep_last is None else upload_keep_last
+        if keep_every is not None and least is None:
             raise ArgumentError("keep_every says what stays besides keep_last: pass keep_last as well")
-        best = check_best(keep_best, keep_last)
+        best = check_best(keep_best, least)
         check_ranks(rank, world_size, busy, max_shard)
         if readable_names and key is None:
             raise ArgumentError("readable_names= is for encrypted checkpoints: pass key= as well")
-        if upload is not None and rank is not None:
-            raise ArgumentError("upload= copies what one process saves: leave it out, or rank= and world_size=")
-        self._upload = check_upload(upload)
+        if upload_keep_last is not None and upload is None:
+            raise ArgumentError("upload_keep_last= says what stays at the URL: pass upload= as well")
+        if not local:
+            check_not_local(upload, upload_keep_last, rank, key)
+        self._upload, self._local = check_upload(upload), bool(local)
         self._secret = b"" if key is None else MasterKey.of(key).dump()
         self._readable_names = bool(readable_names)
         self._memory = None if memory is None else check_memory(parse_bytes(memory, "memory"))
@@ -157,12 +180,14 @@ class CheckpointWriter(Local):
         self._run(
             lambda call: self._directory.own(lambda: call.abandoned), None, CallQueue("shmtensor opening", stays=False)
         )
-        self._namer = Namer(self._directory) if rank is None else RankNamer(self._directory)
+        self._namer: Namer = (RankNamer if rank is not None else Namer)(self._directory)
+        if not self._local:
+            self._namer = UrlNamer(self._directory, self._upload or "")
         self._channel = channel_of(path, self._writer, ranks=rank is not None)
         self._settings: dict[str, Any] = {
             "directory": self._directory.path, "writer": self._writer, "keep_last": keep_last,
             "keep_every": keep_every, "keep_best": best, "nice": nice, "encrypted": key is not None,
-            "upload": self._upload is not None,
+            "upload": self._upload is not None, "upload_keep_last": upload_keep_last, "local": self._local,
             **self._ranks,
         }  # fmt: skip
         if isinstance(self._directory, RankDirectory):
@@ -280,11 +305,21 @@ class CheckpointWriter(Local):
         head = len(described) + _HEAD_EXTRA + len(json.dumps(json_metrics))
         stager, staging = self._stager_for(head, geometry.nbytes)
         chunks = geometry.chunks(stager.chunk)
-        save = Save(
-            name, self._directory.at(name), geometry.nbytes, alias, self._callbacks, uploads=self._upload is not None
-        )
+        path = self._directory.at(name) if self._local else url_of(self._upload or "", name)
+        save = Save(name, path, geometry.nbytes, alias, self._callbacks, uploads=self._upload is not None)
         handle = SaveHandle(save)
         stager.provide(head, len(chunks) * stager.chunk)
+        if not self._local and not stager.fits(len(chunks)):
+            what = f"has no room for a state of {format_bytes(geometry.nbytes)}, and local=False keeps all of it there"
+            if stager.may_fit(len(chunks)):
+                raise ResourceError(
+                    errno.ENOSPC,
+                    f"/dev/shm, with {format_bytes(free_bytes())} free, {what} until it is at its URL: give it more "
+                    "room (containers: --shm-size)",
+                )
+            raise ArgumentError(
+                f"memory={format_bytes(stager.memory)} {what} until it is at its URL: pass a larger memory="
+            )
         asked = staging.make_room(call, self._busy, len(chunks))
         if asked is None:
             self._skipped += 1
@@ -297,7 +332,7 @@ class CheckpointWriter(Local):
             "name": name, "step": step, "format": self._format.name, "max_shard": self._max_shard,
             "chunk": stager.chunk, "streams": not stager.fits(len(chunks)), "began": began,
             "metrics": json_metrics, "alias": alias, "fixed": fixed,
-            "readable_names": self._readable_names, "upload": self._upload is not None, **self._ranks,
+            "readable_names": self._readable_names, "upload": mark_of(self._upload), **self._ranks,
         }  # fmt: skip
         self._saves.add(save)
         finish = staging.stage(call, save, plan, after, chunks, described, options, deadline)

@@ -17,20 +17,19 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..endpoints.message import Message
-from ..endpoints.producer import Producer
+from ..endpoints.workqueue import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from . import index
 from .directory import Directory
 from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
-from .part import PartSnapshot
 from .process_handle import UPLOAD, receive_secret, results_channel
-from .ranks import Outcome, RankDirectory
+from .ranks import Outcome, RankDirectory, Votes, finish_older_runs
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import WRITES, Snapshot
-from .upload import Uploads, explained
-from .votes import Votes, finish_older_runs
+from .snapshot import WRITES, PartSnapshot, Snapshot
+from .streamed import StreamedSnapshot
+from .upload import Ended, Keep, RankUploads, Target, Uploads, explained, sweep_marks
 
 _CHECK_INTERVAL: Final = 1.0
 _PAUSE: Final = 0.05
@@ -39,12 +38,16 @@ _LEAVING_INTERVAL: Final = 0.005
 """Seconds between two checks whether the trainer has left."""
 _LAST_REPORTS_TIMEOUT: Final = 10.0
 """Seconds to wait at the end for a trainer that lives and does not receive reports."""
+_BLOCKED: Final = 30.0
+"""Seconds to wait for that process before it is reported."""
 _VOTES_INTERVAL: Final = 0.02
 """Seconds between two checks of the votes of other ranks."""
 _AWAITED_INTERVAL: Final = 1.0
 """Seconds between two reports of the ranks whose parts are missing."""
 _PROGRESS_INTERVAL: Final = 0.05
 """Seconds between two reports of the progress of a save."""
+_PATIENCE: Final = 10.0
+"""Seconds to wait for the ranks' mutex."""
 
 
 class _Reports(Producer):
@@ -68,11 +71,18 @@ class Worker:
         self._dropped: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         self._swept = False
-        self._uploads: Uploads | None = None
-        if settings["upload"]:
+        self._uploads: Uploads | RankUploads | None = None
+        self._awaited_uploads: dict[Any, int] = {}  # numbers of saves whose upload the trainer waits for; 0: no more
+        self._target: Target | None = None  # of saves without a local copy, once one is sent
+        if settings["upload"] and settings["local"]:
             self._directory.spares_pending = True
-            self._uploads = Uploads(os.environ[UPLOAD], self._directory.path)
+            keep = Keep(settings["upload_keep_last"], settings["keep_every"], settings["keep_best"])
+            if isinstance(self._directory, RankDirectory):
+                self._uploads = RankUploads(os.environ[UPLOAD], self._directory, keep)
+            else:
+                self._uploads = Uploads(os.environ[UPLOAD], self._directory.path, keep)
         self._progress_reported = 0.0
+        self._blocked = 0  # how often it has waited for the process of an earlier trainer
         self._disk = Disk(WRITES)
         self._reports = _Reports(results_channel(settings["channel"]), slots=64, slot_bytes=64, full="block")
         self._taker = Taker(settings["channel"])
@@ -102,6 +112,9 @@ class Worker:
             snapshot = self._current()
             if snapshot is not None:
                 self._work_on(snapshot)
+            elif self._is_sending():
+                if self._taker.over:  # then it does not wait for messages below
+                    time.sleep(_VOTES_INTERVAL)
             elif self._taker.over:
                 self._drop_all()
                 if not self._voted and not self._uploads_alone():
@@ -117,7 +130,7 @@ class Worker:
                 time.sleep(_VOTES_INTERVAL)
             self._check_votes()
             self._check_uploads()
-            is_polling = self._voted or (self._uploads is not None and self._uploads.busy)
+            is_polling = self._voted or self._is_sending() or (self._uploads is not None and self._uploads.busy)
             messages = self._taker.take(
                 0 if self._current() is not None else _VOTES_INTERVAL if is_polling else _CHECK_INTERVAL
             )
@@ -135,7 +148,7 @@ class Worker:
         self._wait_to_be_last(deadline)
         self._reports.close()
         self._taker.close()
-        if self._uploads is None:
+        if not self._settings["upload"]:
             self._directory.close()  # else its lock ends with the process, and with it the thread that uploads
 
     def _wait_to_be_last(self, deadline: float) -> None:
@@ -166,6 +179,28 @@ class Worker:
         oldest = self._snapshots.get(min(self._snapshots, default=0))
         return oldest if oldest is not None and oldest.can_step else None
 
+    def _is_sending(self) -> bool:
+        """Whether a thread sends the oldest snapshot to its URL."""
+        oldest = self._snapshots.get(min(self._snapshots, default=0))
+        if not isinstance(oldest, StreamedSnapshot) or not oldest.is_sending:
+            return False
+        self._report_progress(oldest)
+        return True
+
+    def _snapshot_of(self, head: Message) -> Snapshot:
+        if self._votes is not None:
+            return PartSnapshot(head, self._votes, self._master)
+        if not self._settings["local"]:
+            return StreamedSnapshot(head, self._open_target, os.environ[UPLOAD], self._disk)
+        return Snapshot(head, self._master)
+
+    def _open_target(self) -> Target:
+        """The URL of saves without a local copy. Called in the thread that sends."""
+        if self._target is None:
+            keep = Keep(self._settings["keep_last"], self._settings["keep_every"], self._settings["keep_best"])
+            self._target = Target(os.environ[UPLOAD], lambda: False, keep)
+        return self._target
+
     def _take_in(self, message: Message) -> None:
         """Add a message to its snapshot, or carry out an `abandon`."""
         kind, number = message.meta["k"], message.meta["n"]
@@ -176,12 +211,7 @@ class Worker:
         elif self._is_over(number):
             message.release()
         elif kind == HEAD:
-            snapshot = (
-                Snapshot(message, self._master)
-                if self._votes is None
-                else PartSnapshot(message, self._votes, self._master)
-            )
-            self._snapshots[number] = snapshot
+            snapshot = self._snapshots[number] = self._snapshot_of(message)
             if message.attempt > 1:
                 snapshot.staged = snapshot.was_recorded(self._directory, self._writer)
             for stray in self._strays.pop(number, ()):
@@ -231,7 +261,7 @@ class Worker:
         try:
             if not snapshot.begun:
                 if not self._may_write():
-                    time.sleep(_PAUSE)
+                    self._wait_for_predecessor()
                     return
                 self._report(r="begun", n=snapshot.number)
                 entry = snapshot.begin(self._directory, self._writer)
@@ -243,6 +273,8 @@ class Worker:
                 return
             else:
                 entry = snapshot.complete()
+                if entry is None:
+                    return
             snapshot.commit(entry)
         except (OSError, ShmTensorError) as error:
             self._fail(snapshot, error)
@@ -256,11 +288,14 @@ class Worker:
         keep = self._settings
         deleted, failed = snapshot.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
         unsynced = snapshot.unsynced
+        more: dict[str, Any] = {}
+        if isinstance(snapshot, StreamedSnapshot):  # no death between `durable` and `uploaded`
+            more = {"url": snapshot.url_of(snapshot.name), "unlisted": snapshot.unlisted}
         if unsynced is None:
             self._report(
                 r="durable", n=snapshot.number, path=self._directory.at(snapshot.name), nbytes=entry.nbytes,
                 digest=entry.digest, seconds=snapshot.seconds, deleted=len(deleted), undeleted="; ".join(failed[:3]),
-                unlinked=snapshot.unlinked,
+                unlinked=snapshot.unlinked, **more,
             )  # fmt: skip
         else:
             self._report(r="complete", n=snapshot.number, errno=unsynced.errno or 0, text=str(unsynced))
@@ -270,6 +305,13 @@ class Worker:
         snapshot.release()
         # crash: finish.done
         self._begin_upload(entry)
+
+    def _wait_for_predecessor(self) -> None:
+        """Pause while the writing process of an earlier trainer is at work; say so once if that lasts."""
+        self._blocked += 1
+        if self._blocked == round(_BLOCKED / _PAUSE):
+            self._report(r="blocked", seconds=_BLOCKED)
+        time.sleep(_PAUSE)
 
     def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
         snapshot.discard_files()
@@ -324,6 +366,10 @@ class Worker:
         self._dropped.add(snapshot.number)
         snapshot.release()
         # crash: part.done
+        if outcome.name and self._uploads is not None:
+            entries = index.read(self._directory.path)
+            self._uploads.add(entries)
+            self._await_upload(snapshot.number, self._entry_of(outcome.name, entries), outcome.name)
 
     def _may_write(self) -> bool:
         """Become the only process that writes in the directory; False while that of an earlier trainer does."""
@@ -335,6 +381,7 @@ class Worker:
                 self._votes.finish_older_runs()
             else:
                 finish_older_runs(self._directory)
+            sweep_marks(self._directory)
             self._swept = True
             self._resume_uploads()
         return True
@@ -347,12 +394,9 @@ class Worker:
             return
         entries = index.read(self._directory.path)
         own = {entry.number: entry for entry in entries if entry.writer == self._writer}
-        for number in self._settings["uploading"]:
-            entry = own.get(number)
-            if entry is not None and entry.upload == UPLOADED:
-                self._report(r="uploaded", n=number, url=self._uploads.url_of(entry))
-            elif entry is None or not entry.is_there(self._directory.path):
-                self._report(r="unuploaded", n=number, text="a durable checkpoint was deleted before it was uploaded")
+        for number, name in self._settings["uploading"]:
+            entry = own.get(number) if self._votes is None else self._entry_of(name, entries)
+            self._await_upload(number, entry, name)
         live = {(self._writer, number) for number in self._settings["live"]}  # committed first, and uploaded then
         self._uploads.add([each for each in entries if (each.writer, each.number) not in live])
 
@@ -362,11 +406,26 @@ class Worker:
             return
         entries = index.read(self._directory.path)
         self._uploads.add(entries)
-        if not any(each.number == entry.number and each.writer == self._writer for each in entries) or not (
-            entry.is_there(self._directory.path)
-        ):
-            text = f"{entry.name} was deleted or changed before it was uploaded"
-            self._report(r="unuploaded", n=entry.number, text=text)
+        found = next((each for each in entries if each.identity == entry.identity), None)
+        self._await_upload(entry.number, found, entry.name)
+
+    def _entry_of(self, name: str, entries: list[Saved]) -> Saved | None:
+        """The entry of a checkpoint of this run."""
+        run = f"{self._settings['run']:016x}"
+        return next((each for each in entries if (each.name, each.writer) == (name, run)), None)
+
+    def _await_upload(self, number: int, entry: Saved | None, name: str) -> None:
+        """The trainer waits for the upload of this save: report it when it has ended, or now."""
+        if self._uploads is None:
+            return
+        is_noted = entry is None and isinstance(self._directory, RankDirectory) and self._directory.was_uploaded(name)
+        if is_noted or (entry is not None and entry.upload == UPLOADED):
+            self._report(r="uploaded", n=number, url=self._uploads.url_of(name))
+        elif entry is None or not entry.is_there(self._directory.path):
+            text = f"{name} is durable, and was deleted or changed before it was uploaded"
+            self._report(r="unuploaded", n=number, text=text)
+        else:
+            self._awaited_uploads[entry.identity] = number
 
     def _uploads_alone(self) -> bool:
         """Without a trainer: whether there is anything to upload. What is left goes to the process of the next trainer,
@@ -387,28 +446,44 @@ class Worker:
             try:
                 self._may_write()
             except OSError as error:
-                for number in self._settings["uploading"]:
+                for number, _ in self._settings["uploading"]:
                     self._report(r="unuploaded", n=number, text=f"a durable checkpoint was not uploaded: {error}")
                 self._settings["uploading"] = []
         while (ended := self._uploads.take()) is not None:
-            number = ended.entry.number if ended.entry.writer == self._writer else 0
-            failed = ended.error
-            if failed is None:
-                try:
-                    self._directory.record_uploaded(ended.entry)
-                except OSError as error:
-                    failed = error
-            # crash: upload.recorded
-            if failed is not None:
-                self._report(r="unuploaded", n=number, text=explained(ended.entry, self._uploads.url, failed))
-                continue
-            self._report(r="uploaded", n=number, url=ended.url)
-            # crash: upload.reported
-            keep = self._settings
-            deleted, _ = self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
+            failed, keep = ended.error, self._settings
+            with self._directory.deciding(_PATIENCE) as mine:
+                if failed is None and not ended.noted:
+                    try:
+                        if not mine:
+                            raise OSError(errno.EBUSY, "another rank's process does not let go of the directory")
+                        self._directory.record_uploaded(ended.entry)
+                    except OSError as error:
+                        failed = error
+                # crash: upload.recorded
+                self._uploads.settled(ended)
+                self._report_upload(ended, failed)
+                if failed is not None or ended.noted:
+                    continue
+                # crash: upload.reported
+                deleted, _ = self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
             if deleted:
                 self._report(r="retained", deleted=len(deleted))
             # crash: upload.retained
+
+    def _report_upload(self, ended: Ended, failed: BaseException | None) -> None:
+        entry, uploads = ended.entry, self._uploads
+        number = self._awaited_uploads.pop(entry.identity, None)
+        if uploads is None or (number is None and self._is_reported_later(ended)):
+            return
+        if failed is None:
+            self._report(r="uploaded", n=number or 0, url=ended.url)
+        else:
+            self._awaited_uploads[entry.identity] = 0
+            self._report(r="unuploaded", n=number or 0, text=explained(entry, uploads.url, failed))
+
+    def _is_reported_later(self, ended: Ended) -> bool:
+        """Whether this save, which the trainer waits for, or another rank's process reports what has ended."""
+        return self._votes is not None and (ended.noted or ended.entry.writer == f"{self._settings['run']:016x}")
 
     # --- reports
 

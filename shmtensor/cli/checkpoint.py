@@ -17,19 +17,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from ..checkpoint.convert import convert as convert_checkpoint
-from ..checkpoint.digests import combine
+from ..checkpoint.convert import decrypt_file, encrypt_file
+from ..checkpoint.description import combine
 from ..checkpoint.envelope import SUFFIX
 from ..checkpoint.formats import FORMATS, Opened
 from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
 from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
-from ..checkpoint.load import check_options
+from ..checkpoint.load import check, check_options
 from ..checkpoint.locations import location
-from ..checkpoint.opening import Opener
+from ..checkpoint.opening import LATEST, Opener, open_path
 from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, without_secrets
-from ..checkpoint.resolving import LATEST, open_path
-from ..checkpoint.sealing import decrypt_file, encrypt_file
-from ..checkpoint.verify import check
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes
 from .output import console, fail, guarded, print_json, seconds
@@ -240,8 +238,8 @@ def ls(
     passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest first: step, size, metrics, the names that lead there (`latest`,
-    `best`), and which are not complete."""
+    """List the checkpoints of a directory, the newest first: step, size, metrics, on a disk the names that lead there
+    (`latest`, `best`), and which are not complete."""
     root = location(directory)
     if not root.is_dir():
         raise fail(f"{root} is no directory")

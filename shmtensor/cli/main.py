@@ -9,16 +9,14 @@ import typer
 from .. import __version__
 from .bench import bench
 from .checkpoint import app as checkpoint
-from .demo.command import demo
+from .demo import demo
 from .doctor import doctor
-from .echo import echo
 from .gc import gc
-from .hz import hz
 from .ls import ls
-from .metrics import metrics
+from .relay import relay
 from .serve import serve
-from .top import top
 from .trace import trace
+from .watch import echo, hz, metrics, top
 
 app = typer.Typer(
     name="shmtensor",
@@ -57,6 +55,7 @@ app.command()(doctor)
 app.command()(demo)
 app.command()(bench)
 app.command()(serve)
+app.command()(relay)
 app.add_typer(checkpoint, name="checkpoint")
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from typing import Annotated, TextIO
 import typer
 
 from .. import __version__
-from ..observe import chrome
-from ..observe.trace import Tracer
-from .output import console, fail, guarded, print_json
+from ..observe.trace import Tracer, every_that_fits, write_chrome
+from .output import console, fail, guarded, named, print_json, wait_for_channel
 from .output import seconds as duration
-from .waiting import named, wait_for_channel
 
 _POLL_S = 0.02
 _SHOW_S = 0.5
+_OPEN_END_S = 60.0
+"""How long a trace until Ctrl-C is thought to take."""
 
 
 @guarded
@@ -29,7 +29,14 @@ def trace(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
     seconds: Annotated[float, typer.Option(help="Seconds to trace; 0: until Ctrl-C.", min=0.0)] = 5.0,
-    every: Annotated[int, typer.Option(help="Only messages whose number is a multiple of it.", min=1)] = 1,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Only messages whose number is a multiple of it; 1: each message.",
+            min=1,
+            show_default="1; of a fast channel, what makes --seconds fit into --most",
+        ),
+    ] = None,
     most: Annotated[int, typer.Option(help="End after so many events.", min=1)] = 500_000,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the channel.", min=0.0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was traced as JSON.")] = False,
@@ -47,24 +54,25 @@ def trace(
         wait_for_channel(channel, timeout)
         with until_second_interrupt() as interrupted:
             try:
-                tracer = Tracer(channel, every=every)
+                tracer = Tracer(channel, every=every or every_that_fits(channel, seconds or _OPEN_END_S, most))
             except FileNotFoundError:
                 raise fail(f'there is no channel "{channel}": see `shmtensor ls`') from None
             with tracer:
                 end = _record(tracer, seconds, most, interrupted)
                 unfinished = tracer.close()
             found = tracer.trace
-            messages = chrome.write(found, file, __version__)
+            messages = write_chrome(found, file, __version__)
     lasted = (found.ended_ns - found.began_ns) / 1e9
     if as_json:
         print_json({
             "channel": channel, "kind": found.kind, "file": str(output), "seconds": lasted, "events": found.count,
             "messages": messages, "members": found.writers,
-            "lost": found.lost, "end": end,
+            "every": found.every, "lost": found.lost, "end": end,
         })  # fmt: skip
     else:
         console().print(
             f"{output}: {found.count} events of {messages} messages in {duration(lasted)}, {found.lost} lost"
+            + (f"; one of {found.every} messages was traced: see --every" if found.every > 1 else "")
             + (f"; it ended early, after --most {most} events: see --every" if end == "full" else ""),
             soft_wrap=True, markup=False, highlight=False,
         )  # fmt: skip

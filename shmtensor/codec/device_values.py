@@ -15,8 +15,7 @@ from ..ring.device import TEXT, Block, DeviceSlots
 from ..wire import spec
 from ..wire.spec import LeafSpec
 from .decode import Tree
-from .encode import Encoded, Walk, encode_empty
-from .layout import Layout
+from .encode import Encoded, Layout, Walk, encode_empty
 from .leaf import Leaf
 from .libraries import torch_views, without_torch
 

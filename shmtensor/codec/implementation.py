@@ -21,8 +21,7 @@ from . import copies
 from .decode import Tree, Views
 from .decode import decode as reference_decode
 from .encode import encode as reference_encode
-from .encode import parts_of
-from .layout import identity, job_of
+from .encode import identity, job_of, parts_of
 from .leaf import Leaf, Refused
 from .libraries import torch_views
 from .numpy import CARRIER, MAX_NDIM, Array

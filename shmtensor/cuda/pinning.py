@@ -94,14 +94,15 @@ class Pinning:
         return self._alias.address + start
 
     def release(self) -> None:
-        """Unregister everything, before the mapping is unmapped."""
+        """Unregister everything, before the mapping is unmapped. What an exception of a signal handler leaves, the next
+        call does."""
         with self._lock:
-            pieces, self._registered = self._registered, {}
-            for address, _, device in pieces.values():
+            for piece, (address, _, device) in list(self._registered.items()):
                 try:
                     runtime().unregister_host(address, device)
                 except Exception:  # of any kind: the other pieces must be unregistered as well
-                    pass  # the device is gone, and with it the registration
+                    pass  # the device is gone, and with it the registration; or it was unregistered before
+                del self._registered[piece]
             self._alias = None
 
     def drop_in_child(self) -> None:

@@ -2,21 +2,16 @@
 
 | module | what it does |
 |---|---|
-| `writer` | `StorageWriter`: DCP's save plan of a rank becomes this rank's part of a checkpoint |
-| `stager` | `AsyncStager`: copies a state into shared memory while the trainer waits, before DCP's own thread begins |
-| `reader` | `StorageReader`: DCP's load plan, from one of the two sources below |
-| `stored_parts` | checkpoints of `StorageWriter`: reads the bytes that a plan asks for |
-| `filesystem` | checkpoints of DCP's `FileSystemWriter` |
-| `part_writer` | the `CheckpointWriter` of a rank, which is opened with the first save |
-| `description` | what a rank's part says of its items, as JSON |
-| `metadata` | DCP's metadata, from what either source says it has |
-| `metadata_pickle`, `archives` | DCP's own metadata and archives, read without running what they ask for |
+| `writer` | `StorageWriter`: DCP's save plan of a rank becomes this rank's part, through its `CheckpointWriter` |
+| | `AsyncStager`: copies a state into shared memory while the trainer waits, before DCP's own thread begins |
+| `reader` | `StorageReader`: DCP's load plan, from checkpoints of `StorageWriter` or of `FileSystemWriter` |
+| `filesystem` | checkpoints of DCP's `FileSystemWriter`: metadata and archives, read without running anything |
+| `metadata` | what a rank's part says of its items, as JSON; DCP's metadata, from what either source says it has |
 """
 
 from __future__ import annotations
 
 from .reader import StorageReader
-from .stager import AsyncStager
-from .writer import StorageWriter
+from .writer import AsyncStager, StorageWriter
 
 __all__ = ["AsyncStager", "StorageReader", "StorageWriter"]

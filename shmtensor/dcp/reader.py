@@ -1,32 +1,54 @@
-"""`StorageReader`: DCP's loads, from this library's checkpoints and from those of DCP's `FileSystemWriter`."""
+"""`StorageReader`: DCP's loads, from this library's checkpoints and from those of DCP's `FileSystemWriter`.
+
+Of checkpoints that `StorageWriter` saved (`StoredParts`) the parts have DCP's metadata, and the bytes that a load plan
+asks for. A chunk that is read whole is compared with its digest. Of a part of a chunk exactly its bytes are read:
+
+    dense in the file              one run, by several threads
+    rows of at least 1 KiB         one read for each row
+    shorter rows                   copied out of the mapped file
+
+so that a rank reads what it needs, whatever the number of ranks was. From a URL, rows that are near each other come by
+one request with the gaps between them, several requests at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from ..checkpoint.dcp_metadata import METADATA
+from ..checkpoint import manifest
 from ..checkpoint.formats import Opened
+from ..checkpoint.formats.distcp import METADATA
+from ..checkpoint.limits import MAX_TENSORS
+from ..checkpoint.load import map_files, raise_damage
+from ..checkpoint.locations import Location, fresh, location
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.names import check_local
-from ..checkpoint.remote import is_url
-from ..checkpoint.resolving import resolve
+from ..checkpoint.opening import open_part, resolve
+from ..checkpoint.plan import Entry, Plan, Region, build_state
+from ..checkpoint.reading import REQUEST_MIN, Files, default_readers, private, read_regions
+from ..checkpoint.remote import GAP, at_once, is_url
+from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
+from ..codec.libraries import torch_views
+from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError
-from .archives import Repacked
-from .filesystem import FileSystemFiles
-from .stored_parts import StoredParts
+from ..wire.spec import extent
+from .filesystem import FileSystemFiles, Repacked
+from .metadata import Chunks, Description, parse
 
 _PATIENCE: Final = 3
-_LOCAL: Final = "shmtensor.dcp reads from mounted file systems only"
 
 
 class Source(Protocol):
@@ -46,6 +68,9 @@ class Source(Protocol):
     def read_tensor(self, where: Any, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
         """A part of a chunk."""
 
+    def check(self) -> None:
+        """Raise `CheckpointError` if what was read without digests has become another file since it was opened."""
+
     def close(self) -> None:
         """Close the files; idempotent."""
 
@@ -57,8 +82,9 @@ class StorageReader(storage.StorageReader):
     that its state dict needs; of one of `FileSystemWriter` the whole archive of each chunk that it needs.
 
     Args:
-        path: a checkpoint, or a directory of `StorageWriter`, which means its `latest`. `checkpoint_id=` of `load`
-            replaces it: a path, or the name of a checkpoint in that directory.
+        path: a checkpoint, or a directory of `StorageWriter`, which means its `latest`; or the URL of one (`s3://`,
+            `https://`, whatever fsspec has). `checkpoint_id=` of `load` replaces it: a path, a URL, or the name of a
+            checkpoint in that directory.
         verify: compare chunks of `StorageWriter` that are read whole with their digests.
         weights_only: objects that are no tensors are loaded only if `torch.load(weights_only=True)` does so; types that
             you trust are allowed by `torch.serialization.add_safe_globals`. False: DCP's planner unpickles them
@@ -81,8 +107,7 @@ class StorageReader(storage.StorageReader):
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, weights_only: bool = True) -> None:
         super().__init__()
-        check_local(path, _LOCAL)
-        self._path = self._base = Path(path)
+        self._path = self._base = location(path)
         self._verify, self._weights_only = verify, weights_only
         self._source: Source | None = None
         self._stored: dict[Any, Any] = {}
@@ -93,9 +118,14 @@ class StorageReader(storage.StorageReader):
         """Load another checkpoint: a path, or a name in the reader's directory."""
         self._source = None
         if checkpoint_id is not None:
-            check_local(checkpoint_id, _LOCAL)
-            named = self._base / checkpoint_id
-            self._path = named if os.path.lexists(named) else Path(checkpoint_id)
+            self._path = self._named(checkpoint_id)
+
+    def _named(self, checkpoint_id: str | os.PathLike[str]) -> Location:
+        if not is_url(checkpoint_id) and not os.path.isabs(checkpoint_id):
+            named = fresh(self._base) / os.fspath(checkpoint_id)
+            if named.is_symlink() or named.exists() or not isinstance(named, Path):
+                return named
+        return location(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the checkpoint. Raises `FileNotFoundError`, `CheckpointError`."""
@@ -107,15 +137,16 @@ class StorageReader(storage.StorageReader):
                 return self._source.metadata()
             except FileNotFoundError:
                 # a writer with a small keep_last may have deleted it between two of our steps
-                if attempt == _PATIENCE - 1 or not self._path.exists():
+                if attempt == _PATIENCE - 1 or not fresh(self._path).exists():
                     raise
         raise AssertionError("unreachable")
 
     def _open(self) -> Source:
-        if (self._path / METADATA).is_file() and not (self._path / MANIFEST).is_file():
-            return FileSystemFiles(self._path)
-        found = resolve(self._path)
-        directory = Path(os.path.realpath(found.files[0].parent if isinstance(found, Opened) else found))
+        path = fresh(self._path)
+        if (path / METADATA).is_file() and not (path / MANIFEST).is_file():
+            return FileSystemFiles(path.resolve())
+        found = resolve(path)
+        directory = (found.files[0].parent if isinstance(found, Opened) else found).resolve()
         if not (directory / MANIFEST).is_file():
             raise CheckpointError(
                 f"{directory} was saved neither by shmtensor.dcp nor by FileSystemWriter: it has no {MANIFEST} and no "
@@ -156,6 +187,7 @@ class StorageReader(storage.StorageReader):
                     planner.load_bytes(item, io.BytesIO(data))
                 else:
                     _fill(item, planner, source.read_tensor(where, tuple(item.storage_offsets), tuple(item.lengths)))
+            source.check()
         finally:
             source.close()
         future: Future[None] = Future()
@@ -164,8 +196,8 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint may be there: not at a URL."""
-        return not is_url(checkpoint_id)
+        """Whether a checkpoint may be there: any path or URL."""
+        return True
 
     @property
     def checkpoint_id(self) -> str:
@@ -192,3 +224,192 @@ def _fill(item: ReadItem, planner: LoadPlanner, tensor: torch.Tensor) -> None:
         )
     target.copy_(tensor)
     planner.commit_tensor(item, target)
+
+
+_ROW: Final = 1 << 10
+"""Bytes of a row, from which on it is worth a read of its own."""
+
+
+class Stored(NamedTuple):
+    """Where an item is: the part, the number of its tensor, and the bytes of it (of an object; all for a tensor)."""
+
+    part: int
+    number: int
+    start: int
+    stop: int
+
+
+class StoredParts:
+    """An open checkpoint, in a directory that is no link. Its files are opened as they are read, one part at a time."""
+
+    def __init__(self, directory: Location, *, verify: bool) -> None:
+        self.name = str(directory)
+        """Which checkpoint it is."""
+        self._verify = verify
+        self._parts = [open_part(directory, rank) for rank in range(len(manifest.read(directory).parts))]
+        if sum(len(opened.plan.tensors) for opened in self._parts) > MAX_TENSORS:
+            raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors")
+        self._files: tuple[int, Files] | None = None
+
+    def metadata(self) -> Metadata:
+        """DCP's metadata, the union of what the parts say. Raises `CheckpointError` if they contradict each other."""
+        chunks = Chunks(self.name)
+        for number, opened in enumerate(self._parts):
+            description = parse(opened.plan.meta, opened.plan, str(opened.files[0]))
+            self._add(chunks, number, opened, description)
+        return chunks.metadata()
+
+    @staticmethod
+    def _add(chunks: Chunks, part: int, opened: Opened, description: Description) -> None:
+        entries = opened.plan.tensors
+        for number, (item, entry) in enumerate(zip(description.tensors, entries, strict=False)):
+            chunks.add_tensor(
+                item.fqn, item.size, item.offsets, entry.shape, _dtype(entry), item.path,
+                Stored(part, number, 0, entry.nbytes),
+            )  # fmt: skip
+        start = 0
+        for found in description.objects:
+            stop = start + found.nbytes
+            chunks.add_object(found.fqn, found.path, Stored(part, len(entries) - 1, start, stop))
+            start = stop
+
+    def order(self, where: Stored) -> tuple[int, int, int]:
+        """Sorts items by where they are in the files."""
+        opened = self._parts[where.part]
+        region = opened.plan.tensors[where.number].region
+        return where.part, (opened.places or [])[region][1] if region >= 0 else 0, where.start
+
+    def read_object(self, where: Stored) -> bytes:
+        """The bytes of an object."""
+        if where.start == where.stop:
+            return b""
+        data: bytes = self._read(where, np.s_[where.start : where.stop]).tobytes()
+        return data
+
+    def read_tensor(self, where: Stored, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+        """A part of a chunk, in memory of its own or mapped."""
+        index = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
+        tensor: torch.Tensor = self._read(where, index)
+        return tensor
+
+    def _read(self, where: Stored, index: Any) -> Any:
+        opened = self._parts[where.part]
+        plan = opened.plan
+        whole = plan.tensors[where.number]
+        part = narrow(whole, index)
+        if part.region < 0:
+            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=False)
+        region = plan.regions[part.region]
+        nbytes = stored_nbytes(part)
+        files = self._open(where.part)
+        file, start = (opened.places or [])[part.region]
+        if nbytes == region.nbytes:
+            memory, entry = self._read_region(opened, files, part.region), part
+        elif nbytes == extent(part.shape, part.strides, part.itemsize) or whole.strides is not None:
+            memory, entry = read_part(files, Span(file, start, part), default_readers()), packed(part)
+        elif files.is_remote(file):
+            memory, entry = private(nbytes), part._replace(strides=None, offset=0)
+            _request_rows(files, file, start + whole.offset, _rows(whole, index), memory, f'"{whole.name}"')
+        elif (rows := _rows(whole, index)).nbytes >= _ROW:
+            memory = private(nbytes)
+            for number, at in enumerate(rows.starts):
+                row = memory[number * rows.nbytes : (number + 1) * rows.nbytes]
+                files.fill(row, file, start + whole.offset + at, f'"{whole.name}"')
+            entry = part._replace(strides=None, offset=0)
+        else:
+            memory, entry = map_files(opened, [part.region])[part.region], part
+        made = Plan({"x": 0}, [entry._replace(region=0)], [Region(memory.nbytes, region.align)], None)
+        return build_state(made, lambda _: memory, arrays=False)
+
+    def _read_region(self, opened: Opened, files: Files, region: int) -> Array:
+        memory = private(opened.plan.regions[region].nbytes, (opened.places or [])[region][1])
+        raise_damage(
+            read_regions(opened, files, [region], lambda _: memory, readers=default_readers(), verify=self._verify)
+        )
+        return memory
+
+    def check(self) -> None:
+        """Each tensor was checked as it was read: by its digest, or `Files.check`."""
+
+    def _open(self, part: int) -> Files:
+        if self._files is None or self._files[0] != part:
+            self.close()
+            opened = self._parts[part]
+            self._files = part, Files(opened.files, opened.sizes)
+        return self._files[1]
+
+    def close(self) -> None:
+        """Close the files. Idempotent; what is read later opens them again."""
+        files, self._files = self._files, None
+        if files is not None:
+            files[1].close()
+
+
+class _Rows(NamedTuple):
+    """The runs of bytes of a part: `nbytes` at each of the offsets `starts`, in C order of the part."""
+
+    nbytes: int
+    starts: list[int]
+
+
+def _rows(entry: Entry, index: tuple[slice, ...]) -> _Rows:
+    """The runs of a part of a tensor in C order: the last dimensions that are whole, and the one before them."""
+    inner = len(entry.shape)
+    while inner and index[inner - 1] == slice(0, entry.shape[inner - 1]):
+        inner -= 1
+    step = math.prod(entry.shape[inner:]) * entry.itemsize
+    starts = np.zeros(1, np.int64)
+    nbytes = step
+    for axis in reversed(range(inner)):
+        at = index[axis]
+        if axis == inner - 1:
+            nbytes = (at.stop - at.start) * step
+            starts += at.start * step
+        else:
+            starts = (np.arange(at.start, at.stop, dtype=np.int64)[:, None] * step + starts[None, :]).reshape(-1)
+        step *= entry.shape[axis]
+    return _Rows(nbytes, starts.tolist())
+
+
+def _request_rows(files: Files, file: int, start: int, rows: _Rows, memory: Array, label: str) -> None:
+    """Fill memory with the rows of a part of a file at a URL. Raises `CheckpointError` if it is another file by now."""
+    starts = np.asarray(rows.starts, np.int64) + start
+    target = memory.reshape(len(starts), rows.nbytes)
+
+    def fetch(group: tuple[int, int]) -> None:
+        if group[1] - group[0] == 1:
+            files.fill(target[group[0]], file, int(starts[group[0]]), label)
+            return
+        first, last = starts[group[0]], starts[group[1] - 1]
+        piece = np.empty(last + rows.nbytes - first, np.uint8)
+        files.fill(piece, file, int(first), label)
+        windows = np.lib.stride_tricks.sliding_window_view(piece, rows.nbytes)
+        target[group[0] : group[1]] = windows[starts[group[0] : group[1]] - first]
+
+    at_once(fetch, _together(starts, rows.nbytes))
+    files.check(file)
+
+
+def _together(starts: Array, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Rows that come by one request, as there are small gaps between them: the first, and the one behind the last."""
+    ends = np.flatnonzero(np.diff(starts) > nbytes + GAP) + 1
+    for begin, end in itertools.pairwise([0, *ends.tolist(), len(starts)]):
+        while begin < end:
+            count = np.searchsorted(starts[begin:end], starts[begin] + REQUEST_MIN, side="right")
+            yield begin, begin + int(count)
+            begin += int(count)
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    """The torch dtype of a tensor. `CheckpointError` if this torch has none that can be filled."""
+    row = entry.row
+    found = None if row is None or row.quantized else torch_views().DTYPE.get(row.code)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            f"tensor {entry.name!r:.80} has dtype {entry.dtype!r:.40}, which no tensor is filled with"
+        )
+    return found
+
+
+def _no_bytes(region: int) -> NoReturn:
+    raise AssertionError("a tensor without elements has no region")

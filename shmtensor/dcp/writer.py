@@ -1,25 +1,55 @@
-"""`StorageWriter`: DCP's saves through this library's checkpoints of several ranks."""
+"""`StorageWriter`: DCP's saves through this library's checkpoints of several ranks.
+
+`PartWriter` is one rank's `CheckpointWriter` behind DCP: opened with the first save, closed after one that failed.
+DCP's plan of a rank becomes a flat state: a dict of its chunks, and the pickled objects as one array.
+
+A rank that fails must not keep the others waiting:
+
+    it cannot open its writer      before the ranks plan: DCP, or the stager, tells all, and no rank saves
+    it cannot save its part        it closes its writer, whereupon the others' give the checkpoint up
+    the checkpoint is given up     every rank closes its writer before DCP tells anything, and opens a new one next time
+
+With `AsyncStager`, what `async_save` waits for is one copy into shared memory. DCP stages a state before it plans, in
+the trainer's thread, and plans afterwards, in a thread of its own. Here the ranks plan first, by a small exchange in
+`stage`: each rank knows then which items are its own, and copies exactly those into its writer's slots. From there on
+no trainer is needed. DCP's thread plans once more, over the same tensors, for the metadata that it returns; it copies
+nothing, and waits until the checkpoint is durable.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import hashlib
 import os
+import pickle
+import re
 import threading
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint import staging, storage
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ..checkpoint.formats import get_format
-from ..checkpoint.names import check_directory, check_name
+from ..checkpoint.formats.distcp import KEY
+from ..checkpoint.handle import SaveHandle
+from ..checkpoint.names import check_directory, check_name, step_of
 from ..checkpoint.remote import is_url
+from ..checkpoint.upload import check_upload
+from ..checkpoint.writer import CheckpointWriter
 from ..endpoints.base import Local
-from ..errors import ArgumentError, ArgumentTypeError
-from .part_writer import PartWriter, Place, Saving
+from ..errors import ArgumentError, ArgumentTypeError, ResourceError
+from .metadata import OBJECTS, Description, ObjectItem, TensorItem, check_item
 
 
 class _Ahead(threading.local):
@@ -44,6 +74,8 @@ class StorageWriter(Local, storage.StorageWriter):
             is read by `StorageReader` alone.
         keep_last, keep_every: which checkpoints stay, as for `CheckpointWriter`; the same on every rank.
         nice, ionice: of the writing process, as for `CheckpointWriter`.
+        upload, upload_keep_last: the URL to which each checkpoint is copied when it is durable, and how many stay
+            there, as for `CheckpointWriter`; the same on every rank. `close` waits for the uploads.
         process_group: that of the saves, `process_group=`; None: all ranks.
 
     `checkpoint_id=` of `save` is the name of the checkpoint, or its path in the directory; a number at its end is its
@@ -74,9 +106,12 @@ class StorageWriter(Local, storage.StorageWriter):
         keep_every: int | None = None,
         nice: int = 10,
         ionice: Literal["idle", "low"] | None = None,
+        upload: str | None = None,
+        upload_keep_last: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        check_upload(upload)
         self.directory = check_directory(directory)
         """The directory's absolute path."""
         get_format(format)
@@ -84,7 +119,7 @@ class StorageWriter(Local, storage.StorageWriter):
             self.directory,
             {
                 "memory": memory, "format": format, "keep_last": keep_last, "keep_every": keep_every, "nice": nice,
-                "ionice": ionice,
+                "ionice": ionice, "upload": upload, "upload_keep_last": upload_keep_last,
             },
         )  # fmt: skip
         self._group = process_group
@@ -213,3 +248,273 @@ class StorageWriter(Local, storage.StorageWriter):
 
     def __repr__(self) -> str:
         return f"<StorageWriter {self.directory!r}>"
+
+
+_NUMBER: Final = re.compile(r"(?:.*\D)?(\d{1,18})")
+
+
+class Place(NamedTuple):
+    """Which rank of how many."""
+
+    rank: int
+    world_size: int
+
+
+class Saving(NamedTuple):
+    """A save of this rank's part: its handle, what DCP calls the results, and the name that it was given, or None."""
+
+    handle: SaveHandle
+    results: list[WriteResult]
+    name: str | None
+
+
+class PartWriter:
+    """Saves parts of checkpoints, with the options of a `CheckpointWriter`. For one thread at a time."""
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        self._directory, self._options = directory, options
+        self.place: Place | None = None
+        """Of the writer that is open, or was open last."""
+        self._writer: CheckpointWriter | None = None
+
+    def open(self, place: Place) -> CheckpointWriter:
+        """The writer, opened if it is not open. Raises as `CheckpointWriter` does."""
+        if self.place != place:
+            self.close()
+        if self._writer is None:
+            self._writer = CheckpointWriter(
+                self._directory, rank=place.rank, world_size=place.world_size, on_error="warn", **self._options
+            )
+            self.place = place
+        return self._writer
+
+    def save(self, plan: SavePlan, planner: SavePlanner, place: Place, name: str | None) -> Saving:
+        """Copy the items of a plan into shared memory, as this rank's part of the checkpoint.
+
+        After an error no part of this checkpoint comes from this rank: its writer is closed.
+        """
+        try:
+            state, description, results = _resolve(plan, planner)
+            meta: dict[str, Any] = {KEY: description.render()}
+            step = _step(planner, name)
+            if step is not None:
+                meta["step"] = step
+            return Saving(self.open(place).save(state, name, meta), results, name)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Wait until everything that was staged is durable or has failed, and close the writer. Idempotent."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _step(planner: SavePlanner, name: str | None) -> int | None:
+    """The step of a checkpoint: the number at the end of its name, or an int `step` in the state dict."""
+    if name is not None:
+        found = _NUMBER.fullmatch(name)
+        return int(found[1]) if found else None
+    return step_of(getattr(planner, "state_dict", None), None)
+
+
+def _resolve(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], Description, list[WriteResult]]:
+    """The state of a part, its description, and the results for DCP."""
+    tensors: dict[str, torch.Tensor] = {}
+    objects: list[bytes] = []
+    description = Description([], [])
+    results = []
+    for item in plan.items:
+        fqn, path = item.index.fqn, check_item(item.index.fqn, plan.planner_data)
+        data: Any = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            objects.append(bytes(data.getbuffer()))
+            description.objects.append(ObjectItem(fqn, path, len(objects[-1])))
+            nbytes = len(objects[-1])
+        else:
+            tensor, offsets, size = _chunk(item, data)
+            description.tensors.append(TensorItem(fqn, path, size, offsets))
+            tensors[_key(item.index, offsets, tensors)] = tensor
+            nbytes = tensor.nbytes
+        results.append(WriteResult(item.index, nbytes, None))
+    state: dict[str, Any] = {"tensors": tensors}
+    if objects:
+        state[OBJECTS] = np.frombuffer(b"".join(objects), np.uint8)
+    return state, description, results
+
+
+def _chunk(item: WriteItem, data: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """The chunk of an item, its offsets, and the size of the whole tensor."""
+    about = item.tensor_data
+    tensor = data.to_local() if isinstance(data, DTensor) else data
+    if about is None or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArgumentTypeError(
+            f"item {item.index.fqn!r:.80} is a {type(data).__name__} that is no dense tensor: only those are saved here"
+        )
+    if tuple(tensor.shape) != tuple(about.chunk.sizes):
+        raise ArgumentTypeError(
+            f"item {item.index.fqn!r:.80} has shape {list(tensor.shape)}, its plan says {list(about.chunk.sizes)}"
+        )
+    tensor = tensor.detach()
+    if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor = tensor.contiguous()  # a checkpoint would have one element in place of the repeated ones
+    return tensor, tuple(about.chunk.offsets), tuple(about.size)
+
+
+def _key(index: MetadataIndex, offsets: tuple[int, ...], taken: dict[str, torch.Tensor]) -> str:
+    """The name of a chunk in the part."""
+    key = f"{index.fqn}[{','.join(map(str, offsets))}]" if any(offsets) else index.fqn
+    while key in taken:
+        key += "'"
+    return key
+
+
+State = dict[str, Any]
+
+
+class AsyncStager(staging.AsyncStager):
+    """The `async_stager=` of `torch.distributed.checkpoint.async_save`, together with a `StorageWriter`.
+
+    When `async_save` returns, each rank's items are in shared memory (or, from a CUDA device, on their way there, in
+    stream order), and the state may be changed. From then on the checkpoint becomes durable although every trainer is
+    killed. The future of `async_save` is done when it is durable.
+
+    Every rank makes one, at the same time, and uses it for all saves. It is for `AsyncCheckpointerType.THREAD`, the
+    default: this library has a process that writes already.
+
+    Args:
+        writer: the `storage_writer=` of the same calls.
+        process_group: the ranks that save together; None: all. The stager makes a gloo group of them for itself.
+        planner: a function that makes a planner like the `planner=` of the same calls.
+
+    The checkpoint is named when it is staged: by an int `step` in the state dict, or by `writer.reset(name)` before
+    `async_save`. `checkpoint_id=` comes too late, and is refused if it is another name.
+
+    >>> import tempfile, torch, warnings
+    >>> import torch.distributed as dist, torch.distributed.checkpoint as dcp
+    >>> from shmtensor.dcp import AsyncStager, StorageWriter
+    >>> warnings.simplefilter("ignore")  # torch warns that there is one process only
+    >>> with tempfile.TemporaryDirectory() as runs, StorageWriter(runs) as writer:
+    ...     stager, w = AsyncStager(writer), torch.ones(3)
+    ...     future = dcp.async_save({"w": w, "step": 7}, storage_writer=writer, async_stager=stager, no_dist=True)
+    ...     w.zero_()  # does not reach the file
+    ...     metadata = future.result(60)
+    ...     stager.close()
+    tensor([0., 0., 0.])
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        writer: StorageWriter,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        planner: Callable[[], SavePlanner] = DefaultSavePlanner,
+    ) -> None:
+        self._writer, self._make_planner = writer, planner
+        self._group: Any = None
+        self._place = Place(0, 1)
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_process_group_ranks(process_group)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
+            self._place = Place(dist.get_rank(self._group), len(ranks))
+        self._local: bytes | None = None
+        self._plan: SavePlan | None = None
+        self._closed = False
+
+    def stage(self, state_dict: State) -> State:
+        """Copy this rank's items of a state dict into shared memory. Returns a state dict of the same tensors."""
+        if self._closed:
+            raise ArgumentError("the AsyncStager is closed: make a new one")
+        planner = self._make_planner()
+        planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=self._place.rank == 0)
+        local = planner.create_local_plan()
+        if not local.usable:
+            raise ArgumentError("planner= makes planners that cache their plans: leave that out, the stager does it")
+        plan = planner.finish_plan(self._agreed(planner, local))
+        saving = self._writer.save_ahead(plan, planner, self._place)
+        staged = {key: _frame(value) for key, value in state_dict.items()}
+        key = next(iter(staged), "")  # of an empty state dict: DCP notes one more object, in what it returns
+        staged[key] = _Staged(staged.get(key), partial(self._writer.announce, saving))
+        return staged
+
+    def _agreed(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
+        """This rank's items: those of the last save if no rank's plan has changed, else the coordinator decides. Also
+        opens the writers, before any rank saves: if one cannot, every rank raises."""
+        if self._group is None:
+            self._writer.open(self._place)
+            return planner.create_global_plan([local])[0][0]
+        digest = hashlib.sha256(pickle.dumps(local)).digest()
+        problem, votes = None, [(False, "")] * self._place.world_size
+        try:
+            self._writer.open(self._place)
+        except Exception as error:
+            problem = error
+        mine = self._plan is not None and digest == self._local, "" if problem is None else str(problem)
+        dist.all_gather_object(votes, mine, self._group)
+        if problem is not None:
+            raise problem
+        for rank, (_, text) in enumerate(votes):
+            if text:
+                raise ResourceError(errno.ECANCELED, f"rank {rank} cannot save: {text}")
+        if self._plan is None or not all(same for same, _ in votes):
+            self._local = None  # until the exchange is over
+            self._plan = self._exchange(planner, local)
+            self._local = digest
+        return self._plan
+
+    def _exchange(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
+        """Gather the plans of all ranks at the first one, and scatter what its planner makes of them, or its error."""
+        rank, count = self._place
+        first = dist.get_global_rank(self._group, 0)
+        plans: list[Any] = [None] * count
+        dist.gather_object(local, plans if rank == 0 else None, first, self._group)
+        answers: list[Any] = [None] * count
+        if rank == 0:
+            try:
+                answers = list(planner.create_global_plan(plans)[0])
+            except Exception as error:
+                answers = [str(error)] * count
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, answers if rank == 0 else None, first, self._group)
+        if not isinstance(mine[0], SavePlan):
+            raise ArgumentError(f"the planner of rank 0 refuses the plans of all ranks: {mine[0]}")
+        return dataclasses.replace(mine[0], planner_data=local.planner_data)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has copied."""
+
+    def close(self) -> None:
+        """Leave the stager's group. The writer stays open. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class _Staged:
+    """A value of a staged state dict. DCP asks it for its state at the beginning of the save, in the thread that saves:
+    so the writer knows which save that is, whatever has become of others."""
+
+    def __init__(self, value: Any, announce: Callable[[], None]) -> None:
+        self._value, self._announce = value, announce
+
+    def state_dict(self) -> Any:
+        """The value."""
+        self._announce()
+        return self._value
+
+    def load_state_dict(self, state: Any) -> None:
+        """DCP takes only objects that have this for stateful; it is not called by a save."""
+
+
+def _frame(value: Any) -> Any:
+    """The dicts and lists of a state anew, around the same tensors: the trainer may add to its own meanwhile."""
+    if isinstance(value, dict):
+        return {key: _frame(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_frame(each) for each in value]
+    return value

@@ -7,22 +7,99 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from .. import native
 from ..channel import wakeup
-from ..channel.control import LABEL_MAX, Counters
-from ..channel.tracing import Tracing
-from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, ReentrantError, ShmTensorError
+from ..channel.control import CAPACITY, LABEL_MAX, Counters
+from ..channel.membership import Member, Tracing
+from ..channel.wakeup import Inbox
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    ForkedError,
+    ReentrantError,
+    ShmTensorError,
+    TimedOut,
+)
 from ..memory import lifecycle, words
+from ..ring.layout import FAN_OUT
+from ..ring.pool import SIZED, Pool, Sizing
 
 if TYPE_CHECKING:
-    from ..channel.membership import Member
     from .devices import Devices
-    from .traits import Traits
+
+
+@dataclass(frozen=True)
+class Traits:
+    """In what the endpoints of one side differ without code of their own: each class has one, which its bases read."""
+
+    kind: int
+    """Of the rings: `FAN_OUT` or `WORK_QUEUE`."""
+    service: int = 0
+    """The kind of the channel, if it is not that of the rings."""
+    counts_lost: bool = False
+    """Whether it tells how many messages end unfinished with it as the last member of its channel."""
+
+    @property
+    def channel(self) -> int:
+        """The kind of the channel: one of `KINDS`."""
+        return self.service or self.kind
+
+
+@dataclass(frozen=True)
+class SenderTraits(Traits):
+    """Of a sender."""
+
+    sizing: Sizing = SIZED
+    """Of rings for which the caller chose no number of slots."""
+    pool: type[Pool] = Pool
+    """Decides how many slots of which size a ring gets."""
+    widest: int = 0
+    """See `make_writer`."""
+    carries_context: bool = False
+    """Whether the meta of its messages is the user's, so that it may carry a trace context."""
+    checks_verdicts: bool = False
+    """Whether slots that a server has given back with a verdict wait for `Writer.judge`."""
+    full: str = (
+        'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for their receivers ({holders}): receive '
+        'faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
+    )
+    """What is said of a message for which there is no slot, with the sender as `{0}`."""
+    full_alone: str = (
+        'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there: start a receiver, or '
+        'pass slots=, timeout= or full="grow", "drop"'
+    )
+    """The same if there is no receiver."""
+
+
+@dataclass(frozen=True)
+class ReceiverTraits(Traits):
+    """Of a receiver."""
+
+    is_only_reader: bool = False
+    """Whether no other receiver gets the same messages, although it is a fan-out."""
+    order: Callable[[Any], int] | None = None
+    """By which key of their readers senders are polled; None: round robin."""
+    inbox: Callable[[str, int], Inbox] = Inbox
+    """What it is woken by: of a directory and its uid."""
+    raises_unreadable: bool = True
+    """Fan-out: whether `recv` raises the error of a message that only a missing package can read. Else it returns the
+    message, with the error as its meta."""
+    given_up: str = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
+    """What is logged of a message that was delivered too often."""
+
+    @property
+    def maps_writable(self) -> bool:
+        """Whether slots are mapped writable: no other receiver gets the same messages."""
+        return self.is_only_reader or self.kind != FAN_OUT
+
 
 OPEN: Final = ""
 CLOSED: Final = "closed"
@@ -95,10 +172,13 @@ class Endpoint(Local, ABC):
     _member: Member
     _traits: Traits
     _devices: Devices
+    _called = '{0.__class__.__name__} of channel "{0.name}"'
+    """What errors call it, with the endpoint as `{0}`."""
 
     def __init__(self) -> None:
         native.report_missing()
         self._state = OPEN
+        self._stop = False  # another thread wants to close: a call that waits gives up
         self._mutex = threading.Lock()
         self._inside = 0  # the thread that has the mutex
         self._entering: set[int] = set()  # the threads that try to get it without waiting
@@ -116,7 +196,7 @@ class Endpoint(Local, ABC):
         with contextlib.suppress(ShmTensorError):
             if hasattr(self, "_member"):
                 self._member.leave()
-        for name in ("_inbox", "_bells", "_sleeper", "_sequences"):
+        for name in ("_inbox", "_sleeper", "_sequences"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
@@ -145,6 +225,29 @@ class Endpoint(Local, ABC):
             self._wait_queue.drop_in_child()
         self._mutex = threading.Lock()
         self._inside, self._entering, self._closing = 0, set(), None
+
+    def _wait_for_members(
+        self, count: int, timeout: float | None, what: str, look: Callable[[], int], sleep: Callable[[float], None]
+    ) -> None:
+        """Wait until `look()` finds `count` members, which are called `what`."""
+        check_count("count", count, 0, CAPACITY)
+        check_timeout(timeout)
+        self._run(self._wait_inside, count, timeout, what, look, sleep)
+
+    def _wait_inside(
+        self, count: int, timeout: float | None, what: str, look: Callable[[], int], sleep: Callable[[float], None]
+    ) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._state or self._stop:
+                self._refuse()
+            here = look()
+            if here >= count:
+                return
+            remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
+            if remaining <= 0:
+                raise TimedOut(f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected')
+            sleep(remaining)
 
     # --- one call at a time
 
@@ -218,16 +321,16 @@ class Endpoint(Local, ABC):
             self._closing = close  # every step may be repeated
             raise
 
+    @abstractmethod
     def _outlast(self) -> None:
         """Leave, though views are alive; wait for other processes that need what ends with this one.
 
         Called at exit, when all endpoints of the process are closed, for each that is `lingering`.
         """
-        return
 
     def _refuse(self) -> None:
         """Raise the error of a call on an endpoint that is not open."""
-        what = f'{type(self).__name__} of channel "{self._member.channel}"'
+        what = self._called.format(self)
         if self._state == FORKED:
             raise ForkedError(f"{what} belongs to process {self._pid}, which forked this one: create a new one here")
         raise ClosedError(f"{what} is closed")
@@ -249,11 +352,7 @@ class Endpoint(Local, ABC):
                 self._at_exit()
 
     def __repr__(self) -> str:
-        return f'<{type(self).__name__} "{self._member.channel}" {self._state or "open"}{self._about()}>'
-
-    def _about(self) -> str:
-        """What `repr` says beside the state."""
-        return ""
+        return f'<{type(self).__name__} "{self._member.channel}" {self._state or "open"}>'
 
 
 def check_timeout(timeout: Any, name: str = "timeout") -> None:

@@ -1,98 +1,67 @@
-"""Fan-out in device memory: what both ends do differently (docs/internals/protocols.md, section 11)."""
+"""Fan-out in device memory: where messages lie, and how they are taken (docs/internals/protocols.md, section 11)."""
 
 from __future__ import annotations
 
-import functools
-import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from ..channel import control as ctl
+from ..channel.control import Control
 from ..codec import device_values as views
 from ..codec.leaf import map_leaves
 from ..cuda import keeper
 from ..cuda.runtime import runtime
 from ..errors import CudaError, DependencyError, PeerDied, WireError
 from ..memory.segment import unlink
+from ..ring.broadcast import BroadcastReader, LatestReader
 from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, OtherVersion, RingShape
+from ..ring.reader import ALL, LATEST, OTHER, PASSED_OVER, Found, Reader, Reception
 from ..ring.ring import Ring
-from .async_receiver import AsyncReceiver
-from .async_sender import AsyncSender
-from .base import LEAVING, check_count, lingering, local_members
+from .base import check_count
 from .message import Message
 
 if TYPE_CHECKING:
-    from ..ring.broadcast import BroadcastReader
-    from ..ring.reader import Found
-
-_PAUSE: Final = 0.01  # seconds between two checks of a process that ends
+    from ..channel.membership import Member
 
 
-class DeviceSender(AsyncSender):
-    """A sender whose rings may lie in device memory: `Publisher(..., device=)`."""
+class DeviceMemory:
+    """The memory of a CUDA device, with the data of a sender's rings: `Publisher(..., device=)`."""
 
-    _local: frozenset[int] = frozenset()  # receivers of this process, once it ends: it does not wait for itself
+    describe = staticmethod(views.encode)
+    describe_empty = staticmethod(views.encode_loan)
+    decode_empty = staticmethod(views.decode_loan)
 
-    def _use_device(self, device: Any, slots: int) -> None:
-        """Put the data of the rings in device memory. Called before the constructor of the base."""
+    def __init__(self, device: Any, slots: int) -> None:
         check_count("slots (with device=)", slots, 1, MAX_DEVICE_SLOTS)
         self._device = runtime().device(device)
-        self._make_ring = functools.partial(_make_ring, self._device)
-        self._describe, self._describe_empty, self._decode_empty = views.encode, views.encode_loan, views.decode_loan
 
-    def _is_unmapped(self) -> bool:
+    def make_ring(self, name: str, uid: int, index: int, shape: RingShape, remedy: str) -> Ring:
+        """As `Ring.create`, with its data here."""
+        ring = Ring.create(name, uid, index, shape, remedy)
+        if ring.device is not None:
+            try:
+                ring.device.allocate(self._device)
+            except BaseException:
+                unlink(name)
+                raise
+        # crash: device.allocated
+        return ring
+
+    @staticmethod
+    def is_unmapped(rings: Iterable[Ring], control: Control) -> bool:
         """Free the memory of every ring that no member has mapped; whether all is free then."""
-        control = self._member.control
 
         def is_member(index: int, uid: int) -> bool:
             return control.words[ctl.base(index)] == uid and control.is_alive(index)
 
-        freed = [ring.device.free(is_member) for ring in self._pool.rings if ring.device is not None]
+        freed = [ring.device.free(is_member) for ring in rings if ring.device is not None]
         return all(freed)
 
-    def _depart(self) -> None:
-        """Leave, or stay a member until no subscriber needs the memory, which ends with this process."""
-        self._history = self._writer.history = 0
-        if self._device is not None and not self._is_settled():
-            self._state = LEAVING
-            lingering.add(self)
-            # crash: device.lent
-            self._member.set_leaving()
-            self._wake_all()
-            keeper.add_job(self._has_left)
-            return
-        super()._depart()
-
-    def _has_left(self) -> bool:
-        """After close, four times a second: leave as soon as no subscriber needs the memory; whether it has left."""
-        return self._try_run(self._leave_if_settled) is True
-
-    def _leave_if_settled(self) -> bool:
-        if self._state != LEAVING:
-            return True
-        self._refresh()
-        if not self._is_settled() and not (self._drop_dead() and self._is_settled()):
-            return False
-        super()._depart()
-        lingering.discard(self)
-        return True
-
-    def _outlast(self) -> None:
-        self._local = local_members()
-        while not self._has_left():
-            time.sleep(_PAUSE)
-
-
-def _make_ring(device: int, name: str, uid: int, index: int, shape: RingShape, remedy: str) -> Ring:
-    ring = Ring.create(name, uid, index, shape, remedy)
-    if ring.device is not None:
-        try:
-            ring.device.allocate(device)
-        except BaseException:
-            unlink(name)
-            raise
-    # crash: device.allocated
-    return ring
+    @staticmethod
+    def when_unneeded(leave: Callable[[], bool]) -> None:
+        """Have a bound method called four times a second until it returns true: the sender has closed."""
+        keeper.add_job(leave)
 
 
 class DeviceMessage(Message):
@@ -116,54 +85,42 @@ class DeviceMessage(Message):
         return views.decode(description, payload, block.nbytes, block.device)[0]
 
 
-class DeviceReceiver(AsyncReceiver):
-    """A receiver whose senders' rings may lie in device memory: `Subscriber`."""
+class DeviceReader(BroadcastReader):
+    """Takes every message of one publisher of device memory."""
 
-    _latest = False  # whether it takes the newest message only
+    __slots__ = ()
 
-    def _take(self, reader: Any, patience: int = 0) -> Message | None:
-        return self._take_from_device(reader) if reader.device else super()._take(reader, patience)
-
-    def _take_from_device(self, reader: BroadcastReader) -> Message | None:
-        """The next message of a publisher of device memory, or None.
+    def take(self, receiver: Any, undelivered: dict[Any, Any], patience: int) -> Any:
+        """As for every reader.
 
         Raises `PeerDied` if the publisher is dead, once, and passes over what it had published; `CudaError` if its
         memory cannot be mapped here, each time.
         """
-        try:
-            return self._take_next(reader)
-        except BaseException:
-            reader.abandon()
-            raise
-
-    def _take_next(self, reader: BroadcastReader) -> Message | None:
-        while seq := reader.next():
-            missed = seq - reader.position - 1
-            if not self._is_there(reader):
-                self._give_up(reader)
+        while seq := self.next():
+            missed = seq - self.position - 1
+            if not self._is_there():
+                self._give_up()
                 return None
             found = block = lease = None
             try:
-                found = reader.locate(seq)
+                found = self.locate(seq)
                 if found is not None:
-                    block = self._block(reader, found)
+                    block = self._block(found)
                 if found is not None and block is not None:
-                    lease = reader.lease(block.token, found, seq)
+                    lease = self.lease(block.token, found, seq)
             except (WireError, FileNotFoundError) as error:
-                if reader.is_current(seq):
+                if self.is_current(seq):
                     if isinstance(error, OtherVersion):
-                        self._disown(reader, str(error))
-                        return None
-                    self._blame(reader, seq, str(error))
-                    reader.position = seq
-                    reader.skip(seq)
-                    continue
+                        return OTHER, seq, str(error)
+                    self.position = seq
+                    self.skip(seq)
+                    return PASSED_OVER, seq, str(error)
             except CudaError:
-                if not self._is_there(reader):
+                if not self._is_there():
                     continue  # that is why
                 raise
             if found is None or block is None or lease is None:  # not ours: the publisher took it back
-                reader.pass_by(seq)
+                self.pass_by(seq)
                 continue
             # crash: device.taken
             del block.token  # from here on the lease ends with the block and the device's work on it
@@ -171,53 +128,73 @@ class DeviceReceiver(AsyncReceiver):
                 block.arrive(found.slot)
                 value, meta = views.decode_loan(found.description, block, readonly=True)
             except (WireError, CudaError, DependencyError) as error:
-                is_lost = isinstance(error, CudaError) and not self._is_there(reader)
-                reader.taking = None
+                is_lost = isinstance(error, CudaError) and not self._is_there()
+                self.taking = None
                 if is_lost:  # with the others
                     continue
-                reader.position = seq
+                self.position = seq
                 if not isinstance(error, WireError):
                     raise
-                self._blame(reader, seq, str(error))
-                continue
+                return PASSED_OVER, seq, str(error)
             hold = block, found.description
             message = DeviceMessage(
-                value, meta, seq, reader.sender, found.sent_ns, found.nbytes, 1, missed, hold, lease, self
+                value, meta, seq, self.sender, found.sent_ns, found.nbytes, 1, missed, hold, lease, receiver
             )
-            self._undelivered[message] = None  # no boundary between these: taken now, or not at all
-            reader.position, reader.taking = seq, None
-            reader.count(found.nbytes, missed=missed)
+            undelivered[message] = None  # no boundary between these: taken now, or not at all
+            self.position, self.taking = seq, None
+            self.count(found.nbytes, missed=missed)
             return message
         return None
 
-    def _block(self, reader: BroadcastReader, found: Found) -> LeasedBlock | None:
+    @property
+    def _member(self) -> Member:
+        """The subscriber."""
+        return self.reception.owner  # type: ignore[no-any-return]
+
+    def _block(self, found: Found) -> LeasedBlock | None:
         """What the message's tensors are made from; None if its publisher has freed the memory."""
         keeper.release_finished()
-        slots = found.ring.device
+        slots, member = found.ring.device, self._member
         if slots is None:
             raise WireError("host ring of a publisher of device memory")
-        hold = slots.open(self._member.index, self._member.uid)
+        hold = slots.open(member.index, member.uid)
         if hold is None:
             return None
         runtime().current_stream(hold.memory.device)  # raises before the message is taken, not after it
-        keeper.add_job(reader.unmap_if_unneeded)
+        keeper.add_job(self.unmap_if_unneeded)
         return LeasedBlock(slots, hold, found.slot, found.nbytes)
 
-    def _is_there(self, reader: BroadcastReader) -> bool:
+    def _is_there(self) -> bool:
         """Whether the publisher lives: its memory exists as long."""
         control = self._member.control
-        return control.words[ctl.base(reader.index)] == reader.uid and control.is_alive(reader.index)
+        return control.words[ctl.base(self.index)] == self.uid and control.is_alive(self.index)
 
-    def _give_up(self, reader: BroadcastReader) -> None:
+    def _give_up(self) -> None:
         """Pass over the messages of a publisher that is gone, and its memory with it."""
-        published = reader.words[L_PUBLISHED]
-        lost = published - reader.position
-        reader.position, reader.gone = published, True
-        reader.unmap()
-        if reader.sequences.closed and (self._latest or not reader.started):
+        published = self.words[L_PUBLISHED]
+        lost = published - self.position
+        self.position, self.gone = published, True
+        self.unmap()
+        if self.sequences.closed and not (self.counted and self.started):
             return  # it has closed, and waited for its recipients: this subscriber was not one
         raise PeerDied(
-            f'channel "{self.name}": publisher {reader.uid:016x} died, and the device memory with {lost} messages that '
-            "this subscriber had not received died with it (CUDA frees the memory of a process that ends): close a "
-            "publisher before its process ends, and it waits for its readers"
+            f'channel "{self._member.channel}": publisher {self.uid:016x} died, and the device memory with {lost} '
+            "messages that this subscriber had not received died with it (CUDA frees the memory of a process that "
+            "ends): close a publisher before its process ends, and it waits for its readers"
         )
+
+
+class LatestDeviceReader(DeviceReader, LatestReader):
+    """Takes the newest messages of one publisher of device memory."""
+
+    __slots__ = ()
+
+
+_READERS: dict[int, type[DeviceReader]] = {ALL: DeviceReader, LATEST: LatestDeviceReader}
+
+
+def make_device_reader(reception: Reception, *args: Any) -> Reader:
+    """The reader of a subscriber for a new publisher of device memory; `args` are the rest of those of `Reader`."""
+    if reception.mode not in _READERS:
+        raise WireError("it sends device memory, which a group does not take: subscribe without group=")
+    return _READERS[reception.mode](reception, *args)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import Any, Literal
 
-from ..channel import control as ctl
-from ..channel.membership import Member
-from ..channel.names import check_group, ring_name, sequence_table_name
-from ..errors import ArgumentError, WireError
-from ..memory.words import store
-from ..ring.layout import FAN_OUT, MAX_RINGS, MAX_SLOTS
+from ..channel.names import check_group
+from ..errors import ArgumentError
+from ..ring.layout import FAN_OUT, MAX_SLOTS
 from ..ring.pool import SIZED
 from ..ring.reader import ALL, GROUP, LATEST
-from ..ring.ring import Ring
-from ..ring.sequence_table import SequenceTable
-from .base import NOTHING, check_choice, check_count
-from .claiming import DEFAULT_ATTEMPTS, ClaimingReceiver
-from .device_fanout import DeviceReceiver, DeviceSender
+from .asyncio import AsyncReceiver, AsyncSender
+from .base import ReceiverTraits, SenderTraits, check_choice, check_count
+from .claims import DEFAULT_ATTEMPTS, Claims
+from .device_fanout import DeviceMemory
 from .devices import Devices
-from .message import Message
-from .peers import Peer
-from .traits import ReceiverTraits, SenderTraits
 
 
-class Publisher(DeviceSender):
+class Publisher(AsyncSender):
     """Sends every message to every subscriber of the channel that exists before `send` is called.
 
     Args:
@@ -72,9 +62,10 @@ class Publisher(DeviceSender):
         if slots is not None:
             check_count("slots", slots, 1, MAX_SLOTS)
         check_count("history", history, 0, (slots or SIZED.least) - 1)
+        memory = None
         if device is not None:
             slots = SIZED.least if slots is None else slots
-            self._use_device(device, slots)
+            memory = DeviceMemory(device, slots)
         super().__init__(
             channel,
             slots=slots,
@@ -84,32 +75,15 @@ class Publisher(DeviceSender):
             history=history,
             pin=pin,
             label=label,
+            memory=memory,
         )
 
     def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living subscribers are there; `TimedOut` after `timeout` seconds."""
         self._wait_for_receivers(count, timeout, "subscribers")
 
-    def _waits_for(self, peer: Peer) -> bool:
-        # a group takes nothing from device memory
-        return peer.entry.is_recipient and (self._device is None or peer.entry.role != ctl.GROUP)
 
-    def _is_lockable(self) -> bool:
-        return self._history > 0 or any(peer.entry.flags & ctl.LATEST for peer in self._listeners)
-
-    def _welcome(self, peer: Peer) -> None:
-        """As for every sender; with `history`, it becomes a recipient of the messages that are kept for it, too."""
-        start = max(1, self._published + 1 - self._history)
-        if self._history and self._waits_for(peer):
-            self._writer.welcome(peer.index, start)
-        self._sequences.set_start(peer.index, peer.uid, start)
-
-    def _is_settled(self) -> bool:
-        local = tuple(peer.index for peer in self._peers.values() if peer.uid in self._local)
-        return self._writer.is_settled(local) and (self._device is None or self._is_unmapped())
-
-
-class Subscriber(DeviceReceiver):
+class Subscriber(AsyncReceiver):
     """Receives every message that is sent to the channel while it exists, in order per publisher.
 
     Args:
@@ -157,85 +131,25 @@ class Subscriber(DeviceReceiver):
         check_choice("delivery", delivery, ("all", "latest"))
         check_count("depth", depth, 1, MAX_SLOTS)
         Devices.check_prefetch(device, prefetch, latest=delivery == "latest")
-        self._latest = delivery == "latest"
-        if depth > 1 and not self._latest:
+        if depth > 1 and delivery != "latest":
             raise ArgumentError(f'depth={depth} goes with delivery="latest": every message is delivered otherwise')
-        self._depth = depth
+        claims: Claims | None = None
+        mode = LATEST if delivery == "latest" else ALL
         if group is not None:
-            self.__class__ = _of_groups(type(self))
-        self._join_group(group, acknowledge, max_attempts)
-        super().__init__(
-            channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label, group=group or ""
-        )
-
-    def _join_group(self, group: str | None, acknowledge: str | None, max_attempts: int | None) -> None:
-        """Called before the constructor of the base: whether, and how, messages are shared with others."""
+            check_group(group)
+            if mode == LATEST:
+                raise ArgumentError('delivery="latest" does not go with group=: a group gets every message')
+            attempts = DEFAULT_ATTEMPTS if max_attempts is None else max_attempts
+            claims = Claims("next" if acknowledge is None else acknowledge, attempts, most_attempts=100)
+            mode = GROUP
         for name, value in (("acknowledge", acknowledge), ("max_attempts", max_attempts)):
-            if value is not None:
+            if group is None and value is not None:
                 raise ArgumentError(f"{name}={value!r} goes with group=: without one, nothing has to be acknowledged")
-        self._mode = LATEST if self._latest else ALL
-        self._flags = ctl.LATEST if self._latest else 0
+        super().__init__(
+            channel, spin=spin, device=device, prefetch=prefetch, pin=pin, until=until, label=label, mode=mode,
+            depth=depth, group=group or "", claims=claims,
+        )  # fmt: skip
 
     def wait_for_publishers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living publishers are there; `TimedOut` after `timeout` seconds."""
         self._wait_for_senders(count, timeout, "publishers")
-
-    def _prepare(self, member: Member) -> None:
-        super()._prepare(member)
-        if not member.is_first:
-            return
-        for ring in _retaining_rings(member):
-            # the words of a former member at this index must not count for the messages that are kept for us
-            row = ring.state + member.recipient[0] * ring.row
-            for word in range(row, row + ring.slots):
-                store(ring.words, word, 0)
-
-    def _copy_of(self, message: Message) -> Any:
-        return NOTHING if self._prefetch is not None else message.copy()  # on a device it is private
-
-    def _is_drained(self, reader: Any) -> bool:
-        return not reader.next()
-
-
-class GroupSubscriber(ClaimingReceiver):
-    """What a `Subscriber` does differently in a group."""
-
-    _traits = ReceiverTraits(FAN_OUT, keeps_claims=True)
-    _mode, _flags = GROUP, ctl.MEMBER
-    _most_attempts = 100
-    _latest: bool
-
-    def _join_group(self, group: str, acknowledge: str | None, max_attempts: int | None) -> None:
-        check_group(group)
-        if self._latest:
-            raise ArgumentError('delivery="latest" does not go with group=: a group gets every message')
-        self._use_claims(
-            "next" if acknowledge is None else acknowledge, DEFAULT_ATTEMPTS if max_attempts is None else max_attempts
-        )
-
-
-@functools.cache
-def _of_groups(cls: type[Subscriber]) -> type[Subscriber]:
-    """The class, `Subscriber` or one derived from it, of subscribers in groups."""
-    return type(cls.__name__, (GroupSubscriber, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _retaining_rings(member: Member) -> Iterator[Ring]:
-    """The rings of every publisher with `history=`, as far as they can be attached."""
-    control = member.control
-    for entry in control.members():
-        if entry.role != ctl.SENDER:
-            continue
-        try:
-            sequences = SequenceTable.attach(
-                sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity
-            )
-        except (FileNotFoundError, WireError):
-            continue
-        sequences.close()
-        for index in range(min(sequences.rings, MAX_RINGS) if sequences.history else 0):
-            with contextlib.suppress(FileNotFoundError, WireError):
-                yield Ring.attach(
-                    ring_name(control.channel, entry.uid, index), entry.uid, index,
-                    kind=FAN_OUT, capacity=control.capacity, writable=False,
-                )  # fmt: skip

@@ -1,19 +1,21 @@
 """The receiving end of a channel: take messages of every sender, sleep while there are none, give slots back.
 
-`Subscriber` and `Consumer` define how messages are read and what becomes of one that was taken.
+A receiver has a `Reader` for each sender (ring/reader.py); a `Spin` for its waits; `Claims` (claims.py), if it shares
+its messages with others; and a `Prefetch` (devices.py), if they are received on a device.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal, TypeVar
 
 from ..channel import control as ctl
 from ..channel import membership
-from ..channel.inbox import Inbox
+from ..channel.control import Entry
 from ..channel.membership import Member
+from ..codec.implementation import codec, decode
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,12 +26,16 @@ from ..errors import (
     TimedOut,
     WireError,
 )
-from ..memory.words import barrier, store
+from ..memory.segment import Unreadable
+from ..memory.words import acquire_fence, barrier, store
+from ..ring.implementation import Counts
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
-from ..ring.reader import ATTACH, GIVEN_UP, OTHER, UNREADABLE, Reader
+from ..ring.reader import ALL, ATTACH, GIVEN_UP, GROUP, LATEST, OTHER, UNREADABLE, Reader, Reception
+from ..ring.ring import Ring
 from ..statistics import ReceiverStatistics
 from ..wire.record import BELL_HEAD, BELL_SIZE, parse_bell
 from .base import (
+    BUSY,
     CLOSED,
     CLOSING,
     FORKED,
@@ -38,27 +44,37 @@ from .base import (
     NOTHING,
     OPEN,
     AsleepWord,
+    Endpoint,
+    ReceiverTraits,
     check_choice,
-    check_count,
     check_label,
     check_timeout,
     lingering,
     local_members,
 )
+from .claims import Claims
 from .devices import Devices
 from .message import Message, drop_all
-from .producers import Producers, log
+from .senders import attach, clear_words, wake_senders
 from .spinning import Spin
+
+log = logging.getLogger("shmtensor.endpoints")
 
 _R = TypeVar("_R", bound="Receiver")
 
+_FLAGS: Final = {LATEST: ctl.LATEST, GROUP: ctl.MEMBER}
+"""What a member's entry says of its mode."""
 
-class Receiver(Producers):
+
+class Receiver(Endpoint):
     """Base of `Subscriber` and `Consumer`."""
 
-    _flags = 0
-    _hands: Any = None
-    """The message that each thread received last, on a work queue: asking for the next one acknowledges it."""
+    _traits: ReceiverTraits
+    _prefetch: Any = None  # a `Prefetch` if messages are received on a device
+    _when_given_up: Callable[[], object] = bool
+    """Called when a message was delivered too often, and dropped."""
+    _direct: Any = None
+    """The reader of the only sender, if its messages can be taken without the mutex."""
 
     def __init__(
         self,
@@ -70,17 +86,23 @@ class Receiver(Producers):
         pin: bool | Literal["auto"] = "auto",
         until: Literal["drained", "closed"] = "drained",
         label: str | None = None,
+        mode: int = ALL,
+        depth: int = 1,
         group: str = "",
+        claims: Claims | None = None,
     ) -> None:
+        """`mode`, `depth`: of its readers, see `Reception`. `claims`: if it shares its messages with others."""
         label = check_label(label)
         check_choice("until", until, ("drained", "closed"))
-        self._waits_for_more = until == "closed"
+        self._waits_for_more = until == "closed"  # the end of all senders is no end of the stream: others may come
+        self._mode, self._depth, self._claims = mode, depth, claims
+        self._hands = None if claims is None else claims.hands
         self._devices = Devices(self, pin)
         # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
         self._undelivered: dict[Message, Any] = {}
         self._prefetch = self._devices.prefetching(
             device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
-            keeps_leases=self._traits.maps_writable,
+            keeps_leases=claims is not None,
         )  # fmt: skip
         if isinstance(spin, bool) or not isinstance(spin, (int, float)):
             raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
@@ -88,7 +110,6 @@ class Receiver(Producers):
             raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
         self._spin = Spin(spin)
         self._turn = 0
-        self._stop = False
         self._is_announced = False  # closed with views alive: other members know that it takes nothing more
         self._unread_doorbell: bytes | None = None
         self._turns: dict[bytes, int] = {}  # index of a reader in `_readers`, by the head of its sender's doorbells
@@ -96,29 +117,39 @@ class Receiver(Producers):
         self._abandoned = self._bad_doorbells = self._ticks = 0
         try:
             super().__init__()
-            part = membership.Part(ctl.RECEIVER, self._flags, label, group)
+            self._counts = Counts()
+            self._readers: list[Any] = []  # of `Reader`
+            self._retired: list[Any] = []  # read to the end, but others may still need what their senders left
+            self._epoch = -1
+            self._unattached: dict[int, tuple[Entry, str]] = {}  # by uid, and why; "": it has no sequence table
+            self._strangers: dict[int, str] = {}  # of another version, by uid, and why: never attached again
+            self._bad_records = 0
+            part = membership.Part(ctl.RECEIVER, _FLAGS.get(mode, 0), label, group)
             membership.join(channel, self._traits.channel, part, self._prepare)
+            if claims is not None:
+                claims.join(self._member)
             control, peers = self._member.control, self._member.peers()
             self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
             self._counters = ctl.Counters(self._control_words, self._member.index)
             self._asleep_word = AsleepWord(self._control_words, self._asleep, self._counters)
             self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
-            self._wake_senders()
+            wake_senders(self._member)
         except BaseException:
             self._abandon()
             raise
 
     def _prepare(self, member: Member) -> None:
         self._member = member
-        self._inbox = Inbox(member.directory, member.uid)
+        self._inbox = self._traits.inbox(member.directory, member.uid)
         # crash: join.inbox
+        if self._traits.kind == FAN_OUT and member.is_first:
+            clear_words(member)
 
     def _drop_in_child(self) -> None:
         super()._drop_in_child()
         self._direct = None
-        inbox: Inbox | None = getattr(self, "_inbox", None)  # None: the fork came while it was joining
-        if inbox is not None:
-            inbox.close()
+        if hasattr(self, "_inbox"):  # not if the fork came while it was joining
+            self._inbox.close()
 
     # --- receiving
 
@@ -141,7 +172,10 @@ class Receiver(Producers):
                 cannot be reached from here (docs/guide/device-memory.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
-        hand = None if self._hands is None else self._begin(self._hands.hand)
+        hand = None
+        if self._hands is not None and not self._state:  # else `close` has acknowledged it, or it is the parent's
+            hand = self._hands.hand
+            hand.acknowledge()
         undelivered = self._undelivered
         while True:
             message: Message | None = None
@@ -154,9 +188,9 @@ class Receiver(Producers):
             elif direct.more:
                 self._share()
             private = NOTHING
-            if copy:
+            if copy and self._prefetch is None:  # on a device it is private
                 try:
-                    private = self._copy_of(message)
+                    private = message.copy()
                 except ReleasedError:  # another thread returned it meanwhile, or the receiver is closed
                     continue
             if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
@@ -164,7 +198,7 @@ class Receiver(Producers):
                     self._pass_over(message)
                 if private is not NOTHING:
                     message.value = private
-                    if not self._traits.keeps_claims:
+                    if self._claims is None:  # else it is not done
                         message._hold = message._lease = None
                 if hand is not None:
                     hand.message = message._lease, message._hold
@@ -186,7 +220,8 @@ class Receiver(Producers):
         """The next message. It is in `_undelivered`, and stays there until the caller returns it."""
         if self._state:
             self._refuse()
-        self._before_next()
+        if self._claims is not None:
+            self._claims.schedule_scan()
         self._devices.poll()
         if self._prefetch is not None:
             message = self._prefetch.next(timeout)
@@ -219,28 +254,41 @@ class Receiver(Producers):
         """Whether a `ClosedError` ends a loop over this receiver: with `until="closed"`, nothing else does."""
         return self._waits_for_more and self._state != FORKED
 
-    def _before_next(self) -> None:
-        """Called at the beginning of each call for a message."""
-
-    def _begin(self, hand: Any) -> Any:
-        """Called when a thread or task asks for the next message: acknowledge the one before. Only with `_hands`."""
-        return hand
-
     def _share(self) -> None:
-        """Called when `Reader.recv` took a message, more are there, and another consumer sleeps."""
+        """`Reader.recv` took a message, more are there, and another receiver sleeps that shares them: wake it."""
+        direct = self._direct
+        if direct is not None and self._try_run(self._share_inside) is not BUSY:
+            direct.more = False  # BUSY: another thread of this receiver is taking more
 
-    @abstractmethod
-    def _copy_of(self, message: Message) -> Any:
-        """`recv(copy=True)`: a private copy of the value, or `NOTHING` if it is private already."""
+    def _share_inside(self) -> None:
+        if not self._state:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Have another receiver take the messages that are there, if it sleeps."""
+        if self._claims is not None and self._has_more():
+            self._claims.wake_sibling(self._member.uid)
+
+    def _has_more(self) -> bool:
+        """Whether a message is published that this receiver has not examined yet."""
+        return any(reader.words[L_PUBLISHED] > reader.position for reader in self._readers)
 
     def _poll(self, patience: int = 0) -> Message | None:
         """A message that is there now, or within `patience` nanoseconds, or None. Senders are read round robin."""
+        if self._claims is not None and self._claims.scan_wanted:
+            message = self._scan()
+            if message is not None:
+                return message
+            self._claims.scan_wanted = False
         if self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
         readers = self._readers
         count = len(readers)
         if count == 1:
             return self._take(readers[0], patience)
+        if self._traits.order is not None:
+            readers.sort(key=self._traits.order)
+            self._turn = 0
         for step in range(count):
             turn = self._turn + step
             reader = readers[turn % count]
@@ -250,13 +298,32 @@ class Receiver(Producers):
                 return message
         return None
 
+    def _scan(self) -> Message | None:
+        """A message that a receiver claimed and did not finish, found by a scan of all records; or None."""
+        for reader in self._readers:
+            reader.map_all()
+            message = self._taken(reader, reader.take_unfinished)
+            if message is not None:
+                return message
+        return None
+
     def _take(self, reader: Any, patience: int = 0) -> Message | None:
         """The next message of one sender that is there now, or within `patience` nanoseconds, or None."""
-        return self._taken(reader, reader.take, patience)
+        message = self._taken(reader, reader.take, patience)
+        claims = self._claims
+        if message is not None and claims is not None and claims.siblings and self._has_more():
+            claims.wake_sibling(reader.uid)
+        return message
 
     def _taken(self, reader: Any, take: Callable[..., Any], *patience: int) -> Message | None:
         """Call `take`, a method of the reader, and handle events, until it returns a message or None."""
+        claims = self._claims
         try:
+            if claims is not None and claims.refused is not None and claims.refused[0] is reader:
+                _, (_, seq, why), _ = claims.refused
+                if claims.is_still_refused():
+                    raise self._unreadable(seq, why)
+                claims.refused, self._epoch = None, -1  # `_refresh` sets `_direct` again
             while type(found := take(self, self._undelivered, *patience)) is tuple:
                 self._handle(reader, found)
                 if reader.closing:
@@ -264,6 +331,8 @@ class Receiver(Producers):
             return found  # type: ignore[no-any-return]
         except BaseException:
             reader.abandon()
+            if claims is not None:
+                claims.scan_wanted = True  # the reader may have passed it already
             raise
 
     def _handle(self, reader: Any, event: Any) -> None:
@@ -275,9 +344,7 @@ class Receiver(Producers):
             except OtherVersion as error:
                 self._disown(reader, str(error))
             except (WireError, FileNotFoundError) as error:
-                if self._traits.kind == FAN_OUT or isinstance(
-                    error, WireError
-                ):  # else its messages were done: it was removed
+                if self._traits.kind == FAN_OUT or isinstance(error, WireError):  # else it was removed: all is done
                     self._blame(reader, seq, str(error))
                 reader.position = seq
         elif code == OTHER:
@@ -286,7 +353,11 @@ class Receiver(Producers):
             self._abandoned += 1
             log.error(self._traits.given_up, self.name, seq, reader.uid, detail)
             reader.wake_sender()
+            self._when_given_up()
         elif code == UNREADABLE:
+            if self._claims is not None:
+                self._claims.refuse(reader, event)
+                self._direct = None  # the next calls go by `_taken`
             raise self._unreadable(seq, detail)
         else:
             self._blame(reader, seq, reader.explain(event))
@@ -300,26 +371,15 @@ class Receiver(Producers):
     # --- sleeping
 
     def _wait_for_senders(self, count: int, timeout: float | None, what: str) -> None:
-        check_count("count", count, 0, ctl.CAPACITY)
-        check_timeout(timeout)
-        self._run(self._wait_inside, count, timeout, what)
+        self._wait_for_members(count, timeout, what, self._count_senders, self._inbox.pause)
 
-    def _wait_inside(self, count: int, timeout: float | None, what: str) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self._state or self._stop:
-                self._refuse()
-            if time.monotonic() >= self._liveness_check_due:
-                self._check_liveness()
-            if self._control_words[ctl.W_EPOCH] != self._epoch:
-                self._refresh()
-            here = sum(not reader.gone for reader in self._readers)
-            if here >= count:
-                return
-            remaining = LIVENESS_INTERVAL if deadline is None else deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimedOut(f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected')
-            self._inbox.pause(remaining)
+    def _count_senders(self) -> int:
+        """How many senders are there now."""
+        if time.monotonic() >= self._liveness_check_due:
+            self._check_liveness()
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        return sum(not reader.gone for reader in self._readers)
 
     def _wait(self, timeout: float | None) -> Message:
         """Stay awake as long as that pays, then sleep: docs/internals/protocols.md, section 3."""
@@ -393,16 +453,15 @@ class Receiver(Producers):
             store(words, word.at, word.number)
             # crash: sleep.asleep
             barrier()  # from here on every sender sees that we sleep, or we see what it published
-            if words[ctl.W_EPOCH] != self._epoch:
+            if words[ctl.W_EPOCH] != self._epoch or self._has_more():
                 return True
-            for reader in self._readers:
-                if reader.words[L_PUBLISHED] > reader.position:
-                    return True
             word.counters.add(ctl.C_SLEEPS)
             data = self._inbox.wait(seconds)
         finally:
             word.number = (word.number | 1) + 1
             store(words, word.at, word.number)
+            if self._claims is not None:
+                barrier()  # what a sender published that saw us asleep is visible now: `_take` may wake another
             if self._wait_queue is not None:
                 self._wait_queue.disturb()
         # crash: sleep.awake
@@ -441,6 +500,8 @@ class Receiver(Producers):
     def _check_liveness(self) -> None:
         """Find out which senders died, since they cannot announce it, and release what they left."""
         self._liveness_check_due = time.monotonic() + LIVENESS_INTERVAL
+        if self._claims is not None:
+            self._claims.scan_wanted = True
         self._end_dead_leases()
         if self._unattached or self._control_words[ctl.W_EPOCH] != self._epoch:
             self._refresh()
@@ -457,9 +518,15 @@ class Receiver(Producers):
 
     def _acknowledge(self, lease: Any) -> None:
         """Called by `release()` of a message."""
+        if self._claims is not None and self._state != FORKED:
+            lease.acknowledge()
+            if self._hands is not None:
+                self._claims.forget(lease)
 
     def _reject(self, lease: Any) -> None:
         """Called when a `with` block over a message was left by an exception."""
+        if self._claims is not None and self._hands is not None:
+            self._claims.forget(lease)
 
     def _to_device(self, value: Any, device: Any, non_blocking: bool) -> Any:
         """`Message.to` a CUDA device."""
@@ -500,6 +567,151 @@ class Receiver(Producers):
             self.name, count, type(self).__name__,
         )  # fmt: skip
 
+    # --- the senders of the channel, from attaching to them until they have left
+
+    def _refresh(self) -> None:
+        """Read the table of members: attach new senders, mark those that left."""
+        self._turns = {}
+        control = self._member.control
+        epoch = control.epoch
+        acquire_fence()
+        entries = list(control.members())
+        present = {entry.uid: entry for entry in entries if entry.role == ctl.SENDER}
+        for reader in self._readers:
+            if reader.uid not in present or reader.sequences.closed:
+                reader.gone = True
+            present.pop(reader.uid, None)
+        for reader in list(self._retired):
+            if reader.uid in present:
+                del present[reader.uid]
+            else:
+                reader.close()
+                self._retired.remove(reader)
+        unattached: dict[int, tuple[Entry, str]] = {}
+        self._strangers = {uid: why for uid, why in self._strangers.items() if uid in present}
+        for entry in present.values():
+            if entry.uid in self._strangers:
+                unattached[entry.uid] = entry, self._strangers[entry.uid]
+                continue
+            try:
+                self._readers.append(self._attach(entry))
+            except FileNotFoundError:
+                unattached[entry.uid] = entry, ""
+            except (WireError, Unreadable) as error:
+                unattached[entry.uid] = entry, str(error)
+                if entry.uid not in self._unattached:
+                    self._report(entry.uid, str(error))
+        self._unattached = unattached
+        events = self._tracing.follow(self._member, entries)
+        for reader in (*self._readers, *self._retired):
+            reader.trace(events, reader.uid)
+        # crash: attach.done
+        claims = self._claims
+        if claims is not None:
+            siblings = claims.meet(entries)
+            for reader in self._readers:
+                reader.set_siblings(siblings)
+        self._epoch = epoch
+        for reader in self._readers:
+            reader.epoch = epoch
+        self._retire_drained()
+        only = self._readers[0] if len(self._readers) == 1 and self._prefetch is None else None
+        self._direct = only if only is not None and only.direct else None
+        if claims is not None and claims.refused is not None:
+            if claims.refused[0] in self._readers:
+                self._direct = None
+            else:
+                claims.refused = None
+
+    def _report(self, uid: int, why: str) -> None:
+        """Count and log a sender that cannot be attached."""
+        self._bad_records += 1
+        log.error("channel %s: cannot attach to producer %016x: %s", self.name, uid, why)
+
+    def _disown(self, reader: Reader, why: str) -> None:
+        """Detach a sender whose first message turns out to be of another version.
+
+        Its messages are not taken: on a work queue, other consumers may be able to read them.
+        """
+        self._report(reader.uid, why)
+        self._strangers[reader.uid] = why
+        reader.abandon()
+        self._direct = None
+        self._epoch = -1  # the next `_refresh` lists it as unattached
+        if self._member.group is None:  # another member of the group may be able to read it
+            reader.sequences.finish(*self._member.recipient)  # what it leaves need not stay for this receiver
+        # a new list: a caller may iterate over the old one
+        self._readers = [other for other in self._readers if other is not reader]
+        reader.close()
+
+    def _attach(self, entry: Entry) -> Reader:
+        """A reader of the sender of that entry."""
+        return attach(self._member, entry, self._reception(), self._traits.kind)
+
+    def _mapped_rings(self) -> list[Ring]:
+        """Every ring that is attached."""
+        return [ring for reader in (*self._readers, *self._retired) for ring in reader.rings]
+
+    def _reception(self) -> Reception:
+        """What a reader needs to know of this receiver."""
+        member = self._member
+        return Reception(
+            mode=self._mode, decode=decode, codec=codec, message=Message, counts=self._counts,
+            is_locked=self._mutex.locked, control=member.control.words, epoch_at=ctl.W_EPOCH, member=member.index,
+            recipient=member.recipient, owner=member, readonly=not self._traits.maps_writable,
+            max_attempts=0 if self._claims is None else self._claims.max_attempts, depth=self._depth,
+            shown_at=ctl.counters_word(member.index) + ctl.C_MISSED,
+        )  # fmt: skip
+
+    def _retire_drained(self) -> None:
+        """Detach senders that are gone and read to the end; the last receiver to do so removes what they left."""
+        drained = [reader for reader in self._readers if reader.gone and reader.is_drained()]
+        if not drained:
+            return
+        for reader in drained:
+            self._readers.remove(reader)
+            self._retired.append(reader)
+            reader.unmap()
+            reader.sequences.finish(*self._member.recipient)
+            # crash: drain.finished
+        self._member.reap()  # moves the epoch; the next refresh forgets them
+
+    def _is_over(self) -> bool:
+        """Whether at least one sender has been there since this receiver joined, and all are gone and drained.
+
+        Also, for now, if this receiver holds claims itself and only others' unfinished messages are left: if two waited
+        for each other's, they would wait for ever.
+        """
+        if any(reader.gone for reader in self._readers):
+            self._retire_drained()
+        if self._waits_for_more:
+            return False
+        if self._readers and self._claims is not None:
+            return all(reader.gone and not reader.next() for reader in self._readers) and any(
+                reader.unacknowledged for reader in self._readers
+            )
+        if self._readers or self._member.control.senders <= self._senders_before:
+            return False
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        if self._readers:
+            return False
+        unread = self.unread()
+        if unread is not None:
+            raise unread
+        return not any(self._living_strangers())
+
+    def unread(self) -> WireError | None:
+        """The error that says which living sender cannot be attached, and why; None if all can be."""
+        for entry, why in self._living_strangers():
+            if why:
+                return WireError(f'channel "{self.name}": process {entry.pid} sends what cannot be read here: {why}')
+        return None
+
+    def _living_strangers(self) -> Iterator[tuple[Entry, str]]:
+        control = self._member.control
+        return (it for it in self._unattached.values() if control.is_alive(it[0].index))
+
     # --- leaving
 
     def close(self) -> None:
@@ -524,7 +736,9 @@ class Receiver(Producers):
             self._state = CLOSING
             self._direct = None
             self._devices.finish()
-            self._end_current(acknowledge)
+            if self._claims is not None:
+                self._pass_on()  # this receiver may have been woken for it
+                self._claims.close(acknowledge=acknowledge)
             drop_all(self._undelivered)
             if self._wait_queue is not None:
                 self._wait_queue.end()
@@ -543,11 +757,10 @@ class Receiver(Producers):
             self._state = LEAVING
         self._end_dead_leases()
         self._lease_emptied()
-        self._wake_senders()
+        wake_senders(self._member)
+        if self._claims is not None:
+            self._claims.leave()
         # crash: close.done
-
-    def _end_current(self, acknowledge: bool) -> None:
-        """Called on closing: acknowledge the message that was received last, or let it go to another consumer."""
 
     def _at_exit(self) -> None:
         if self._state in (OPEN, CLOSING):
@@ -581,6 +794,6 @@ class Receiver(Producers):
             **devices,
         )  # fmt: skip
 
-    def _about(self) -> str:
+    def __repr__(self) -> str:
         received = self._counts.received - len(self._undelivered)
-        return f" received={received} senders={len(self._readers)} leases={self._leases()}"
+        return f"{super().__repr__()[:-1]} received={received} senders={len(self._readers)} leases={self._leases()}>"

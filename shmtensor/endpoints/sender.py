@@ -1,47 +1,187 @@
-"""The sending end of a channel: find a slot, copy, publish, wake. Subclasses define who must get a message."""
+"""The sending end of a channel: find a slot, copy, publish, wake.
+
+A sender has `Recipients` (recipients.py), who must get a message, and are woken for it; a `Pool` (ring/pool.py), which
+decides how many slots of which size there are; and a `Spin` for its waits.
+
+The meta of messages may carry OpenTelemetry's trace context: `traceparent`, as W3C Trace Context writes it. Only
+senders that are made when the process has imported `opentelemetry.trace` look for a span, in what describes their
+values: the code of all other senders, and of every receiver, is the same as without it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
+from .. import native
 from ..channel import control as ctl
 from ..channel import membership
 from ..channel.membership import Member
 from ..channel.names import ring_name, sequence_table_name
-from ..channel.wakeup import Doorbells
-from ..codec.encode import Encoded
+from ..channel.zmtp import frame_head
+from ..codec.encode import Encoded, encode_empty
+from ..codec.implementation import codec, decode, encode
 from ..errors import RingFull
-from ..memory.semaphores import Sleeper
-from ..memory.words import store
+from ..memory.semaphores import COUNT, Sleeper, batched
+from ..memory.words import barrier, store
 from ..options import format_bytes, parse_bytes
-from ..ring.layout import L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
+from ..ring.layout import FAN_OUT, L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
 from ..ring.pool import Sizing
-from ..ring.ring import Ring
-from ..ring.sequence_table import SequenceTable
-from ..ring.writer import SlotRange
-from . import traceparent
-from .base import CLOSED, CLOSING, LIVENESS_INTERVAL, AsleepWord, check_choice, check_count, check_label, check_timeout
+from ..ring.ring import Ring, SequenceTable
+from ..ring.writer import SlotRange, Writer
+from ..statistics import SenderStatistics
+from ..wire.record import BELL_SIZE, pack_bell
+from .base import (
+    CLOSED,
+    CLOSING,
+    FORKED,
+    LEAVING,
+    LIVENESS_INTERVAL,
+    AsleepWord,
+    Endpoint,
+    SenderTraits,
+    check_choice,
+    check_count,
+    check_label,
+    check_timeout,
+    lingering,
+    local_members,
+)
+from .device_fanout import DeviceMemory
 from .devices import Devices, Sending
-from .implementation import make_writer
 from .loan import Loan
-from .peers import Peers
-from .reports import Wait
+from .recipients import Consumers, Recipients, Subscribers
 from .spinning import DEFAULT_S, Spin
-from .traits import SenderTraits
+
+SWITCH: Final = "SHMTENSOR_TRACEPARENT"
+"""The environment variable that, set to 0, switches it off."""
+
+
+def wants_traceparent() -> bool:
+    """Whether the process has imported OpenTelemetry, and the user has not switched this off."""
+    return "opentelemetry.trace" in sys.modules and os.environ.get(SWITCH) != "0"
+
+
+def carrying_traceparent(describe: Callable[..., Any]) -> Callable[..., Any]:
+    """`describe(*what, meta)`, with the context of the span that is current at each call in the meta."""
+
+    def described(*args: Any) -> Any:
+        return describe(*args[:-1], with_context(args[-1]))
+
+    return described
+
+
+def with_context(meta: Any) -> Any:
+    """The meta with `traceparent`, and `tracestate` if there is one: if a span is current, and meta is None or a dict
+    without it. The user's dict is not changed."""
+    if meta is not None and (meta.__class__ is not dict or "traceparent" in meta):
+        return meta
+    current: Any = sys.modules["opentelemetry.trace"].get_current_span
+    context = current().get_span_context()
+    if not context.is_valid:
+        return meta
+    made = dict(meta or ())
+    made["traceparent"] = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    if context.trace_state:
+        made["tracestate"] = context.trace_state.to_header()
+    return made
+
+
+log = logging.getLogger("shmtensor.endpoints")
+
+SLOW_S: Final = 5.0
+"""Seconds of waiting for a slot after which a sender logs who holds the slots."""
+
+
+class Wait:
+    """One wait for a slot. Logs once, after `SLOW_S` seconds, who holds the slots.
+
+    Args:
+        full_text: the sender's description of what it waits for, for a message of so many bytes.
+        sender: who waits.
+    """
+
+    __slots__ = ("_due", "_full_text", "_sender")
+
+    def __init__(self, full_text: Callable[[int], str], sender: Member) -> None:
+        self._full_text, self._sender = full_text, sender
+        self._due = time.monotonic() + SLOW_S
+
+    def check(self, nbytes: int) -> None:
+        """Called each time when there is still no slot for a message of so many bytes."""
+        if time.monotonic() >= self._due:
+            self._due = float("inf")
+            holders = holders_text(self._sender.channel, self._sender.uid)
+            log.warning("a send has waited %g s for a slot: %s%s", SLOW_S, self._full_text(nbytes), holders)
+
+
+def holders_text(channel: str, sender: int) -> str:
+    """Who holds how many messages of a sender, and how, by what all members have stored; empty if that is unknown."""
+    from ..channel.inspect import Inspector
+
+    with contextlib.suppress(OSError, ValueError, LookupError, ArithmeticError):
+        info = Inspector(messages=True).channel(channel)
+        if info is not None:
+            members = {member.uid: member for member in info.members}
+            found: dict[str, Counter[str]] = {}
+            for message in info.held:
+                for it in message.holders if message.sender == sender else ():
+                    member = members.get(it.uid)
+                    what = filter(None, (member.process, member.label)) if member is not None else ()
+                    found.setdefault(" ".join((f"pid {it.pid}", *what)), Counter())[it.how] += 1
+            if found:
+                texts = [f"{who}: {', '.join(f'{n} {how}' for how, n in hows.items())}" for who, hows in found.items()]
+                return f"; held by {'; '.join(texts)}"
+    return ""
+
+
+def make_writer(
+    member: Member, sequences: SequenceTable, *, kind: int, encode: Callable[[Any, Any], Any],
+    locked: Callable[[], bool], checks_verdicts: bool, widest: int, share: int,
+) -> Any:  # fmt: skip
+    """The writer of a new sender, docs/internals/core.md.
+
+    locked: whether a call of the endpoint is in progress: `send` leaves the message to the endpoint then
+    widest: `send` chooses a ring whose slots are at most so many times larger than the message wants; 0: any; -1: none
+    share: `send` takes at most one part in so many of a ring for a message
+    """
+    competing, history = kind != FAN_OUT, sequences.history
+    if native.module is None:
+        return Writer(
+            sequences=sequences, member=member.index, competing=competing, history=history,
+            checks_verdicts=checks_verdicts, encode=encode,
+        )  # fmt: skip
+    return native.module.Writer(
+        codec=codec, locked=locked, encode=None if encode == codec.encode else encode, lock_file=sequences.locks,
+        control=member.control.words, epoch_at=ctl.W_EPOCH, table=sequences.words, order=sequences.shape.order,
+        mask=sequences.mask, capacity=sequences.shape.capacity, member=member.index, competing=competing,
+        history=history, checks_verdicts=checks_verdicts, widest=widest, share=share,
+        bell=frame_head(BELL_SIZE) + pack_bell(member.uid, b""),
+    )  # fmt: skip
+
 
 _FULL = ("block", "grow", "drop", "error")
 _BATCH_S = 1e-3  # a sender without a slot waits at most so long for room for a batch, then for any slot
+_PAUSE_S = 0.01  # between two checks of a process that ends
 _LEAST_BATCHED = 8  # messages in flight from which on there are batches
 
 
-class Sender(Peers):
+class Sender(Endpoint):
     """Base of `Publisher` and `Producer`."""
 
     _traits: SenderTraits
     _carries_context = False
+    _describe: Any = staticmethod(encode)
+    _describe_empty: Any = staticmethod(encode_empty)
+    _decode_empty: Any = staticmethod(decode)
+    _lost = 0  # messages that were lost unfinished, after close; see `Traits.counts_lost`
 
     def __init__(
         self,
@@ -54,8 +194,14 @@ class Sender(Peers):
         history: int = 0,
         pin: bool | Literal["auto"] = "auto",
         label: str | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        """`memory`: where the data of the rings lie, if not in host memory."""
         label = check_label(label)
+        self._memory = memory
+        if memory is not None:
+            self._describe, self._describe_empty = memory.describe, memory.describe_empty
+            self._decode_empty = memory.decode_empty
         self._devices = Devices(self, pin)
         self._sizing = self._traits.sizing
         if slots is not None:
@@ -72,7 +218,9 @@ class Sender(Peers):
             super().__init__()
             membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
             self._control_words = self._member.control.words
-            self._bells = Doorbells(self._member.directory)
+            ends = self._member, self._sequences, self._writer, self._tracing, history
+            fans_out = self._traits.kind == FAN_OUT
+            self._recipients: Recipients = Subscribers(*ends, memory=memory) if fans_out else Consumers(*ends)
             if self._slot_bytes is not None:
                 self._pool.add(self._slot_bytes)
         except BaseException:
@@ -90,12 +238,12 @@ class Sender(Peers):
         name = sequence_table_name(member.channel, member.uid)
         self._sequences = SequenceTable.create(
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
-            device=self._device is not None,
+            device=self._memory is not None,
         )  # fmt: skip
         traits = self._traits
-        if traits.carries_context and traceparent.is_wanted():
-            self._describe = traceparent.carrying(self._describe)
-            self._describe_empty = traceparent.carrying(self._describe_empty)
+        if traits.carries_context and wants_traceparent():
+            self._describe = carrying_traceparent(self._describe)
+            self._describe_empty = carrying_traceparent(self._describe_empty)
             self._carries_context = True
         self._words, self._mask, self._order = self._sequences.words, self._sequences.mask, self._sequences.shape.order
         self._writer = make_writer(
@@ -105,7 +253,7 @@ class Sender(Peers):
         self._pool = traits.pool(
             self._sequences, member.channel, lambda index: ring_name(member.channel, member.uid, index),
             kind=traits.kind, sizing=self._sizing, slot_bytes=self._slot_bytes, max_bytes=self._max_bytes,
-            writer=self._writer, make=self._make_ring,
+            writer=self._writer, make=Ring.create if self._memory is None else self._memory.make_ring,
         )  # fmt: skip
         self._rings = self._pool.rings
         # crash: join.sequences
@@ -152,7 +300,7 @@ class Sender(Peers):
         """Do what the writer could not do at once: wait for a slot, copy, publish. `beside`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
-        if self._events is not None:
+        if self._recipients.events is not None:
             self._writer.seek()
         # crash: send.described
         place = self._place(out.total, timeout)
@@ -183,8 +331,8 @@ class Sender(Peers):
     def _publish_copied(self, sending: Sending) -> int:
         """Publish a message whose copies are done, for the members that are there now."""
         # crash: copy.done
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
+            self._recipients.refresh()
         return self._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
 
     def _wake_late(self, seq: int) -> int:
@@ -198,7 +346,7 @@ class Sender(Peers):
 
     def _wake_for(self, seq: int) -> None:
         place = self._words[self._order + (seq & self._mask)]
-        self._wake(self._rings[place >> 32], place & 0xFFFFFFFF)
+        self._recipients.wake(self._rings[place >> 32], place & 0xFFFFFFFF)
 
     def loan(self, shape: int | Sequence[int], dtype: Any, meta: Any = None, *, timeout: float | None = None) -> Loan:
         """Borrow a slot to compute into: no copy at all. Sent on leaving the `with` block; an exception discards it.
@@ -223,7 +371,7 @@ class Sender(Peers):
     def _loan_inside(self, shape: tuple[int, ...], dtype: Any, meta: Any, timeout: float | None) -> Loan:
         if self._state or self._stop:
             self._refuse()
-        if self._events is not None:
+        if self._recipients.events is not None:
             self._writer.seek()
         out = self._describe_empty(shape, dtype, meta)
         place = self._place(out.total, timeout)
@@ -249,8 +397,8 @@ class Sender(Peers):
             return seq  # an exception came when it was published already
         if self._state or self._stop:
             self._refuse()
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
+            self._recipients.refresh()
         out.write(ring.buffer, slot * ring.slot_bytes)
         return self._publish(ring, slot, out, weakref.ref(array))
 
@@ -261,27 +409,23 @@ class Sender(Peers):
             seq = writer.publish(ring.index, slot, out.description, out.nbytes, out.spilled, guard, *beside)
         except BaseException:
             if self._words[L_PUBLISHED] > published:
-                self._wake(ring, slot)
+                self._recipients.wake(ring, slot)
             raise
-        self._wake(ring, slot)
+        self._recipients.wake(ring, slot)
         # crash: publish.notified
         return seq  # type: ignore[no-any-return]
 
     # --- slots
-
-    def _find(self, nbytes: int) -> SlotRange | None:
-        """Free slots for a message of so many bytes, or None."""
-        return self._pool.find(nbytes)
 
     def _place(self, nbytes: int, timeout: float | None) -> SlotRange | None:
         """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
         if self._full == "block" and timeout != 0:
             self._devices.poll()
-            if self._control_words[ctl.W_EPOCH] != self._epoch:
-                self._refresh()
+            if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
+                self._recipients.refresh()
             self._pool.make_room(nbytes)
-            return self._find(nbytes) or self._wait_for_slot(nbytes, timeout)
+            return self._pool.find(nbytes) or self._wait_for_slot(nbytes, timeout)
         place = self._place_at_once(nbytes)
         if place is not None:
             return place
@@ -295,16 +439,16 @@ class Sender(Peers):
     def _place_at_once(self, nbytes: int) -> SlotRange | None:
         """Free slots for `nbytes` without waiting, or None."""
         self._devices.poll()  # a copy that was given up keeps its slot until it is done
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
+            self._recipients.refresh()
         pool = self._pool
         pool.make_room(nbytes)
-        place = self._find(nbytes)
-        if place is None and self._drop_dead():
-            place = self._find(nbytes)
+        place = self._pool.find(nbytes)
+        if place is None and self._recipients.drop_dead():
+            place = self._pool.find(nbytes)
         if place is None and self._full == "grow" and pool.may_grow(nbytes):
             pool.add(nbytes)
-            place = self._find(nbytes)
+            place = self._pool.find(nbytes)
         return place
 
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> SlotRange:
@@ -314,11 +458,11 @@ class Sender(Peers):
         wait = Wait(self._full_text, self._member)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)
-        place = self._spin.wait(lambda _: None if self._stop else self._find(nbytes), timeout)
+        place = self._spin.wait(lambda _: None if self._stop else self._pool.find(nbytes), timeout)
         if place is None and (target := self._batch_end()):
             seconds = _BATCH_S if deadline is None else min(_BATCH_S, deadline - time.monotonic())
-            woken = self._sleep(max(0.0, seconds), lambda: self._find(nbytes), target)
-            place = woken if isinstance(woken, tuple) else self._find(nbytes)
+            woken = self._sleep(max(0.0, seconds), lambda: self._pool.find(nbytes), target)
+            place = woken if isinstance(woken, tuple) else self._pool.find(nbytes)
         if place is None and not self._stop:
             place = self._place_at_once(nbytes)
         while place is None:
@@ -328,16 +472,16 @@ class Sender(Peers):
             if remaining <= 0:
                 raise RingFull(self._full_text(nbytes))
             wait.check(nbytes)
-            woken = self._sleep(remaining, lambda: self._find(nbytes))
+            woken = self._sleep(remaining, lambda: self._pool.find(nbytes))
             if isinstance(woken, tuple):
                 place = woken
                 break
-            if self._control_words[ctl.W_EPOCH] != self._epoch:
-                self._refresh()
+            if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
+                self._recipients.refresh()
             if not woken:
                 self._devices.poll()
-                self._drop_dead()
-            place = self._find(nbytes)
+                self._recipients.drop_dead()
+            place = self._pool.find(nbytes)
         if self._stop:  # closed meanwhile, which may be what gave the slot back
             self._refuse()
         return place
@@ -349,22 +493,44 @@ class Sender(Peers):
         return oldest + count // 4 - 1 if oldest and count >= _LEAST_BATCHED else 0
 
     def _full_text(self, nbytes: int) -> str:
-        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._listeners)
-        if not holders:
-            return (
-                f'channel "{self.name}": no room for {format_bytes(nbytes)} in {self._pool.slots} slots, and nobody '
-                'receives there: start a receiver, or pass slots=, timeout= or full="grow", "drop"'
-            )
-        return (
-            f'channel "{self.name}": no room for {format_bytes(nbytes)}, all {self._pool.slots} slots wait for their '
-            f'receivers ({holders}): receive faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
-        )
+        """What errors and the log say while there is no slot for a message of so many bytes."""
+        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._recipients.listeners)
+        text = self._traits.full if holders else self._traits.full_alone
+        return text.format(self, nbytes=format_bytes(nbytes), slots=self._pool.slots, holders=holders)
+
+    # --- waiting
+
+    def _wait_for_receivers(self, count: int, timeout: float | None, what: str) -> None:
+        recipients, words = self._recipients, self._control_words
+
+        def sleep(seconds: float) -> None:
+            self._sleep(seconds, lambda: words[ctl.W_EPOCH] != recipients.epoch)
+
+        self._wait_for_members(count, timeout, what, recipients.count, sleep)
+
+    def _sleep(self, seconds: float, look: Any, target: int = 0) -> Any:
+        """Sleep once. Returns what `look()` found just before, else whether a receiver woke this sender.
+
+        With `target`, no receiver does before that message has ended: such a sleep must be short.
+        """
+        word = self._asleep_word
+        self._sleeper.drain()
+        word.number = (word.number + 1 | 1) & COUNT
+        try:
+            store(word.words, word.at, batched(word.number, target) if target else word.number)
+            # crash: wait.asleep
+            barrier()
+            found = look()
+            if found:
+                return found
+            return self._sleeper.wait(seconds)
+        finally:
+            word.number = (word.number | 1) + 1 & COUNT
+            store(word.words, word.at, word.number)
+            if self._wait_queue is not None:
+                self._wait_queue.disturb()
 
     # --- leaving
-
-    def _is_settled(self) -> bool:
-        """Whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped: for `close`."""
-        return bool(self._writer.is_settled(()))
 
     def close(self, linger: float | None = 0) -> None:
         """Say that nothing follows, and leave. Idempotent.
@@ -403,34 +569,102 @@ class Sender(Peers):
                 self._linger(linger)
         finally:
             # crash: close.leaving
-            self._depart()
+            try:
+                self._depart()
+            finally:
+                self._report_lost()
         # crash: close.done
 
     def _depart(self) -> None:
-        """Leave the channel, and wake its receivers to notice it."""
+        """Leave the channel, and wake its receivers to notice it.
+
+        Device memory ends with this process: if it is still needed there, stay a member until it is not.
+        """
+        recipients = self._recipients
+        if self._memory is not None and self._state == CLOSING:
+            recipients.end_history()
+            if not recipients.is_settled():
+                self._state = LEAVING
+                lingering.add(self)
+                # crash: device.lent
+                self._member.set_leaving()
+                recipients.wake_all()
+                self._memory.when_unneeded(self._has_left)
+                return
         if not self._member.has_left:
-            self._member.leave(keep=not self._is_settled(), lost=self._lose if self._traits.counts_lost else None)
-        self._wake_all()
-        self._bells.close()
+            lost = self._lose if self._traits.counts_lost else None
+            self._member.leave(keep=not recipients.is_settled(), lost=lost)
+        recipients.wake_all()
+        recipients.close()
         self._sleeper.close()
         self._sequences.close()
         self._state = CLOSED
 
+    def _has_left(self) -> bool:
+        """With device memory, after close: leave as soon as no subscriber needs it; whether it has left."""
+        return self._try_run(self._leave_if_settled) is True
+
+    def _leave_if_settled(self) -> bool:
+        if self._state != LEAVING:
+            return True
+        self._recipients.refresh()
+        if not self._is_settled():
+            return False
+        self._depart()
+        lingering.discard(self)
+        return True
+
+    def _outlast(self) -> None:
+        self._recipients.local = local_members()
+        while not self._has_left():
+            time.sleep(_PAUSE_S)
+
+    def _is_settled(self) -> bool:
+        """Whether nothing that was sent is needed any more, by the receivers that live."""
+        recipients = self._recipients
+        return recipients.is_settled() or (recipients.drop_dead() and recipients.is_settled())
+
     def _lose(self, count: int) -> None:
         """Called when it has left as the last member of its channel: so many messages are lost unfinished."""
         self._lost = count
+        if self._state == CLOSED:  # it left later than `close`, which reports them otherwise
+            with contextlib.suppress(ResourceWarning):  # where warnings are errors; it is in the log
+                self._report_lost()
+
+    def _report_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            self._recipients.report_lost(self, lost)
 
     def _linger(self, linger: float | None) -> None:
         """Wait until everything sent was taken, or done."""
         deadline = None if linger is None else time.monotonic() + linger
-        self._refresh()
-        while not self._is_settled() and not (self._drop_dead() and self._is_settled()):
+        self._recipients.refresh()
+        while not self._is_settled():
             remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
             if remaining <= 0 or self._ending:
                 return
-            self._sleep(remaining, self._is_settled)
-            self._refresh()
+            self._sleep(remaining, self._recipients.is_settled)
+            self._recipients.refresh()
 
     def _at_exit(self) -> None:
         self._ending = True
         self._leave(0)
+
+    def statistics(self) -> SenderStatistics:
+        """Counters since this sender was made."""
+        if self._state == FORKED:
+            self._refuse()
+        devices, writer = self._devices.statistics(self._rings), self._writer
+        return SenderStatistics(
+            sent=self._published, sent_bytes=writer.sent_bytes,
+            dropped=self._counters[ctl.C_DROPPED], waits=self._counters[ctl.C_WAITS],
+            doorbells=self._recipients.notified + writer.notified,
+            rings=len(self._rings), slots=self._pool.slots, slots_busy=writer.busy, ring_bytes=self._pool.nbytes,
+            receivers=len(self._recipients.listeners), dead_receivers=self._recipients.deaths,
+            **devices,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        sent, slots, receivers = self._published, self._pool.slots, len(self._recipients.listeners)
+        return f"{super().__repr__()[:-1]} sent={sent} rings={len(self._rings)} slots={slots} receivers={receivers}>"

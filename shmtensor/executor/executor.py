@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import collections
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import itertools
@@ -31,20 +32,20 @@ from typing import Any, Final
 from ..channel.control import CAPACITY
 from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
-from ..mp.direct import check_fits
-from ..mp.pickle_streams import dumps
-from ..mp.thread_locks import ThreadLocks
-from ..mp.to_device import Transfers
+from ..mp.direct import ThreadLocks, check_fits
+from ..mp.pickling import Transfers, dumps
 from ..options import context_of, parse_bytes
 from ..shielded import OwnThread, aside
 from . import transport, worker
-from .calls import Attempt, CallChannels, Task
-from .retries import Retries, end_attempt, fail_overlooked
+from .calls import Attempt, CallChannels, Retries, Task, end_attempt
 
 MOST_WORKERS: Final = CAPACITY - 6
 """Members that a channel can have, less some for workers that replace others."""
 _TRIES: Final = 10
 """How often `submit` tries again because the pool breaks at that moment."""
+
+_BREAKS_LOCKED: Final = hasattr(standard._ExecutorManagerThread, "_terminate_broken")
+"""Whether the management thread holds the pool's lock while it marks the pool as broken, as newer versions do."""
 
 _channels_of: weakref.WeakKeyDictionary[threading.Thread, CallChannels] = weakref.WeakKeyDictionary()
 """By management thread: keeps a pool's channels alive until its workers have ended."""
@@ -160,6 +161,20 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         self._initializer, self._initargs = worker.start, (channels.address, *beginning)
         self._manager: weakref.ref[threading.Thread] | None = None
 
+    @property  # type: ignore[override]
+    def _broken(self) -> bool | str:
+        """Why the pool is broken, or False; set under the lock under which a call is handed over.
+
+        So each call is either refused or among those that the management thread fails, and no worker is started from
+        sockets that it has begun to close.
+        """
+        return self._breakage
+
+    @_broken.setter
+    def _broken(self, why: bool | str) -> None:
+        with contextlib.nullcontext() if _BREAKS_LOCKED else self._shutdown_lock:
+            self._breakage = why
+
     # --- calls
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -232,8 +247,6 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         ):
             inherited = contextvars.copy_context(), _grad_mode()
             aside(functools.partial(inherited[0].run, self._start, inherited[1]), "shmtensor pool start")
-        elif self._broken:  # meanwhile
-            aside(functools.partial(fail_overlooked, manager), "shmtensor pool end", wait=False)
 
     def _start(self, grad_mode: bool | None) -> None:
         """Start a worker, or with fork all of them, and the management thread if there is none.

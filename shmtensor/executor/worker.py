@@ -16,9 +16,9 @@ from multiprocessing import connection, util
 from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError
-from ..memory import heap
+from ..memory import mapped_file
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
-from ..mp.pickle_streams import dumps, loads
+from ..mp.pickling import dumps, loads
 
 INTERRUPTED: Final = 130
 """Exit code of a worker that Ctrl-C ended while it was idle: nothing is retried."""
@@ -89,7 +89,7 @@ class Worker:
         self._address = address
         self._consumer = DirectConsumer(address.calls)
         self._producer: DirectProducer | None = None
-        heap.keep_freed(KEPT_MOST)
+        mapped_file.keep_freed(KEPT_MOST)
         util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
         threading.Thread(target=self._exit_with_parent, name="shmtensor parent watch", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Private memory: files mapped copy-on-write, and fresh pages, huge ones if the kernel offers them."""
+"""Private memory: files mapped copy-on-write, fresh pages (huge ones, if there are any), and the C library's heap."""
 
 from __future__ import annotations
 
@@ -87,6 +87,19 @@ def fresh(nbytes: int, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return array[start : start + nbytes]
 
 
+def not_inherited(nbytes: int) -> memoryview:
+    """Fresh writable memory that forked children do not have; the buffer and its views keep it alive.
+
+    For what a device or direct I/O writes or reads meanwhile: after a fork the kernel would copy a page of it, and one
+    side would go on with the copy.
+    """
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        mapped.madvise(mmap.MADV_DONTFORK)
+    kind: Any = ctypes.c_char * nbytes
+    return memoryview(kind.from_buffer(mapped)).cast("B")
+
+
 def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     """Make the pages of some memory, as a write would, but keep their contents. Other threads run meanwhile.
 
@@ -96,3 +109,25 @@ def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE
     if _MADVISE is not None and start < end:
         _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
+
+
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+_OWN_LIMIT: Final = 32 << 20
+"""Allocations from this size on [bytes] are mapped one by one: the largest value that glibc uses by itself."""
+
+
+def keep_freed(nbytes: int) -> bool:
+    """Keep up to `nbytes` of freed memory at the heap's end instead of returning it to the kernel.
+
+    By default glibc keeps about twice its largest allocation so far. A process that makes and drops a few large objects
+    for each call exceeds that, and the kernel takes back, returns and zeroes the same pages for each call.
+
+    Returns False, and does nothing, if the user has tuned the heap or the C library is not glibc.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _OWN_LIMIT) and mallopt(_TRIM_THRESHOLD, nbytes))

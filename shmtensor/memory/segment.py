@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, shortage
@@ -423,3 +424,18 @@ def _denied(name: str) -> str:
     if info.st_uid == os.geteuid():
         return f"segment {name} has mode {stat.S_IMODE(info.st_mode):o}: run chmod 600 {SHM_DIR}{name}"
     return f"segment {name} belongs to user {info.st_uid}, you are user {os.geteuid()}: use another channel name"
+
+
+def guard(data: Mapping, head: Mapping, records: int, slots: int, slot_bytes: int, channel: str) -> None:
+    """Explain writes to `data`, the slots of a ring, which are mapped read-only: name channel and message.
+
+    The compiled module does it (`native/faults.c`); without it, the segmentation fault comes without an explanation.
+    `records` is the offset of the records in `head`, which from now on stays mapped as long as `data`.
+    """
+    module = native.module
+    if module is None:
+        return
+    whole: Any = data.buffer.obj
+    whole.head = head.map  # keeps it mapped: the handler reads it
+    number = module.guard(data.address, data.nbytes, head.address + records, slots, slot_bytes, channel)
+    weakref.finalize(whole, module.unguard, number).atexit = False

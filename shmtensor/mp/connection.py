@@ -26,9 +26,8 @@ from ..errors import ShmTensorError
 from ..memory.descriptors import InheritedFile
 from ..options import parse_bytes
 from .direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
-from .pickle_streams import dumps, loads
-from .putter import default_limit
-from .queue_handle import QueueHandle, hold
+from .pickling import dumps, loads
+from .queue_handle import QueueHandle, default_limit, hold
 
 _NAME: Final = struct.Struct("<BQQ")
 _LENGTH: Final = struct.Struct("!i")

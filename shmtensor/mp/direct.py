@@ -10,19 +10,18 @@ view, the clean-up after a death.
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import queues
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..channel.membership import Member
-from ..channel.wakeup import Doorbells
-from ..endpoints.base import LIVENESS_INTERVAL
+from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.message import Message
-from ..endpoints.producer import Producer
-from ..endpoints.traits import SenderTraits
+from ..endpoints.workqueue import Producer
 from ..errors import PeerDied, ResourceError, RingFull, WireError
 from ..memory.segment import PAGE, free_bytes
 from ..options import format_bytes
@@ -30,8 +29,7 @@ from ..ring.competing import state_word
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import ATTACH, GIVEN_UP, UNREADABLE
-from .pickle_streams import loads, nbytes_of
-from .to_device import DeviceConsumer
+from .pickling import DeviceConsumer, loads, nbytes_of
 
 INLINE_MOST: Final = 32 << 10
 """Streams of at most so many bytes, without a tensor, are sent in the socket message, which is cheaper than a slot."""
@@ -117,7 +115,7 @@ class DirectProducer(Producer):
     def post(
         self, value: list[Any], may_get_room: Callable[[], bool], what: str, holder: str, head: tuple[Any, ...] = ()
     ) -> MessageRef:
-        """Send a value that `pickle_streams.dumps` made, after the scalars of `head`.
+        """Send a value that `pickling.dumps` made, after the scalars of `head`.
 
         Waits for room as long as `may_get_room()`; then raises `ResourceError`, which says that `what` has no room and
         that `holder` has it.
@@ -154,7 +152,7 @@ class DirectProducer(Producer):
 
     def is_consumed(self) -> bool:
         """Whether every message was taken and marked as done; views of them may be alive."""
-        return bool(self._run(self._is_settled))
+        return bool(self._run(self._recipients.is_settled))
 
     def was_lost(self, ref: MessageRef) -> bool:
         """Whether the process that took the message has died, before or after it marked it as done."""
@@ -186,6 +184,9 @@ class Patience:
 class _NoInbox:
     """No process sleeps on these queues, so there is no socket for wake-ups."""
 
+    def __init__(self, directory: str, uid: int) -> None:
+        """As of an `Inbox`."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -193,15 +194,10 @@ class _NoInbox:
 class DirectConsumer(DeviceConsumer):
     """Takes messages by name. Do not call `recv`."""
 
-    _traits = replace(DeviceConsumer._traits, counts_lost=False)
+    _traits = replace(DeviceConsumer._traits, counts_lost=False, inbox=_NoInbox)  # type: ignore[arg-type]
 
     def __init__(self, channel: str) -> None:
         super().__init__(channel, acknowledge="release")
-
-    def _prepare(self, member: Member) -> None:
-        self._member = member
-        self._bells = Doorbells(member.directory)
-        self._inbox = _NoInbox()  # type: ignore[assignment]
 
     def take(self, ref: MessageRef) -> Message:
         """The message that `ref` names. `release()` marks it as done; its slot comes back with the last view's end.
@@ -251,3 +247,25 @@ class DirectConsumer(DeviceConsumer):
     def end(self) -> None:
         """Leave at the end of the process: clean up, even though views of messages are alive."""
         self._at_exit()
+
+
+class ThreadLocks:
+    """A context whose locks are those of one process, for queues of the standard library that no other process has.
+
+    The standard pool makes such a queue, and the standard executor two that are replaced at once. With a context as it
+    is, each of their locks is a named semaphore: it would stay in `/dev/shm`, under a name of no channel, when the
+    process and its resource tracker are killed.
+    """
+
+    Lock = staticmethod(threading.Lock)
+    BoundedSemaphore = staticmethod(threading.BoundedSemaphore)
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def SimpleQueue(self) -> queues.SimpleQueue[Any]:
+        """A standard queue between threads, with a pipe that can be waited for."""
+        return queues.SimpleQueue(ctx=self)

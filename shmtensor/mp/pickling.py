@@ -12,15 +12,29 @@ however deep, is only named in the stream and sent beside it (pickle calls that 
 `torch.multiprocessing` registers reductions that share a tensor's memory through a file descriptor; these are replaced
 here, as the bytes are copied into a slot. Each reducer runs only for objects of its own type: pickling plain objects
 costs what it costs without it.
+
+Queues send one stream (`pack`, `unpack`). Pools, pipes and executors keep large bytes out of it (`dumps`, `loads`): an
+object that holds megabytes as `bytes` or `str`, an encoded image say, would be copied into the stream, into fresh
+memory that the kernel has to zero first. pickle writes such an object to its file in a call of its own; the file here
+keeps the object instead of copying it.
+
+Received tensors are copied to a device for queues and executors that were created with `device=`:
+
+    slot ---- copy on the consumer's own stream ---- event ---- current stream of the thread that gets the value
+
+The memory on the device belongs to the consumer's stream, so that a copy need not wait for the current stream's work.
+`record_stream` notes that the current stream uses it too: otherwise torch could reuse it while a kernel reads it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -30,7 +44,10 @@ import numpy as np
 from ..codec.leaf import Refused
 from ..codec.libraries import torch_views
 from ..codec.numpy import ROW, Array, array_leaf
-from ..cuda.runtime import device_of
+from ..cuda.runtime import device_of, runtime
+from ..endpoints.message import Message
+from ..endpoints.workqueue import Consumer
+from ..errors import ArgumentError
 
 _PROTOCOL = 5
 
@@ -68,42 +85,8 @@ def dump(obj: object, file: Any) -> list[Any]:
     return leaves
 
 
-def dumps(obj: object) -> list[Any]:
-    """Pickle an object as a value that `Producer.send` takes: `[stream, leaf, leaf, ...]`.
-
-    Args:
-        obj: anything that pickles.
-
-    Returns:
-        The stream, a uint8 array [bytes], then the tensors and arrays that go beside it. They are the object's own, no
-        copies: change nothing of it until the value is sent.
-
-    Raises whatever pickling the object raises.
-
-    >>> import numpy as np
-    >>> value = dumps({"x": np.arange(3), "name": "a"})
-    >>> len(value), value[1].tolist()
-    (2, [0, 1, 2])
-    >>> loads(value)
-    {'x': array([0, 1, 2]), 'name': 'a'}
-    """
-    file = io.BytesIO()
-    leaves = dump(obj, file)
-    return [_array(file), *leaves]
-
-
 def _array(file: io.BytesIO) -> Array:
     return np.frombuffer(file.getbuffer(), np.uint8)
-
-
-def loads(value: list[Any]) -> Any:
-    """The object of a value that `dumps` made, after it was received.
-
-    Tensors and arrays of the object are the leaves of the value itself: the owner of its memory decides how long they
-    may be used and whether they may be written. Raises whatever unpickling raises. Use it only for values of trusted
-    processes: unpickling may run any code.
-    """
-    return pickle.loads(value[0], buffers=value[1:])
 
 
 def pack(obj: object) -> Any:
@@ -136,7 +119,7 @@ def is_stream(value: Any) -> bool:
 def unpack(value: Any) -> Any:
     """The object of a value that `pack` made, after it was received. As for `loads` otherwise."""
     if type(value) is list:
-        return loads(value)
+        return pickle.loads(value[0], buffers=value[1:])
     if is_stream(value):
         return pickle.loads(value)
     return value
@@ -247,3 +230,182 @@ def _reduce_typed_storage(storage: Any) -> _Reduced:
 
 def _typed_storage(storage: Any, dtype: Any) -> Any:
     return sys.modules["torch"].storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+# --- large bytes beside the stream
+
+
+_LARGE: Final = 256 << 10
+"""A piece of so many bytes is an object of the caller: pickle's own pieces are less than half as long."""
+
+
+class _Pieces:
+    """A file for a pickler, which keeps large pieces without a copy."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Any] = []
+        self._small = io.BytesIO()
+
+    def write(self, data: Any) -> int:
+        if type(data) is bytes and len(data) >= _LARGE:
+            self._cut()
+            self._pieces.append(np.frombuffer(data, np.uint8))  # keeps the object alive; bytes never change
+            return len(data)
+        return self._small.write(data)
+
+    def stream(self) -> Any:
+        """Everything that was written: one array, or a list of them."""
+        self._cut()
+        return self._pieces if len(self._pieces) > 1 else self._pieces[0]
+
+    def _cut(self) -> None:
+        self._pieces.append(np.frombuffer(self._small.getbuffer(), np.uint8))
+        self._small = io.BytesIO()
+
+
+class _Joined(io.RawIOBase):
+    """Several arrays as one file."""
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self._rest = [memoryview(piece) for piece in reversed(pieces)]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self._rest and not self._rest[-1].nbytes:
+            self._rest.pop()
+        if not self._rest:
+            return 0
+        piece = self._rest[-1]
+        count = min(piece.nbytes, len(buffer))
+        buffer[:count] = piece[:count]
+        self._rest[-1] = piece[count:]
+        return count
+
+
+def dumps(obj: object) -> list[Any]:
+    """Pickle an object as a value that `Producer.send` takes: `[stream, leaf, leaf, ...]`, to be read by `loads`.
+
+    Args:
+        obj: anything that pickles.
+
+    Returns:
+        The stream, a uint8 array [bytes]; or, with something large in it, a list of such arrays, in order. Then the
+        tensors and arrays that go beside it. They and the large bytes are the object's own, no copies: change nothing
+        of it until the value is sent.
+
+    Raises whatever pickling the object raises.
+
+    >>> import numpy as np
+    >>> value = dumps({"x": np.arange(3), "name": "a"})
+    >>> len(value), value[1].tolist()
+    (2, [0, 1, 2])
+    >>> loads(value)
+    {'x': array([0, 1, 2]), 'name': 'a'}
+    >>> len(dumps(["a", bytes(1 << 20)])[0])
+    3
+    """
+    file = _Pieces()
+    leaves = dump(obj, file)
+    return [file.stream(), *leaves]
+
+
+def loads(value: list[Any]) -> Any:
+    """The object of a value that `dumps` made, after it was received.
+
+    Tensors and arrays of the object are the leaves of the value itself: the owner of its memory decides how long they
+    may be used and whether they may be written. Raises whatever unpickling raises. Use it only for values of trusted
+    processes: unpickling may run any code.
+    """
+    stream, *leaves = value
+    if type(stream) is not list:
+        return pickle.loads(stream, buffers=leaves)
+    # larger than pickle's own pieces; what is larger than the buffer is read straight into its object
+    return pickle.load(io.BufferedReader(_Joined(stream), _LARGE // 2), buffers=leaves)
+
+
+def nbytes_of(value: list[Any]) -> int:
+    """Bytes of everything in a value, but for sparse tensors, which do not say."""
+    stream = value[0]
+    pieces = stream if type(stream) is list else [stream]
+    total = 0
+    for part in (*pieces, *value[1:]):
+        with contextlib.suppress(RuntimeError):
+            total += part.nbytes
+    return total
+
+
+# --- copies to a device
+
+
+_PIN_LOOP = "_pin_memory_loop"
+"""Name of the function of DataLoader's thread that pins batches."""
+
+
+def number_of(device: Any) -> int | None:
+    """The number of the device that `device=` names. `CudaError` if CUDA is missing, `ArgumentError` if it is none."""
+    return None if device is None else runtime().device(device)
+
+
+class DeviceConsumer(Consumer):
+    """A consumer whose received values can be copied to a device."""
+
+    def copy_out(self, value: Any, device: int) -> tuple[Any, Any, list[Any]]:
+        """Start the copies on this endpoint's own stream: (value on the device, event after the copies, new memory)."""
+        self._devices.poll()
+        return self._copy_out(value, device)
+
+
+class Transfer:
+    """Device memory whose copies are under way."""
+
+    def __init__(self, device: int, event: Any, memory: list[Any]) -> None:
+        self._device, self._event, self._memory = device, event, memory
+
+    def hand_over(self) -> None:
+        """Make this thread's current stream wait for the copies. The host does not wait."""
+        cuda = runtime()
+        stream = cuda.current_stream(self._device)
+        cuda.stream_waits(stream, self._event)
+        for tensor in self._memory:
+            cuda.used_on(tensor, stream)
+
+
+class Transfers:
+    """Copies values to one device. Thread-safe."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+
+    @classmethod
+    def to(cls, device: Any) -> Transfers | None:
+        """The transfers for an option `device=`; None if values stay in host memory."""
+        number = number_of(device)
+        return None if number is None else cls(number)
+
+    def start(self, value: Any, consumer: DeviceConsumer) -> tuple[Any, Transfer | None]:
+        """Start copying the tensors of a value that this consumer got. Returns the value with the tensors on the
+        device, and the transfer, or None if it holds no tensor.
+
+        Slots stay leased until their copies are complete and the consumer copies the next value, or closes.
+        """
+        with self._lock:
+            moved, event, memory = consumer.copy_out(value, self._device)
+        return moved, Transfer(self._device, event, memory) if memory else None
+
+    def unpack(self, message: Message, consumer: DeviceConsumer) -> Any:
+        """The object of a queue's item, its tensors on the device and safe on the current stream."""
+        value = message.value
+        if is_stream(value):
+            return unpack(value)
+        if getattr(getattr(threading.current_thread(), "_target", None), "__name__", "") == _PIN_LOOP:
+            raise ArgumentError(
+                "pin_memory=True pins tensors in host memory, but batches of this context arrive on device "
+                f"{self._device}: drop pin_memory=True"
+            )
+        value, transfer = self.start(value, consumer)
+        if transfer is not None:
+            transfer.hand_over()
+        return unpack(value)

@@ -26,15 +26,14 @@ from typing import Any, Final, NamedTuple
 from ..channel.control import CAPACITY
 from ..children import ParentWatch
 from ..endpoints.base import check_count
-from ..endpoints.consumer import Consumer
 from ..endpoints.message import Message
+from ..endpoints.workqueue import Consumer
 from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, ResourceError, TimedOut
 from ..memory.segment import free_bytes
 from ..options import context_of, parse_bytes
-from .direct import COPY_MOST, DirectProducer, Patience, value_of
-from .pickle_streams import dumps, loads
-from .putter import default_limit
-from .thread_locks import ThreadLocks
+from .direct import COPY_MOST, DirectProducer, Patience, ThreadLocks, value_of
+from .pickling import dumps, loads
+from .queue_handle import default_limit
 
 _MOST_WORKERS: Final = CAPACITY - 6
 """Members that a channel can have, less some for workers that replace others."""
@@ -52,6 +51,8 @@ log = logging.getLogger("shmtensor.mp")
 
 _RETRY: Final = 1.0
 """Seconds after which what failed for want of memory or open files is tried again."""
+_TELL_AGAIN: Final = 60.0
+"""Seconds after which such a failure that goes on is logged again."""
 
 _DIED: Final = (
     "a worker died while it ran this task of the pool, {} in all: killed by the kernel for lack of memory, by a signal "
@@ -99,6 +100,7 @@ class _WorkerEnds:
         self._producer: Any = None  # a `DirectProducer`, made before a task is taken
         self._task: Message | None = None
         """The message of the task that runs."""
+        self._shortage = _Shortage("a worker of a pool")
 
     def get(self) -> Any:
         """The next task; None: there will be none. `EOFError` if the parent is gone."""
@@ -138,7 +140,7 @@ class _WorkerEnds:
                 return self._consumer
             except ResourceError as error:
                 self._check_parent()
-                _wait_for_resources("a worker of a pool", error)
+                self._shortage.wait(error)
 
     def _recv(self, consumer: Consumer) -> Message:
         """The next message of the parent; `EOFError` if it is gone, even if it has sent more tasks ahead."""
@@ -149,7 +151,7 @@ class _WorkerEnds:
                 self._check_parent()
             except ResourceError as error:
                 self._check_parent()
-                _wait_for_resources("a worker of a pool", error)
+                self._shortage.wait(error)
             except (EndOfStream, ClosedError):
                 raise EOFError from None
             else:
@@ -192,10 +194,22 @@ class _WorkerEnds:
             # crash: task.done
 
 
-def _wait_for_resources(who: str, error: ResourceError) -> None:
-    """What is to be received stays where it is. (The standard library's threads and workers would end at the error.)"""
-    log.warning("%s goes on when it has what it needs: %s", who, str(error))  # its frames refer to slots
-    time.sleep(_RETRY)
+class _Shortage:
+    """Waits for memory or open files: what is to be received stays where it is.
+
+    (The standard library's threads and workers would end at the error.)
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who, self._told = who, float("-inf")
+
+    def wait(self, error: ResourceError) -> None:
+        """Wait a moment. Logs the error, but one that lasts only once a minute."""
+        now = time.monotonic()
+        if now - self._told >= _TELL_AGAIN:
+            self._told = now
+            log.warning("%s goes on when it has what it needs: %s", self._who, str(error))  # its frames refer to slots
+        time.sleep(_RETRY)
 
 
 class _ParentEnds:
@@ -207,6 +221,7 @@ class _ParentEnds:
         """Job and number of tasks that were sent and whose results have not come."""
         self._room = threading.Condition()
         self._over = False
+        self._shortage = _Shortage("a pool's process")
         self._tasks = DirectProducer(channels.tasks, channels.max_bytes)
         try:
             self._results = _Receiver(channels.results, acknowledge="release", until="closed")
@@ -254,7 +269,7 @@ class _ParentEnds:
             except ClosedError:
                 raise EOFError from None
             except ResourceError as error:  # no room to map a worker's ring, or too few open files: its result stays
-                _wait_for_resources("a pool's process", error)
+                self._shortage.wait(error)
                 continue
             job, number, deaths, scarce, *value = message.value
             if job is None:

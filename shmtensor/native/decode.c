@@ -305,6 +305,13 @@ static PyObject *ask_reference(Codec *codec, PyObject *description, PyObject *pa
 
 int decode_at(Codec *codec, const void *text, size_t size, PyObject *owner, void *base, uint64_t nbytes, int readonly,
               PyObject **value, PyObject **meta) {
+    if (codec->raw) {
+        *value = PyMemoryView_FromObject(owner);
+        *meta = *value ? PyBytes_FromStringAndSize(text, (Py_ssize_t)size) : NULL;
+        if (*meta) return 0;
+        Py_CLEAR(*value);
+        return -1;
+    }
     Reader reader = {
         .codec = codec, .owner = owner, .readonly = readonly, .data = text, .size = size, .base = base, .nbytes = nbytes,
     };

@@ -438,7 +438,7 @@ static int write_meta(Writer *writer, PyObject *meta) {
     return !PyDict_Check(meta) || write_plain(writer, meta, 0) || writer->used - start > MAX_META ? -1 : 0;
 }
 
-/* --- leaves that share memory: as layout.py places them --------------------------------------------------------------- */
+/* --- leaves that share memory: as codec/encode.py does -------------------------------------------------------------- */
 
 typedef struct { uintptr_t start; uint64_t extent; Py_ssize_t number; int on_device; } Extent;
 
@@ -676,7 +676,30 @@ static PyObject *finish(Writer *writer) {
     return (PyObject *)encoded;
 }
 
+/* `value`: the payload, in memory that stays where it is as long as the object lives; `meta`: the description. */
+static PyObject *encode_raw(Codec *codec, PyObject *value, PyObject *meta) {
+    Py_buffer view;
+    if (!PyBytes_Check(meta) || !(PyBytes_Check(value) || PyMemoryView_Check(value))) {
+        PyErr_SetString(PyExc_TypeError, "a payload, bytes or memoryview, and a description, bytes");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(value, &view, PyBUF_SIMPLE)) return NULL;
+    Encoded *encoded = (Encoded *)codec->encoded_type->tp_alloc(codec->encoded_type, 1);
+    if (encoded) {
+        encoded->codec = (Codec *)Py_NewRef(codec);
+        encoded->description = Py_NewRef(meta);
+        encoded->runs[0] = (Run){.source = Py_NewRef(value), .address = (uintptr_t)view.buf, .size = (uint64_t)view.len};
+        encoded->total = encoded->nbytes = view.len;
+        if (PyBytes_GET_SIZE(meta) > codec->inline_bytes)
+            encoded->total = (Py_ssize_t)aligned((uint64_t)view.len) + PyBytes_GET_SIZE(meta);
+        if (!(encoded->device_jobs = PyTuple_New(0))) Py_CLEAR(encoded);
+    }
+    PyBuffer_Release(&view);
+    return (PyObject *)encoded;
+}
+
 PyObject *encode_value(Codec *codec, PyObject *value, PyObject *meta) {
+    if (codec->raw) return encode_raw(codec, value, meta);
     Writer writer;
     writer.codec = codec;
     writer.data = writer.few_bytes;

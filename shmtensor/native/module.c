@@ -187,6 +187,11 @@ static PyMethodDef Codec_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef Codec_members[] = {
+    {"raw", MEMBER_BOOL, offsetof(Codec, raw), 0, "pass payloads and descriptions through as they are: codec/raw.py"},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef Codec_getset[] = {
     {"handed_over", (getter)Codec_handed_over, NULL, "how many calls were handed to the reference as a whole", NULL},
     {"tensors", (getter)Codec_tensors, NULL, "how torch's tensors are read: 'exchange' or 'methods'; None before the first", NULL},
@@ -199,6 +204,7 @@ static PyType_Slot Codec_slots[] = {
     {Py_tp_traverse, Codec_traverse},
     {Py_tp_dealloc, Codec_dealloc},
     {Py_tp_methods, Codec_methods},
+    {Py_tp_members, Codec_members},
     {Py_tp_getset, Codec_getset},
     {0, NULL},
 };

@@ -96,6 +96,7 @@ typedef struct {
     const ExchangeAPI *exchange;                /* NULL: torch has none, methods and capsules are used */
     PyObject *from_dlpack, *strided;            /* torch's function, and layout */
     unsigned long long handed_over; /* calls that were handed to the reference as a whole */
+    char raw;                       /* values are payloads, metas are descriptions: codec/raw.py */
 } Codec;
 
 /* One source, and one copy to make. */

@@ -252,7 +252,7 @@ static void tell_end(Reader *self, uint64_t seq) {
 
 static void end_lease(Lease *lease) {
     Reader *self = lease->reader;
-    uint64_t now = is_traced(&self->trace) ? monotonic_ns() : 0; /* before: the sender may use the slot at once */
+    uint64_t now = traces(&self->trace, lease->seq) ? monotonic_ns() : 0; /* before: the sender may use the slot at once */
     forget_lease(lease);
     reader_give_back(&self->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
     if (now) add_event(&self->trace.log, EVENT_RELEASE, lease->seq, self->sender_uid, now, 0, now, 0);
@@ -704,7 +704,7 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->missed = t->missed;
         if (!PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None)) {
             count(self, t, (PyObject *)Py_TYPE(meta) != self->dependency_error);
-            if (is_traced(&self->trace)) note_taken(self, t);
+            if (traces(&self->trace, t->seq)) note_taken(self, t);
             CRASH_POINT("take.delivered");
         } else {
             Raised error;
@@ -736,7 +736,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
     if (made && PyList_Append(sink->made, made)) PyErr_WriteUnraisable(sink->made);
     Py_XDECREF(made);
     count(self, t, 1);
-    if (is_traced(&self->trace)) note_taken(self, t);
+    if (traces(&self->trace, t->seq)) note_taken(self, t);
     CRASH_POINT("take.delivered");
     acknowledge(lease);
     if (sink->then != Py_None) {

@@ -20,4 +20,6 @@ void trace_clear(Trace *self);
 
 static inline int is_traced(const Trace *self) { return __builtin_expect(self->log.written != NULL, 0); }
 
+static inline int traces(const Trace *self, uint64_t seq) { return is_traced(self) && is_chosen(&self->log, seq); }
+
 #endif

@@ -8,8 +8,7 @@ from typing import Any
 from ..errors import DependencyError, WireError
 from ..memory.words import acquire_fence, barrier, store
 from .layout import L_PUBLISHED, OtherVersion
-from .lease import Lease, LockedLease
-from .reader import OTHER, PASSED_OVER, Found, ReferenceReader
+from .reader import OTHER, PASSED_OVER, Found, Lease, LockedLease, ReferenceReader
 
 
 class BroadcastReader(ReferenceReader):

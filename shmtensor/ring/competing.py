@@ -21,8 +21,8 @@ from .layout import (
     RELEASED,
     OtherVersion,
 )
-from .lease import Claim
-from .reader import GIVEN_UP, OTHER, PASSED_OVER, UNREADABLE, Found, ReferenceReader
+from .reader import GIVEN_UP, OTHER, PASSED_OVER, UNREADABLE, Claim, Found, ReferenceReader
+from .states import State, of_queue, of_recipient
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 NOTHING = (1 << 64) - 1
 """The result of `age` if there is no message."""
 
-UNCLAIMED, IS_CLAIMED, IS_DONE, IS_RELEASED = range(4)
-"""What the words of a slot say of a message."""
+_UNDONE = (State.PUBLISHED, State.LEASED)
 
 
 def state_word(ring: Ring, slot: int) -> int:
@@ -49,7 +48,7 @@ class CompetingReader(ReferenceReader):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.attempt = 0
-        self._begin_queue()
+        self.begin_queue()
 
     def next(self) -> int:
         published = self.newest()
@@ -164,7 +163,7 @@ class CompetingReader(ReferenceReader):
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
         """Whether to try the lock of a message: when walking, of those that nobody has claimed."""
         state = self.state(ring, slot, seq)
-        return state == UNCLAIMED if walking else state < IS_DONE
+        return state is State.PUBLISHED if walking else state in _UNDONE
 
     def claim(self, ring: Ring, slot: int, seq: int) -> bool:
         """Lock the message and count the attempt (`self.attempt`); False if another has it or it is done."""
@@ -207,7 +206,7 @@ class CompetingReader(ReferenceReader):
             return
         seq, ring, slot, attempts = self.taking
         self.leases.pop(seq, None)
-        if attempts is not None and self.state(ring, slot, seq) < IS_DONE:
+        if attempts is not None and self.state(ring, slot, seq) in _UNDONE:
             self.store_attempts(ring, slot, seq, attempts)  # this one does not count
         self.taking = seq, ring, slot, None  # from here on only the lock is left
         self.unlock(seq)
@@ -242,17 +241,13 @@ class CompetingReader(ReferenceReader):
 
     # --- the words of a slot
 
-    def state(self, ring: Ring, slot: int, seq: int) -> int:
-        """What they say of message `seq`; `IS_RELEASED` as well if they are a later one's."""
-        at, words = state_word(ring, slot), ring.words
-        done = words[at + DONE]
-        if done >= seq:
-            return IS_DONE if done == seq else IS_RELEASED
-        return IS_CLAIMED if words[at + CLAIMED] == seq else UNCLAIMED
+    def state(self, ring: Ring, slot: int, seq: int) -> State:
+        """What they say of message `seq`. LEASED: a consumer has claimed it, which may have died since."""
+        return of_queue(ring.words, state_word(ring, slot), seq)
 
     def may_claim(self, ring: Ring, slot: int, seq: int) -> bool:
         """With the lock: whether the message is not done."""
-        return self.state(ring, slot, seq) < IS_DONE
+        return self.state(ring, slot, seq) in _UNDONE
 
     def attempts(self, ring: Ring, slot: int, seq: int) -> int:
         """How often the message was claimed."""
@@ -289,7 +284,8 @@ class GroupReader(CompetingReader):
 
     __slots__ = ("shared", "start")
 
-    def _begin_queue(self) -> None:
+    def begin_queue(self) -> None:
+        """Begin at the group's `start`; before that, at the oldest message that is kept for newcomers."""
         self.start = 0
         self.shared: set[int] = set()  # messages that this member holds by a shared lock as well
         barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
@@ -317,14 +313,14 @@ class GroupReader(CompetingReader):
 
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
         state = self.state(ring, slot, seq)
-        return state == UNCLAIMED if walking else state < IS_RELEASED
+        return state is State.PUBLISHED if walking else state is not State.RELEASED
 
     def may_claim(self, ring: Ring, slot: int, seq: int) -> bool:
         state = self.state(ring, slot, seq)
-        if state == IS_DONE:  # who had it has died with a view: nobody else frees the slot
+        if state is State.DONE:  # who had it has died with a view: nobody else frees the slot
             self.store_released(ring, slot, seq)
             self.wake_sender()
-        return state < IS_DONE
+        return state in _UNDONE
 
     def keep(self, ring: Ring, slot: int, seq: int) -> bool:
         if self.start:
@@ -347,12 +343,8 @@ class GroupReader(CompetingReader):
             self.shared.discard(seq)
         super().unlock(seq)
 
-    def state(self, ring: Ring, slot: int, seq: int) -> int:
-        word = ring.words[self.group_word(ring, slot)]
-        lease = word & LEASE
-        if lease != 2 * seq:
-            return UNCLAIMED if lease < 2 * seq else IS_RELEASED
-        return IS_DONE if word >> ATTEMPT_SHIFT == GROUP_DONE else IS_CLAIMED
+    def state(self, ring: Ring, slot: int, seq: int) -> State:
+        return of_recipient(ring.words[self.group_word(ring, slot)], seq)
 
     def attempts(self, ring: Ring, slot: int, seq: int) -> int:
         word = ring.words[self.group_word(ring, slot)]

@@ -16,7 +16,7 @@ from .ring import Ring
 from .writer import SlotRange
 
 if TYPE_CHECKING:
-    from .sequence_table import SequenceTable
+    from .ring import SequenceTable
 
 
 @dataclass(frozen=True)

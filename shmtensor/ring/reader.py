@@ -1,13 +1,18 @@
 """A receiver's end of one producer: its sequence table, its rings, the position in them, and the leases.
 
 `Reader` is the interface; docs/internals/core.md has it as a table. It is implemented twice: by the reference
-(`ReferenceReader` with `broadcast.py` and `competing.py`), and by the compiled module (`compiled.py`,
-`native/reader.c`). `implementation.py` chooses.
+(`ReferenceReader` with `broadcast.py` and `competing.py`), and by the compiled module (`native/reader.c`).
+`implementation.py` chooses.
+
+A lease gives its slot back when the storage of the view that maps it dies: it is a weak reference to the one array that
+every view of a message is made from. NumPy arrays refer to it as their base, a tensor's storage holds it until the
+storage is freed. So it dies with the last view, and the weak reference's callback runs at once.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +21,7 @@ import numpy as np
 
 from ..errors import WireError
 from ..memory import lifecycle
-from ..memory.fifos import SenderWaker
-from ..memory.semaphores import is_woken_by
+from ..memory.semaphores import SenderWaker, is_woken_by
 from ..memory.words import WEAKLY_ORDERED, acquire_fence, store
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
@@ -38,9 +42,13 @@ from .layout import (
     OtherVersion,
     check_version,
 )
-from .lease import Lease
-from .ring import Ring
-from .sequence_table import SequenceTable
+from .ring import Ring, SequenceTable
+
+if TYPE_CHECKING:
+    _Ref = weakref.ref[np.ndarray]
+else:
+    _Ref = weakref.ref
+
 
 ALL, LATEST, COMPETING, GROUP = range(4)
 """Modes: a receiver takes every message; the newest ones; each one that no other consumer has; of a fan-out, each one
@@ -77,7 +85,7 @@ class Reception(NamedTuple):
     member: int = 0
     recipient: tuple[int, int] = (0, 0)
     """The index and uid that senders know: the group's, or the receiver's own."""
-    owner: object = None
+    owner: Any = None
     """Kept alive by the readers: it holds the receiver's life lock."""
     readonly: bool = True
     max_attempts: int = 0
@@ -126,7 +134,7 @@ class Reader(ABC):
         self.member, self.words, self.mask, self.order = (
             reception.member, sequences.words, sequences.mask, sequences.shape.order,
         )  # fmt: skip
-        self.device = sequences.device  # its messages lie in device memory: `endpoints/device_fanout.py` takes them
+        self.device = sequences.device  # its messages lie in device memory: see `endpoints/device_fanout.py`
         self._control, self._asleep, self._waker = reception.control, asleep, waker
         self.attach_ring = attach_ring
         self.emptied = _do_nothing  # replaced once the receiver waits for the end of the leases
@@ -149,6 +157,13 @@ class Reader(ABC):
     @abstractmethod
     def next(self) -> int:
         """The sequence number of the next message; 0 if there is none."""
+
+    def is_drained(self) -> bool:
+        """Of a sender that is gone: whether nothing is left to take, nor claimed by a receiver whose death would bring
+        it back."""
+        if self.next():
+            return False
+        return self.reception.mode not in (COMPETING, GROUP) or next(self.unfinished(), None) is None
 
     @abstractmethod
     def trace(self, log: EventLog | None, sender: int) -> None:
@@ -193,7 +208,7 @@ class Reader(ABC):
         """Ring `index` of the producer, mapped at first use."""
         while index >= len(self.rings):
             self._check_index(index)
-            self._mapped(self.attach_ring(len(self.rings)))
+            self.hold_ring(self.attach_ring(len(self.rings)))
         return self.rings[index]
 
     def _check_index(self, index: int) -> None:
@@ -202,7 +217,7 @@ class Reader(ABC):
                 f"producer {self.uid:016x} has {self.sequences.rings} rings, its sequence table names ring {index}"
             )
 
-    def _mapped(self, ring: Ring) -> None:
+    def hold_ring(self, ring: Ring) -> None:
         """Append a ring that was mapped to `rings`."""
         self.rings.append(ring)
 
@@ -249,7 +264,7 @@ class Reader(ABC):
             return word & LEASE > 2 * seq
         return self.has_lease(ring.index, slot, seq) or self.sequences.locks.held_by_other(self.claim_byte(seq))
 
-    def _begin_queue(self) -> None:
+    def begin_queue(self) -> None:
         """Begin at the oldest message that is not done."""
         published = self.words[L_PUBLISHED]
         if self.sequences.rings:
@@ -319,6 +334,50 @@ def _do_nothing() -> None:
 
 
 # --- the reference
+
+
+class Lease(_Ref):
+    """A weak reference to a message's array. `seq` is the message, `words[word]` is where its end is stored."""
+
+    __slots__ = ("ending", "seq", "word", "words")
+
+    words: memoryview
+    word: int
+    seq: int
+    ending: bool
+    """Whether a thread is giving its slot back."""
+    locked = False
+    """Fan-out: whether a shared lock on byte `seq` holds the message."""
+
+
+class LockedLease(Lease):
+    """A fan-out lease that is a shared lock: a latest-only reader's, or one on a message older than its reader."""
+
+    __slots__ = ()
+    locked = True
+
+
+class Claim(Lease):
+    """A lease of a work queue or in a group: the exclusive lock on the byte of message `seq`."""
+
+    __slots__ = ("acknowledged", "done", "own", "released")
+
+    acknowledged: bool
+    """Whether it is stored that the message is done."""
+    done: tuple[int, int]
+    """Which of the words says so, and its value then."""
+    own: int
+    """In a group: which of the words shows that this member has it."""
+    released: bool
+    """Whether it is stored that the slot is given back: it may be another message's since."""
+
+    def acknowledge(self) -> None:
+        """Mark the message as done: it is not delivered again. Its bytes stay while views of them live."""
+        if not self.acknowledged:
+            self.acknowledged = True
+            # crash: done.before
+            store(self.words, *self.done)
+            # crash: done.stored
 
 
 class Found(NamedTuple):

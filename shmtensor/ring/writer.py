@@ -33,14 +33,13 @@ from .layout import (
 if TYPE_CHECKING:
     import weakref
 
-    from .ring import Ring
-    from .sequence_table import SequenceTable
+    from .ring import Ring, SequenceTable
 
 SlotRange = tuple["Ring", int]
 """A ring, and the first slot in it of a message."""
 
 Registration = tuple[int, int, dict[int, Any] | None, Any]
-"""What is stored with a message (rpc/sidecar.py): note, deadline, and a table with the entry to add to it.
+"""What is stored with a message (rpc/endpoints.py): note, deadline, and a table with the entry to add to it.
 
 The entry is added under the message's number before the message is visible; its `words`, `at` and `seq` are set to the
 words of the message's slot, their index, and the number."""

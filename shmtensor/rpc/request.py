@@ -1,16 +1,19 @@
-"""What a server gets: a request, to be answered once."""
+"""What a server gets: requests, each to be answered once; those that it has taken, and the replies to their clients."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from time import monotonic_ns
+from typing import Any, Final
 
 from ..endpoints.base import Local
-from ..errors import ClosedError, ReleasedError
-
-if TYPE_CHECKING:
-    from .taken import TakenRequest, TakenRequests
+from ..endpoints.message import Message
+from ..errors import ClosedError, ReleasedError, ResourceError, RingFull
+from ..memory.words import store
+from ..ring.layout import DEADLINE, NOTE, VERDICT
+from .endpoints import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, ONCE, Intake, Replies, Source, reply_channel
 
 MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""
@@ -141,3 +144,272 @@ def describe(error: BaseException | str) -> dict[str, str]:
         text = f"(its text cannot be made: {type(failure).__name__})"
     trace = "".join(traceback.format_exception(kind, error, error.__traceback__)) if error.__traceback__ else ""
     return {"type": name[:MOST_TEXT], "text": text[:MOST_TEXT], "traceback": trace[-MOST_TEXT:]}
+
+
+ROOM_S: Final = 1.0
+"""Seconds that a reply waits for its client to release others, where it may have no more memory."""
+
+
+class TakenRequest:
+    """What the server knows of a `Request`: its message, and the words and the index of its slot's state."""
+
+    __slots__ = ("at", "message", "seq", "source", "words")
+
+    def __init__(self, message: Message, source: Source, at: int) -> None:
+        self.message, self.source, self.words, self.at, self.seq = message, source, source.words, at, message.seq
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it is finished here, or was given back."""
+        return self.message._receiver is None
+
+    def give_back(self) -> None:
+        """Drop the message without acknowledging it: another server gets it."""
+        self.message._empty()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the reply is no longer needed, as far as the words say."""
+        if self.source.reader.gone:
+            return True
+        note = self.words[self.at + NOTE]
+        return bool(note & CANCELLED) if note >> 8 == self.seq else True
+
+    @property
+    def is_tried_once(self) -> bool:
+        """Whether it fails after a server died with it."""
+        note = self.words[self.at + NOTE]
+        return note >> 8 == self.seq and bool(note & ONCE)
+
+    @property
+    def remaining(self) -> float | None:
+        """See `Request.remaining`."""
+        if self.words[self.at + NOTE] >> 8 != self.seq:
+            return 0.0
+        deadline = self.words[self.at + DEADLINE]
+        return (deadline - monotonic_ns()) * 1e-9 if deadline else None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that its reply may wait for room."""
+        deadline = self.words[self.at + DEADLINE]
+        return min(ROOM_S, max(0.0, (deadline - monotonic_ns()) * 1e-9)) if deadline else ROOM_S
+
+
+class TakenRequests:
+    """A server's requests from when they were taken to their end, and the publishers of replies to their clients."""
+
+    def __init__(
+        self, intake: Intake, *, slots: int | None, max_bytes: int | str | None, publisher: type[Replies] = Replies
+    ) -> None:
+        self.intake, self._publisher = intake, publisher
+        self.open: set[TakenRequest] = set()
+        """Those that have not ended here."""
+        self.replies: dict[int, Replies] = {}
+        """By their client's uid."""
+        self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
+        self._epoch = -1
+        self._opening = threading.Lock()
+        self.taken = self.replied = self.failed = self.expired = self.cancelled = self.dropped = self.retried = 0
+
+    # --- taking
+
+    def accept(self, message: Message, taken: list[Any]) -> Request | None:
+        """The request of a message that was taken, which it replaces in `taken`; None if it is not to be started."""
+        # crash: request.taken
+        if self.intake.epoch != self._epoch:
+            self.drop_clients()
+        lease = message._lease
+        source = self.intake.source_of(lease.words)
+        record = TakenRequest(message, source, lease.word)
+        request = Request(self, record)
+        taken[0] = request
+        self.taken += 1
+        self.open.add(record)
+        words, at = record.words, record.at
+        if (
+            words[at + NOTE] == record.seq << 8
+            and message.attempt == 1
+            and not source.reader.gone
+            and (not (deadline := words[at + DEADLINE]) or monotonic_ns() < deadline)
+        ) or self._should_start(record):
+            return request
+        return None
+
+    def accept_again(self, request: Request) -> Request | None:
+        """A request that an interrupted call has taken; None if it is not to be started."""
+        record = record_of(request)
+        if record.is_released:
+            return None
+        self.open.add(record)
+        return request if self._should_start(record) else None
+
+    def _should_start(self, record: TakenRequest) -> bool:
+        """Whether a request is to be started: its reply is wanted. Else finish it."""
+        words, at, attempt = record.words, record.at, record.message.attempt
+        note = words[at + NOTE]
+        if note >> 8 != record.seq:
+            self.finish(record, DROPPED)  # not sent by a client
+            self.dropped += 1
+        elif note & CANCELLED or record.source.reader.gone:
+            self.finish(record)
+            self.cancelled += 1
+        elif (deadline := words[at + DEADLINE]) and monotonic_ns() >= deadline:
+            self.finish(record)
+            self.expired += 1
+        elif attempt > 1 and record.is_tried_once:
+            self.finish(record, DIED)
+            self.failed += 1
+        else:
+            self.retried += attempt > 1
+            return True
+        return False
+
+    def is_wanted(self, request: Request) -> bool:
+        """Whether the reply to a request that has waited for its batch is still wanted. Else finish it."""
+        if request.answered:
+            return False
+        if record_of(request).is_cancelled:
+            self.cancelled += 1
+        elif request.expired:
+            self.expired += 1
+        else:
+            return True
+        self.finish(record_of(request))
+        return False
+
+    def is_cancelled(self, record: TakenRequest) -> bool:
+        """See `Request.cancelled`."""
+        return record.is_cancelled or (not record.is_released and self.intake.has_left(record.source.reader))
+
+    # --- answering
+
+    def reply(self, record: TakenRequest, value: Any, error: BaseException | str | None = None) -> None:
+        """Send a reply and finish its request. With `error`, the reply describes that, and `value` is not used."""
+        replies, sent = self.replies_for(record), False
+        meta = None if error is None else {FAILED: True}
+        try:
+            if replies is not None:
+                replies.post(record.seq, value if error is None else describe(error), meta, record.patience)
+                sent = True
+        except ClosedError:
+            self._check_open(replies)
+        except (ResourceError, RingFull):
+            if error is None:
+                raise
+            self.dropped += 1
+            self.finish(record, NO_ROOM)
+            return
+        self.count_and_finish(record, sent, error is not None)
+
+    async def areply(self, record: TakenRequest, value: Any) -> None:
+        """`reply` for asyncio."""
+        replies, sent = self.replies_for(record), False
+        try:
+            if replies is not None:
+                await replies.apost(record.seq, value, None, record.patience)
+                sent = True
+        except ClosedError:
+            self._check_open(replies)
+        self.count_and_finish(record, sent, False)
+
+    def replies_for(self, record: TakenRequest) -> Replies | None:
+        """The publisher of the reply to a request; None if the reply is not wanted."""
+        if record.is_released:
+            raise ReleasedError("this request was answered already, or its server has closed")
+        self.intake.check_open()
+        source = record.source
+        if source.reader.gone or (record.words[record.at + NOTE] != record.seq << 8 and record.is_cancelled):
+            return None
+        replies = source.replies
+        if replies is None or replies.closed:
+            replies = source.replies = self._replies_to(source.reader.uid)
+        return replies
+
+    def _replies_to(self, uid: int) -> Replies:
+        """The publisher of replies to a client, created if there is none."""
+        replies = self.replies.get(uid)
+        if replies is None:
+            with self._opening:
+                replies = self.replies.get(uid)
+                if replies is None:
+                    replies = self._publisher(reply_channel(self.intake.name, uid), **self._reply_options)
+                    # crash: reply.opened
+                    self.replies[uid] = replies
+                    if self.intake.closed:  # meanwhile, by a signal handler of this thread
+                        replies.close()
+        return replies
+
+    def _check_open(self, replies: Replies | None) -> None:
+        """Inside `except`: raise again unless the publisher was closed because its client has left."""
+        if self.intake.closed or replies is None or not replies.closed:
+            raise
+
+    def count_and_finish(self, record: TakenRequest, sent: bool, failed: bool) -> None:
+        """Count and finish a request that is answered, or (not `sent`) whose reply is not wanted."""
+        # crash: reply.sent
+        if not sent:
+            self.cancelled += 1
+        elif failed:
+            self.failed += 1
+        else:
+            self.replied += 1
+        self.finish(record)
+
+    # --- ending
+
+    def finish(self, record: TakenRequest, verdict: int = 0) -> None:
+        """Mark a request as done, so that no server gets it again. `verdict` tells its client why it has no reply."""
+        if record not in self.open:
+            return
+        message = record.message
+        if verdict:
+            store(record.words, record.at + VERDICT, record.seq << 8 | verdict)
+            # crash: verdict.stored
+        try:
+            message.release()
+        finally:  # no boundary before it is out of `open`; what was interrupted before it was done is done again
+            if message._receiver is None:
+                self.open.discard(record)
+
+    def forget(self, record: TakenRequest) -> None:
+        """A `Request` was dropped without an answer."""
+        if self.intake.closed:
+            self.open.discard(record)
+            record.give_back()
+        elif record in self.open:  # else it was never given out, or was given back
+            self.dropped += 1
+            self.finish(record, DROPPED)
+
+    def give_back(self, request: Request) -> None:
+        """Leave a request to other servers, as if this one had died with it."""
+        record = record_of(request)
+        if record in self.open:
+            record.give_back()
+            self.open.discard(record)
+
+    def drop_clients(self) -> None:
+        """Close the publishers to clients that have left."""
+        if self._epoch != self.intake.epoch:
+            self._epoch = self.intake.epoch
+            self.intake.forget_sources()
+        if not self.replies:
+            return
+        here = self.intake.clients()
+        self._close_replies([uid for uid in list(self.replies) if here.get(uid, True)])
+
+    def close(self) -> None:
+        """Give back what is open, and close every endpoint."""
+        while self.open:  # out of it once it is given back: what an exception cuts short is done by the next `close`
+            for record in list(self.open):
+                record.give_back()
+                self.open.discard(record)
+        self.intake.close()
+        self._close_replies(list(self.replies))
+
+    def _close_replies(self, uids: list[int]) -> None:
+        for uid in uids:
+            replies = self.replies.get(uid)
+            if replies is not None:
+                replies.close()
+                self.replies.pop(uid, None)

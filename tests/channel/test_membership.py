@@ -363,7 +363,7 @@ def test_a_reply_of_another_version_is_named(channel):
         future = client.submit(np.array(1))
         # the client's thread does not look before the version is there
         with server.recv(timeout=100) as request, client._in_flight.leading:
-            replies = server._taken._replies_for(record_of(request))
+            replies = server._taken.replies_for(record_of(request))
             store(replies._words, L_VERSION, 99)
             request.reply(np.array(2))
         with pytest.raises(shmtensor.WireError, match=OTHER_VERSION.format(pid=os.getpid())):

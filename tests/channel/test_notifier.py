@@ -20,8 +20,7 @@ import torch
 
 import shmtensor
 from shmtensor import native
-from shmtensor.channel.inbox import Inbox
-from shmtensor.channel.wakeup import Doorbells
+from shmtensor.channel.wakeup import Doorbells, Inbox
 from shmtensor.channel.zmtp import frame_head
 from shmtensor.endpoints import receiver
 
@@ -335,8 +334,8 @@ def test_a_forked_child_rings_by_a_thread_of_its_own(tmp_path):
 
 def asleep(pub) -> bool:
     """Whether all its subscribers sleep, and have not been rung since."""
-    words = [pub._control_words[peer.asleep] for peer in pub._listeners]
-    return all(word & 1 and word != peer.notified for word, peer in zip(words, pub._listeners, strict=True))
+    words = [pub._control_words[peer.asleep] for peer in pub._recipients.listeners]
+    return all(word & 1 and word != peer.notified for word, peer in zip(words, pub._recipients.listeners, strict=True))
 
 
 def send_to_sleepers(pub, value) -> None:
@@ -405,13 +404,13 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel, monk
         for number in range(12):
             wait_until(lambda: asleep(pub))
             if number == 6:
-                broken = pub._listeners[1].connection
+                broken = pub._recipients.listeners[1].connection
                 broken._socket.shutdown(socket.SHUT_RDWR)
             pub.send(torch.tensor([number]))
         sleepers.close()
         assert sleepers.got == [list(range(12))] * 3
         assert broken.fd == -1
-        assert pub._listeners[1].connection.fd >= 0
+        assert pub._recipients.listeners[1].connection.fd >= 0
 
 
 def test_what_was_sent_just_before_the_end_wakes_its_sleepers(channel, monkeypatch):
@@ -431,8 +430,8 @@ pub.wait_for_subscribers(4)
 print("open", flush=True)
 for number in range(3):
     while True:
-        words = [pub._control_words[peer.asleep] for peer in pub._listeners]
-        if all(word & 1 and word != peer.notified for word, peer in zip(words, pub._listeners)):
+        words = [pub._control_words[peer.asleep] for peer in pub._recipients.listeners]
+        if all(word & 1 and word != peer.notified for word, peer in zip(words, pub._recipients.listeners)):
             break
     pub.send(torch.tensor([number]))
 os.kill(os.getpid(), signal.SIGKILL)
@@ -477,7 +476,7 @@ def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(chann
             here = {fellow.process.pid for fellow in listeners}
 
             def all_sleep():
-                peers = [peer for peer in pub._listeners if peer.entry.pid in here]
+                peers = [peer for peer in pub._recipients.listeners if peer.entry.pid in here]
                 words = [pub._control_words[peer.asleep] for peer in peers]
                 return all(word & 1 and word != peer.notified for word, peer in zip(words, peers, strict=True))
 
@@ -488,11 +487,11 @@ def test_a_stopped_sleeper_with_a_full_inbox_and_a_dead_one_hold_nobody_up(chann
 
         for number in range(4):
             send(number, fellows)
-        (line,) = (peer.connection for peer in pub._listeners if peer.entry.pid == stopped.process.pid)
+        (line,) = (peer.connection for peer in pub._recipients.listeners if peer.entry.pid == stopped.process.pid)
         wait_until(lambda: asleep(pub))
         stopped.signal(signal.SIGSTOP)
         stopped.stopped()
-        full = pub._bell(pub._rings[0], 0)
+        full = pub._recipients._bell(pub._rings[0], 0)
         while line.send(full):
             pass
         killed.kill()

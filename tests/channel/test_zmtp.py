@@ -18,9 +18,8 @@ import zmq
 
 import shmtensor
 from shmtensor.channel import zmtp
-from shmtensor.channel.inbox import Inbox
-from shmtensor.channel.wakeup import Doorbells
-from shmtensor.endpoints.async_endpoint import wait_queue_of
+from shmtensor.channel.wakeup import Doorbells, Inbox
+from shmtensor.endpoints.asyncio import wait_queue_of
 
 from ..implementations import only
 from ..scenes import few_files
@@ -337,7 +336,7 @@ def test_the_compiled_sender_rings_by_itself_once_it_has_a_line(channel):
             pub.send(torch.tensor([number]))
         thread.join()
         assert received == list(range(30))
-        (peer,) = pub._listeners
+        (peer,) = pub._recipients.listeners
         assert peer.connection.fd >= 0
         assert pub._writer.notified >= 10
         assert pub.statistics().doorbells >= 30
@@ -357,7 +356,7 @@ def test_a_line_that_broke_under_the_compiled_sender_is_made_again(channel):
         received = []
         for number in range(5):
             exchange(number)
-        (peer,) = pub._listeners
+        (peer,) = pub._recipients.listeners
         broken = peer.connection
         broken._socket.shutdown(socket.SHUT_RDWR)
         for number in range(5, 10):
@@ -374,7 +373,7 @@ def _send(channel, pipe):
 
     with shmtensor.Publisher(channel) as pub:
         pub.wait_for_subscribers(1, timeout=PATIENCE)
-        (peer,) = pub._listeners
+        (peer,) = pub._recipients.listeners
         wait_until(lambda: pub._control_words[peer.asleep] & 1)
         for number in range(20):
             pub.send(np.array([number]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shmtensor.checkpoint.dcp_metadata import KEY
+from shmtensor.checkpoint.formats.distcp import KEY
 
 
 def dcp_part(rank: int, step: int) -> tuple[dict, dict]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -164,6 +165,71 @@ class S3:
         self._process.kill()
         self._process.wait()
         self._log.close()
+
+
+class Redis:
+    """A Redis server on a socket and a port, whose data lie in the directory and are written with each command.
+
+    options: for its command line
+    """
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        directory.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()  # a socket's path is short
+        self.socket = f"{self._folder.name}/redis.sock"
+        self._command = [
+            "redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", self.socket,
+            "--dir", str(directory), "--save", "", "--appendonly", "yes", "--appendfsync", "always",
+            "--logfile", str(directory / "log"), *options,
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, "redis-server has ended"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as found:
+            found.sendall(b"PING\r\n")
+            return found.recv(100).startswith((b"+PONG", b"-NOAUTH"))
+        return False
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory):
+    """A Redis server with empty databases. A request to it fails after two seconds without an answer."""
+    import fsspec
+
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSSPEC_REDIS_SOCKET_TIMEOUT", "2")
+            fsspec.config.set_conf_env(fsspec.config.conf)
+            yield server
+    finally:
+        fsspec.config.conf.pop("redis", None)
+        server.end()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shmtensor.checkpoint.digests import Summer
+from shmtensor.checkpoint.description import Summer
 from shmtensor.checkpoint.formats import get_format
 from shmtensor.checkpoint.plan import Plan, plan
 

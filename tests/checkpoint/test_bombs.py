@@ -28,7 +28,7 @@ import gc, json, os, sys, warnings
 import numpy, safetensors.torch, torch
 import shmtensor
 from shmtensor.checkpoint.convert import convert
-from shmtensor.checkpoint.resolving import open_path
+from shmtensor.checkpoint.opening import open_path
 warnings.simplefilter("ignore")
 
 def status(name):

@@ -17,7 +17,7 @@ import pytest
 
 import shmtensor
 from shmtensor import CheckpointWriter, load_arrays
-from shmtensor.checkpoint import names, slots, transfer
+from shmtensor.checkpoint import names, slots
 from shmtensor.checkpoint.handle import Durable, Outcome, SaveHandle
 from shmtensor.shielded import Call, CallQueue, Flag
 
@@ -294,8 +294,8 @@ def test_a_signal_handler_calls_in_the_middle_of_a_save(tmp_path, monkeypatch, w
                 wait_until(lambda: not writer._calls._queue.empty())  # the handler's call waits for this one
         move_all(moves, owners)
 
-    disturbed, move_all = [], transfer.move_all
-    monkeypatch.setattr(transfer, "move_all", copy_disturbed)
+    disturbed, move_all = [], slots.move_all
+    monkeypatch.setattr(slots, "move_all", copy_disturbed)
     before = signal.signal(signal.SIGUSR2, on_signal)
     writer = CheckpointWriter(tmp_path, memory="4MiB")
     try:

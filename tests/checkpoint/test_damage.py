@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor import ArgumentError, CheckpointError, load_arrays, load_checkpoint, load_into
-from shmtensor.checkpoint.build import check_structure
 from shmtensor.checkpoint.description import Described
 from shmtensor.checkpoint.formats import detect, get_format
 from shmtensor.checkpoint.formats.safetensors import _KEY, _SUM
-from shmtensor.checkpoint.plan import Plan, plan
+from shmtensor.checkpoint.plan import Plan, check_structure, plan
 
 from .state_files import SUFFIX, mixed_state, model, same, save
 

@@ -26,7 +26,7 @@ from shmtensor.checkpoint.load import load_arrays, load_checkpoint
 from shmtensor.checkpoint.ranks import RUN
 from shmtensor.checkpoint.slots import HEAD, Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.endpoints.consumer import Consumer
+from shmtensor.endpoints.workqueue import Consumer
 
 from ..faults import points
 from ..scenes import ROOT, files, play, unswept
@@ -63,10 +63,21 @@ UPLOAD_POINTS = [
     "upload.reported",
     "upload.retained",
 ]  # test_upload.py
+RANK_UPLOAD_POINTS = [
+    "upload.own", "upload.file", "upload.part", "upload.manifest", "upload.listed", "upload.noted",
+    "upload.recorded", "upload.cleared", "upload.reported", "upload.retained",
+]  # fmt: skip
+"""Those of several ranks' uploads: test_rank_upload.py."""
+PRUNE_POINTS = ["prune.before", "prune.deleted", "prune.listed"]  # test_upload.py
+DIRECT_POINTS = [
+    "direct.digested", "direct.noted", "direct.file", "direct.listed", "direct.recorded", "direct.done", "direct.swept",
+]  # fmt: skip
+"""Those of saves without a local copy: test_streamed.py."""
 DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a state on a device: cuda/test_deaths.py
 CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS, *SEAL_POINTS,
-    *UPLOAD_POINTS, *RANK_POINTS, *GIVING_UP_POINTS,
+    *UPLOAD_POINTS, *(point for point in RANK_UPLOAD_POINTS if point not in UPLOAD_POINTS), *PRUNE_POINTS,
+    *DIRECT_POINTS, *RANK_POINTS, *GIVING_UP_POINTS,
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""
 
@@ -460,8 +471,11 @@ def scene_of_a_trainer_that_dies_slowly(directory: str, channel: str, first: str
     stager = ends_of_trainer["chunks"]
     stager.provide(100, 1 << 16)
     stager.send_small(HEAD, 1, np.zeros(100, np.uint8), timeout=PATIENCE, name="a", streams=False)
-    settings = {"directory": directory, "writer": "0" * 16, "keep_last": None, "keep_every": None, "keep_best": None}
-    working = writer_process.Worker({**settings, "channel": channel, "next": 1, "live": [], "upload": False})
+    settings = {
+        "directory": directory, "channel": channel, "writer": "0" * 16, "next": 1, "live": [], "uploading": [],
+        "upload": False, "local": True, "keep_last": None, "keep_every": None, "keep_best": None,
+    }  # fmt: skip
+    working = writer_process.Worker(settings)
     ends_of_trainer.pop(first)._member.control.locks.close()
 
     def let_go(seconds: float) -> None:

@@ -18,8 +18,8 @@ from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.directory import Directory
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.formats.safetensors import INDEX
-from shmtensor.checkpoint.resolving import newest_first, open_path
-from shmtensor.checkpoint.verify import check
+from shmtensor.checkpoint.load import check
+from shmtensor.checkpoint.opening import newest_first, open_path
 from shmtensor.cli.main import app
 
 from .state_files import save

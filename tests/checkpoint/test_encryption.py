@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.checkpoint import envelope, keys, names, opening, process_handle
+from shmtensor.checkpoint.convert import encrypt_file
 from shmtensor.checkpoint.directory import LOCK
 from shmtensor.checkpoint.envelope import ENTRY, SEGMENT, read_envelope
 from shmtensor.checkpoint.index import INDEX
 from shmtensor.checkpoint.keys import KeyWrapper, MasterKey, Passphrase
 from shmtensor.checkpoint.load import load_arrays, load_checkpoint
 from shmtensor.checkpoint.opening import Opener
-from shmtensor.checkpoint.sealing import encrypt_file
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
 

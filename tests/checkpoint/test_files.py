@@ -571,7 +571,7 @@ def test_many_readers_of_one_large_tensor(path_of):
 def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
     offsets = np.cumsum([8, *sizes]).tolist()
     targets = [
-        reading._Target(number, np.arange(size).astype(np.uint8), 0, offset)
+        reading._Target(number, size, 0, offset, np.arange(size).astype(np.uint8))
         for number, (size, offset) in enumerate(zip(sizes, offsets, strict=False))
     ]
     runs = reading._cut(targets, readers)
@@ -582,10 +582,10 @@ def test_readers_share_what_there_is_in_runs_of_whole_regions(sizes, readers):
     ]
     for target, offset in zip(targets, offsets, strict=False):
         spans = [target.span(chunk) for chunk in range(len(target))]
-        assert all(0 < len(memory) <= reading.CHUNK for _, memory in spans)
-        assert all(at % reading.PAGE == 0 for at, _ in spans[1:])
-        assert all(at == offset + memory.ctypes.data - target.memory.ctypes.data for at, memory in spans)
-        assert np.array_equal(np.concatenate([target.memory[:0], *(memory for _, memory in spans)]), target.memory)
+        slices = [target.slice(chunk) for chunk in range(len(target))]
+        assert all(0 < end - start <= reading.CHUNK for start, end in spans)
+        assert all((offset + start) % reading.PAGE == 0 for start, _ in spans[1:])
+        assert np.array_equal(np.concatenate([target.memory[:0], *slices]), target.memory)
     regions = [{job.target.region for jobs in run for job in jobs} for run in runs]
     assert sum(map(len, regions)) == len(set().union(*regions))
     share = -(-sum(sizes) // readers)
@@ -606,22 +606,23 @@ def test_one_request_to_a_server_brings_neighbours_that_are_near(readers):
         offset += gap
         request = reading._request(size, share)
         file = int(number > 3)
-        targets.append(reading._Target(number, np.empty(size, np.uint8), file, offset, request=request, joins=True))
+        targets.append(
+            reading._Target(number, size, file, offset, reading._NOTHING, size=request, request=True, joins=True)
+        )
         offset += size
     together = [jobs for run in reading._cut(targets, readers) for jobs in run]
     assert [(job.target.region, job.chunk) for jobs in together for job in jobs] == [
         (number, chunk) for number, target in enumerate(targets) for chunk in range(len(target))
     ]
     for jobs in together:
-        spans = [job.target.span(job.chunk) for job in jobs]
-        ends = [at + len(memory) for at, memory in spans]
-        assert ends[-1] - spans[0][0] <= reading.REQUEST_MAX
-        assert all(0 <= at - end <= reading.GAP for (at, _), end in zip(spans[1:], ends, strict=False))
+        places = [job.places for job in jobs]
+        assert places[-1][1] - places[0][0] <= reading.REQUEST_MAX
+        assert all(0 <= at - end <= reading.GAP for (_, end), (at, _) in itertools.pairwise(places))
         assert len({job.target.file for job in jobs}) == 1
     regions = [{job.target.region for job in jobs} for jobs in together]
     assert any({0, 1} <= each for each in regions)
     assert not any({3, 4} <= each or {4, 5} <= each for each in regions)
-    apart = [reading._Target(n, np.empty(4, np.uint8), 0, 8 + 4 * n, request=4) for n in range(3)]
+    apart = [reading._Target(n, 4, 0, 8 + 4 * n, reading._NOTHING, size=4, request=True) for n in range(3)]
     assert [len(jobs) for run in reading._cut(apart, 1) for jobs in run] == [1, 1, 1]
 
 
@@ -653,7 +654,7 @@ def test_readers_stop_when_one_has_failed(path_of, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["plan", "load", "filling", "digests", "formats.zips"],
+    ["plan", "load", "description", "formats.zips"],
 )
 def test_examples(name):
     module = importlib.import_module(f"shmtensor.checkpoint.{name}")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
-from shmtensor import CheckpointError, load_checkpoint, load_into
-from shmtensor.checkpoint.convert import convert
+from shmtensor import ArgumentError, CheckpointError, DependencyError, load_checkpoint, load_into
+from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.formats import detect
-from shmtensor.checkpoint.formats.shards import shard_of
-from shmtensor.checkpoint.resolving import candidates, open_path
+from shmtensor.checkpoint.formats.base import shard_of
+from shmtensor.checkpoint.keys import MasterKey
+from shmtensor.checkpoint.opening import candidates, open_path
 
 from .state_files import SUFFIX, raw, same, save
 
@@ -344,3 +347,68 @@ def test_what_is_missing_and_not_tied_is_missing(tmp_path):
     safetensors.torch.save_file({"row": torch.ones(3), "norm.weight": torch.ones(3), "norm.bias": torch.ones(3)}, path)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         load_into(part, path)
+
+
+# --- files of tensorizer
+
+
+def test_a_file_of_tensorizer(tmp_path):
+    """Loaded, listed, converted and encrypted, by its own library."""
+    tensorizer, fsspec = pytest.importorskip("tensorizer"), pytest.importorskip("fsspec")
+    pytest.importorskip("cryptography")
+    expected = {
+        "model.w": torch.arange(6.0).reshape(2, 3).to(torch.bfloat16), "ids": torch.arange(5),
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(3.0),
+    }  # fmt: skip
+    path = tmp_path / "a.tensors"
+    serializer = tensorizer.TensorSerializer(str(path))
+    serializer.write_state_dict(expected)
+    serializer.close()
+    assert same(load_checkpoint(path), expected)
+    assert list(load_checkpoint(path, keys=["ids"])) == ["ids"]
+    convert(open_path(path), tmp_path / "a.safetensors")
+    assert same(load_checkpoint(tmp_path / "a.safetensors"), expected)
+    key = bytes(range(32))
+    sealed = encrypt_file(path, None, MasterKey.of(key))
+    assert same(load_checkpoint(sealed, key=key), expected)
+    url = "memory://tensorizer/a.tensors"
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/tensorizer/a.tensors", path.read_bytes())
+    assert same(load_checkpoint(url), expected)
+    fs.rm("/tensorizer", recursive=True)
+    with pytest.raises(ArgumentError, match="not known"):
+        convert(open_path(path), tmp_path / "b.tensors", "tensorizer")
+    path.write_bytes(path.read_bytes()[:4000])
+    with pytest.raises(CheckpointError, match=r"a\.tensors: tensorizer cannot read it"):
+        load_checkpoint(path)
+
+
+class _Claims:
+    """In place of tensorizer's reader: of a file that says more bytes than it has."""
+
+    total_tensor_bytes = 1 << 50
+
+    def __init__(self, path, device, lazy_load):
+        assert lazy_load
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_a_file_of_tensorizer_that_says_more_than_it_has(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorizer", SimpleNamespace(TensorDeserializer=_Claims))
+    (tmp_path / "a.tensors").write_bytes(b"|TZR|" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"tensors have 1125899906842624 bytes, and has 105 itself"):
+        load_checkpoint(tmp_path / "a.tensors")
+
+
+def test_a_file_of_tensorizer_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorizer", None)
+    (tmp_path / "a.tensors").write_bytes(b"|TZR|" + bytes(100))
+    with pytest.raises(DependencyError, match="pip install tensorizer"):
+        load_checkpoint(tmp_path / "a.tensors")
+    save({"w": torch.ones(3)}, tmp_path / "step-1.safetensors")
+    assert list(load_checkpoint(tmp_path)) == ["w"]  # a directory of checkpoints means those of this library

@@ -28,7 +28,7 @@ from shmtensor import (
     open_checkpoint,
 )
 from shmtensor.checkpoint.plan import Entry
-from shmtensor.checkpoint.slicing import InMemory, Span, narrow, packed, read_part, stored_nbytes
+from shmtensor.checkpoint.selection import InMemory, Span, narrow, packed, read_part, stored_nbytes
 
 from .state_files import SUFFIX, mixed_state, raw, same, save
 

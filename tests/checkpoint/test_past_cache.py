@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from shmtensor import CheckpointError, load_checkpoint
-from shmtensor.checkpoint import files as module
-from shmtensor.checkpoint.files import DIRECT_MIN, Files
-from shmtensor.checkpoint.limits import PAGE
-from shmtensor.checkpoint.reading import private
+from shmtensor.checkpoint import reading as module
+from shmtensor.checkpoint.limits import DIRECT_MIN, PAGE
+from shmtensor.checkpoint.reading import Files, private
 from shmtensor.memory.mapped_file import fresh
 
 from ..waiting import wait_until

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor import native
-from shmtensor.checkpoint import names, transfer
+from shmtensor.checkpoint import names
+from shmtensor.checkpoint import slots as slots_module
 from shmtensor.checkpoint.formats import FORMATS, get_format
 from shmtensor.checkpoint.plan import Plan, plan
-from shmtensor.checkpoint.plan_cache import PlanCache
-from shmtensor.checkpoint.transfer import cut
+from shmtensor.checkpoint.slots import cut
+from shmtensor.checkpoint.staging import PlanCache
 from shmtensor.errors import ArgumentTypeError
 
 from .state_files import same
@@ -42,7 +43,7 @@ def chunks_of(made: Plan, layout) -> list[tuple]:
     """Every chunk of a layout, with its bytes as `Transfer` writes them."""
     pieces = cut(layout, CHUNK)
     slots = [np.full(CHUNK, 0xEE, np.uint8) for _ in pieces]
-    transfer.Transfer(made).fill(pieces, slots)
+    slots_module.Transfer(made).fill(pieces, slots)
     return [(each.file, each.offset, slot[: each.nbytes].tobytes()) for each, slot in zip(pieces, slots, strict=True)]
 
 
@@ -58,7 +59,7 @@ def check(plan_cache: PlanCache, state, form: str, meta=None) -> None:
         (c.file, c.offset, c.nbytes, c.runs) for c in cut(layout, CHUNK)
     ]
     slots = [np.full(CHUNK, 0x11, np.uint8) for _ in chunks]
-    transfer.Transfer(found).fill(chunks, slots)
+    slots_module.Transfer(found).fill(chunks, slots)
     bytes_found = [(c.file, c.offset, slot[: c.nbytes].tobytes()) for c, slot in zip(chunks, slots, strict=True)]
     assert bytes_found == chunks_of(expected, layout)
     for region, other in zip(found.regions, expected.regions, strict=True):
@@ -206,7 +207,7 @@ def test_the_plan_keeps_memory_that_the_state_lets_go_of():
     state["a"].data = torch.zeros(1)
     noise = [torch.full((50_000,), 9.0) for _ in range(4)]
     slots = [np.zeros(CHUNK, np.uint8) for _ in geometry.chunks(CHUNK)]
-    transfer.Transfer(made).fill(geometry.chunks(CHUNK), slots)
+    slots_module.Transfer(made).fill(geometry.chunks(CHUNK), slots)
     found = np.concatenate(slots)[-geometry.nbytes % CHUNK - 4 * CHUNK :].view(np.float32)
     assert set(found[:1000]) == {7.0}
     assert len(noise) == 4
@@ -241,11 +242,11 @@ def test_runs_are_moved_by_any_number_of_threads(sizes, threads, starts, far):
         expected[at : at + size] = source[start : start + size]
         at += size
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transfer, "ALONE", 0)
-        patched.setattr(transfer, "_threads", lambda: threads)
+        patched.setattr(slots_module, "ALONE", 0)
+        patched.setattr(slots_module, "_threads", lambda: threads)
         if far and native.module is not None:  # past the caches
-            patched.setattr(transfer, "mover", lambda total: native.module.stream)
-        transfer.move_all(moves, (source, target))
+            patched.setattr(slots_module, "mover", lambda total: native.module.stream)
+        slots_module.move_all(moves, (source, target))
     assert (target == expected).all()
 
 
@@ -258,16 +259,16 @@ def test_where_no_thread_can_be_made_the_caller_moves_it_all(monkeypatch):
             raise RuntimeError("can't start new thread")
 
     source, target = np.arange(2_000_000), np.zeros(2_000_000, np.int64)
-    monkeypatch.setattr(transfer.threading, "Thread", Refusing)
-    monkeypatch.setattr(transfer, "_threads", lambda: 3)
-    transfer.move_all([(target.ctypes.data, source.ctypes.data, source.nbytes)], None)
+    monkeypatch.setattr(slots_module.threading, "Thread", Refusing)
+    monkeypatch.setattr(slots_module, "_threads", lambda: 3)
+    slots_module.move_all([(target.ctypes.data, source.ctypes.data, source.nbytes)], None)
     assert (target == source).all()
 
 
 def test_saves_of_a_training(tmp_path, monkeypatch, channel):
     """Each file holds what the state was, whether the plan was remembered or made anew."""
     monkeypatch.setattr(names, "PREFIX", channel)
-    monkeypatch.setattr(transfer, "ALONE", 1000)
+    monkeypatch.setattr(slots_module, "ALONE", 1000)
     state, kept = base(), []
     with shmtensor.CheckpointWriter(tmp_path / "a", memory="8MiB") as writer:
         writer.start(state)

@@ -18,7 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.checkpoint import in_flight, index, manifest, names, process_handle, ranks, votes
+from shmtensor.checkpoint import handle as handle_module
+from shmtensor.checkpoint import index, names, opening, process_handle, ranks
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
@@ -220,7 +221,7 @@ def test_a_rank_that_has_not_opened_is_said_to_be_so(tmp_path):
 
 
 def test_a_late_rank_is_named_in_the_log(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(in_flight, "_LATE", 0.0)
+    monkeypatch.setattr(handle_module, "_LATE", 0.0)
     path = tmp_path / "a"
     with CheckpointWriter(path, rank=0, world_size=2) as one:
         one.save(part_of(0, 1))
@@ -705,15 +706,15 @@ def test_a_part_that_is_missing_or_changed_is_named(tmp_path):
 
 
 def test_a_part_that_names_tensors_of_another_is_damaged():
-    moved = manifest._shifted({"k": [[["i", "0x0"], {"x": 0}], ["a", {"z": ["s", [], [], [1, 7]]}]]}, 5, 2)
+    moved = opening._shifted({"k": [[["i", "0x0"], {"x": 0}], ["a", {"z": ["s", [], [], [1, 7]]}]]}, 5, 2)
     assert moved == {"k": [[["i", "0x0"], {"x": 5}], ["a", {"z": ["s", [], [], [6, -1]]}]]}
-    assert manifest._shifted({"x": 2}, 5, 2) == {"x": -1}
+    assert opening._shifted({"x": 2}, 5, 2) == {"x": -1}
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rank": 1}', "[" * 100_000, '{"rank":0,"file":"../x"}'])
 def test_a_vote_that_cannot_be_read_counts_as_none(tmp_path, text):
     (tmp_path / "rank-00000.vote").write_text(text)
-    assert votes._votes(str(tmp_path)) == {}
+    assert ranks._votes(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 3}', json.dumps({"version": 1, "run": -1})])

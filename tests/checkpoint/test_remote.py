@@ -37,8 +37,7 @@ from shmtensor.checkpoint import bodies, reading, remote
 from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
-from shmtensor.checkpoint.opening import Opener
-from shmtensor.checkpoint.resolving import open_path
+from shmtensor.checkpoint.opening import Opener, open_path
 from shmtensor.checkpoint.upload import put_file
 from shmtensor.cli.main import app
 
@@ -667,6 +666,31 @@ def test_bytes_that_are_not_those_that_were_saved(served, tmp_path):
         load_checkpoint(f"{served.url}/a.safetensors")
 
 
+def test_another_range_than_was_asked_for(served, tmp_path, quick):
+    """Of a part there is no digest that would tell."""
+    path = save({"w": torch.arange(1_000_000)}, tmp_path / "served" / "a.safetensors")
+    data, shifted = path.read_bytes(), [1]
+
+    def shift(handler, _path, start, found):
+        if handler.command == "HEAD" or len(found) < 1_000_000 or not shifted[0]:
+            return found
+        shifted[0] -= 1
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(found)))
+        handler.send_header("Content-Range", f"bytes {start - 8}-{start - 9 + len(found)}/{len(data)}")
+        handler.end_headers()
+        handler.wfile.write(data[start - 8 : start - 8 + len(found)])
+        return None
+
+    served.fault = shift
+    part = {"w": slice(1000, 900_000)}
+    assert load_checkpoint(f"{served.url}/a.safetensors", slices=part)["w"][0] == 1000
+    assert shifted == [0]
+    shifted[0] = 1 << 30
+    with pytest.raises(ResourceError, match=r"tried 5 times: OSError: the server sends 'bytes \d+-"):
+        load_checkpoint(f"{served.url}/a.safetensors", slices=part)
+
+
 def test_it_becomes_another_file_while_it_is_read(served, tmp_path):
     """The digests of what was opened tell."""
     path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
@@ -894,6 +918,8 @@ def test_packages_that_are_missing(monkeypatch):
         load_checkpoint("nowhere://bucket/a")
     with pytest.raises(ArgumentError, match="Protocol not known"):
         load_checkpoint("quux://bucket/a")
+    with pytest.raises(ArgumentError, match="names no bucket or host"):
+        load_checkpoint("s3:///bucket/a.safetensors")
 
 
 def test_a_url_of_this_machine_is_a_path(tmp_path):

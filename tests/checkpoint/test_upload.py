@@ -31,7 +31,7 @@ from shmtensor.checkpoint.index import PENDING, UPLOADED, Saved
 from ..scenes import ROOT
 from ..waiting import PATIENCE, wait_for_end, wait_until
 from .servers import s3  # noqa: F401
-from .test_deaths import UPLOAD_POINTS, dies, own_channels, state_of  # noqa: F401
+from .test_deaths import PRUNE_POINTS, UPLOAD_POINTS, dies, own_channels, state_of  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
 
@@ -266,8 +266,9 @@ def test_the_local_list_is_lost(url, tmp_path, monkeypatch):
 def test_a_list_that_would_be_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "MAX_LIST", 10_000)
     target = upload.Target.__new__(upload.Target)
+    target._keep, target._renames = upload.Keep(), False
     target.path = Memory(index._render([saved(step) for step in range(100)]))
-    target._list(saved(100), [saved(100)])
+    target.add_to_list(saved(100), [saved(100)])
     assert len(target.path.data) <= 10_000
     assert index.parse(target.path.data)[-1].step == 100
 
@@ -304,6 +305,7 @@ def test_a_timeout_of_close(url, s3, tmp_path):  # noqa: F811
     ("given", "error", "text"),
     [
         (7, ArgumentTypeError, "must be a URL"), ("runs/b", ArgumentError, "is no URL"),
+        ("s3:///bucket/b", ArgumentError, "no bucket or host"),
         ("file:///tmp/b", ArgumentError, "a directory of this machine"),
         ("memory://b", ArgumentError, "another process"),
         ("https://me:secret@host/b", ArgumentError, "'https://host/b'"),
@@ -315,11 +317,6 @@ def test_what_is_no_target(tmp_path, given, error, text):
         CheckpointWriter(tmp_path / "a", upload=given)
     assert "secret" not in str(raised.value)
     assert not (tmp_path / "a").exists()
-
-
-def test_not_with_ranks(tmp_path):
-    with pytest.raises(ArgumentError, match="upload= copies what one process saves"):
-        CheckpointWriter(tmp_path / "a", upload="s3://bucket/a", rank=0, world_size=1)
 
 
 def test_fsspec_is_missing(tmp_path, monkeypatch):
@@ -347,10 +344,11 @@ def test_the_url_is_in_no_command_line(url, tmp_path):
 )  # fmt: skip
 def test_the_order_at_the_url(there, order, new, expected):
     target = upload.Target.__new__(upload.Target)
+    target._keep, target._renames = upload.Keep(), False
     target.path = Memory(
         there if there is None or isinstance(there, bytes) else index._render([saved(step) for step in there])
     )
-    target._list(saved(new), [saved(step) for step in order])
+    target.add_to_list(saved(new), [saved(step) for step in order])
     found = index.parse(target.path.data)
     assert [entry.step for entry in found] == expected
     assert found[expected.index(new)].upload == ""
@@ -456,3 +454,54 @@ def test_the_trainers_end_waits_for_uploads(url, tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, timeout=PATIENCE, check=True)
     assert there(url) == [1]
     assert shmtensor.load_arrays(url)["step"] == 1
+
+
+# --- what stays at the URL
+
+
+def save_five(path, url, **more):
+    """Losses 5, 1, 3, 4, 2 by step; step 1 is also `first`."""
+    with CheckpointWriter(path, upload=url, on_error="warn", **more) as writer:
+        for step, loss in enumerate([5, 1, 3, 4, 2], 1):
+            alias = "first" if step == 1 else None
+            writer.save(state_of(step), metrics={"loss": loss}, alias=alias).uploaded.result(PATIENCE)
+        return writer.statistics()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"upload_keep_last": 1}, [1, 5]), ({"upload_keep_last": 2, "keep_every": 3}, [1, 3, 4, 5]),
+        ({"upload_keep_last": 1, "keep_best": ("loss", "min", 1)}, [1, 2, 5]),
+        ({"upload_keep_last": 1, "max_shard": 500_000}, [1, 5]), ({"keep_last": 1}, [1, 2, 3, 4, 5]),
+    ],
+)  # fmt: skip
+def test_what_stays_at_the_url(url, s3, tmp_path, options, expected):  # noqa: F811
+    save_five(tmp_path / "a", url, **options)
+    assert there(url) == expected
+    assert load_arrays(f"{url}/first")["step"] == 1
+    s3.fs.invalidate_cache()
+    names_there = {name.rpartition("/")[2] for name in s3.fs.ls(url.removeprefix("s3://"), detail=False)}
+    assert {int(name.split("-")[1].split(".")[0]) for name in names_there - {index.INDEX}} == set(expected)
+    kept = [1, 5] if "keep_last" in options else [1, 2, 3, 4, 5]  # on this disk only `keep_last` deletes
+    assert sorted(found.step for found in list_checkpoints(tmp_path / "a")) == kept
+
+
+def test_what_somebody_changed_at_the_url_stays(url, s3, tmp_path, caplog):  # noqa: F811
+    key = f"{url.removeprefix('s3://')}/step-00000001.safetensors"
+    with CheckpointWriter(tmp_path / "a", upload=url, upload_keep_last=1) as writer:
+        writer.save(state_of(1)).uploaded.result(PATIENCE)
+        s3.fs.pipe_file(key, b"somebody's")
+        writer.save(state_of(2)).uploaded.result(PATIENCE)
+    s3.fs.invalidate_cache()
+    assert s3.fs.cat_file(key) == b"somebody's"
+
+
+@pytest.mark.parametrize("point", PRUNE_POINTS)
+def test_the_writing_process_dies_while_it_deletes_at_the_url(url, dies, tmp_path, point):  # noqa: F811
+    dies(point)
+    with CheckpointWriter(tmp_path / "a", upload=url, upload_keep_last=1) as writer:
+        for step in (1, 2, 3):
+            assert writer.save(state_of(step)).uploaded.result(PATIENCE)
+        assert writer.statistics().restarts == 1
+    assert there(url) == [3]

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.checkpoint import in_flight, index, names, output, process_handle, staged, transfer
+from shmtensor.checkpoint import handle as handle_module
+from shmtensor.checkpoint import index, names, output, process_handle, slots, staged
 from shmtensor.checkpoint.directory import Directory
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.load import load_checkpoint
@@ -308,7 +309,7 @@ def interrupt(*arguments):
 def test_a_save_that_is_interrupted_leaves_nothing(make, monkeypatch):
     writer = make()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(transfer, "move_all", interrupt)
+        patched.setattr(slots, "move_all", interrupt)
         writer.save(state_of(1))
     assert number_in(writer.save(state_of(2)).durable.result(PATIENCE).path) == 2
     assert checkpoints(Path(writer.directory)) == ["step-00000002.safetensors"]
@@ -319,7 +320,7 @@ def test_an_exception_that_is_kept_does_not_keep_the_slots(make, monkeypatch):
     writer = make(memory="10MiB")  # room for one
     writer.save(state).durable.result(PATIENCE)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as kept:
-        patched.setattr(transfer, "_move", interrupt)
+        patched.setattr(slots, "_move", interrupt)
         writer.save(state)
     assert writer.save(state, timeout=PATIENCE).durable.result(PATIENCE)
     assert kept.value.__traceback__ is not None
@@ -653,7 +654,7 @@ def test_a_save_that_kills_every_writer_is_given_up(make, monkeypatch):
     monkeypatch.setattr(process_handle, "LAUNCH", arm + process_handle.LAUNCH)
     monkeypatch.chdir(ROOT)
     writer = make()
-    with pytest.raises(shmtensor.PeerDied, match=f"died {in_flight.ATTEMPTS} times"):
+    with pytest.raises(shmtensor.PeerDied, match=f"died {handle_module.ATTEMPTS} times"):
         writer.save(state_of(1)).durable.result(PATIENCE)
     assert number_in(writer.save(state_of(2)).durable.result(PATIENCE).path) == 2
     assert checkpoints(Path(writer.directory)) == ["step-00000002.safetensors"]

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.cli import doctor, machine
+from shmtensor.cli import doctor
 from shmtensor.cli.main import app
 from shmtensor.cli.output import FAIL, Finding
 from shmtensor.errors import ResourceError
@@ -303,8 +303,8 @@ def test_doctor_fails_and_survives_broken_checks(monkeypatch):
     def broken():
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(machine, "CHECKS", (broken, lambda: iter([Finding("x", FAIL, "1", "2")])))
-    monkeypatch.setattr(doctor.software, "CHECKS", ())
+    monkeypatch.setattr(doctor, "MACHINE", (broken, lambda: iter([Finding("x", FAIL, "1", "2")])))
+    monkeypatch.setattr(doctor, "SOFTWARE", ())
     report = json.loads(cli("doctor", "--json", code=1))
     assert [it["status"] for it in report["findings"]] == ["fail", "fail"]
 

@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from shmtensor.cli.demo import command, frames
-from shmtensor.cli.demo.processes import CORRUPT
+from shmtensor.cli import demo as command
+from shmtensor.cli.demo import CORRUPT
 from shmtensor.cli.main import app
 
 from ..waiting import wait_until
@@ -167,6 +167,6 @@ def test_nothing_to_stream(tmp_path):
 
 
 def test_without_scikit_image(monkeypatch):
-    monkeypatch.setattr(frames.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(frames.InputError, match=r"shmtensor\[demo\]"):
-        frames.paths(None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(command.InputError, match=r"shmtensor\[demo\]"):
+        command.paths(None)

@@ -143,7 +143,7 @@ def test_requests_and_batches(channel):
         assert client.request(b"", timeout=100) == {"echo": b"", "length": 0}
         server.stop()
         thread.join(100)
-    from shmtensor.rpc.stacking import is_stackable, layout_of, split, stack
+    from shmtensor.rpc.batching import is_stackable, layout_of, split, stack
 
     one, two = {"x": torch.zeros(2), "key": b"a"}, {"x": torch.ones(2), "key": b"a"}
     other = {"x": torch.ones(2), "key": b"b"}
@@ -255,7 +255,7 @@ def test_bytes_that_are_no_bytes_are_a_wire_error(row, shape, is_torch):
 
 def test_a_checkpoint_has_its_own(tmp_path):
     """`bytes` in a state were values before; the composite of messages is none of a checkpoint's."""
-    from shmtensor.checkpoint.build import _Builder
+    from shmtensor.checkpoint.plan import _Builder
 
     path = tmp_path / "run"
     with shmtensor.CheckpointWriter(path) as writer:

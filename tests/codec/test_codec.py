@@ -595,11 +595,11 @@ import sys
 
 sys.abiflags += "t"
 from shmtensor import native
-from shmtensor.cli import software
+from shmtensor.cli import doctor
 from shmtensor.codec import implementation
 
 assert native.module is None and implementation.codec is None
-(finding,) = software.codec()
+(finding,) = doctor.codec()
 assert (finding.status, finding.value) == ("warn", "not in use") and "free-threaded" in finding.meaning, finding
 native.report_missing()
 """

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from shmtensor.cuda import keeper
-from shmtensor.cuda.library import HANDLE_BYTES, failure
-from shmtensor.cuda.runtime import Runtime
+from shmtensor.cuda.runtime import HANDLE_BYTES, Runtime, failure
 from shmtensor.errors import ArgumentError
 
 from ..waiting import wait_until
@@ -399,7 +398,10 @@ class StandIn:
         self._usable()
         self.pageable_copies += 1
         self._drain(stream, 0)
-        return tensor if isinstance(tensor, DeviceTensor) else tensor.clone().as_subclass(DeviceTensor)
+        if isinstance(tensor, DeviceTensor):
+            return tensor
+        moved = tensor.clone()  # torch makes no subclass of a tensor without a storage
+        return moved.as_subclass(DeviceTensor) if moved.layout is torch.strided else moved
 
     def view(self, block: Any, at: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         flat = torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape, strides)

@@ -28,6 +28,7 @@ BY_HAND = {
     "test_the_workloads_run": "`cuda/test_benchmarks.py`",
     "test_device_memory_and_events_are_shared": "`cuda/test_runtime.py`",
     "test_batches_on_the_device": "`cuda/test_dropins.py`, with `fork`",
+    "test_a_checkpoint_is_loaded_straight_to_the_device": "`cuda/test_loading.py`",
     "test_a_queue_on_the_device": "`cuda/test_dropins.py`, without sparse tensors",
     "test_a_capture_does_not_notice_that_another_thread_asks_for_events": "`cuda/test_calls.py`",
 }

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.cuda import library, pinning, runtime
+from shmtensor.cuda import pinning, runtime
 
 HANDLE = bytes(range(64))
 FAR = 0x7F12_3456_7000
@@ -61,7 +61,7 @@ class Cudart:
         self.fail: dict[str, int] = {}
         self.capturing: dict[int, int] = {}  # stream -> status; a negative one: the error of the question
         self.broken_captures = self.last = 0
-        self.cudaGetErrorName = self._text(lambda number: library.NAMES.get(number, "cudaErrorOther"))
+        self.cudaGetErrorName = self._text(lambda number: runtime.NAMES.get(number, "cudaErrorOther"))
         self.cudaGetErrorString = self._text(lambda number: TEXTS.get(number, f"text of {number}"))
         inner = {name: self._checked(name, getattr(self, f"_{name}", self._plain(name))) for name in PROTOTYPES}
         for name, types in PROTOTYPES.items():
@@ -214,7 +214,7 @@ class Stream:
 @pytest.fixture
 def cudart(monkeypatch):
     made = Cudart()
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: made)
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda path: made)
     monkeypatch.setattr(runtime, "_usable_torch", made.torch)
     return made
 
@@ -377,14 +377,14 @@ def test_a_device_that_cannot_be_used_is_copied_to_without_pinning(used, monkeyp
 def test_of_two_libraries_the_one_of_torch_is_taken(monkeypatch, major, found):
     lines = "7f00-7f01 r-xp 0 00:00 1   /lib/libc.so\n7f02-7f03 r-xp 0 00:00 2   /a/libcudart.so.12\n"
     lines += "7f04-7f05 r-xp 0 00:00 3   /b/libcudart.so.13\n"
-    monkeypatch.setattr(library, "open", lambda path: io.StringIO(lines), raising=False)
-    assert library._loaded(major) == found
+    monkeypatch.setattr(runtime, "open", lambda path: io.StringIO(lines), raising=False)
+    assert runtime._loaded(major) == found
 
 
 def test_every_call_has_the_types_of_the_header():
-    ours = {name: [kind.__name__ for kind in kinds] for name, kinds in library._SIGNATURES.items()}
+    ours = {name: [kind.__name__ for kind in kinds] for name, kinds in runtime._SIGNATURES.items()}
     theirs = {name: [kind.__name__ for kind in kinds] for name, kinds in PROTOTYPES.items()}
     theirs["cudaIpcGetMemHandle"][0], theirs["cudaIpcOpenMemHandle"][1] = "LP_Handle", "Handle"
     theirs["cudaDeviceGetPCIBusId"][0] = "c_char_p"
     assert ours == theirs
-    assert ctypes.sizeof(library.Handle) == 64
+    assert ctypes.sizeof(runtime.Handle) == 64

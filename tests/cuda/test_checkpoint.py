@@ -11,7 +11,7 @@ import torch
 
 import shmtensor
 from shmtensor import shielded
-from shmtensor.checkpoint import names, offload, structure
+from shmtensor.checkpoint import names, slots, structure
 from shmtensor.checkpoint.load import load_checkpoint
 from shmtensor.checkpoint.slots import Stager
 from shmtensor.checkpoint.writer import CheckpointWriter
@@ -270,7 +270,7 @@ def test_a_copy_that_cannot_be_started_is_raised_by_save(writer, standin, monkey
 
 
 def test_an_interrupt_waits_for_the_device_before_it_gives_slots_back(writer, standin, monkeypatch):
-    monkeypatch.setattr(offload.Offload, "follow", raise_interrupt)
+    monkeypatch.setattr(slots.Offload, "follow", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         writer.save(state_of(standin, 1))
     assert not standin.waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import shmtensor
 from shmtensor.cuda import pinning
 from shmtensor.memory.segment import PAGE
 
+from ..faults.interrupts import interrupted
 from ..waiting import once
 from .standin import DeviceTensor, installed
 
@@ -27,8 +29,8 @@ LONG = 120
 def pair(channel, kind="fanout", **options):
     receiver = {name: options.pop(name) for name in ("device", "prefetch", "acknowledge") if name in options}
     pin = options.get("pin", "auto")
-    if kind == "fanout":
-        sub = shmtensor.Subscriber(channel, pin=pin, **receiver)
+    if kind != "work":
+        sub = shmtensor.Subscriber(channel, pin=pin, group="them" if kind == "group" else None, **receiver)
         return shmtensor.Publisher(channel, **options), sub
     rx = shmtensor.Consumer(channel, pin=pin, **receiver)
     return shmtensor.Producer(channel, **options), rx
@@ -274,6 +276,27 @@ def test_a_piece_that_cannot_be_unregistered_keeps_no_other(lazy, channel, monke
     assert (len(asked), lazy.registered) == (3, {})
 
 
+def test_an_interrupted_release_is_finished_with_the_memory(lazy, monkeypatch):
+    """At each boundary: the pieces that are left are unregistered before their memory goes."""
+    monkeypatch.setattr(pinning, "PIECE", PAGE)
+    monkeypatch.setattr(lazy, "unregister_host", lambda address, device: lazy.registered.pop(address, None))
+    at, attempt = 1, None
+    while attempt is None or attempt.reached:
+        memory = mmap.mmap(-1, 3 * PAGE)
+        block = np.frombuffer(memory, np.uint8)
+        buffer = memoryview(block)
+        made = pinning.Pinning(buffer, block.ctypes.data, writable=True)
+        made.parts(buffer, 0, 3 * PAGE, 0)
+        assert len(lazy.registered) == 3
+        attempt = interrupted(made.release, at)
+        del made, buffer, block
+        gc.collect()
+        assert lazy.registered == {}, attempt
+        memory.close()
+        at += 1
+    assert at > 10
+
+
 def test_a_ring_that_is_added_is_pinned_as_well(lazy, channel):
     tx, rx = pair(channel, slots=2)
     with tx, rx:
@@ -497,6 +520,21 @@ def test_messages_are_copied_ahead(lazy, channel, kind):
         assert rx.statistics().copying == 0
 
 
+@pytest.mark.parametrize("kind", ["work", "group"])
+def test_a_message_on_the_device_is_done_when_it_is_released(lazy, channel, kind):
+    tx, rx = pair(channel, kind, slots=8, device="cuda", acknowledge="release")
+    with tx, rx:
+        for number in range(2):
+            tx.send(torch.full((100,), number))
+        for number in range(2):
+            msg = rx.recv(timeout=LONG)
+            lazy.run_all()
+            assert (int(lazy.host(msg.value)[0]), msg.attempt) == (number, 1)
+            msg.release()
+        with pytest.raises(TimeoutError):
+            rx.recv(timeout=0)
+
+
 def test_values_on_the_device_hold_no_slot(lazy, channel):
     tx, rx = pair(channel, slots=1, device="cuda")
     with tx, rx:
@@ -631,10 +669,10 @@ keep = rx
 
 
 def test_doctor_tells_about_pinning(standin):
-    from shmtensor.cli import software
+    from shmtensor.cli import doctor
 
     def found():
-        return [(it.status, it.value) for it in software.torch() if it.name.startswith("CUDA")]
+        return [(it.status, it.value) for it in doctor.torch() if it.name.startswith("CUDA")]
 
     assert [status for status, _ in found()] == ["ok", "ok", "ok"]
     standin.refuse_registration = 801

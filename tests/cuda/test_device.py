@@ -108,6 +108,34 @@ def test_what_is_computed_beside_the_copies_waits_when_it_is_told_to(tmp_path, o
         assert not load_checkpoint(handle.durable.result(LONG).path)["w"].any()
 
 
+def test_a_checkpoint_is_loaded_straight_to_the_device(tmp_path, own_channels):
+    weight = torch.randn(40 * ELEMENTS)
+    state = {
+        "w": weight,
+        "tied": weight[8:],
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "sparse": torch.eye(4).to_sparse(),
+    }
+    with CheckpointWriter(tmp_path / "a") as writer:
+        path = writer.save(state).durable.result(LONG).path
+    found = load_checkpoint(path, device="cuda")
+    assert all(tensor.is_cuda for tensor in found.values())
+    assert torch.equal(found["w"].cpu(), weight)
+    assert found["tied"].data_ptr() == found["w"][8:].data_ptr()
+    assert torch.equal(found["half"].cpu(), state["half"])
+    assert torch.equal(found["sparse"].to_dense().cpu(), torch.eye(4))
+    torch.save({"w": weight}, tmp_path / "b.pt")
+    assert torch.equal(load_checkpoint(tmp_path / "b.pt", device="cuda")["w"].cpu(), weight)
+    with shmtensor.open_checkpoint(path, device="cuda") as checkpoint:
+        assert torch.equal(checkpoint["w"].read(slice(5, 9)).cpu(), weight[5:9])
+    module = torch.nn.Linear(ELEMENTS, 4, device="cuda")
+    with CheckpointWriter(tmp_path / "c") as writer:
+        saved = {name: torch.randn(tensor.shape) for name, tensor in module.state_dict().items()}
+        path = writer.save(saved).durable.result(LONG).path
+    shmtensor.load_into(module, path)
+    assert all(torch.equal(module.state_dict()[name].cpu(), tensor) for name, tensor in saved.items())
+
+
 CUDA = [workload for workload in WORKLOADS if workload.name.startswith("cuda-")]
 
 

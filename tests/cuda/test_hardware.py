@@ -280,7 +280,7 @@ def test_a_process_dies_with_a_copy_on_its_way(channel):
 
 
 def test_the_doctor_pins_both_kinds_of_mapping():
-    from shmtensor.cli import software
+    from shmtensor.cli import doctor
 
-    found = [(each.status, each.value) for each in software.torch() if each.name.startswith("CUDA")]
+    found = [(each.status, each.value) for each in doctor.torch() if each.name.startswith("CUDA")]
     assert [status for status, _ in found] == ["ok"] * len(found), found

@@ -519,7 +519,7 @@ def test_a_process_that_does_not_see_the_device_is_told_so_and_loses_nothing(sta
             assert "stand-in 0" in text
             assert "CUDA_VISIBLE_DEVICES" in text
         reader.do("cuda.identity = known; opens = cuda.open_memory")
-        reader.do("def refuse(*args): from shmtensor.cuda.library import failure; raise failure('cannot map', 400)")
+        reader.do("def refuse(*args): from shmtensor.cuda.runtime import failure; raise failure('cannot map', 400)")
         reader.do("cuda.open_memory = refuse")
         name, text = reader.fails("sub.recv(timeout=60)")
         assert name == "CudaError"

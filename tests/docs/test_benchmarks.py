@@ -361,6 +361,8 @@ def test_every_workload_runs_with_shmtensor_alone(workload, own_names):
 
 SAVING = {
     "a module with its optimizer": (lambda effort: saving.measure_ours(effort, what=saving.MODEL), "stall durable dd"),
+    "through DCP": (lambda effort: saving.measure_dcp(effort, what=saving.MODEL), "stall durable copy"),
+    "encrypted": (saving.measure_encrypted, "encrypted plain slice,_encrypted slices,_plain"),
     "training steps": (saving.measure_steps, "alone beside with"),
     "memory": (saving.measure_memory, "all rings processes"),
 }
@@ -371,7 +373,7 @@ SAVING = {
 def test_what_only_a_full_run_saves_runs_too(name):
     measure, metrics = SAVING[name]
     samples = measure(TINY)
-    assert all(value > 0 for metric in metrics.split() for value in samples[metric])
+    assert all(value > 0 for metric in metrics.split() for value in samples[metric.replace("_", " ")])
 
 
 @pytest.mark.slow
@@ -622,20 +624,16 @@ def test_growth_is_told():
     assert text == "send: 111 instructions, +11% on the stored 100"
 
 
-def test_the_hot_path_has_not_grown(channel):
-    stored = instructions.load().get(instructions.version())
-    if stored is None:
-        pytest.skip(f"no counts are stored for {instructions.version()}")
-    grown = instructions.exceeding(instructions.measure(channel), stored)
-    assert grown == [], "if it is meant: python -m benchmarks.instructions --write"
-
-
 @pytest.mark.slow
-def test_the_python_code_has_not_grown_either():
+@pytest.mark.parametrize("pure", [False, True], ids=["compiled", "pure"])
+def test_the_hot_path_has_not_grown(pure):
+    # in a process of its own: what other tests have imported, OpenTelemetry for one, changes what a send does
+    environment = {name: value for name, value in os.environ.items() if name != "SHMTENSOR_PURE"}
+    if pure:
+        environment["SHMTENSOR_PURE"] = "1"
     command = [sys.executable, "-m", "benchmarks.instructions"]
-    environment = {**os.environ, "SHMTENSOR_PURE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\nif it is meant: {' '.join(command)} --write"
 
 
 # --- shmtensor bench

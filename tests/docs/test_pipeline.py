@@ -11,7 +11,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shmtensor
-from shmtensor.endpoints.async_sender import AsyncSender
+from shmtensor.endpoints.asyncio import AsyncSender
 
 from ..endpoints.test_asyncio import PATIENCE, asleep, run, turns_of_the_loop  # noqa: F401
 

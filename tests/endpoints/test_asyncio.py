@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.endpoints import async_endpoint
+from shmtensor.endpoints import asyncio as calls
 from shmtensor.endpoints import wait_queue as wait_queues
 from shmtensor.endpoints.base import LIVENESS_INTERVAL
-from shmtensor.endpoints.waiters import SlotWaiters
-from shmtensor.memory.fifos import BY_FIFO
+from shmtensor.endpoints.wait_queue import SlotWaiters
+from shmtensor.memory.semaphores import BY_FIFO
 
 PATIENCE = 100.0
 PAIRS = [(shmtensor.Publisher, shmtensor.Subscriber), (shmtensor.Producer, shmtensor.Consumer)]
@@ -437,7 +437,7 @@ def test_what_is_there_needs_no_turn_of_the_loop(run, channel):
 
     async def main():
         with shmtensor.Publisher(channel) as tx, shmtensor.Subscriber(channel) as rx:
-            tx._turn_due = rx._turn_due = async_endpoint.clock() + PATIENCE
+            tx._turn_due = rx._turn_due = calls.clock() + PATIENCE
             for count in range(20):
                 with pytest.raises(StopIteration) as sent:
                     tx.asend(number(count)).send(None)
@@ -669,7 +669,7 @@ def test_a_ring_for_a_cancelled_task_goes_to_another_consumer(run, channel, no_l
                 await asleep(first)
                 theirs = asyncio.create_task(other.arecv())
                 await asleep(other)
-                tx._next_listener = 0  # so that the first is rung
+                tx._recipients._next = 0  # so that the first is rung
                 tx.send(number(steps))
                 await turns_after_waking(first, steps)
                 ours.cancel()
@@ -800,6 +800,29 @@ def test_threads_and_tasks_share_an_endpoint(run, channel, pair):
             got += await join()
             await asyncio.gather(*receivers)
             assert sorted(got) == list(range(400))
+
+    run(main())
+
+
+def test_a_consumer_that_leaves_wakes_those_that_wait_for_its_message(run, channel, no_liveness_checks):
+    """The last sender has left, and another consumer has the last message: the stream ends when that one is done."""
+
+    async def main():
+        tx = shmtensor.Producer(channel)
+        async with shmtensor.Consumer(channel) as rx:
+            other = shmtensor.Consumer(channel)
+            tx.send(number(1))
+            message = other.recv(timeout=PATIENCE)
+            waiting = asyncio.create_task(rx.arecv())
+            await asleep(rx)
+            sleeps = rx.statistics().sleeps
+            tx.close()
+            await until(lambda: rx.statistics().sleeps > sleeps)
+            await asleep(rx)
+            assert number_of(message) == 1
+            other.close()
+            with pytest.raises(shmtensor.EndOfStream):
+                await waiting
 
     run(main())
 
@@ -1159,7 +1182,7 @@ def test_tasks_of_a_closed_loop_may_be_finalized_at_any_time(channel, pair, insi
 
 def test_outside_of_a_loop_waiting_is_asyncios_own_error(channel):
     with shmtensor.Subscriber(channel) as rx:
-        rx._turn_due = async_endpoint.clock() + PATIENCE
+        rx._turn_due = calls.clock() + PATIENCE
         with pytest.raises(RuntimeError, match="no running event loop"):
             rx.arecv().send(None)
 

@@ -314,7 +314,7 @@ def test_many_to_many_with_kills(kind, channel):
 
 
 def test_a_message_that_the_caller_never_got_is_not_acknowledged(kind, channel, monkeypatch):
-    from shmtensor.endpoints import claiming
+    from shmtensor.endpoints import message
 
     with kind.sender(channel) as tx, kind.receiver(channel) as rx:
         tx.send(np.array(1))
@@ -323,11 +323,21 @@ def test_a_message_that_the_caller_never_got_is_not_acknowledged(kind, channel, 
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(claiming, "copy_value", fail)
+            patch.setattr(message, "copy_value", fail)
             with pytest.raises(MemoryError):
                 rx.recv(timeout=PATIENCE, copy=True)
         again = rx.recv(timeout=PATIENCE)
         assert (int(again.value), again.attempt) == (1, 1)  # it was never out of this consumer's hands
+
+
+def test_a_stream_until_closed_does_not_end_while_a_message_is_held(kind, channel):
+    with kind.receiver(channel, until="closed", acknowledge="release") as rx:
+        with kind.sender(channel) as tx:
+            tx.send(np.array(1))
+            message = rx.recv(timeout=PATIENCE)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        message.release()
 
 
 def test_the_end_of_the_stream_is_not_final_while_something_may_come_back(kind, channel):

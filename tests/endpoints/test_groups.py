@@ -360,7 +360,7 @@ def test_members_are_threads_of_one_program_too(channel):
             pub.send(np.array(0))
             assert numbers(other, 1) == [0]
         rx._member.reap()
-        pub._refresh()
+        pub._recipients.refresh()
         assert pub.statistics().receivers == 1
         assert numbers(rx, 1) == [0]
         pub.send(np.array(1))

@@ -12,7 +12,6 @@ import pytest
 
 import shmtensor
 from shmtensor.channel import control as ctl
-from shmtensor.channel import control_lock
 from shmtensor.channel.cleanup import channels
 from shmtensor.channel.inspect import view_of
 from shmtensor.errors import ReentrantError
@@ -280,7 +279,7 @@ def while_opening(monkeypatch, on_signal, channel):
                 return
             monkeypatch.setattr(ctl.Control, "advance", advance)
             signal.raise_signal(signal.SIGUSR2)
-            assert control_lock.is_held()
+            assert ctl.is_held()
             advance(control)
 
         monkeypatch.setattr(ctl.Control, "advance", interrupted)

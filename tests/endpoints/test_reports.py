@@ -17,7 +17,7 @@ import pytest
 
 import shmtensor
 from shmtensor import Consumer, Producer, Publisher, Subscriber
-from shmtensor.endpoints import reports
+from shmtensor.endpoints import sender as sending
 
 from ..waiting import PATIENCE, wait_until
 
@@ -170,7 +170,7 @@ def waits(caplog) -> list[str]:
 @pytest.mark.parametrize("kind", ["fan-out", "work queue"])
 @pytest.mark.parametrize("how", ["send", "loan", "asend"])
 def test_a_long_wait_for_a_slot_says_once_who_holds_it(channel, caplog, monkeypatch, kind, how):
-    monkeypatch.setattr(reports, "SLOW_S", 0.3)
+    monkeypatch.setattr(sending, "SLOW_S", 0.3)
     sender, receiver = (Publisher, Subscriber) if kind == "fan-out" else (Producer, Consumer)
     with receiver(channel) as rx, sender(channel, slots=1) as tx:
         tx.send(np.zeros(2))

@@ -213,6 +213,22 @@ def test_a_loop_until_closed(channel, pair):
         rx.recv(timeout=0)
 
 
+def test_it_goes_on_while_messages_are_held(channel):
+    """Of senders that have left: what this consumer has not finished with is no end."""
+    with Consumer(channel, until="closed", acknowledge="release") as rx:
+        for number in range(3):
+            with Producer(channel) as tx:
+                tx.send(np.array(number))
+        held = [rx.recv(timeout=PATIENCE) for _ in range(3)]
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.01)
+        for message in held:
+            message.release()
+        with Producer(channel) as tx:
+            tx.send(np.array(3))
+            assert int(rx.recv(timeout=PATIENCE).value) == 3
+
+
 def test_an_async_loop_until_closed(channel, pair):
     async def main():
         rx, got = pair[1](channel, until="closed"), []

@@ -10,8 +10,7 @@ import torch
 
 import shmtensor
 from shmtensor.endpoints import sender
-from shmtensor.memory.fifos import BY_FIFO
-from shmtensor.memory.semaphores import BATCHED, COUNT, Sleeper, batched, is_woken_by
+from shmtensor.memory.semaphores import BATCHED, BY_FIFO, COUNT, Sleeper, batched, is_woken_by
 
 from ..waiting import PATIENCE, wait_until
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shmtensor
+from shmtensor.endpoints import spinning
 from shmtensor.endpoints.spinning import BURST_NS, LONG_YIELD_S, LOOK_S, MOST_SKIPPED, Spin
-from shmtensor.memory import processors
 
 from ..waiting import PATIENCE, wait_until
 
@@ -177,7 +177,7 @@ def groups(tmp_path, own, files):
         file = tmp_path / "groups" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return processors.quota(tmp_path / "cgroup", tmp_path / "groups")
+    return spinning.processor_quota(tmp_path / "cgroup", tmp_path / "groups")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_the_quota_is_the_least_of_the_groups(tmp_path, own, files, expected):
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path):
-    assert processors.quota(tmp_path / "absent", tmp_path) == float("inf")
+    assert spinning.processor_quota(tmp_path / "absent", tmp_path) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_without_control_groups_there_is_no_quota(tmp_path):
 )
 def test_usable_processors_are_the_fewer_of_affinity_and_quota(monkeypatch, allowed, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
-    monkeypatch.setattr(processors, "quota", lambda: quota)
-    assert processors.usable() == expected
+    monkeypatch.setattr(spinning, "processor_quota", lambda: quota)
+    assert spinning.usable_processors() == expected
 
 
 # --- who uses it

@@ -248,6 +248,7 @@ for call in calls.values():
     assert other.result(PATIENCE).tolist() == [0, 1]
     assert attempt(lambda: call(4)) == [0, 1, 2, 3]
 assert client.statistics().errors == len(calls), client.statistics()
+del other  # else it leaves with this process, and what is left of it with the next sweep
 client.close()
 """
 

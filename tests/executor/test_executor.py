@@ -609,6 +609,34 @@ def test_workers_that_cannot_begin_are_not_tried_for_ever(caplog):
         pool.submit(same, 1).result(PATIENCE)
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_worker_dies_while_another_is_started(retries, monkeypatch, fifo):
+    """The pool breaks when the call has been handed over: nothing closes its sockets under the worker that starts."""
+    start = ProcessPoolExecutor._adjust_process_count
+
+    def kill_and_start(pool):
+        for worker in list(pool._processes.values()):
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+        time.sleep(0.3 if pool._processes else 0)  # in which the management thread would close them
+        start(pool)
+
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver"), retry_on_death=retries) as pool:
+        running = pool.submit(stay, fifo)
+        wait_until(running.running)
+        monkeypatch.setattr(ProcessPoolExecutor, "_adjust_process_count", kill_and_start)
+        late = pool.submit(same, 1)
+        monkeypatch.undo()
+        if retries:
+            assert late.result(PATIENCE) == 1
+            let_go(fifo)
+            running.result(PATIENCE)
+        else:
+            for lost in running, late:
+                with pytest.raises(BrokenProcessPool):
+                    lost.result(PATIENCE)
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_retry_after_shutdown(tmp_path, fifo, wait):
     path = str(tmp_path / "log")

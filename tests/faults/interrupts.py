@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 
-import shmtensor.endpoints.waiters  # noqa: F401  # here, as an interrupted import leaves files open: importlib's matter
+import shmtensor.endpoints.wait_queue  # noqa: F401  # here, as an interrupted import leaves files open: importlib's matter
 from shmtensor import native
 
 SOAK = bool(os.environ.get("SHMTENSOR_SOAK"))

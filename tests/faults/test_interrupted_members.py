@@ -8,7 +8,7 @@ import os
 import pytest
 
 import shmtensor
-from shmtensor.channel import control_lock
+from shmtensor.channel import control
 from shmtensor.channel.inspect import view_of
 
 from ..conftest import descriptors, shared_files
@@ -37,8 +37,8 @@ PEERS = {
 
 
 def nothing_is_held() -> None:
-    assert not control_lock._holders
-    assert not control_lock._deferred
+    assert not control._holders
+    assert not control._deferred
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-a-peer"])
@@ -53,8 +53,8 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
         if made is not None:
             made.close()
         del made
-        assert not control_lock._holders
-        assert not control_lock._deferred
+        assert not control._holders
+        assert not control._deferred
         after = shared_files(), set(os.listdir(socket_directory)), descriptors()
         assert after == before, (attempt, view_of(channel))
         if peer is not None:
@@ -81,8 +81,8 @@ def test_an_interrupted_departure_is_complete(channel, kind, alone, what, socket
         member = endpoint._member
         attempt = interrupted(getattr(member, what), at)
         at, reached = at + (1 if at < 8 else stride(7)), attempt.reached
-        assert not control_lock._holders
-        assert not control_lock._deferred
+        assert not control._holders
+        assert not control._deferred
         wait_until(lambda: not view_of(channel).locked)
         if what == "leave" and attempt.at > 3:  # the first are those around the call
             assert member.control.locks.fd < 0, attempt

@@ -13,7 +13,7 @@ import os
 import pytest
 
 import shmtensor
-from shmtensor.channel.inbox import Inbox
+from shmtensor.channel.wakeup import Inbox
 from shmtensor.channel.zmtp import Push
 from shmtensor.endpoints.wait_queue import Waiter
 

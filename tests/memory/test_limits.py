@@ -67,7 +67,7 @@ def sending_without_files(names) -> None:
             listener = Fellow(LISTENER.replace("40", "2"), "c", names[1])
             listener.listen("joined")
             tx._wait_for_receivers(1, PATIENCE, "receivers")
-            asleep = tx._listeners[0].asleep
+            asleep = tx._recipients.listeners[0].asleep
             wait_until(lambda words=tx._control_words, asleep=asleep: words[asleep] & 1)
             with few_files(left):
                 tx.send(np.array(0), timeout=PATIENCE)

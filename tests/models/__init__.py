@@ -35,6 +35,7 @@ from .ranks import Ranks
 from .requests import Requests, RequestsOnce
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
+from .streamed import Streamed
 from .traces import Traces
 from .uploads import Uploads
 
@@ -53,5 +54,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Groups, GroupsTwoSlots, GroupsMemberDeath, GroupsAllDie, GroupsPublisherDeath, GroupsPoison),  # 13
     *(GroupsLeave, GroupsLeaveAndDeath),
     Traces,  # 14
-    *(Ranks, Uploads),  # docs/internals/checkpoint-protocol.md
+    *(Ranks, Uploads, Streamed),  # docs/internals/checkpoint-protocol.md
 )

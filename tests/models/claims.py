@@ -6,6 +6,9 @@ reader_scan, reader_acknowledge, reader_give_back).
 
 from __future__ import annotations
 
+from shmtensor.ring import states
+from shmtensor.ring.states import State as Slot
+
 from .explorer import END, WAIT, Model, Process, State, named
 from .writing import Writer
 
@@ -67,6 +70,9 @@ class Producer(Writer):
     def sent(self, mem, me):
         me.n, me.slot = me.n + 1, me.n % self.slots
         return END if me.n > self.messages else self.next_slot(mem, me)
+
+
+CLAIMING = ("reread_done", "reread_seq", "give_up", "read_attempt", "write_attempt", "write_claimed")
 
 
 def lock_of(process, n, slot):
@@ -252,6 +258,7 @@ class Claims(Model):
     # does a consumer scan at ticks; how many messages does it take before it leaves; may it unlock late
     ticks, quotas, keeps = True, (0, 0), False
     undoes = ()  # consumers that cannot read any message
+    changes = states.visible(states.WORK_QUEUE)
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -280,6 +287,22 @@ class Claims(Model):
                 for c, quota in zip(("C1", "C2"), self.quotas, strict=True)
             ),
         ]
+
+    def slot_states(self, s: State):
+        return {slot: self.slot_state(s, slot) for slot in range(self.slots)}
+
+    def slot_state(self, s: State, slot: int):
+        """By the words and the lock, which is the claim once what it is for was read again."""
+        seq = s.words["seq", slot]
+        if not 0 < seq <= s.words["published"]:
+            return Slot.WRITING
+        if s.words["released", slot] == seq:
+            return Slot.RELEASED
+        holder = s.holder(lock_of(self, seq, slot))
+        claimed = holder is not None and s.at(holder) not in CLAIMING
+        if s.words["done", slot] == seq:
+            return Slot.DONE if claimed else Slot.RELEASED
+        return Slot.LEASED if claimed and s.words["claimed", slot] == seq else Slot.PUBLISHED
 
     def invariant(self, s: State):
         views = []

@@ -11,6 +11,7 @@ A model is a set of shared words plus a few processes. A process is a class whos
 The explorer walks the whole graph breadth first, so the trace that it prints for a failure is a shortest one. It checks
 
 * `Model.invariant` in every state;
+* that no step and no death changes the state of a slot (`Model.slot_states`) but as `Model.changes` allows;
 * that a state in which no process can move satisfies `Model.final` (so no deadlock);
 * that from every state such a good end can still be reached without a further death (so no livelock, no lost wake-up).
 
@@ -55,6 +56,7 @@ class Model:
     MUTATIONS: Mapping[str, str] = named()  # name of a wrong variant -> what is wrong with it
     tso = False
     crashes = 0  # at most this many deaths in one run
+    changes: frozenset[tuple[Hashable, Hashable]] = frozenset()  # of the state of a slot: from, to
 
     def __init__(self, broken: str | None = None):
         assert broken is None or broken in self.MUTATIONS, broken
@@ -67,6 +69,10 @@ class Model:
 
     def invariant(self, s: State) -> str | None:
         """What is wrong with this state, or None."""
+
+    def slot_states(self, s: State) -> Mapping[Hashable, Hashable]:
+        """The state of each slot, as each of its recipients sees it."""
+        return {}
 
     def final(self, s: State) -> str | None:
         """What is wrong with this state, in which nothing can move any more, or None."""
@@ -215,6 +221,11 @@ class State:
     def over(self, process: str) -> bool:
         return self.at(process) in (END, DEAD)
 
+    def holder(self, lock: Hashable) -> str | None:
+        """The process that has this lock for itself."""
+        pids = [pid for key, pid, exclusive in self._frozen.locks if key == lock and exclusive]
+        return self._explorer.model.processes[pids[0]].name if pids else None
+
 
 class Explorer:
     """The state graph of one model."""
@@ -283,6 +294,7 @@ class Explorer:
         order, parent = [self.first], [-1]
         before: list[list[int]] = [[]]  # per state: the states that lead to it by a step that is no death
         good: list[int] = []
+        slots = [self.model.slot_states(State(self, self.first))]
         for i, state in enumerate(order):  # `order` grows while it is walked
             view = State(self, state)
             problem = self.model.invariant(view)
@@ -296,6 +308,12 @@ class Explorer:
                     order.append(following)
                     parent.append(i)
                     before.append([])
+                    slots.append(self.model.slot_states(State(self, following)))
+                problem = self.illegal(slots[i], slots[j])
+                if problem:
+                    raise Violation(
+                        problem, [*self.trace(order, parent, i), *self.trace([state, following], [-1, 0], 1)]
+                    )
                 if not death:
                     stuck = False
                     before[j].append(i)
@@ -314,6 +332,13 @@ class Explorer:
             lost = next(i for i in range(len(order)) if i not in reaches)
             raise Violation("no good end can be reached from here", self.trace(order, parent, lost))
         return len(order)
+
+    def illegal(self, before: Mapping[Hashable, Hashable], after: Mapping[Hashable, Hashable]) -> str | None:
+        """A change of a slot that is in no table."""
+        for slot, state in before.items():
+            if after[slot] is not state and (state, after[slot]) not in self.model.changes:
+                return f"slot {_name(slot)} goes from {state} to {after[slot]}"
+        return None
 
     def trace(self, order: list[Frozen], parent: list[int], i: int) -> list[str]:
         """The steps from the first state to state i, as lines."""

@@ -6,7 +6,10 @@ reader_give_back).
 
 from __future__ import annotations
 
-from .explorer import END, Model, Process, State, named
+from shmtensor.ring import states
+from shmtensor.ring.states import State as Slot
+
+from .explorer import DEAD, END, Model, Process, State, named
 from .writing import Writer
 
 LIVING, LEAVING, LEFT = "living", "leaving", "left"
@@ -168,6 +171,7 @@ class Fanout(Model):
     )
     slots, messages, views = 2, 4, (1, 2)
     may_leave, mortal = (), ()
+    changes = states.visible(states.FAN_OUT)
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -198,6 +202,18 @@ class Fanout(Model):
             ),
         ]
 
+    def slot_states(self, s: State):
+        return {(r, slot): self.slot_state(s, r, slot) for r in range(len(self.views)) for slot in range(self.slots)}
+
+    def slot_state(self, s: State, r: int, slot: int):
+        """As receiver r sees it. What one that closes or is dead has not leased waits for it no more."""
+        seq = s.words["seq", slot]
+        if not 0 < seq <= s.words["published"]:
+            return Slot.WRITING
+        found = states.of_recipient(s.words["lease", r, slot], seq)
+        gone = s.at(f"R{r}") == DEAD
+        return Slot.RELEASED if gone or (found is Slot.PUBLISHED and s.words["state", r] != LIVING) else found
+
     def invariant(self, s: State):
         if s.ghost["wrong"]:
             return s.ghost["wrong"]
@@ -222,6 +238,10 @@ class FanoutStoreBuffers(Fanout):
     """The same with x86 store buffers, one receiver that holds two views."""
 
     tso, messages, views = True, 4, (2,)
+
+    def slot_states(self, s: State):
+        """Not looked at: a system call makes several stores visible, and with them several changes, at once."""
+        return {}
 
 
 class FanoutLeave(Fanout):

@@ -6,10 +6,14 @@ reader_give_back).
 
 from __future__ import annotations
 
+from shmtensor.ring import states
+from shmtensor.ring.states import State as Slot
+
 from .explorer import END, WAIT, Model, Process, State, named
 from .writing import Writer
 
 CLAIMED, DONE, RELEASED = range(3)
+CLAIMING = ("reread", "read_attempt", "reread_seq", "give_up", "finish", "write_claimed")
 LIVING, LEAVING = "living", "leaving"
 
 
@@ -268,6 +272,7 @@ class Groups(Model):
     )
     slots, messages, max_attempts, mortal, closes, keeps = 1, 2, 9, (), (), False
     starts = ("scan", "scan")
+    changes = states.visible(states.FAN_OUT, states.GROUP)
 
     def __init__(self, broken=None):
         super().__init__(broken)
@@ -296,6 +301,24 @@ class Groups(Model):
                 for m, (s, start) in enumerate(zip(("S0", "S1"), self.starts, strict=True))
             ),
         ]
+
+    def slot_states(self, s: State):
+        return {slot: self.slot_state(s, slot) for slot in range(self.slots)}
+
+    def slot_state(self, s: State, slot: int):
+        """As the group sees it: by its word and the lock, which is the claim once the word was read again."""
+        seq = s.words["seq", slot]
+        if not 0 < seq <= s.words["published"]:
+            return Slot.WRITING
+        n, phase, _ = s.words["word", slot]
+        if s.holder("life of G") is None or (n == seq and phase == RELEASED):
+            return Slot.RELEASED
+        if n != seq:
+            return Slot.RELEASED if s.words["state"] == LEAVING else Slot.PUBLISHED
+        if phase == DONE:
+            return Slot.DONE
+        holder = s.holder(("of group", seq))
+        return Slot.LEASED if holder is not None and s.at(holder) not in CLAIMING else Slot.PUBLISHED
 
     def invariant(self, s: State):
         views = []

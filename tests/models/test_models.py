@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from shmtensor import native
+from shmtensor.checkpoint import streamed
+from shmtensor.ring.states import State as Slot
 
-from . import MODELS
+from . import MODELS, ClaimsConsumerDeath, FanoutDeath, FanoutLeave, GroupsPoison
 from .explorer import END, WAIT, Model, Process, Violation, explore
+from .streamed import Writer
 
 MUTATIONS = [(model, broken) for model in MODELS for broken in model.MUTATIONS]
 
@@ -28,6 +31,23 @@ def test_a_wrong_variant_is_found(model, broken):
     assert found.value.trace
 
 
+@pytest.mark.parametrize(
+    ("model", "source", "target"),
+    [
+        (FanoutLeave, Slot.WRITING, Slot.RELEASED),  # one that closes is no recipient of what comes then
+        (FanoutDeath, Slot.LEASED, Slot.RELEASED),
+        (ClaimsConsumerDeath, Slot.LEASED, Slot.PUBLISHED),
+        (ClaimsConsumerDeath, Slot.RELEASED, Slot.WRITING),
+        (GroupsPoison, Slot.LEASED, Slot.RELEASED),  # delivered too often
+    ],
+)
+def test_a_change_of_a_slot_that_the_table_lacks_is_found(model, source, target):
+    made = model()
+    made.changes -= {(source, target)}
+    with pytest.raises(Violation, match=f"goes from {source} to {target}"):
+        explore(made)
+
+
 def test_what_a_model_names_in_c_is_there():
     """Whoever moves a step in C is led to the model that says why it is where it is."""
     named = 0
@@ -39,6 +59,12 @@ def test_what_a_model_names_in_c_is_there():
                 assert re.search(rf"\b{function.strip()}\(", text), f"{module}: {function} is not in {path}"
                 named += 1
     assert named > 20
+
+
+def test_each_crash_point_of_a_save_without_a_local_copy_is_a_step_of_its_model():
+    points = re.findall(r"# crash: direct\.(\w+)", Path(streamed.__file__).read_text())
+    assert len(points) > 5
+    assert [point for point in points if point not in vars(Writer)] == []
 
 
 class Step(Process):

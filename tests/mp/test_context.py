@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import shmtensor
-from shmtensor.mp import collate
+from shmtensor.mp import context
 
 from ..conftest import left_files
 from ..forkservers import preloaded
@@ -300,14 +300,14 @@ def test_the_death_of_a_worker_is_reported_as_torch_does(method):
 def test_no_worker_uses_torchs_shared_memory():
     """The buffers of collated batches are used again, so that no page is made, and zeroed, for each batch."""
     addresses = {tuple(each.tolist()) for images, _ in load(Where(40), workers=1) for each in [images[-1, :2]]}
-    assert len(addresses) <= collate._KEPT
+    assert len(addresses) <= context._KEPT
 
 
 class Where(Images):
     """A sample names the buffers that were in use when it was made."""
 
     def __getitem__(self, index):
-        first = next(iter(collate._spare), 0)
+        first = next(iter(context._spare), 0)
         sample = torch.zeros(5000, dtype=torch.int64)
         sample[:2] = first
         return sample, index

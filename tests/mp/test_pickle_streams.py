@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from shmtensor.mp import pickle_streams, pickling
+from shmtensor.mp import pickling
 
-LARGE = pickle_streams._LARGE
+LARGE = pickling._LARGE
 BYTES = random.Random(0).randbytes(3 * LARGE)
 
 
@@ -35,21 +35,21 @@ BYTES = random.Random(0).randbytes(3 * LARGE)
     ids=lambda value: type(value).__name__,
 )
 def test_every_object_survives(value):
-    pickled = pickle_streams.dumps(value)
-    assert pickle_streams.loads(pickled) == value
-    assert pickle_streams.nbytes_of(pickled) >= len(value or ())
+    pickled = pickling.dumps(value)
+    assert pickling.loads(pickled) == value
+    assert pickling.nbytes_of(pickled) >= len(value or ())
 
 
 def test_large_bytes_are_not_copied_and_leaves_go_beside_them():
     array, tensor = np.arange(5), torch.arange(3)
-    stream, *leaves = pickle_streams.dumps({"data": BYTES, "array": array, "tensor": tensor})
+    stream, *leaves = pickling.dumps({"data": BYTES, "array": array, "tensor": tensor})
     before, data, after = stream
     assert data.ctypes.data == np.frombuffer(BYTES, np.uint8).ctypes.data
     assert bytes(data) == BYTES
     assert before.nbytes + after.nbytes < 1000
     assert leaves[0] is array
     assert leaves[1] is tensor
-    back = pickle_streams.loads([stream, *leaves])
+    back = pickling.loads([stream, *leaves])
     assert back["data"] == BYTES
     assert back["array"] is array
     assert back["tensor"] is tensor
@@ -57,28 +57,28 @@ def test_large_bytes_are_not_copied_and_leaves_go_beside_them():
 
 def test_what_may_change_is_copied():
     given = bytearray(BYTES)
-    pickled = pickle_streams.dumps(given)
+    pickled = pickling.dumps(given)
     given[:] = bytes(len(given))
-    assert pickle_streams.loads(pickled) == BYTES
+    assert pickling.loads(pickled) == BYTES
 
 
 def test_pickles_own_pieces_are_never_taken_for_an_objects():
-    pickled = pickle_streams.dumps([str(number) * 50 for number in range(50_000)] + [BYTES[: LARGE // 4 - 1]] * 3)
+    pickled = pickling.dumps([str(number) * 50 for number in range(50_000)] + [BYTES[: LARGE // 4 - 1]] * 3)
     assert type(pickled[0]) is np.ndarray
 
 
-def test_without_anything_large_it_is_what_pickling_makes():
+def test_without_anything_large_it_is_what_a_queue_sends():
     value = {"name": "a", "array": np.arange(3)}
-    ours, theirs = pickle_streams.dumps(value), pickling.dumps(value)
+    ours, theirs = pickling.dumps(value), pickling.pack(value)
     assert bytes(ours[0]) == bytes(theirs[0])
     assert ours[1] is theirs[1]
 
 
 FAULTS = """
 import resource
-from shmtensor.memory import heap
+from shmtensor.memory.mapped_file import keep_freed
 
-print(heap.keep_freed(64 << 20))
+print(keep_freed(64 << 20))
 
 def make():
     return [bytes(4 << 20) + b"x" for _ in range(5)]  # 20 MiB, each page of it written

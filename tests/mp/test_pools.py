@@ -407,12 +407,13 @@ def without_memory():
         assert workers._pool == [before]
 
 
-def test_a_parent_that_may_open_no_file_gets_its_results_later():
+def test_a_parent_that_may_open_no_file_gets_its_results_later(caplog):
     with pool(1) as workers:
         assert workers.apply(double, (2,)) == 4
         with few_files(0):
             result = workers.apply_async(np.ones, (1 << 20,))  # the worker makes another ring
             with pytest.raises(multiprocessing.TimeoutError):
-                result.get(timeout=2)
+                result.get(timeout=3.5)  # it is tried each second, and said once
         assert result.get(LONG).sum() == 1 << 20
         assert workers.apply(double, (2,)) == 4
+    assert sum("goes on when it has what it needs" in line for line in caplog.messages) == 1

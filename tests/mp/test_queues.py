@@ -24,9 +24,9 @@ import torch
 
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
-from shmtensor.channel.control_lock import exclusively
+from shmtensor.channel.control import exclusively
 from shmtensor.memory.words import store
-from shmtensor.mp import getter, putter, queue_handle
+from shmtensor.mp import queue_handle
 from shmtensor.ring.layout import L_VERSION
 
 from ..forkservers import preloaded
@@ -467,7 +467,7 @@ def test_a_putter_whose_ring_is_not_attached_yet_does_not_come_first():
         def map_all(self):
             self.attached = True
 
-    assert getter._age(Reader()) == 7
+    assert queue_handle._age(Reader()) == 7
 
 
 def put_numbered(q, name):
@@ -924,7 +924,7 @@ def test_the_limit_says_what_holds_the_memory(monkeypatch):
             q.put(torch.ones(1 << 18), block=False)
             kept.append(q.get(timeout=LONG))
     assert len(kept) >= 4
-    monkeypatch.setattr(putter, "PATIENCE", 0.0)
+    monkeypatch.setattr(queue_handle, "PATIENCE", 0.0)
     with pytest.raises(shmtensor.ResourceError, match="keep clones"):
         q.put(torch.ones(1 << 18))
     assert q.qsize() == 0

@@ -126,6 +126,31 @@ def test_what_a_process_is_called(arguments, name, tmp_path, monkeypatch):
     assert processes.name_of(7) == name
 
 
+@once("names of processes")
+def test_a_worker_is_called_as_the_program_that_started_it(tmp_path, monkeypatch):
+    """Of multiprocessing's workers, the command lines say `python -c` only."""
+    programs = {
+        2: (["bash", "run.sh"], 1),
+        3: (["python3", "/home/ada/train.py"], 2),
+        4: (["python3", "-c", "from multiprocessing.forkserver import main"], 3),
+        5: (["python3", "-c", "from multiprocessing.spawn import spawn_main"], 4),
+        6: (["python3", "-c", "import time"], 2),
+        7: (["python3", "-c", "import time"], 99),
+    }
+    for pid, (arguments, parent) in programs.items():
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "cmdline").write_bytes(b"\0".join(map(os.fsencode, arguments)) + b"\0")
+        (folder / "comm").write_text("other\n")
+        (folder / "stat").write_text(f"{pid} (a) b) S {parent} 1 1")
+    real = open
+    monkeypatch.setattr(
+        processes, "open", lambda path, *args: real(path.replace("/proc", str(tmp_path)), *args), raising=False
+    )
+    names = ["bash", "train.py", "train.py", "train.py", "python3 -c", "python3 -c"]
+    assert [processes.name_of(pid) for pid in programs] == names
+
+
 @pytest.mark.slow
 def test_a_member_that_is_killed_while_it_is_inspected(channel):
     inspector = looking.Inspector()
@@ -135,12 +160,12 @@ def test_a_member_that_is_killed_while_it_is_inspected(channel):
         pub.send(np.zeros(100))
         fellow.listen("taken")
         (member,) = inspector.channel(channel).receivers
-        assert (member.pid, member.process) == (fellow.process.pid, "python -c")
+        assert (member.pid, member.process) == (fellow.process.pid, processes.name_of(os.getpid()))
         with unswept(channel):
             fellow.kill()
             found = inspector.channel(channel)
             (dead,) = (it for it in found.members if it.role == "receiver")
-            assert (dead.alive, dead.host_pid, dead.process) == (False, 0, "python -c")
+            assert (dead.alive, dead.host_pid, dead.process) == (False, 0, member.process)
             assert found.receivers == ()
             assert [(it.how, it.alive, it.uid) for it in found.holdings] == [("leased", False, dead.uid)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -10,18 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.channel import tracing
+from shmtensor.channel import membership
 from shmtensor.cli import trace as command
 from shmtensor.cli.main import app
 from shmtensor.memory.words import store
-from shmtensor.observe import chrome
-from shmtensor.observe.trace import Tracer
+from shmtensor.observe import trace
+from shmtensor.observe.trace import Tracer, every_that_fits
 from shmtensor.ring import events as ev
 
 from ..conftest import shared_files
@@ -135,10 +137,10 @@ def test_nothing_is_written_before_and_after(channel, pair):
         with Tracer(channel) as tracer:
             exchange(tx, rx, 1)
         assert tracer.trace.count == 3  # closing reads the rest
-        log = tx._events
+        log = tx._recipients.events
         written = log.words[ev.A_WRITTEN]
         exchange(tx, rx, 5)
-        assert tx._events is None
+        assert tx._recipients.events is None
         assert log.words[ev.A_WRITTEN] == written
         assert not [name for name in shared_files() if f"{tracer.trace.channel},{log.limits[ev.T_UID]:016x}" in name]
         assert [it.role for it in shmtensor.inspect(channel).members] == ["sender", "receiver"]
@@ -164,6 +166,31 @@ def test_every_nth_message(channel, pair):
         assert [row[:2] for row in sorted(rows(tracer), key=lambda row: row[1::-1])] == [
             (kind, seq) for seq in (3, 6, 9) for kind in (ev.SEND, ev.TAKE, ev.RELEASE)
         ]
+
+
+def test_a_fast_channel_is_traced_by_samples(channel, pair):
+    """As many messages as fit, by the rate and the receivers that the channel has when the trace begins."""
+    assert every_that_fits(channel, 5, 10) == 1  # there is no such channel
+    with pair[0](channel, slots=64) as tx, pair[1](channel) as rx, pair[1](channel) as other:
+        assert every_that_fits(channel, 5, 10) == 1  # nothing is sent
+        each = 3 if len(shmtensor.inspect(channel).receivers[0].group) or pair[0] is shmtensor.Producer else 5
+
+        def read(pause: float) -> None:
+            """In place of the pause between the two readings: 10 messages in one second."""
+            times.append(1.0)
+            for number in range(10):
+                tx.send(np.array(number))
+
+        times = [0.0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace, "time", SimpleNamespace(monotonic=lambda: sum(times), sleep=read))
+            assert every_that_fits(channel, 5, 1000) == 1
+            times[:] = [0.0]
+            assert every_that_fits(channel, 100, 100) == 10 * each
+        for receiver in rx, other:
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    receiver.recv(timeout=0).release()
 
 
 def test_each_receiver_has_its_takes(channel):
@@ -236,13 +263,13 @@ def test_a_killed_tracer_leaves_nothing(channel):
         fellow = Fellow(TRACER, channel)
         fellow.listen("traces")
         exchange(pub, sub, 3)
-        log = pub._events
+        log = pub._recipients.events
         assert log.words[ev.A_WRITTEN] == 3
         fellow.kill()
         shmtensor.Subscriber(channel).close()  # any join, departure and `shmtensor gc` sweeps
         assert {it.role for it in shmtensor.inspect(channel).members} == {"sender", "receiver"}
         exchange(pub, sub, 3)
-        assert pub._events is None
+        assert pub._recipients.events is None
         assert log.words[ev.A_WRITTEN] == 3
 
 
@@ -253,7 +280,7 @@ def test_members_stop_when_the_tracer_does_not_renew(channel):
         store(tracer._limits, ev.T_UNTIL, time.monotonic_ns())
         tracer._until = 1
         exchange(pub, sub, 3)
-        assert pub._events.words[ev.A_WRITTEN] == 1
+        assert pub._recipients.events.words[ev.A_WRITTEN] == 1
         tracer.poll()
         assert tracer.trace.count == 3
         exchange(pub, sub, 1)
@@ -272,7 +299,7 @@ def test_a_member_without_room_for_its_events_goes_on(channel, monkeypatch, capl
     def attach(*_):
         raise shmtensor.ResourceError(28, "no room")
 
-    monkeypatch.setattr(tracing.EventLog, "attach", attach)
+    monkeypatch.setattr(membership.EventLog, "attach", attach)
     with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub, Tracer(channel) as tracer:
         exchange(pub, sub, 3)
         tracer.poll()
@@ -286,14 +313,14 @@ def test_a_damaged_trace_is_not_written_to(channel, word):
     with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub, Tracer(channel) as tracer:
         store(tracer._limits, word, 1 << 60)
         exchange(pub, sub, 1)
-        assert pub._events is None
+        assert pub._recipients.events is None
 
 
 @only("pure", "the compiled one writes an event without a boundary")
 def test_an_event_that_meets_another_is_skipped_and_counted(channel):
     with shmtensor.Publisher(channel) as pub, Tracer(channel) as tracer:
         pub.send(b"1")
-        with pub._events._busy:
+        with pub._recipients.events._busy:
             pub.send(b"2")
         pub.send(b"3")
         tracer.poll()
@@ -355,7 +382,7 @@ def test_flows_lead_from_process_to_process(channel, tmp_path):
             pub.send(np.array(4))
             kept = one.recv(timeout=PATIENCE)
         with open(tmp_path / "t.json", "w") as file:
-            assert chrome.write(tracer.trace, file, "0") == 5
+            assert trace.write_chrome(tracer.trace, file, "0") == 5
         made = json.loads((tmp_path / "t.json").read_text())
         check_chrome(made)
         slices = [it for it in made["traceEvents"] if it["ph"] == "X"]
@@ -452,7 +479,7 @@ def test_the_command_ends_by_itself(channel, tmp_path):
         finally:
             ended.set()
             thread.join()
-        assert "see --every" in text.replace("\n", " ")
+        assert "one of 2 messages was traced: see --every" in text.replace("\n", " ")
         sent = [it["args"]["seq"] for it in json.loads(path.read_text())["traceEvents"] if it["name"] == "send"]
         assert len(sent) >= 10
         assert not [seq for seq in sent if seq % 2]

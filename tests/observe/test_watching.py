@@ -18,9 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.channel.control_lock import LOCK
+from shmtensor.channel.control import LOCK
 from shmtensor.channel.inspect import Inspector
-from shmtensor.cli import top, waiting
+from shmtensor.channel.processes import name_of
+from shmtensor.cli import output, watch
 from shmtensor.cli.main import app
 from shmtensor.codec.implementation import encode
 from shmtensor.codec.outline import Outline, as_json, as_text
@@ -160,20 +161,20 @@ def test_what_members_have_counted_is_shown(channel):
 
 @pytest.mark.slow
 def test_who_is_killed_is_marked_and_then_gone(channel):
-    view = top.View(only(channel), top.Order.NAME)
+    view = watch.View(only(channel), watch.Order.NAME)
     with shmtensor.Publisher(channel, slots=4) as pub:
         fellow = Fellow(HOLDER, channel)
         fellow.listen("joined")
         pub.send(np.zeros(100))
         fellow.listen("taken")
-        shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
-        assert f"{fellow.process.pid} python -c" in shown
+        shown = "\n".join(line.plain for line in watch.lines(view.read(), 140))
+        assert f"{fellow.process.pid} {name_of(os.getpid())}" in shown
         with unswept(channel):
             fellow.kill()
-            shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
-            assert f"{fellow.process.pid} dead python -c" in shown
+            shown = "\n".join(line.plain for line in watch.lines(view.read(), 140))
+            assert f"{fellow.process.pid} dead {name_of(os.getpid())}" in shown
             reading = view.read()
-            shown = "\n".join(line.plain for line in top.lines(reading, 140))
+            shown = "\n".join(line.plain for line in watch.lines(reading, 140))
             assert str(fellow.process.pid) not in shown
             assert "leased" not in shown
             assert len(reading.channels[0].members) == 1
@@ -273,7 +274,7 @@ def test_a_channel_that_is_being_made(channel, monkeypatch):
     """It has no contents at first; if it stays so, that is an error."""
     path = f"/dev/shm/shmtensor.{channel}"
     for command in (["hz", channel, "--count", "1", "--interval", "0.1"], ["echo", channel, "--count", "1"]):
-        file, real, made = being_made(path), waiting.time.sleep, []
+        file, real, made = being_made(path), output.time.sleep, []
 
         def make(seconds: float, file=file, real=real, made=made) -> None:
             if not made:
@@ -284,11 +285,11 @@ def test_a_channel_that_is_being_made(channel, monkeypatch):
             real(seconds)
 
         with monkeypatch.context() as patch:
-            patch.setattr(waiting, "time", SimpleNamespace(sleep=make, monotonic=time.monotonic))
+            patch.setattr(output, "time", SimpleNamespace(sleep=make, monotonic=time.monotonic))
             assert cli(*command)
         made[0].close()
         with being_made(path), monkeypatch.context() as patch:
-            patch.setattr(waiting, "_MAKING_S", 0.0)
+            patch.setattr(output, "_MAKING_S", 0.0)
             run = CliRunner().invoke(app, command)
             os.unlink(path)
         assert (run.exit_code, "cannot be read" in run.stderr) == (1, True)

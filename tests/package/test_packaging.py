@@ -263,11 +263,11 @@ def test_commands_that_need_torch_name_the_extra():
     source = """
 import contextlib
 from shmtensor.cli.main import app
-from shmtensor.cli import software
+from shmtensor.cli import doctor
 
 with contextlib.suppress(SystemExit):
     app(["bench", "--seconds", "0.01"])
-(finding,) = software.torch()
+(finding,) = doctor.torch()
 print(finding.status, finding.value, finding.meaning, sep=": ")
 """
     done = run(source, without="torch", COLUMNS="200")
@@ -281,7 +281,7 @@ print(finding.status, finding.value, finding.meaning, sep=": ")
 ENDPOINTS = """
 import os
 import shmtensor
-from shmtensor.cli import software
+from shmtensor.cli import doctor
 
 print("imported", file=sys.stderr)
 for _ in range(2):
@@ -292,7 +292,7 @@ if not (child := os.fork()):
     shmtensor.Subscriber(NAME).close()
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-(finding,) = software.codec()
+(finding,) = doctor.codec()
 print(finding.status, finding.value, finding.meaning, sep=": ")
 """
 LINE = "the compiled core is not used, so that small messages take about forty times longer: "

@@ -1,8 +1,10 @@
-"""No module reaches for what another one's class keeps for itself: `other._name` across files."""
+"""No module reaches for what another one's class keeps for itself: `other._name` across files, and no class overrides
+what a base class in another file keeps for itself: pieces are put together by composition."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 from .test_layers import MODULES, PACKAGE, name_of
@@ -15,7 +17,7 @@ FOREIGN: dict[str, set[str]] = {
     # s3fs: what its own methods call the server by, with its retries and credentials
     "checkpoint/bodies.py": {"_call_s3"},
     # torch: the parts of nested and quantized tensors, and how they are made of their parts
-    "checkpoint/objects.py": {"_nested_tensor_size", "_nested_tensor_storage_offsets", "_nested_tensor_strides"},
+    "checkpoint/formats/torch.py": {"_nested_tensor_size", "_nested_tensor_storage_offsets", "_nested_tensor_strides"},
     "codec/composites.py": {
         "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "_indices", "_metadata_cache",
         "_nested_tensor_size", "_nested_view_from_buffer", "_ragged_idx", "_values",
@@ -25,14 +27,13 @@ FOREIGN: dict[str, set[str]] = {
     "codec/implementation.py": {"_C", "_from_dlpack", "_to_dlpack"},
     # torch: whether CUDA was used before this process was forked; shared storages, a rival in the demo
     "cuda/runtime.py": {"_is_in_bad_fork"},
-    "cli/demo/transports.py": {"_new_shared"},
+    "cli/demo.py": {"_new_shared"},
     # torch and multiprocessing: the reducers that its pickler knows, which objects of storages it would share
     "mp/pickling.py": {"_extra_reducers", "_storage_classes", "_untyped_storage"},
     # asyncio: the running loop, or None, without an exception
     "endpoints/wait_queue.py": {"_get_running_loop"},
-    "rpc/async_request.py": {"_get_running_loop"},
     # concurrent.futures: the executor is its own with other queues
-    "executor/executor.py": {"_WorkItem", "_global_shutdown", "_is_owned"},
+    "executor/executor.py": {"_ExecutorManagerThread", "_WorkItem", "_global_shutdown", "_is_owned"},
     "executor/transport.py": {
         "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_on_queue_feeder_error", "_result_queue", "_writer",
     },
@@ -43,20 +44,41 @@ FOREIGN: dict[str, set[str]] = {
     # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started
     "executor/worker.py": {"_flush_std_streams"},
     "memory/counters.py": {"_get_value", "_rebuild"},
-    "rpc/spawn.py": {"_args_from_interpreter_flags", "_name", "_resource_tracker"},
+    "rpc/supervisor.py": {"_args_from_interpreter_flags", "_name", "_resource_tracker"},
 }  # fmt: skip
 
 # module -> names of a class of this package, in another module
 EXCEPTIONS: dict[str, set[str]] = {
     # a message is filled, or emptied, beside the record of it: an exception could come between, at a call
     "endpoints/receiver.py": {"_hold", "_lease"},
-    "endpoints/async_receiver.py": {"_hold", "_lease"},
+    "endpoints/asyncio.py": {"_hold", "_lease"},
     "endpoints/devices.py": {"_hold", "_lease"},
-    "rpc/taken.py": {"_empty", "_lease", "_receiver"},
-    "rpc/client_endpoints.py": {"_lease"},
+    "rpc/request.py": {"_empty", "_lease", "_receiver"},
+    "rpc/endpoints.py": {"_lease"},
     # the compiled reader puts the receiver into the message, which gives itself back to it
     "endpoints/message.py": {"_acknowledge", "_reject", "_to_device"},
 }
+
+# base class -> its private methods that classes in other files override
+HOOKS: dict[str, set[str]] = {
+    # what the error of an object that cannot be pickled says to pass instead: words, and nothing but words
+    "Local": {"_instead"},
+    # how both kinds of endpoints end with their process, and what they drop in a forked child: `Endpoint` calls these
+    # when the interpreter does, and no user should find them
+    "Endpoint": {"_at_exit", "_drop_in_child", "_outlast"},
+    # a relay's ends, by a mixin: messages stay bytes, and what came from the far channel is left to others
+    # and a near relay of a service lets the servers of this host take a request first; a far one's attempts count on
+    "Receiver": {"_attach", "_reception", "_poll", "_refresh", "_sleep"},
+    "Sender": {"_publish"},
+    # walks over a description or a state: the same walk that makes something else of a leaf
+    "Tree": {"_composite"},
+    "Outline": {"_note"},
+    "Encoder": {"_array", "_tensor"},
+    # the directory of several ranks: other locks
+    "Directory": {"_own", "_try_write"},
+}
+
+Classes = dict[str, list[tuple[Path, list[str], set[str]]]]
 
 
 def crossings(path: Path) -> set[str]:
@@ -98,3 +120,57 @@ def test_a_crossing_is_found(tmp_path):
         "class A:\n    def f(self, other):\n        self._mine = other._theirs + other._mine + super()._own\n"
     )
     assert crossings(path) == {"_theirs"}
+
+
+def classes_of(paths: list[Path]) -> Classes:
+    """Every class, by name: its file, the names of its bases, its private methods."""
+    found: Classes = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+                names = [base.id for base in bases if isinstance(base, ast.Name)]
+                methods = {it.name for it in node.body if isinstance(it, ast.FunctionDef | ast.AsyncFunctionDef)}
+                private = {name for name in methods if name.startswith("_") and not name.startswith("__")}
+                found.setdefault(node.name, []).append((path, names, private))
+    return found
+
+
+def overrides(classes: Classes) -> set[tuple[str, str, str]]:
+    """(class, base class in another file, private method of it that the class overrides), also as a mixin."""
+
+    @functools.cache
+    def lineage(name: str) -> set[str]:
+        return {name}.union(*(lineage(base) for _, bases, _ in classes.get(name, ()) for base in bases if base != name))
+
+    pairs = set()
+    for name, versions in classes.items():
+        for _, bases, _ in versions:
+            pairs |= {(name, base) for base in lineage(name) - {name}}
+            for at, mixin in enumerate(bases):
+                later = set().union(*map(lineage, bases[at + 1 :])) - lineage(mixin)
+                pairs |= {(own, base) for own in lineage(mixin) for base in later if own not in lineage(base)}
+    return {
+        (name, base, method)
+        for name, base in pairs
+        for path, _, methods in classes.get(name, ())
+        for other, _, of_base in classes.get(base, ())
+        if other != path
+        for method in methods & of_base
+    }
+
+
+def test_no_privates_of_bases_are_overridden():
+    found = overrides(classes_of(MODULES))
+    wrong = {each for each in found if each[2] not in HOOKS.get(each[1], set())}
+    assert not wrong, sorted(wrong)
+    assert {(base, method) for _, base, method in found} == {(base, it) for base in HOOKS for it in HOOKS[base]}
+
+
+def test_an_override_is_found(tmp_path):
+    (tmp_path / "base.py").write_text("class A:\n    def _f(self): ...\n    def g(self): ...\nclass B(A): ...\n")
+    (tmp_path / "bad.py").write_text(
+        "class C(B):\n    def _f(self): ...\n    def g(self): ...\n"
+        "class Mixin:\n    def _f(self): ...\nclass D(Mixin, B): ...\n"
+    )
+    assert overrides(classes_of(sorted(tmp_path.iterdir()))) == {("C", "A", "_f"), ("Mixin", "A", "_f")}

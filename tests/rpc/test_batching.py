@@ -13,7 +13,7 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, RemoteError, TimedOut
-from shmtensor.rpc import stacking
+from shmtensor.rpc import batching
 
 from ..waiting import wait_until
 from . import services
@@ -331,7 +331,7 @@ def test_stacking_is_one_copy():
 
     values = [np.ones(1 << 16) for _ in range(8)]
     tracemalloc.start()
-    stacked = stacking.stack(values)
+    stacked = batching.stack(values)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert stacked.shape == (8, 1 << 16)
@@ -340,7 +340,7 @@ def test_stacking_is_one_copy():
 
 def test_looks_are_equal_exactly_when_values_can_be_stacked():
     for values in DIFFERENT.values():
-        first, second = map(stacking.layout_of, values)
+        first, second = map(batching.layout_of, values)
         assert first != second
-        assert first == stacking.layout_of(values[0])
-    assert stacking.layout_of([1.0]) != stacking.layout_of([1])
+        assert first == batching.layout_of(values[0])
+    assert batching.layout_of([1.0]) != batching.layout_of([1])

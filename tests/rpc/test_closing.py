@@ -13,7 +13,7 @@ import torch
 
 import shmtensor
 from shmtensor import ClosedError
-from shmtensor.rpc.taken import TakenRequest
+from shmtensor.rpc.request import TakenRequest
 
 from ..conftest import shared_files
 from ..waiting import wait_until

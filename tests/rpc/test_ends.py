@@ -12,9 +12,9 @@ import torch
 import shmtensor
 from shmtensor.ring.implementation import Received
 from shmtensor.ring.layout import DEADLINE, NOTE
-from shmtensor.rpc.call import Call, RequestFuture
+from shmtensor.rpc.calls import Call, RequestFuture
+from shmtensor.rpc.endpoints import CANCELLED, ONCE
 from shmtensor.rpc.request import record_of
-from shmtensor.rpc.sidecar import CANCELLED, ONCE
 
 from .services import PATIENCE
 from .test_requests import pair, serving  # noqa: F401

@@ -22,9 +22,9 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
-from shmtensor.endpoints.traits import SenderTraits
+from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
-from shmtensor.rpc.call import late
+from shmtensor.rpc.calls import late
 from shmtensor.rpc.request import record_of
 
 from ..conftest import left_files, shared_files

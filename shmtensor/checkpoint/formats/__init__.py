@@ -1,4 +1,5 @@
-"""The formats, one module each. To add one: subclass `Format` in a module here and list it in `FORMATS`."""
+"""The formats, one module each. To add one: subclass `Format` in a module here and list it in `FORMATS`, or in `KNOWN`
+alone if it is only read."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from .base import FileSpec, Format, Layout, Opened, Piece, Stored
 from .distcp import Distcp
 from .npz import Npz
 from .safetensors import Safetensors
+from .tensorizer import Tensorizer
 from .torch import Torch
 
-__all__ = ["FORMATS", "FileSpec", "Format", "Layout", "Opened", "Piece", "Stored", "detect", "get_format"]
+__all__ = ["FORMATS", "KNOWN", "FileSpec", "Format", "Layout", "Opened", "Piece", "Stored", "detect", "get_format"]
 
 FORMATS: dict[str, Format] = {each.name: each for each in (Safetensors(), Torch(), Npz(), Distcp())}
+KNOWN: dict[str, Format] = {**FORMATS, Tensorizer.name: Tensorizer()}
 
 
 def get_format(name: str) -> Format:
@@ -29,7 +32,7 @@ def detect(path: Location) -> Format:
     if path.is_file():
         with open_input(path) as file:
             start = file.pread(16, 0)
-    for each in FORMATS.values():
+    for each in KNOWN.values():
         if each.recognizes(path, start):
             return each
     if path.is_file():

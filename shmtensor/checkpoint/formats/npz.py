@@ -25,12 +25,21 @@ from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
 from ..limits import PAGE
 from ..locations import Location, open_input
-from ..plan import Entry, Plan, stored_shape, unique_names
-from ..regions import Region
+from ..plan import Entry, Plan, Region, stored_shape, unique_names
 from ..structure import dtype_name
 from .base import Format, Layout, Opened, Stored
-from .zip_directory import Directory, ZipMember, damaged, has_member, locate, read_directory, read_pieces
-from .zips import ALIGNMENT, DESCRIPTION, Archive
+from .zips import (
+    ALIGNMENT,
+    DESCRIPTION,
+    Archive,
+    Directory,
+    ZipMember,
+    damaged,
+    has_member,
+    locate,
+    read_directory,
+    read_pieces,
+)
 
 _MAX_NPY_HEADER: Final = 1 << 17  # bytes; NumPy itself reads at most 10,000 without being told to
 

@@ -2,18 +2,18 @@
 
 | member | what |
 |---|---|
-| `archive/data.pkl` | the structure, see `shmtensor.checkpoint.formats.torch_pickle` |
+| `archive/data.pkl` | the structure, see `shmtensor.checkpoint.formats.pickles` |
 | `archive/.format_version`, `.storage_alignment`, `byteorder`, `version` | as torch writes them |
 | `archive/data/<region>` | one region each, at a multiple of 64 |
 | `archive/data/empty<tensor>` | nothing: the storage of a tensor without bytes |
 | `archive/.data/shmtensor.json` | the description, with the digests |
 
 This library reads the description, never the pickle. An archive without one is opened by `torch.load`, with
-`weights_only=True`, after a check of what its pickle would cost (`shmtensor.checkpoint.formats.pickle_check`).
+`weights_only=True`, after a check of what its pickle would cost (`PickleCheck`).
 
-What torch alone loads differs: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are
-plain numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, a `bytearray` of more than 4
-KiB is a tensor, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars and parts.
+What torch alone loads differs: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are plain
+numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, a `bytearray` of more than 4 KiB is
+a tensor, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars and parts.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
+from ...codec.leaf import is_tensor
 from ...codec.libraries import import_torch
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
+from ..limits import MAX_DEPTH
 from ..locations import Location, MemoryFile, as_stream, copy_to_memory, open_input
-from ..objects import check_objects
 from ..plan import Plan, plan
 from ..remote import RemotePath
-from .base import Format, Layout, Opened
-from .pickle_check import PickleCheck
-from .shards import all_of, check_shard_names, is_index, shard_names
-from .torch_pickle import Pickler
-from .zip_directory import has_member, locate, read_directory, read_pieces
-from .zips import ALIGNMENT, Archive
+from .base import Format, Layout, Opened, all_of, check_shard_names, is_index, shard_names
+from .pickles import PickleCheck, Pickler
+from .zips import ALIGNMENT, Archive, has_member, locate, read_directory, read_pieces
 
 _DESCRIPTION: Final = "archive/.data/shmtensor.json"
 _SMALL: Final = {"version", "byteorder", ".format_version", ".storage_alignment", "serialization_id"}
@@ -227,3 +225,75 @@ def _load(path: Location, *, mmap: bool) -> Any:
         raise CheckpointError(f"{path}: torch.load(weights_only=True) does not open it: {text:.300}") from None
     check_objects(state, str(path))
     return state
+
+
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
+
+
+def check_objects(state: Any, label: str) -> int:
+    """Count the objects in all containers of a state, each shared container once; takes time linear in that.
+
+    `CheckpointError` if a container contains itself, or containers are nested too deep.
+    """
+    count = 0
+    heights: dict[int, int] = {}  # of the containers that are done
+    open_now: set[int] = set()
+    stack: list[tuple[Any, Iterator[Any]]] = []
+    tallest: list[int] = [0]
+    current: Any = (state,)
+    while True:
+        if current is not None:
+            stack.append((current, _children(current)))
+            open_now.add(id(current))
+            tallest.append(0)
+        owner, children = stack[-1]
+        current = None
+        for child in children:
+            count += 1
+            if isinstance(child, _CONTAINERS):
+                if id(child) in open_now:
+                    raise CheckpointError(f"{label}: a {type(child).__name__} in its state contains itself")
+                height = heights.get(id(child))
+                if height is None:
+                    current = child
+                    break
+                tallest[-1] = max(tallest[-1], height)
+            elif is_tensor(child) and child.is_nested:
+                _check_nested(child, label)
+        if current is not None:
+            if len(stack) > MAX_DEPTH + 1:
+                raise _too_deep(label)
+            continue
+        stack.pop()
+        open_now.discard(id(owner))
+        height = tallest.pop() + 1
+        heights[id(owner)] = height
+        if not stack:
+            return count
+        tallest[-1] = max(tallest[-1], height)
+        if len(stack) + height > MAX_DEPTH + 2:
+            raise _too_deep(label)
+
+
+def _children(value: Any) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, dict) else value)
+
+
+def _too_deep(label: str) -> CheckpointError:
+    return CheckpointError(f"{label}: the containers of its state are nested more than {MAX_DEPTH} deep")
+
+
+def _check_nested(tensor: Any, label: str) -> None:
+    """Check the parts of a nested tensor: torch does not, it trusts the file."""
+    import torch
+
+    if tensor.layout != torch.strided:
+        return
+    sizes, steps, starts = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), None
+    starts = tensor._nested_tensor_storage_offsets()
+    room = tensor.untyped_storage().nbytes() // tensor.element_size()
+    rows = zip(sizes.tolist(), steps.tolist(), starts.tolist(), strict=True) if sizes.ndim == 2 else ()
+    for shape, strides, start in rows:
+        last = start + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+        if min([*shape, *strides, start]) < 0 or (0 not in shape and last >= room):
+            raise CheckpointError(f"{label}: a nested tensor in it has a part of shape {shape!r:.80} beyond its buffer")

@@ -6,7 +6,7 @@ void add_event(event_log *log, uint64_t kind, uint64_t seq, uint64_t sender, uin
         log->written = NULL;
         return;
     }
-    if (log->every > 1 && seq % log->every) return;
+    if (!is_chosen(log, seq)) return;
     uint64_t count = load_relaxed(log->written);
     word *at = log->events + EVENT_WORDS * (count & log->mask);
     atomic_thread_fence(memory_order_release); /* `written` is stored before this event overwrites an older one */

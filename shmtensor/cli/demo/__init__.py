@@ -1,1 +1,0 @@
-"""`shmtensor demo`: real frames to several readers, every byte checked, compared with the standard queues."""

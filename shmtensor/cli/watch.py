@@ -1,0 +1,534 @@
+"""The commands that look at channels for as long as they run: `shmtensor top`, `hz`, `echo` and `metrics`."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+from rich.live import Live
+from rich.text import Text
+
+from ..channel.info import ChannelInfo, Holding, MemberInfo
+from ..channel.inspect import COUNTERS, Inspector
+from ..codec.outline import as_json as json_of
+from ..codec.outline import as_text
+from ..errors import DependencyError
+from ..metrics import collector
+from ..observe.messages import Messages, Seen
+from ..observe.rates import NONE, Ends, Rate, Rates
+from ..options import format_bytes
+from .ls import program, taken_dict, user_name
+from .output import (
+    Unreadable,
+    bytes_per_second,
+    console,
+    fail,
+    guarded,
+    named,
+    print_json_line,
+    seconds,
+    until_interrupted,
+    wait_for_channel,
+)
+
+_MARKED_S: Final = 0.5
+"""Seconds for which a member is shown as dead, or until the next reading."""
+
+
+class Order(str, enum.Enum):
+    """What the channels are sorted by."""
+
+    NAME = "name"
+    RATE = "rate"
+    BYTES = "bytes"
+    DEPTH = "depth"
+    OLDEST = "oldest"
+    MEMORY = "memory"
+
+
+@guarded
+def top(
+    pattern: Annotated[str, typer.Argument(help='Only channels with such names, for example "camera*".')] = "*",
+    sort: Annotated[Order, typer.Option(help="What comes first: the largest; or the first name.")] = Order.NAME,
+    interval: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.1)] = 1.0,
+    count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
+    once: Annotated[bool, typer.Option("--once", help="End after one reading: --count 1.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each reading as one line of JSON.")] = False,
+) -> None:
+    """Show channels and members live: messages and bytes per second, what waits, who holds what, and how old it is.
+
+    Only looks, as ls does. Rates come from two readings, so the first one with rates is shown after an interval. A
+    reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
+    messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
+    and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
+    """
+    live = not as_json and not once and not count and sys.stdout.isatty()
+    view = View(lambda name: fnmatch.fnmatchcase(name, pattern), sort)
+    limit = 1 if once else count
+    with until_interrupted(), Ends() as ends:
+        if live:
+            _show_live(view, ends, interval)
+        else:
+            for reading in _readings(view, ends, interval, limit):
+                _print_reading(reading, as_json)
+
+
+def _readings(view: View, ends: Ends, interval: float, limit: int) -> Iterator[Reading]:
+    reading = view.read()
+    ends.watch(reading.channels)
+    done = 0
+    while not limit or done < limit:
+        ends.wait(reading.pause(interval))
+        reading = view.read()
+        ends.watch(reading.channels)
+        yield reading
+        done += 1
+
+
+def _print_reading(reading: Reading, as_json: bool) -> None:
+    if as_json:
+        print_json_line(as_dict(reading))
+        return
+    out = console()
+    for line in lines(reading, out.width):
+        out.print(line, soft_wrap=True)
+    out.print()
+
+
+def _show_live(view: View, ends: Ends, interval: float) -> None:
+    out = console()
+
+    def screen(reading: Reading) -> Text:
+        shown = lines(reading, out.width)
+        if len(shown) > out.height:
+            rest = len(shown) - out.height + 1
+            shown = [*shown[: out.height - 1], Text(f"... {rest} more lines: name a PATTERN, or sort", style="dim")]
+        return Text("\n").join(shown)
+
+    reading = view.read()
+    with Live(screen(reading), console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            ends.watch(reading.channels)
+            ends.wait(reading.pause(interval))
+            reading = view.read()
+            live.update(screen(reading), refresh=True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is shown at one moment."""
+
+    at: float
+    """Unix time."""
+    channels: list[ChannelInfo]
+    """Sorted, without the dead that were shown before."""
+    rates: Rates
+    has_news_of_deaths: bool
+
+    def pause(self, interval: float) -> float:
+        """Seconds until the next reading: shorter if there are dead to be removed."""
+        return min(interval, _MARKED_S) if self.has_news_of_deaths else interval
+
+
+_KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
+    Order.RATE: lambda channel, rate: rate.messages,
+    Order.BYTES: lambda channel, rate: rate.nbytes,
+    Order.DEPTH: lambda channel, rate: channel.depth,
+    Order.OLDEST: lambda channel, rate: channel.oldest_unread,
+    Order.MEMORY: lambda channel, rate: channel.nbytes,
+}
+
+
+class View:
+    """Reads again and again."""
+
+    def __init__(self, wanted: Callable[[str], bool], sort: Order) -> None:
+        self._inspector, self._rates, self._wanted, self._sort = Inspector(), Rates(), wanted, sort
+        self._dead: set[int] = set()
+
+    def read(self) -> Reading:
+        """The next reading."""
+        found = self._inspector.channels(self._wanted)
+        self._rates.update(found, time.monotonic())
+        channels = [left for channel in found if (left := self._without_the_dead(channel)) is not None]
+        before, self._dead = self._dead, {it.uid for each in found for it in each.members if not it.alive}
+        key = _KEYS.get(self._sort)
+        if key is not None:
+            channels.sort(key=lambda channel: -key(channel, self._rates.of_channel(channel) or NONE))
+        return Reading(time.time(), channels, self._rates, bool(self._dead - before))
+
+    def _without_the_dead(self, channel: ChannelInfo) -> ChannelInfo | None:
+        """The channel without members that were shown as dead before; None if no member is left."""
+        if not channel.readable:
+            return channel
+        gone = {it.uid for it in channel.members if it.uid in self._dead and not any(r.slots_used for r in it.rings)}
+        if gone:
+            members = tuple(it for it in channel.members if it.uid not in gone)
+            holdings = tuple(it for it in channel.holdings if it.uid not in gone)
+            channel = replace(channel, members=members, holdings=holdings)
+        return channel if channel.members else None
+
+
+def as_dict(reading: Reading) -> dict[str, Any]:
+    """The JSON form of a reading: times in seconds, sizes in bytes, uids as 16 hex digits, unknown rates as null."""
+    return {
+        "time": reading.at,
+        "channels": [_channel_dict(channel, reading.rates) for channel in reading.channels],
+    }
+
+
+def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
+    holdings: dict[int, list[dict[str, Any]]] = {}
+    for it in channel.holdings:
+        found = {"how": it.how, "messages": it.messages, "bytes": it.nbytes, "oldest": it.oldest}
+        holdings.setdefault(it.uid, []).append(found)
+    return {
+        "name": channel.name, "kind": channel.kind, "service": channel.service or None,
+        "user": user_name(channel.owner), "living": channel.living if channel.readable else None,
+        **_rate_dict(rates.of_channel(channel)), "depth": channel.depth, "oldest_unread": channel.oldest_unread,
+        "bytes": channel.nbytes,
+        "members": [
+            {
+                "uid": f"{it.uid:016x}", "role": it.role, "delivery": it.delivery or None,
+                "group": it.group or None, "pid": it.pid,
+                "host_pid": it.host_pid or None, "process": it.process or None,
+                "label": it.label or None, "alive": it.alive,
+                "stopped": it.stopped, **_rate_dict(rates.of(it), has_bytes=it.role == "sender"),
+                "published": it.published, **taken_dict(it), **{name: getattr(it, name) for name in COUNTERS},
+                "holds": holdings.get(it.uid, []),
+            }
+            for it in channel.members
+        ],
+        "holds": holdings.get(0, []),
+        "notes": list(channel.notes),
+    }  # fmt: skip
+
+
+def _rate_dict(rate: Rate | None, *, has_bytes: bool = True) -> dict[str, float | None]:
+    return {
+        "messages_per_second": None if rate is None else rate.messages,
+        "bytes_per_second": rate.nbytes if rate is not None and has_bytes else None,
+    }
+
+
+# --- as text
+
+_NUMBERS: Final = (9, 10, 7, 8)
+_HEADINGS: Final = ("msg/s", "bytes/s", "depth", "oldest")
+_WIDE: Final = 140
+"""Columns from which on there is one for what members have counted, of `_COUNTED` characters."""
+_COUNTED: Final = 18
+_BY_WEIGHT: Final = ("dropped", "missed", "redelivered", "late", "waits", "sleeps")
+
+
+def lines(reading: Reading, width: int) -> list[Text]:
+    """The reading as lines of at most `width` columns."""
+    numbers = sum(each + 1 for each in _NUMBERS)
+    counted = _COUNTED if width >= _WIDE else 0
+    rest = max(24, width - numbers - 2)
+    first = max(16, rest * 11 // 20)
+    columns = _Columns(width, first, counted, rest - first - (counted + 2 if counted else 0))
+    found = [columns.line("channel", _HEADINGS, "counted", "held", "dim")]
+    for channel in reading.channels:
+        found += _channel_lines(columns, channel, reading.rates)
+    if not reading.channels:
+        found.append(Text("no channels"))
+    return found
+
+
+@dataclass(frozen=True)
+class _Columns:
+    width: int
+    first: int
+    counted: int
+    """0: no such column."""
+    last: int
+
+    def line(self, name: str, numbers: tuple[str, ...], counted: str, held: str, style: str = "") -> Text:
+        cells = [_cut(name, self.first).ljust(self.first)]
+        cells += [_cut(text, size).rjust(size) for text, size in zip(numbers, _NUMBERS, strict=True)]
+        if self.counted:
+            cells += ["", _cut(counted, self.counted).ljust(self.counted)]
+        return Text(" ".join([*cells, "", _cut(held, self.last)])[: self.width].rstrip(), style=style)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Iterator[Text]:
+    if not channel.readable:
+        why = channel.notes[0] if channel.notes else "cannot be read"
+        yield Text(_cut(f"{channel.name}: {why}", columns.width), style="yellow")
+        return
+    nobody = [it for it in channel.holdings if not it.uid]
+    yield columns.line(
+        f"{channel.name} ({channel.kind})",
+        (*_rate_cells(rates.of_channel(channel)), *_waiting_cells(channel.depth, channel.oldest_unread)),
+        "", _holdings_text(nobody), "bold",
+    )  # fmt: skip
+    for member in channel.members:
+        arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
+        life = (
+            " stopped"
+            if member.stopped
+            else ""
+            if member.alive
+            else " closed"
+            if member.role == "sender" and member.leaving
+            else " dead"
+        )
+        held = [it for it in channel.holdings if it.uid == member.uid and it.uid]
+        yield columns.line(
+            f" {arrow} {member.pid}{life}{_delivery(member)} {program(member)}",
+            (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
+            _counted_text(member), _holdings_text([it for it in held if it.how != "unread"]),
+            "" if member.alive and not member.stopped else "red",
+        )  # fmt: skip
+
+
+def _delivery(member: MemberInfo) -> str:
+    """What a subscriber gets, unless it is everything."""
+    return f" [{member.group}]" if member.group else " latest" if member.delivery == "latest" else ""
+
+
+def _rate_cells(rate: Rate | None) -> tuple[str, str]:
+    if rate is None:
+        return "", ""
+    number = f"{rate.messages:.1f}" if rate.messages < 99_999 else f"{rate.messages / 1e3:.0f}k"
+    return number, bytes_per_second(rate.nbytes) if rate.nbytes else ""
+
+
+def _waiting_cells(messages: int, oldest: float) -> tuple[str, str]:
+    return (str(messages), seconds(oldest)) if messages else ("", "")
+
+
+def _counted_text(member: MemberInfo) -> str:
+    counted = [(name, getattr(member, name)) for name in _BY_WEIGHT]
+    return ", ".join(f"{count} {name}" for name, count in counted if count)
+
+
+def _holdings_text(holdings: list[Holding]) -> str:
+    return ", ".join(f"{it.messages} {it.how} {seconds(it.oldest)} {format_bytes(it.nbytes)}" for it in holdings)
+
+
+class _Point(NamedTuple):
+    at: float
+    published: int
+    nbytes: int
+
+
+class Windows:
+    """What each sender had published in the readings of the last seconds."""
+
+    def __init__(self, length: float) -> None:
+        self._length = length
+        self._points: dict[int, deque[_Point]] = {}
+
+    def add(self, channel: ChannelInfo, now: float) -> None:
+        """Add a reading that was made at `now`; senders that are gone are forgotten."""
+        senders = {member.uid: member for member in channel.members if member.role == "sender"}
+        for uid in self._points.keys() - senders:
+            del self._points[uid]
+        for uid, member in senders.items():
+            points = self._points.setdefault(uid, deque())
+            points.append(_Point(now, member.published, member.newest_bytes))
+            while len(points) > 2 and points[1].at <= now - self._length:
+                points.popleft()
+
+    def rate(self, member: MemberInfo) -> tuple[float, float] | None:
+        """Messages and bytes per second over the window; None before the second reading of this sender."""
+        points = self._points.get(member.uid)
+        if not points or len(points) < 2 or points[-1].at <= points[0].at:
+            return None
+        each = (points[-1].published - points[0].published) / (points[-1].at - points[0].at)
+        sizes = [point.nbytes for point in points if point.published]
+        return each, each * sum(sizes) / len(sizes) if sizes else 0.0
+
+
+@guarded
+def hz(
+    channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
+    window: Annotated[float, typer.Option(help="Seconds over which rates are averaged.", min=0.1)] = 10.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1)] = 1.0,
+    count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each reading as one line of JSON.")] = False,
+) -> None:
+    """Print how many messages each sender of a channel sends per second, over a window, every second.
+
+    Only looks: it joins no channel, so that a sender without receivers is measured as well. Bytes are estimated by the
+    sizes of each sender's newest messages. Waits for a channel that does not exist yet, or that has ended. Ctrl-C ends
+    it; exit code 1 if there is no channel in time, or it cannot be read.
+    """
+    named(channel)
+    inspector, windows, unreadable, done = Inspector(), Windows(window), Unreadable(), -1
+    with until_interrupted():
+        while not count or done < count:
+            wait_for_channel(channel, timeout)
+            info = inspector.channel(channel)
+            if info is None:
+                continue
+            if not info.readable:
+                unreadable.again(channel, info.notes[0])
+                continue
+            unreadable.over()
+            windows.add(info, time.monotonic())
+            done += 1
+            if done:
+                _print_rates(info, windows, as_json)
+            if not count or done < count:
+                time.sleep(interval)
+
+
+def _print_rates(info: ChannelInfo, windows: Windows, as_json: bool) -> None:
+    senders = [member for member in info.members if member.role == "sender"]
+    if as_json:
+        print_json_line(
+            {
+                "time": time.time(),
+                "channel": info.name,
+                "senders": [_sender_dict(it, windows.rate(it)) for it in senders],
+            }
+        )
+        return
+    out = console()
+    if not senders:
+        out.print(f'channel "{info.name}" has no sender')
+    for member in senders:
+        rate = windows.rate(member)
+        measured = "measuring" if rate is None else f"{rate[0]:.2f} msg/s  {bytes_per_second(rate[1])}"
+        newest = f"  newest {seconds(member.newest_age)} ago" if member.newest_age else ""
+        who = f"{member.pid} {program(member)}".strip() + ("" if member.alive else " (dead or closed)")
+        out.print(f"{who}  {measured}  {member.published} sent{newest}", soft_wrap=True, markup=False)
+
+
+def _sender_dict(member: MemberInfo, rate: tuple[float, float] | None) -> dict[str, Any]:
+    return {
+        "uid": f"{member.uid:016x}", "pid": member.pid, "process": member.process or None,
+        "label": member.label or None, "alive": member.alive,
+        "messages_per_second": None if rate is None else rate[0], "bytes_per_second": None if rate is None else rate[1],
+        "published": member.published, "newest_bytes": member.newest_bytes, "newest_age": member.newest_age,
+    }  # fmt: skip
+
+
+_ECHO_PAUSE_S = 0.02
+
+
+@guarded
+def echo(
+    channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
+    count: Annotated[int, typer.Option(help="End after so many messages; 0: on Ctrl-C.", min=0)] = 0,
+    digest: Annotated[bool, typer.Option(help="Read the payload for a digest, or leave it alone.")] = True,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each message as one line of JSON.")] = False,
+) -> None:
+    """Print the messages of a channel: structure, dtypes, shapes, scalars, meta, and a digest of the bytes.
+
+    First those that are still needed, then each new one that can be read before its slot is used again; it says how
+    many it missed. It joins no channel: nothing is taken from a work queue, and no sender waits. What was overwritten
+    while it was read is not printed. The digest (xxh3, 64 bits) is left out if the payload may have been written to
+    meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot be read.
+    """
+    named(channel)
+    unreadable, done = Unreadable(), 0
+    with until_interrupted():
+        while not count or done < count:
+            wait_for_channel(channel, timeout)
+            try:
+                with Messages(channel, digests=digest) as messages:
+                    unreadable.over()
+                    last = False
+                    while not last and (not count or done < count):
+                        last = messages.ended  # what was sent before that is read once more
+                        found = messages.new()
+                        for seen in found[: count - done] if count else found:
+                            _print_message(channel, seen, as_json)
+                            done += 1
+                        if not found:
+                            time.sleep(_ECHO_PAUSE_S)
+            except FileNotFoundError:
+                continue  # it has just ended, or is just being made
+            except (OSError, ValueError) as error:
+                unreadable.again(channel, error)
+
+
+def _print_message(channel: str, seen: Seen, as_json: bool) -> None:
+    age = max(0.0, (time.monotonic_ns() - seen.sent_ns) / 1e9)
+    if as_json:
+        print_json_line(_message_dict(channel, seen, age))
+        return
+    parts = [f"#{seen.seq} of {seen.pid}", f"{seconds(age)} ago", format_bytes(seen.nbytes)]
+    if seen.digest is not None:
+        parts.append(seen.digest)
+    parts.append(as_text(seen.value))
+    if seen.meta is not None:
+        parts.append(f"meta {as_text(seen.meta)}")
+    out = console()
+    if seen.missed:
+        out.print(f"{seen.missed} before the next one missed", style="dim")
+    out.print("  ".join(parts), soft_wrap=True, markup=False)
+
+
+def _message_dict(channel: str, seen: Seen, age: float) -> dict[str, Any]:
+    return {
+        "channel": channel,
+        "sender": f"{seen.sender:016x}",
+        "pid": seen.pid,
+        "seq": seen.seq,
+        "time": time.time() - age,
+        "bytes": seen.nbytes,
+        "value": json_of(seen.value),
+        "meta": json_of(seen.meta),
+        "digest": seen.digest,
+        "missed": seen.missed,
+    }
+
+
+@guarded
+def metrics(
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.", min=0, max=65535)] = 9464,
+    address: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    pattern: Annotated[str, typer.Argument(help='Only channels with such names, for example "camera*".')] = "*",
+) -> None:
+    """Serve the metrics of all channels and services of this machine at http://ADDRESS:PORT/metrics.
+
+    In the formats of Prometheus and OpenMetrics. Each request reads shared memory anew: a process that has died is gone
+    from the next scrape. Joins no channel. SIGTERM and Ctrl-C end it. Needs prometheus_client: pip install
+    'shmtensor[metrics]'.
+    """
+    found = collector(pattern)
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise DependencyError(str(error), name="prometheus_client") from None
+    registry = CollectorRegistry()
+    registry.register(found)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise fail(f"cannot listen at {address}:{port}: {error.strerror or error}: choose another --port") from None
+    try:
+        with until_interrupted():
+            where = f"{address}:{server.server_port}"
+            console(stderr=True).print(f"metrics at http://{where}/metrics", soft_wrap=True, markup=False)
+            ended.wait()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

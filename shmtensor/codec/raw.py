@@ -1,0 +1,82 @@
+"""Messages as they are: the value is the payload, the meta is the description. For a relay.
+
+`encode` and `decode` are used as those of `implementation.py`, and `codec` is the compiled one, or None: a sender or a
+receiver that uses these publishes and takes any message without making its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import WireError
+from ..wire import spec
+from ..wire.spec import LeafSpec
+from .encode import Encoded
+from .implementation import Compiled
+from .implementation import codec as values
+from .numpy import Array, address_of
+from .outline import Outline
+
+
+def reference_encode(payload: bytes | memoryview, description: bytes) -> Encoded:
+    """The message of these bytes, which are copied when it is written into a slot."""
+    array: Array = np.frombuffer(payload, np.uint8) if len(payload) else np.empty(0, np.uint8)
+    return Encoded(description, array.nbytes, [(address_of(array), 0, array.nbytes)], sources=[array])
+
+
+def reference_decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[memoryview, bytes]:
+    """The payload, which lives in the slot as long as the view does, and the description."""
+    return memoryview(payload), bytes(description)  # type: ignore[arg-type]
+
+
+codec: Any = None
+encode: Any = reference_encode
+decode: Any = reference_decode
+if values is not None:
+    codec = Compiled().codec
+    codec.raw = True
+    encode, decode = codec.encode, codec.decode
+
+
+class _Bounds(Outline):
+    """The outline of a description, with the storages that its tensors share checked as `decode` checks them."""
+
+    __slots__ = ()
+
+    def _note(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Any:
+        found = super()._note(leaf, described, storage)
+        if leaf.storage and leaf.dtype is not None:
+            extent = spec.check_extent(leaf, leaf.dtype.itemsize)
+            at, size = storage
+            if extent and (leaf.offset < at or leaf.offset + extent > at + size):
+                raise WireError(f"leaf at {leaf.offset} lies outside its shared storage of {size} bytes at {at}")
+            self._extents.add((at, at + size))
+        return found
+
+
+_KEPT: Final = 1024
+_PADDING: Final = 4096
+"""Bytes that may lie behind the last leaf."""
+_sizes: dict[bytes, int] = {}
+"""The least payload of descriptions that were checked: many messages have the same one."""
+
+
+def check(description: bytes, nbytes: int) -> None:
+    """Check a description as `decode` does, without a payload of that many bytes. Raises `WireError`.
+
+    What only the package that makes a value can check, such as the parts of a sparse tensor, is left to its receiver.
+    """
+    needed = _sizes.get(description)
+    if needed is None:
+        extents = _Bounds(description).extents()
+        needed = extents[-1][1] if extents else 0
+        if len(description) <= 4096:
+            if len(_sizes) >= _KEPT:
+                _sizes.clear()
+            _sizes[description] = needed
+    if needed > nbytes:
+        raise WireError(f"payload has {nbytes} bytes, the message needs {needed}")
+    if nbytes > needed + _PADDING:
+        raise WireError(f"payload has {nbytes} bytes, the message needs {needed} only")

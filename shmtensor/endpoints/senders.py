@@ -1,0 +1,105 @@
+"""What a receiver does with the segments of its senders: attach to them, wake those that sleep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..channel import control as ctl
+from ..channel.control import Entry
+from ..channel.membership import Member
+from ..channel.names import ring_name, sequence_table_name, socket_path
+from ..errors import ResourceError, WireError
+from ..memory.semaphores import SenderWaker
+from ..memory.words import store
+from ..ring.implementation import make_reader
+from ..ring.layout import FAN_OUT, MAX_RINGS
+from ..ring.reader import Reader, Reception
+from ..ring.ring import Ring, SequenceTable
+from .device_fanout import make_device_reader
+from .message import SenderInfo
+
+
+def attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Reader:
+    """A reader of the sender of that entry, whose rings are of that kind.
+
+    Raises `FileNotFoundError` if it has no sequence table, `WireError` or `Unreadable` if it cannot be read here.
+    """
+    control = member.control
+    sequences = _sequences(member, entry)
+    waker = None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            waker = _waker(member, entry)
+
+        def attach_ring(index: int) -> Ring:
+            try:
+                return Ring.attach(
+                    ring_name(control.channel, entry.uid, index), entry.uid, index,
+                    kind=kind, capacity=control.capacity, writable=not reception.readonly,
+                )  # fmt: skip
+            except FileNotFoundError as error:
+                if sequences.closed or control.owner(entry.index) != entry.uid or not control.is_alive(entry.index):
+                    raise  # removed with its producer
+                raise WireError(str(error)) from None
+
+        make = make_device_reader if sequences.device else make_reader
+        reader = make(reception, sequences, entry.index, ctl.asleep_word(entry.index), waker, attach_ring)
+    except BaseException:
+        sequences.close()
+        if waker is not None:
+            waker.close()
+        raise
+    reader.gone = sequences.closed
+    reader.sender = SenderInfo(f"{entry.uid:016x}", control.label(entry), entry.pid)
+    return reader
+
+
+def _sequences(member: Member, entry: Entry) -> SequenceTable:
+    control = member.control
+    return SequenceTable.attach(sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity)
+
+
+def _waker(member: Member, entry: Entry) -> SenderWaker:
+    """What wakes a sender."""
+    return SenderWaker(sequence_table_name(member.channel, entry.uid), socket_path(member.directory, entry.uid))
+
+
+def wake_senders(member: Member) -> None:
+    """Wake those that sleep: they may wait for receivers to join, or to give slots back."""
+    words = member.control.words
+    for entry in member.peers():
+        asleep = words[ctl.asleep_word(entry.index)]
+        if entry.role == ctl.SENDER and asleep & 1:
+            with contextlib.suppress(FileNotFoundError, ResourceError):
+                waker = _waker(member, entry)
+                waker.wake(asleep)
+                waker.close()
+
+
+def clear_words(member: Member) -> None:
+    """Fan-out, while it joins: the words of a former member at its index must not count for the messages that are kept
+    for it."""
+    for ring in _retaining_rings(member):
+        row = ring.state + member.recipient[0] * ring.row
+        for word in range(row, row + ring.slots):
+            store(ring.words, word, 0)
+
+
+def _retaining_rings(member: Member) -> Iterator[Ring]:
+    """The rings of every publisher with `history=`, as far as they can be attached."""
+    control = member.control
+    for entry in control.members():
+        if entry.role != ctl.SENDER:
+            continue
+        try:
+            sequences = _sequences(member, entry)
+        except (FileNotFoundError, WireError):
+            continue
+        sequences.close()
+        for index in range(min(sequences.rings, MAX_RINGS) if sequences.history else 0):
+            with contextlib.suppress(FileNotFoundError, WireError):
+                yield Ring.attach(
+                    ring_name(control.channel, entry.uid, index), entry.uid, index,
+                    kind=FAN_OUT, capacity=control.capacity, writable=False,
+                )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A channel of this host on another one: docs/internals/relay.md."""

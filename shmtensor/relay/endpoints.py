@@ -1,0 +1,378 @@
+"""The ends of a relay in the channels: ordinary members, whose messages stay the bytes that they are."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from ..channel import control as ctl
+from ..channel.control import Control, Entry
+from ..channel.names import control_name
+from ..codec import raw
+from ..codec.encode import Encoded
+from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
+from ..endpoints.claims import Claims
+from ..endpoints.message import Message
+from ..endpoints.pubsub import Publisher, Subscriber
+from ..endpoints.recipients import Recipients
+from ..endpoints.workqueue import Consumer, Producer
+from ..errors import ArgumentError, TimedOut, WireError
+from ..memory import segment as shm
+from ..memory.words import store
+from ..ring.competing import NOTHING
+from ..ring.layout import ATTEMPT, DONE, FAN_OUT, KINDS, SERVICE, STATE_WORDS, WORK_QUEUE
+from ..ring.reader import Reader, Reception
+from ..ring.ring import Ring
+from ..rpc.calls import Call
+from ..rpc.endpoints import Answers, Intake, Replies, Requests
+from .frames import LATEST, LOSSLESS, NOBODY, Item, Part
+from .frames import Sender as Named
+
+_VIA: Final = " via "
+_LABEL: Final = 64
+_MOST_HOPS: Final = 6
+
+
+def path_of(label: str) -> list[int]:
+    """The hashes of the channels that the messages of a relay's sender came through."""
+    _, via, words = label.rpartition(_VIA)
+    with contextlib.suppress(ValueError):
+        return [int(word, 16) for word in words.split()] if via else []
+    return []
+
+
+def relayed_label(label: str, path: int) -> str:
+    """The label of a far sender: that of the near one, and where it comes from. At most 64 bytes."""
+    hops = path_of(label)
+    own = label.rpartition(_VIA)[0] if hops else label
+    tail = _VIA + " ".join(f"{hop:08x}" for hop in [*hops, path][-_MOST_HOPS:])
+    return own.encode("utf-8", "replace")[: _LABEL - len(tail)].decode("utf-8", "ignore") + tail
+
+
+class _NearEnd:
+    """What a relay's subscriber and consumer have in common. `Message.value` is the payload, `meta` the description."""
+
+    avoided = 0
+    """The hash of the far channel: what came from there does not go back."""
+    refusal = ""
+    """Why this channel cannot be relayed; empty if it can."""
+    _readers: list[Any]
+
+    def _reception(self) -> Reception:
+        found: Reception = super()._reception()  # type: ignore[misc]
+        return found._replace(decode=raw.decode, codec=raw.codec)
+
+    def _attach(self, entry: Entry) -> Reader:
+        control = self._member.control  # type: ignore[attr-defined]
+        if self._leaves_alone and self.avoided in path_of(control.label(entry)):
+            raise FileNotFoundError(entry.uid)
+        reader: Reader = super()._attach(entry)  # type: ignore[misc]
+        if reader.device:
+            reader.close()
+            self.refusal = f"process {entry.pid} publishes in device memory, which a relay does not read"
+            raise WireError(self.refusal)
+        return reader
+
+    _leaves_alone = False
+
+    def next(self, timeout: float) -> Message | None:
+        """The next message, or None."""
+        try:
+            return self.recv(timeout=timeout)  # type: ignore[attr-defined, no-any-return]
+        except TimedOut:
+            return None
+
+    def senders(self) -> list[Named]:
+        """The senders that are here, or that left messages which are not taken."""
+        return [
+            Named(reader.uid, reader.sender.pid, reader.sender.name)
+            for reader in list(self._readers)
+            if self.avoided not in path_of(reader.sender.name) or not self.avoided
+        ]
+
+
+class NearSubscriber(_NearEnd, Subscriber):
+    """Takes every message of a fan-out, or the newest, as it is."""
+
+
+class NearConsumer(_NearEnd, Consumer):
+    """Takes messages of a work queue as they are. Those that came from the far channel it leaves to others: so
+    `avoided` is given before it joins."""
+
+    _leaves_alone = True
+
+    def __init__(self, channel: str, avoided: int, **options: Any) -> None:
+        self.avoided = avoided
+        super().__init__(channel, **options)
+
+
+_RELAY: Final = "relay"
+_RELAY_TO: Final = "relay to "
+_NEARER_S: Final = 0.05
+"""How long a request waits for a server of this host that sleeps: it is woken for it, unless it is stopped."""
+_BUSY_S: Final = 0.001
+"""How long it waits for one that is awake: it may be about to take it."""
+_PAUSE_S: Final = 0.0005
+_MOST_ATTEMPTS: Final = 250
+
+
+def relay_label(path: int) -> str:
+    """The label of a near relay in a service: where it leads to."""
+    return f"{_RELAY_TO}{path:08x}"
+
+
+def count_servers(service: str, paths: Iterable[int]) -> int:
+    """How many servers may take requests that came through the channels of these hashes: living ones, and relays that
+    lead elsewhere. Raises `ArgumentError` if it is a channel of another kind."""
+    back = {relay_label(path) for path in paths}
+    count = 0
+    with contextlib.suppress(FileNotFoundError, WireError, OSError), shm.look_at(control_name(service)) as segment:
+        words = segment.read(0, Control.nbytes() // 8)
+        if (words[ctl.W_MAGIC], words[ctl.W_VERSION]) != (ctl.MAGIC, ctl.VERSION):
+            return 0  # being made, or another version's
+        if words[ctl.W_KIND] != SERVICE:
+            raise ArgumentError(f'channel "{service}" is a {KINDS.get(words[ctl.W_KIND])}, not a service')
+        for index in range(ctl.CAPACITY):
+            at = ctl.base(index)
+            if words[at + ctl.M_UID] and words[at + ctl.M_ROLE] == ctl.RECEIVER and not words[at + ctl.M_LEAVING]:
+                start = ctl.label_word(index)
+                label = ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
+                count += label not in back and segment.is_locked(ctl.LIFE + index)
+    return count
+
+
+class NearIntake(_NearEnd, Intake):
+    """Takes the requests of a service as they are, if no server of this host is about to take them."""
+
+    _leaves_alone = True
+    _claims: Claims
+
+    def __init__(self, service: str, avoided: int) -> None:
+        self.avoided = avoided
+        self._nearer: list[Any] = []  # of `Peer`: the servers of this host that live
+        self._nearer_due = 0.0
+        self._is_waiting = False
+        super().__init__(service, max_attempts=_MOST_ATTEMPTS, spin=0.0, label=relay_label(avoided))
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        self._direct = None  # every request goes by `_poll`
+        siblings = self._claims.siblings
+        labels = {uid: self._member.control.label(peer.entry) for uid, peer in siblings.items()}
+        # nearer ones first: `wake_sibling` wakes the first that sleeps
+        self._claims.siblings = dict(sorted(siblings.items(), key=lambda it: labels[it[0]].startswith(_RELAY)))
+        self._nearer = [peer for uid, peer in self._claims.siblings.items() if not labels[uid].startswith(_RELAY)]
+
+    def idle_servers(self) -> int:
+        """How many living servers of this host sleep in `recv`."""
+        return self._run(self._count_idle)  # type: ignore[no-any-return]
+
+    def _count_idle(self) -> int:
+        if self._state:
+            return 0
+        if self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
+        control, now = self._member.control, time.monotonic()
+        if now >= self._nearer_due:
+            self._nearer_due = now + LIVENESS_INTERVAL
+            self._nearer = [peer for peer in self._nearer if control.is_alive(peer.index)]
+        return sum(self._control_words[peer.asleep] & 1 for peer in self._nearer)
+
+    def _poll(self, patience: int = 0) -> Message | None:
+        self._is_waiting = False
+        is_idle = self._count_idle() > 0
+        if self._nearer:
+            ages = [age for age in map(_age, self._readers) if age != NOTHING]
+            patience_ns = int((_NEARER_S if is_idle else _BUSY_S) * 1e9)
+            if ages and time.monotonic_ns() - min(ages) < patience_ns:
+                if is_idle:  # it may be this relay that was woken
+                    self._claims.wake_sibling(self._member.uid)
+                self._is_waiting = True
+                return None
+        return super()._poll(patience)
+
+    def _sleep(self, seconds: float) -> bool:
+        if not self._is_waiting:
+            return super()._sleep(seconds)
+        self._inbox.pause(min(seconds, _PAUSE_S))  # not asleep: a server of this host is to be woken
+        return True
+
+
+def _age(reader: Any) -> int:
+    """When its next request was published that nobody has; 0: it cannot be read; `NOTHING`."""
+    age: int = reader.age()
+    if not age:  # its ring is not mapped
+        reader.map_all()
+        age = reader.age()
+    return age
+
+
+class NearAnswers(_NearEnd, Answers):
+    """Receives replies as they are."""
+
+
+class Filling:
+    """A message that is copied into its slot part by part. It is seen when `finish` was called, and never otherwise."""
+
+    def __init__(self, commit: Any, ring: Ring, slot: int, out: Encoded, array: Any) -> None:
+        self._commit, self._ring, self._slot, self._out, self._array = commit, ring, slot, out, array
+        self._view = memoryview(array)
+        self.filled = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self._out.nbytes
+
+    def add(self, payload: memoryview) -> None:
+        """Copy the next bytes of the payload."""
+        end = self.filled + len(payload)
+        if end > self.nbytes:
+            raise WireError(f"{end} bytes for a payload of {self.nbytes}")
+        self._view[self.filled : end] = payload
+        self.filled = end
+
+    def finish(self) -> int:
+        """Publish it. Returns its sequence number."""
+        if self.filled != self.nbytes:
+            raise WireError(f"{self.filled} of {self.nbytes} bytes of a payload came")
+        return self._commit(self._ring, self._slot, self._out, self._array)  # type: ignore[no-any-return]
+
+
+class _FarEnd:
+    """What a relay's publisher and producer have in common."""
+
+    _describe: Any = staticmethod(raw.encode)
+    _words: Any
+    _order: int
+    _mask: int
+    _rings: list[Ring]
+    _recipients: Recipients
+
+    def forward(self, item: Item, timeout: float) -> int:
+        """Send a whole message as it is. As `send`."""
+        return self.send(item.payload, item.description, timeout=timeout)  # type: ignore[attr-defined, no-any-return]
+
+    def fill(self, first: Part, timeout: float) -> Filling:
+        """A free slot for a message whose payload comes in parts. Raises `RingFull` if there is none in time."""
+        return self.fill_with(first.description, first.nbytes, timeout)
+
+    def fill_with(self, description: bytes, nbytes: int, timeout: float, *beside: Any) -> Filling:
+        """The same. `beside`: what is stored with the message, ring/writer.py."""
+        return self._run(  # type: ignore[attr-defined, no-any-return]
+            self._fill_inside, description, nbytes, timeout, beside
+        )
+
+    def _fill_inside(self, description: bytes, nbytes: int, timeout: float, beside: tuple[Any, ...]) -> Filling:
+        if self._state or self._stop:  # type: ignore[attr-defined]
+            self._refuse()  # type: ignore[attr-defined]
+        out = Encoded(description, nbytes)
+        ring, slot = self._place(out.total, timeout)  # type: ignore[attr-defined]
+        array = ring.block(slot, out.total)
+        self._writer.lend(ring.index, slot, weakref.ref(array))  # type: ignore[attr-defined]
+
+        def commit(*message: Any) -> int:
+            return self._run(self._commit_beside, beside, *message)  # type: ignore[attr-defined, no-any-return]
+
+        return Filling(commit, ring, slot, out, array)
+
+    def _commit_beside(self, beside: tuple[Any, ...], ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+        if self._state or self._stop:  # type: ignore[attr-defined]
+            self._refuse()  # type: ignore[attr-defined]
+        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:  # type: ignore[attr-defined]
+            self._recipients.refresh()
+        out.write(ring.buffer, slot * ring.slot_bytes)
+        guard = weakref.ref(array)
+        return self._publish(ring, slot, out, guard, *beside)  # type: ignore[attr-defined, no-any-return]
+
+    def audience(self) -> int:
+        """Who receives: `NOBODY`, `LOSSLESS`, or `LATEST` if none but latest subscribers are there."""
+        return self._run(self._audience_inside)  # type: ignore[attr-defined, no-any-return]
+
+    def _audience_inside(self) -> int:
+        if self._state or self._stop:  # type: ignore[attr-defined]
+            return NOBODY
+        recipients = self._recipients
+        if self._control_words[ctl.W_EPOCH] != recipients.epoch:  # type: ignore[attr-defined]
+            recipients.refresh()
+        recipients.drop_dead()
+        flags = [peer.entry.flags for peer in recipients.listeners]
+        if not flags:
+            return NOBODY
+        return LATEST if all(each & ctl.LATEST for each in flags) else LOSSLESS
+
+
+class FarPublisher(_FarEnd, Publisher):
+    """Publishes messages of a fan-out as they are."""
+
+    _traits = SenderTraits(FAN_OUT)
+
+
+class FarProducer(_FarEnd, Producer):
+    """Sends messages of a work queue as they are."""
+
+    _traits = SenderTraits(WORK_QUEUE, counts_lost=True)
+
+    def done_word(self, seq: int) -> tuple[memoryview, int]:
+        """Where it is stored that message `seq`, just sent, is done: the word is that number then, or a later one."""
+        place = self._words[self._order + (seq & self._mask)]
+        ring = self._rings[place >> 32]
+        return ring.words, ring.state + STATE_WORDS * (place & 0xFFFFFFFF) + DONE
+
+
+class FarCall(Call):
+    """A request that a far relay has posted.
+
+    number:       of its item
+    attempts:     how many servers had had it before
+    is_cancelled: the near relay does not want its reply
+    is_returned:  it was withdrawn, as no server is there
+    """
+
+    __slots__ = ("attempts", "is_cancelled", "is_returned", "number")
+
+    def __init__(self, number: int, deadline: int, bits: int, attempts: int) -> None:
+        super().__init__(deadline, bits)
+        self.number, self.attempts = number, attempts
+        self.is_cancelled = self.is_returned = False
+
+
+class FarRequests(_FarEnd, Requests):
+    """Sends requests of a service as they are."""
+
+    _traits = replace(Requests._traits, carries_context=False)
+
+    def post_request(self, call: FarCall, payload: Any, description: bytes, timeout: float) -> None:
+        """As `post`, of a whole request."""
+        if not call.attempts:
+            self.post(call, payload, description, timeout)
+            return
+        self.check_open()
+        self._post(self._describe(payload, description), timeout, self._registration(call))
+
+    def fill_request(self, call: FarCall, description: bytes, nbytes: int, timeout: float) -> Filling:
+        """As `fill`."""
+        return self.fill_with(description, nbytes, timeout, *self._registration(call))
+
+    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: Any, *registration: Any) -> int:
+        call = registration[3]
+        if call.attempts:  # the slot is this sender's until it is published
+            at = ring.state + STATE_WORDS * slot + ATTEMPT
+            store(ring.words, at, (self._published + 1) << 8 | min(call.attempts, 255))
+        return super()._publish(ring, slot, out, guard, *registration)
+
+
+class NearReplies(_FarEnd, Replies):
+    """Publishes replies to a client as they are."""
+
+    def post_reply(self, seq: int, payload: Any, description: bytes) -> None:
+        """As `post`, of a whole reply to request `seq`."""
+        self.post(seq, payload, description, 0)
+
+    def fill_reply(self, seq: int, description: bytes, nbytes: int) -> Filling:
+        """As `fill`."""
+        return self.fill_with(description, nbytes, 0, *self._registration(seq))

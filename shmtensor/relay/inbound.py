@@ -1,0 +1,740 @@
+"""The far side of a channel: puts what near relays send into rings of its own, and says what it has.
+
+Each near relay has a `Stream` with a thread: it parses, checks, copies into slots and publishes. Zenoh's threads only
+append to its queue. docs/internals/relay.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..codec import raw
+from ..errors import ArgumentError, RingFull, ShmTensorError, TimedOut, WireError
+from ..wire import record, spec
+from .endpoints import FarProducer, FarPublisher, path_of, relayed_label
+from .far_requests import FarClient, FarService
+from .frames import (
+    CANCEL,
+    FAN_OUT,
+    LATEST,
+    LOSSLESS,
+    MOST_FRAME,
+    MOST_RANGES,
+    NOBODY,
+    NOTE,
+    SERVICE,
+    STATE,
+    STATUS,
+    WORK_QUEUE,
+    Bye,
+    Cancel,
+    Frame,
+    Hello,
+    Item,
+    Items,
+    OtherProtocol,
+    Part,
+    Refuse,
+    State,
+    Status,
+    Welcome,
+    parse,
+)
+from .keys import Keys, path_hash
+from .session import Sender as KeySender
+from .session import Session
+from .window import Gap, Incoming, Unfinished
+
+log = logging.getLogger("shmtensor.relay")
+
+_TICK_S: Final = 0.25
+_IDLE_S: Final = 1.0
+_BUSY_S: Final = 0.001
+_SLOW_S: Final = 0.01
+_PROGRESS_S: Final = 0.05
+_FULL_S: Final = 0.2
+_STATE_S: Final = 1.25
+"""Seconds after which STATE is sent again if no STATUS has asked for it, as one does each second unless it waits on a
+slow link behind what comes before it: a sign of life."""
+_MOST_STREAMS: Final = 256
+
+_NEAR_AT: Final = 16
+_KIND_AT: Final = 13
+_peek_near = struct.Struct("<Q").unpack_from
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a far relay offers each near one, and how it makes its senders."""
+
+    messages: int
+    nbytes: int
+    away: float
+    slots: int | None
+    max_bytes: int | str | None
+    user: str
+
+
+class _OfBefore(Exception):
+    """A frame's attempt is over: nothing more of it is taken."""
+
+
+class _Refused(Exception):
+    """This near relay cannot be served now."""
+
+
+class Inbound:
+    """One channel of a far relay: its streams, by the number of their near relay."""
+
+    def __init__(self, session: Session, name: str, terms: Terms) -> None:
+        self.reason = ""
+        self.name, self.terms, self.session, self.keys = name, terms, session, Keys(name)
+        self.id, self.path = secrets.randbits(63) | 1, path_hash(name)
+        self.lock = threading.Condition()
+        self._streams: dict[int, Stream] = {}
+        self._known: dict[int, int] = {}  # of fan-outs' near relays that were given up: what they need not send again
+        self._ended: set[Stream] = set()  # which take nothing more, but wait until their messages are done
+        self._told: dict[int, str] = {}
+        self._alive: set[int] = set()  # near relays whose tokens are there
+        self._stop = False
+        self.messages = self.nbytes = self.duplicates = self.bad_frames = self.refused = self.connections = 0
+        self.acknowledged = 0
+        session.receive(self.keys.far(self.id), self._on_data)
+        session.receive(self.keys.hello, self._on_hello)
+        session.appear(self.keys.alive_far(self.id))
+        session.watch(self.keys.alive_near("*"), self._on_token)
+
+    # --- in Zenoh's threads
+
+    def _on_hello(self, head: bytes, body: Any) -> None:
+        try:
+            frame = parse(head, body.to_bytes())
+        except OtherProtocol as error:
+            if error.near:
+                self._refuse(error.near, error.attempt, str(error))
+            return
+        except WireError as error:
+            self.count_bad(error)
+            return
+        if not isinstance(frame, Hello):
+            self.count_bad(WireError(f"{type(frame).__name__} where a HELLO is expected"))
+            return
+        why = self._objection(frame)
+        if why:
+            self._refuse(frame.near, frame.attempt, why)
+            return
+        with self.lock:
+            if self._stop:
+                return
+            stream, is_there = self._streams.get(frame.near), frame.near in self._alive
+            if stream is None and len(self._streams) < _MOST_STREAMS:
+                stream = self._streams[frame.near] = Stream(self, frame)
+                self.connections += 1
+                self.lock.notify_all()
+        if stream is None:
+            self._refuse(frame.near, frame.attempt, f"{_MOST_STREAMS} near relays are here, more are not taken")
+        else:
+            stream.welcome(frame, is_there)
+
+    def _objection(self, frame: Hello) -> str:
+        """Why that near relay is not served; empty if it is."""
+        if (frame.record, frame.description) != (record.VERSION, spec.VERSION):
+            return (
+                f"messages of record version {frame.record} and description version {frame.description} there, "
+                f"{record.VERSION} and {spec.VERSION} here: run one version of shmtensor on both hosts"
+            )
+        if frame.user != self.terms.user:
+            return f"user {frame.user!r} there, {self.terms.user!r} here: pass the same user= on both hosts"
+        return ""
+
+    def _refuse(self, near: int, attempt: int, why: str) -> None:
+        with self.lock:
+            self.refused += 1
+            is_new = self._told.get(near) != why
+            if len(self._told) > _MOST_STREAMS:
+                self._told.clear()
+            self._told[near] = why
+        if is_new:
+            log.error("relay of channel %s refuses near relay %016x: %s", self.name, near, why)
+        self.session.answer(self.keys.near(near), Refuse(near, self.id, attempt, why).head(why.encode()), why.encode())
+
+    def _on_data(self, head: bytes, body: Any) -> None:
+        near = _peek_near(head, _NEAR_AT)[0] if len(head) >= _NEAR_AT + 8 else 0
+        with self.lock:
+            stream = self._streams.get(near)
+        if stream is not None:
+            stream.feed(head, body)
+            return
+        try:
+            frame = parse(head, body.to_bytes())
+        except WireError as error:
+            self.count_bad(error)
+            return
+        if not isinstance(frame, Bye):  # it has been given up here: it shall begin anew
+            self.session.answer(self.keys.near(near), Bye(near, self.id, frame.attempt, False).head())
+
+    def _on_token(self, key: str, is_there: bool) -> None:
+        with contextlib.suppress(ValueError):
+            near = int(key.rpartition("/")[2], 16)
+            with self.lock:
+                if is_there:
+                    self._alive.add(near)
+                else:
+                    self._alive.discard(near)
+                stream = self._streams.get(near)
+            if stream is not None:
+                stream.note_presence(is_there)
+
+    def count_bad(self, error: WireError) -> None:
+        """Count and log a frame, or an item, that is dropped."""
+        with self.lock:
+            self.bad_frames += 1
+        log.error("relay of channel %s: a frame is dropped: %s", self.name, str(error))
+
+    # --- its streams
+
+    def refuse(self, stream: Stream, why: str) -> None:
+        """A stream cannot go on: its near relay asks again later."""
+        self.forget(stream)
+        self._refuse(stream.near, stream.attempt, why)
+
+    def forget(self, stream: Stream) -> None:
+        """A stream takes nothing more."""
+        with self.lock:
+            if self._streams.get(stream.near) is stream:
+                del self._streams[stream.near]
+                self._ended.add(stream)
+                if stream.pattern == FAN_OUT:  # a queue's may be lost with its senders here: it comes again
+                    self._known.pop(stream.near, None)
+                    self._known[stream.near] = stream.received
+                    while len(self._known) > _MOST_STREAMS:
+                        self._known.pop(next(iter(self._known)))
+
+    def known(self, hello: Hello) -> int:
+        """The newest item of a near relay that it need not send again, though it was given up; 0: none."""
+        return self._known.get(hello.near, 0) if hello.pattern == FAN_OUT else 0
+
+    def note_end(self, stream: Stream) -> None:
+        """A stream has left the channel."""
+        with self.lock:
+            self._ended.discard(stream)
+
+    # --- outside
+
+    @property
+    def state(self) -> str:
+        with self.lock:
+            return "open" if self._streams else "listening"
+
+    @property
+    def in_flight(self) -> int:
+        with self.lock:
+            return sum(stream.in_flight for stream in self._streams.values())
+
+    def wait(self, deadline: float | None) -> None:
+        """Wait until a near relay is there. Raises `TimedOut`."""
+        with self.lock:
+            while not self._streams:
+                remaining = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+                if remaining <= 0:
+                    raise TimedOut(f'relay of channel "{self.name}": no near relay has come')
+                self.lock.wait(remaining)
+
+    def drain(self, deadline: float) -> None:
+        """Nothing to wait for: what is not acknowledged, the near relay has."""
+
+    def stop(self) -> None:
+        """Take nothing more: `close` follows."""
+        with self.lock:
+            self._stop = True
+            streams = [*self._streams.values(), *self._ended]
+        for stream in streams:
+            stream.stop()
+
+    def close(self) -> None:
+        """End every stream. What lies in the rings stays for the receivers that are here. Idempotent."""
+        with self.lock:
+            self._stop = True
+            streams = [*self._streams.values(), *self._ended]
+        for stream in streams:
+            stream.stop()
+        for stream in streams:
+            stream.join()
+
+
+_Far = FarPublisher | FarProducer | FarClient
+
+
+class Stream:
+    """What one near relay sends."""
+
+    def __init__(self, inbound: Inbound, hello: Hello) -> None:
+        self._inbound, self._terms = inbound, inbound.terms
+        self.near, self.attempt, self._pattern, self._path = hello.near, 0, hello.pattern, hello.path
+        self._to_near: KeySender | None = None  # of the threads
+        self._lock = threading.Lock()
+        self._incoming = Incoming()
+        self._incoming.start_at(max(hello.oldest, inbound.known(hello) + 1))
+        self._queue: queue.SimpleQueue[tuple[bytes, Any] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._gap = False
+        self._newest = (0, 0)  # number and offset of what this attempt has sent last
+        self._audience = NOBODY
+        self._senders: dict[int, _Far] = {}
+        self._labels: dict[int, str] = {}
+        self._leaving: set[int] = set()
+        self._unfinished: dict[int, Unfinished] = {}
+        self._filling: tuple[int, int, Any] | None = None  # attempt, number, a `Filling`
+        self._away_since: float | None = None
+        self._is_over = self._stop = False
+        self._progress = self._audience_due = self._state_due = 0.0
+        self._due = True  # something has changed that STATE has not said yet
+        self._said = (0, 0)
+        self._first_attempt, self._credit = hello.attempt, (0, 0)
+        self._service: FarService | None = None
+        if hello.pattern == SERVICE:
+            self._service = FarService(
+                inbound.name, hello.near, inbound.id, self._terms.nbytes, hello.path, self._send,
+                self._acknowledge,
+            )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {inbound.name}", daemon=True)
+        self._thread.start()
+
+    # --- in Zenoh's threads
+
+    def welcome(self, frame: Hello, is_there: bool) -> None:
+        """A near relay begins, or begins anew: what is under way from before is not taken any more.
+
+        `is_there`: whether its token is. One without counts as away until it comes, or until it sends something.
+        """
+        with self._lock:
+            if frame.attempt < self.attempt:
+                return
+            knows = frame.attempt > self._first_attempt
+            if frame.attempt != self.attempt:
+                self.attempt, self._gap, self._incoming.consumed, self._said = frame.attempt, False, 0, (0, 0)
+                self._newest = (0, 0)
+            if is_there:
+                self._away_since = None
+            elif self._away_since is None:
+                self._away_since = time.monotonic()
+            welcome = Welcome(
+                self.near, self._inbound.id, self.attempt, self._terms.messages, self._terms.nbytes,
+                self._incoming.received, knows, self._inbound.path,
+            )  # fmt: skip
+        self._inbound.session.answer(self._inbound.keys.near(self.near), welcome.head())
+
+    def feed(self, head: bytes, body: Any) -> None:
+        """A frame has come. One that asks for a sign of life gets it at once, whatever the thread does."""
+        size = len(head) + len(body)
+        if self._service is not None and len(head) > _KIND_AT and head[_KIND_AT] in (STATE, CANCEL):
+            self._hear(self._service, head, body)
+            return
+        with self._lock:
+            # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
+            is_allowed = self._queued <= 2 * (self._terms.nbytes + MOST_FRAME)
+            if is_allowed:
+                self._queued += size
+            if self._away_since is not None:  # it sends, though its token is not there, or the thread waits for a slot
+                self._away_since = time.monotonic()
+        if not is_allowed:
+            self._inbound.count_bad(WireError("more bytes than the window allows"))
+            return
+        self._queue.put((head, body))
+        if len(head) > _KIND_AT and head[_KIND_AT] == STATUS:
+            self._state_due = time.monotonic() + _STATE_S
+            self._inbound.session.answer(self._inbound.keys.near(self.near), self._state().head())
+
+    def _hear(self, service: FarService, head: bytes, body: Any) -> None:
+        """What the near relay says of requests and replies, whatever the thread does."""
+        try:
+            frame = parse(head, body.to_bytes())
+            if frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+            with self._lock:
+                is_current, received = frame.attempt == self.attempt, self._incoming.received
+            if is_current and isinstance(frame, State):
+                service.confirm(frame)
+            elif is_current and isinstance(frame, Cancel):
+                service.cancel(frame, received)
+        except WireError as error:
+            self._inbound.count_bad(error)
+
+    def _acknowledge(self, numbers: Sequence[int]) -> None:
+        """Of a service: the near relay needs these items no more."""
+        with self._lock:
+            for number in numbers:
+                self._incoming.acknowledge(number)
+        self._inbound.acknowledged += len(numbers)
+        self._due = True
+        self._queue.put(None)
+
+    def note_presence(self, is_there: bool) -> None:
+        """The near relay's token has come or gone."""
+        with self._lock:
+            self._away_since = None if is_there else time.monotonic()
+
+    # --- the thread
+
+    def _send(self, head: bytes, body: bytes = b"") -> None:
+        if self._to_near is not None:
+            self._to_near.send(head, body)
+
+    def _run(self) -> None:
+        try:
+            self._to_near = self._inbound.session.sender(self._inbound.keys.near(self.near))  # may wait
+            while not self._stop and not self._is_over:
+                with contextlib.suppress(queue.Empty):
+                    got = self._queue.get(timeout=self._interval())
+                    if got is not None:
+                        self._take(*got)
+                    del got
+                self._tick()
+                self._collect()
+                self._say_if_due()
+        except _Refused as error:
+            if not self._stop:
+                self._inbound.refuse(self, str(error))
+        except Exception as error:
+            log.exception("relay of channel %s: a stream ends by an error", self._inbound.name)
+            self._inbound.refuse(self, repr(error))
+        try:
+            self._inbound.forget(self)
+            if self._stop:  # what was published is not to be sent again to a successor
+                self._send(self._state().head())
+            self._finish()
+        finally:
+            if self._to_near is not None:
+                self._to_near.close()
+            self._inbound.note_end(self)
+
+    def _interval(self) -> float:
+        if self._service is not None:
+            return _BUSY_S if self._service.has_untaken else _TICK_S
+        if not any(map(len, self._unfinished.values())):
+            return _IDLE_S
+        return _BUSY_S if time.monotonic() - self._progress < _PROGRESS_S else _SLOW_S
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            away = self._away_since
+        if away is not None and now - away > self._terms.away:
+            log.warning(
+                "relay of channel %s: near relay %016x has been away for %g s, its senders leave",
+                self._inbound.name, self.near, self._terms.away,
+            )  # fmt: skip
+            self._is_over = True
+        if self._service is not None:
+            with self._lock:
+                if not self._gap and self._service.is_unheard(self.attempt):
+                    self._gap = self._due = True
+        if now >= self._audience_due:
+            self._audience_due = now + _TICK_S
+            self._look_at_audience()
+
+    def _look_at_audience(self) -> None:
+        if self._service is not None:
+            try:
+                self._service.look_for_servers()
+            except ArgumentError as error:
+                raise _Refused(str(error)) from None
+        if self._pattern != FAN_OUT:
+            return
+        found = [sender.audience() for sender in self._senders.values() if isinstance(sender, FarPublisher)]
+        audience = LOSSLESS if LOSSLESS in found else LATEST if LATEST in found else NOBODY
+        if audience != self._audience:
+            self._audience, self._due = audience, True
+
+    def _take(self, head: bytes, body: Any) -> None:
+        try:
+            data = body.to_bytes()
+            frame = parse(head, data)
+            if frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+            self._handle(frame, len(data))
+        except WireError as error:
+            self._inbound.count_bad(error)
+        finally:
+            with self._lock:
+                self._queued -= len(head) + len(body)
+
+    def _handle(self, frame: Frame, nbytes: int) -> None:
+        with self._lock:
+            if frame.attempt != self.attempt:
+                return
+            if isinstance(frame, (Items, Part)):
+                self._note_newest(frame)
+        # crash: relay.received
+        if self._service is not None:
+            self._service.arrived_ns = time.monotonic_ns()
+        try:
+            if isinstance(frame, Items):
+                after = frame.after
+                for item in frame.items:
+                    self._check_attempt(frame)
+                    if not self._accept(after, item.number):
+                        after = item.number
+                        continue
+                    after = item.number
+                    self._pass_on(frame, item)
+            elif isinstance(frame, Part):
+                self._add(frame)
+            elif isinstance(frame, Status):
+                incoming = self._incoming
+                is_behind = frame.sent > incoming.received or frame.nbytes > incoming.consumed
+                if is_behind or (frame.sent, frame.nbytes) == (incoming.received, incoming.consumed):
+                    self._note_senders(frame)  # else it is an old one
+                if is_behind:
+                    raise Gap
+                if self._service is not None:
+                    self._service.open(frame.attempt)
+            elif isinstance(frame, Bye):
+                self._is_over = frame.ends
+            else:
+                raise WireError(f"{type(frame).__name__} is not for a far relay")
+        except _OfBefore:
+            return
+        except Gap:
+            with self._lock:
+                if frame.attempt == self.attempt:  # else what is missing is sent again already
+                    self._gap = self._due = True
+        with self._lock:
+            if frame.attempt == self.attempt:
+                self._incoming.consumed += nbytes
+                self._due = True
+
+    def _note_newest(self, frame: Items | Part) -> None:
+        """Within an attempt, each frame with items is newer than the one before: another one is a replay."""
+        place = (frame.number, frame.offset) if isinstance(frame, Part) else (frame.items[0].number, 0)
+        if place <= self._newest:
+            raise WireError(f"item {place[0]} at {place[1]} comes again, behind {self._newest[0]} at {self._newest[1]}")
+        self._newest = (frame.items[-1].number, 0) if isinstance(frame, Items) else place
+
+    def _accept(self, after: int, number: int) -> bool:
+        with self._lock:
+            is_new = self._incoming.accept(after, number)
+        if not is_new:
+            self._inbound.duplicates += 1
+        return is_new
+
+    def _check_attempt(self, frame: Frame) -> None:
+        """Raise `_OfBefore` if the near relay has begun anew: it sends this again, and may have done so already."""
+        with self._lock:
+            if frame.attempt != self.attempt:
+                raise _OfBefore
+
+    def _pass_on(self, frame: Frame, item: Item) -> None:
+        """Publish one whole item."""
+        if not self._is_sound(item.number, item.description, len(item.payload)):
+            return
+        sender = self._sender(item.sender)
+        seq = self._place(frame, lambda: sender.forward(item, _FULL_S))
+        self._note_published(item.number, item.sender, sender, seq, len(item.payload))
+
+    def _add(self, frame: Part) -> None:
+        """Copy a part of an item into its slot; publish it with the last one."""
+        if frame.offset == 0:
+            self._filling = None
+            if not self._accept(frame.after, frame.number):
+                return
+            if not self._is_sound(frame.number, frame.description, frame.nbytes):
+                return
+            sender = self._sender(frame.sender)
+            filling = self._place(frame, lambda: sender.fill(frame, _FULL_S))
+            self._filling = frame.attempt, frame.number, filling
+        elif self._filling is None or self._filling[:2] != (frame.attempt, frame.number):
+            if frame.number <= self._incoming.received:
+                return  # the rest of one that was received before, or passed over
+            raise Gap
+        filling = self._filling[2]
+        if frame.offset != filling.filled or frame.nbytes != filling.nbytes:
+            self._filling = None
+            raise Gap
+        filling.add(frame.payload)
+        if filling.filled == filling.nbytes:
+            self._filling = None
+            # crash: relay.filled
+            sender = self._sender(frame.sender)
+            self._note_published(frame.number, frame.sender, sender, filling.finish(), filling.nbytes)
+
+    def _is_sound(self, number: int, description: bytes, nbytes: int) -> bool:
+        """Whether receivers could read an item. One that they could not is passed over, as they would do."""
+        try:
+            if self._service is not None:
+                self._service.begin(number, description)
+                description = description[NOTE:]
+            raw.check(description, nbytes)
+        except WireError as error:
+            self._inbound.count_bad(WireError(f"item {number} is passed over: {error}"))
+            with self._lock:
+                self._incoming.receive(number)
+                self._incoming.acknowledge(number)
+            self._due = True
+            return False
+        return True
+
+    def _place(self, frame: Frame, attempt: Callable[[], Any]) -> Any:
+        """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported."""
+        while True:
+            try:
+                return attempt()
+            except RingFull:
+                if self._stop:
+                    raise _Refused("this far relay ends") from None
+                self._check_attempt(frame)
+                self._tick()
+                self._collect()
+                self._say_if_due()
+                if self._is_over:
+                    raise _Refused("away for too long") from None
+            except ShmTensorError as error:
+                raise _Refused(str(error)) from None
+
+    def _note_published(self, number: int, uid: int, sender: _Far, seq: int, nbytes: int) -> None:
+        # crash: relay.published
+        inbound = self._inbound
+        with self._lock:
+            self._incoming.receive(number)
+            if isinstance(sender, FarPublisher):
+                self._incoming.acknowledge(number)
+                inbound.acknowledged += 1
+        if isinstance(sender, FarProducer):
+            self._unfinished[uid].add(number, *sender.done_word(seq), seq)
+            self._progress = time.monotonic()
+        inbound.messages += 1
+        inbound.nbytes += nbytes
+        self._due = True
+
+    # --- its senders
+
+    def _sender(self, uid: int) -> _Far:
+        """The sender of the far channel for one of the near channel, made when STATUS has announced it."""
+        found = self._senders.get(uid)
+        if found is not None:
+            return found
+        if uid not in self._labels:
+            raise WireError(f"an item of sender {uid:016x}, which no STATUS has announced")
+        terms, label = self._terms, relayed_label(self._labels.get(uid, ""), self._path)
+        try:
+            if self._service is not None:
+                found = FarClient(
+                    self._service, self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label
+                )
+            elif self._pattern == WORK_QUEUE:
+                found = FarProducer(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
+            else:
+                found = FarPublisher(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
+        except ShmTensorError as error:
+            raise _Refused(str(error)) from None
+        self._senders[uid], self._unfinished[uid] = found, Unfinished()
+        return found
+
+    def _note_senders(self, frame: Status) -> None:
+        """Those that have come there appear here, those that have left there leave."""
+        there = {it.uid: it.label for it in frame.senders}
+        self._labels = there
+        if self._service is not None:  # a client's comes with its first request
+            self._service.note_paths(hop for label in there.values() for hop in path_of(label))
+        else:
+            for uid in there:
+                self._sender(uid)
+        self._leaving = self._senders.keys() - there.keys()
+
+    def _collect(self) -> None:
+        """Find out what consumers have done, and let those senders leave that have nothing more to wait for."""
+        for waiting in self._unfinished.values():
+            done = list(waiting.done()) if len(waiting) else []
+            if done:
+                # crash: relay.done
+                self._progress, self._due = time.monotonic(), True
+                with self._lock:
+                    for number in done:
+                        self._incoming.acknowledge(number)
+                self._inbound.acknowledged += len(done)
+        if self._service is not None:
+            credit = self._service.servers, self._service.credit()
+            if credit != self._credit:
+                self._credit, self._due = credit, True
+        for uid in [uid for uid in self._leaving if not len(self._unfinished[uid]) and self._filling is None]:
+            self._leaving.discard(uid)
+            self._unfinished.pop(uid)
+            self._senders.pop(uid).close()
+
+    def _finish(self) -> None:
+        """The near relay is gone: its senders leave, those of a queue when all is done; or this relay ends."""
+        self._filling = None
+        if self._service is not None:
+            self._service.stop()
+        self._leaving = set(self._senders)
+        while self._senders and not self._stop:
+            self._collect()
+            if self._senders:
+                time.sleep(_SLOW_S)
+        while self._senders:
+            self._senders.popitem()[1].close()
+        self._unfinished.clear()
+
+    # --- what it says
+
+    def _say_if_due(self) -> None:
+        if not self._due and time.monotonic() < self._state_due:
+            return
+        with self._lock:
+            consumed, received = self._incoming.consumed, self._incoming.received
+        far_on = (
+            consumed - self._said[0] >= self._terms.nbytes // 4 or received - self._said[1] >= self._terms.messages // 4
+        )
+        if far_on or self._queue.empty():
+            self._due = False
+            self._said, self._state_due = (consumed, received), time.monotonic() + _STATE_S
+            self._send(self._state().head())
+            # crash: relay.stated
+
+    def _state(self) -> State:
+        service = self._service
+        servers, credit = (0, 0) if service is None else (service.servers, service.credit())
+        with self._lock:
+            incoming = self._incoming
+            return State(
+                self.near, self._inbound.id, self.attempt, incoming.received, incoming.acknowledged, incoming.consumed,
+                self._gap, self._audience, [it for it in incoming.ranges(MOST_RANGES) if it[1] <= incoming.received],
+                servers, credit,
+            )  # fmt: skip
+
+    # --- outside
+
+    @property
+    def pattern(self) -> int:
+        return self._pattern
+
+    @property
+    def received(self) -> int:
+        """The newest item that is received."""
+        with self._lock:
+            return self._incoming.received
+
+    @property
+    def in_flight(self) -> int:
+        return sum(map(len, list(self._unfinished.values())))
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._stop = True
+
+    def join(self) -> None:
+        """Wait until it has left the channel."""
+        self._thread.join()
+        with contextlib.suppress(Exception):
+            self._inbound.session.answer(
+                self._inbound.keys.near(self.near), Bye(self.near, self._inbound.id, self.attempt, False).head()
+            )

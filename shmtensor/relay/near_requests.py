@@ -1,0 +1,397 @@
+"""Requests over a relay, the near side: it is a server here, whose replies come from the far one.
+
+taken -> sent -> ended (replied to, a verdict, cancelled, given back) -> acknowledged; docs/internals/relay.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..codec import raw
+from ..endpoints.message import SenderInfo
+from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, WireError
+from ..memory.words import store
+from ..ring.layout import ATTEMPT, CLAIMED
+from ..rpc.endpoints import ONCE
+from ..rpc.request import Request, TakenRequests, record_of
+from .endpoints import Filling, NearIntake, NearReplies
+from .frames import (
+    DIED,
+    DROPPED,
+    EXPIRED,
+    MOST_FRAME,
+    NO_ROOM,
+    NOTE,
+    REPLY,
+    WORN,
+    Item,
+    Items,
+    Part,
+    ReplyNote,
+    RequestNote,
+    Sender,
+    State,
+    Status,
+    reply_note,
+)
+from .window import Gap
+
+log = logging.getLogger("shmtensor.relay")
+
+
+class Taken:
+    """A request that a near relay has taken, as something to send."""
+
+    def __init__(self, service: NearService, request: Request) -> None:
+        self._service, self._request = service, request
+        self._record = record_of(request)
+        self.sender: SenderInfo = self._record.message.sender
+        self.is_sent = False
+        """Whether the far side may have it."""
+        self.is_ended = self.is_unwanted = self.is_late = False
+        """It has ended here; so that the far side shall cancel it; its time is up there, and will be here."""
+
+    @property
+    def value(self) -> Any:
+        return self._record.message.value
+
+    @property
+    def nbytes(self) -> int:
+        return self._record.message.nbytes
+
+    @property
+    def meta(self) -> bytes:
+        record = self._record
+        remaining = record.remaining
+        left = 0 if remaining is None else max(1, int(remaining * 1e9))
+        bits = ONCE if record.is_tried_once else 0
+        note = RequestNote(left, bits, self.attempts_before)
+        return note.pack() + record.message.meta  # type: ignore[no-any-return]
+
+    # --- its end: once
+
+    def finish(self, verdict: int = 0, attempts: int | None = None) -> None:
+        """It is done; `verdict` says why it has no reply. `attempts`: how many servers have had it."""
+        self._end(attempts, lambda: self._service.requests.finish(self._record, verdict))
+
+    def finish_if_unwanted(self, *, asks: bool) -> bool:
+        """Finish it if the client has cancelled it, or its time is up there and here. Returns whether it was so.
+
+        `asks`: ask the kernel whether the client lives.
+        """
+        record = self._record
+        if self.is_ended:
+            return False
+        if self.is_late and (record.remaining or 0) <= 0:
+            self.finish()
+            return True
+        if record.is_cancelled or (asks and self._service.requests.is_cancelled(record)):
+            self.is_unwanted = True
+            self.finish()
+            return True
+        return False
+
+    def give_back(self, attempts: int | None = None) -> None:
+        """Another server gets it. `attempts`: how many have had it; None: this relay counts as one."""
+        self._end(attempts, lambda: self._service.requests.give_back(self._request))
+
+    def _end(self, attempts: int | None, end: Callable[[], object]) -> None:
+        """End it here, once."""
+        with self._service.ending:
+            self.is_ended = True
+            if self._record.is_released:
+                return
+            if attempts is not None:
+                self._store_attempts(attempts)
+            end()
+
+    def give_up(self) -> None:
+        """The far side that had it is gone: another server gets it, if it may be tried again."""
+        if self.is_ended:
+            return
+        if not self.is_sent:
+            self.give_back(self.attempts_before)
+        elif self._record.is_tried_once:
+            self.finish(DIED)
+        else:
+            self.give_back()
+
+    @property
+    def attempts_before(self) -> int:
+        """How many servers had it before this relay."""
+        return self._record.message.attempt - 1
+
+    @property
+    def is_tried_once(self) -> bool:
+        """Whether it may not be tried again."""
+        return self._record.is_tried_once
+
+    def _store_attempts(self, attempts: int) -> None:
+        """While this relay has the claim."""
+        record = self._record
+        store(record.words, record.at + ATTEMPT, record.seq << 8 | min(attempts, 255))
+        if not attempts:
+            store(record.words, record.at + CLAIMED, 0)
+
+    # --- its reply
+
+    def publisher(self) -> NearReplies | None:
+        """Publishes the reply; None if it is not wanted."""
+        try:
+            found = self._service.requests.replies_for(self._record)
+        except (ReleasedError, ClosedError):
+            return None
+        return found  # type: ignore[return-value]
+
+    @property
+    def seq(self) -> int:
+        """The client's number of it."""
+        return self._record.seq
+
+    def finish_replied(self) -> None:
+        """Its reply is published."""
+        # crash: relay.answered
+        with self._service.ending:
+            self.is_ended = True
+            if not self._record.is_released:
+                self._service.requests.count_and_finish(self._record, True, False)
+
+    def release(self) -> None:
+        """The far side has nothing more of it: if it did not say how it ended, it has dropped it."""
+        if not self.is_ended:
+            self.finish(DROPPED)
+
+
+class NearService:
+    """A near relay's end in a service: takes requests that no server of this host is about to take."""
+
+    refusal = ""
+
+    def __init__(self, name: str, avoided: int) -> None:
+        self.avoided = avoided
+        self._intake = NearIntake(name, avoided)
+        self.requests = TakenRequests(self._intake, slots=None, max_bytes=None, publisher=NearReplies)
+        self.ending = threading.Lock()
+
+    def next(self, timeout: float) -> Taken | None:
+        """The next request, or None."""
+        message = self._intake.next(timeout)
+        if message is None:
+            self.requests.drop_clients()
+            return None
+        request = self.requests.accept(message, [message])
+        return None if request is None else Taken(self, request)
+
+    def senders(self) -> list[Sender]:
+        """The clients that are here."""
+        return self._intake.senders()
+
+    def idle_servers(self) -> int:
+        """How many living servers of this host wait for a request."""
+        return self._intake.idle_servers()
+
+    def close(self) -> None:
+        """Leave the service: what has not ended goes to other servers."""
+        with self.ending:
+            self.requests.close()
+
+
+Ids = tuple[int, int, int]
+
+
+class Replying:
+    """The replies that come to a near relay: published to their clients, and confirmed. It has a thread.
+
+    Args:
+        find: the request of that number, if it is under way.
+        put: sends a frame to the far relay.
+        note_gap: replies are missing.
+        count_bad: counts and logs what is dropped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[int], Taken | None],
+        put: Callable[[bytes], None],
+        note_gap: Callable[[], None],
+        count_bad: Callable[[WireError], None],
+    ) -> None:
+        self._find, self._put, self._note_gap, self._count_bad = find, put, note_gap, count_bad
+        self._queue: queue.SimpleQueue[tuple[Items | Part | Status, int] | tuple[Ids, int, None] | None]
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued, self._most = 0, MOST_FRAME
+        self._ids: Ids = (0, 0, 0)
+        self._received = self._consumed = self._said = 0
+        self._gap = False
+        # number; bytes of the payload, and how many have come
+        self._filling: tuple[int, Taken | None, Filling | None, int, int] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name} replies", daemon=True)
+        self._thread.start()
+
+    def begin(self, ids: Ids, nbytes: int) -> None:
+        """An attempt begins, with that window of bytes."""
+        self._queue.put((ids, nbytes, None))
+
+    def feed(self, frame: Items | Part | Status, nbytes: int) -> None:
+        """A frame has come. In Zenoh's threads."""
+        with self._lock:
+            is_allowed = self._queued <= 2 * (self._most + MOST_FRAME)
+            if is_allowed:
+                self._queued += nbytes
+        if is_allowed:
+            self._queue.put((frame, nbytes))
+        else:
+            self._count_bad(WireError("more bytes of replies than the window allows"))
+
+    def stop(self) -> None:
+        """Publish nothing more."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (got := self._queue.get()) is not None:
+            if len(got) == 3:
+                with self._lock:
+                    self._ids, self._most = got[0], got[1]
+                    self._received = self._consumed = self._said = 0
+                self._gap, self._filling = False, None
+                continue
+            frame, nbytes = got
+            try:
+                self._take(frame, nbytes)
+            except Exception:
+                log.exception("relay: a reply was lost by an error")
+                self._lose()
+            finally:
+                with self._lock:
+                    self._queued -= nbytes
+                del frame, got
+
+    def _take(self, frame: Items | Part | Status, nbytes: int) -> None:
+        if (frame.near, frame.far, frame.attempt) != self._ids or self._gap:
+            return
+        try:
+            if isinstance(frame, Status):
+                if frame.sent > self._received or frame.nbytes > self._consumed:
+                    raise Gap
+            elif isinstance(frame, Items):
+                for item in frame.items:
+                    self._expect(item.number)
+                    self._answer(item)
+                    self._received = item.number
+            else:
+                self._add(frame)
+        except Gap:
+            self._lose()
+            return
+        except WireError as error:
+            self._count_bad(error)
+            return
+        self._consumed += nbytes
+        if self._queue.empty() or self._consumed - self._said >= self._most // 4:
+            self._said = self._consumed
+            self.say()
+
+    def say(self) -> None:
+        """Say what has come: after replies, and with each STATUS."""
+        with self._lock:
+            ids, received, consumed = self._ids, self._received, self._consumed
+        if ids[0]:
+            self._put(State(*ids, received, received, consumed, False, 0).head())
+
+    def _lose(self) -> None:
+        self._gap, self._filling = True, None
+        self._note_gap()
+
+    def _expect(self, number: int) -> None:
+        if number <= self._received:
+            raise WireError(f"reply {number} comes again, behind {self._received}")
+        if number != self._received + 1 or self._filling is not None:
+            raise Gap
+
+    def _answer(self, item: Item) -> None:
+        """A whole reply, or why there is none."""
+        taken = self._find(item.sender)
+        if taken is None or taken.is_ended:
+            return
+        note = self._sound(taken, item.description, len(item.payload))
+        if note is None:
+            return
+        if note.end != REPLY:
+            self._end(taken, note)
+            return
+        replies = taken.publisher()
+        if replies is None:
+            return
+        try:
+            replies.post_reply(taken.seq, item.payload, item.description[NOTE:])
+        except ClosedError:  # its client has left
+            return
+        except (ResourceError, RingFull):
+            taken.finish(NO_ROOM)
+            return
+        taken.finish_replied()
+
+    def _end(self, taken: Taken, note: ReplyNote) -> None:
+        if note.end in (DROPPED, DIED, NO_ROOM):
+            taken.finish(note.end)
+        elif note.end == WORN:
+            taken.finish(attempts=max(1, note.attempts))
+        elif note.end == EXPIRED:
+            taken.is_late = True
+        else:
+            taken.give_back(note.attempts)
+
+    def _sound(self, taken: Taken, description: bytes, nbytes: int) -> ReplyNote | None:
+        """The note of a reply that its client can read. Of another one, the request has no reply."""
+        try:
+            note = reply_note(description)
+            if note.end == REPLY:
+                raw.check(description[NOTE:], nbytes)
+            return note
+        except WireError as error:
+            taken.finish(DROPPED)
+            self._count_bad(WireError(f"a reply is passed over: {error}"))
+            return None
+
+    def _add(self, frame: Part) -> None:
+        """A part of a large reply, copied into its slot; published with the last one."""
+        if frame.offset == 0:
+            self._expect(frame.number)
+            taken = self._find(frame.sender)
+            if taken is not None and (taken.is_ended or not self._sound(taken, frame.description, frame.nbytes)):
+                taken = None
+            filling = None
+            replies = None if taken is None else taken.publisher()
+            if taken is not None and replies is not None:
+                try:
+                    filling = replies.fill_reply(taken.seq, frame.description[NOTE:], frame.nbytes)
+                except ClosedError:
+                    pass
+                except (ResourceError, RingFull):
+                    taken.finish(NO_ROOM)
+            self._filling = frame.number, taken, filling, frame.nbytes, 0
+        elif self._filling is None or (self._filling[0], *self._filling[3:]) != (
+            frame.number, frame.nbytes, frame.offset
+        ):  # fmt: skip
+            raise Gap
+        number, taken, filling, total, filled = self._filling
+        filled += len(frame.payload)
+        if filling is not None:
+            filling.add(frame.payload)
+        self._filling = number, taken, filling, total, filled
+        if filled < total:
+            return
+        self._filling, self._received = None, number
+        if filling is not None and taken is not None:
+            # crash: relay.filled
+            with contextlib.suppress(ClosedError):
+                filling.finish()
+                taken.finish_replied()

@@ -1,0 +1,623 @@
+"""The near side of a channel: takes its messages, sends them, keeps each until the far side has acknowledged it.
+
+    SEEKING -> WELCOME -> OPEN -> gap, BYE, token gone, silence -> SEEKING
+            -> REFUSE  -> REFUSED -> (as SEEKING)
+
+docs/internals/relay.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ..endpoints.message import Message, SenderInfo
+from ..errors import ClosedError, ShmTensorError, TimedOut, WireError
+from .endpoints import NearConsumer, NearSubscriber, path_of
+from .frames import (
+    FAN_OUT,
+    LATEST,
+    MOST_ITEMS,
+    SERVICE,
+    WORK_QUEUE,
+    Bye,
+    Cancel,
+    Frame,
+    Hello,
+    Items,
+    OtherProtocol,
+    Part,
+    Refuse,
+    Sender,
+    State,
+    Status,
+    Welcome,
+    parse,
+)
+from .keys import Keys, path_hash
+from .near_requests import NearService, Replying, Taken
+from .sending import BATCH, ItemSender
+from .session import Sender as KeySender
+from .session import Session
+from .window import Outgoing
+
+log = logging.getLogger("shmtensor.relay")
+
+SEEKING, REFUSED, OPEN, FAILED, CLOSED = "seeking", "refused", "open", "failed", "closed"
+
+_TICK_S: Final = 0.25
+_IDLE_S: Final = 1.0
+_HELLO_S: Final = 0.25
+_HELLO_REFUSED_S: Final = 5.0
+_STATUS_S: Final = 1.0
+_SILENCE_S: Final = 3.0
+"""Seconds without STATE, which comes each second, after which a far relay is looked for anew."""
+_LOOK_S: Final = 0.01
+"""How often the requests under way are looked at: a client that cancels one tells nobody."""
+_MOST_LATEST: Final = 8
+"""Messages under way at most while old ones are dropped for new ones."""
+_MOST_ATTEMPTS: Final = 250
+_MOST_ANNOUNCED: Final = 240
+"""Senders at most: each is a member there, of 256. One that has left is until all that it sent is acknowledged."""
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """The far relay of this attempt is not there any more."""
+
+    attempt: int
+
+
+Sent = Message | Taken
+_End = NearSubscriber | NearConsumer | NearService
+
+
+def _origin(item: Sent) -> int:
+    return int(item.sender.id, 16)
+
+
+class Outbound:
+    """One channel of a near relay. It has a thread, which takes and sends; acknowledgements come in Zenoh's.
+
+    A service has another one, for replies; and its end in the channel is there only while there are servers for it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        remote: str,
+        pattern: int,
+        *,
+        delivery: Literal["auto", "all", "latest"],
+        user: str,
+    ) -> None:
+        self.name, self._pattern, self._delivery, self._user = name, pattern, delivery, user
+        self._session, self._keys = session, Keys(remote)
+        self._id, self._attempt, self._far, self._path = secrets.randbits(63) | 1, 1, 0, path_hash(name)
+        self._window: Outgoing[Sent] = Outgoing()
+        self._changed = threading.Condition()
+        self._state, self.reason = SEEKING, ""
+        self._events: deque[Frame | _Gone | str] = deque()
+        self._sending: ItemSender[Sent] | None = None  # of this attempt
+        self._far_path = 0
+        self._heard = self._hello_due = self._status_due = 0.0
+        self._told: list[Sender] = []
+        self._audience, self._gap = 0, False
+        self._avoids: dict[SenderInfo, bool] = {}
+        self._is_latest = delivery == "latest"
+        self._stop = self._is_draining = False
+        self.messages = self.nbytes = self.resent = self.connections = self.bad_frames = self.acknowledged = 0
+        self._last_far = self._servers = 0  # of a service
+        self._credit = (0, 0)  # of a service: how many requests may be sent beyond what number
+        self._look_due = self._ask_due = self._cancel_due = 0.0
+        self._endpoint: _End | None = None
+        self._replying: Replying | None = None
+        self._held: Sent | None = None  # taken, and to be sent when its sender can be announced
+        self._to_all = session.sender(self._keys.hello)
+        self._data: KeySender | None = None
+        session.receive(self._keys.near(self._id), self._on_frame)
+        session.appear(self._keys.alive_near(self._id))
+        session.watch(self._keys.alive_far("*"), self._on_token)
+        if pattern == SERVICE:
+            self._replying = Replying(name, self._find, self._put, self._note_gap, self._count_bad)
+        else:
+            self._endpoint = self._join()  # last: what fails before leaves no member behind
+        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
+        self._thread.start()
+
+    def _join(self, avoided: int = 0) -> _End:
+        if self._pattern == SERVICE:
+            return NearService(self.name, avoided)
+        label = "relay"
+        if self._pattern == WORK_QUEUE:
+            return NearConsumer(
+                self.name, avoided, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed", label=label
+            )
+        return NearSubscriber(self.name, delivery="latest" if self._is_latest else "all", until="closed", label=label)
+
+    # --- what comes, in Zenoh's threads
+
+    def _on_frame(self, head: bytes, body: Any) -> None:
+        try:
+            frame = parse(head, body.to_bytes())
+            if frame.near != self._id:
+                raise WireError(f"frame for relay {frame.near:016x}")
+            if isinstance(frame, State):
+                self._on_state(frame)
+                return
+            if isinstance(frame, (Items, Part, Status)) and self._replying is not None:
+                self._replying.feed(frame, len(body))
+                return
+        except OtherProtocol as error:
+            self._post(f"the far relay there: {error}")
+            return
+        except WireError as error:
+            self._count_bad(error)
+            return
+        self._post(frame)
+
+    def _on_state(self, frame: State) -> None:
+        with self._changed:
+            if frame.attempt != self._attempt or frame.far != self._far or self._state != OPEN:
+                return
+            done = self._window.acknowledge(frame.acknowledged, frame.ranges, frame.consumed)
+            self._heard = time.monotonic()
+            self._audience = frame.audience
+            self._gap = self._gap or frame.gap
+            self._servers, self._credit = frame.servers, (frame.credit, frame.received)
+            self.acknowledged += len(done)
+            self._changed.notify_all()
+        # crash: relay.acknowledged
+        for message in done:
+            message.release()
+
+    def _on_token(self, key: str, is_there: bool) -> None:
+        with self._changed:
+            if not is_there and self._far and key == self._keys.alive_far(self._far):
+                self._events.append(_Gone(self._attempt))
+            elif is_there and self._state != OPEN:
+                self._hello_due = 0.0
+            self._changed.notify_all()
+
+    def _find(self, number: int) -> Taken | None:
+        with self._changed:
+            found = self._window.get(number)
+        return found if isinstance(found, Taken) else None
+
+    def _note_gap(self) -> None:
+        with self._changed:
+            self._gap = True
+            self._changed.notify_all()
+
+    def _post(self, event: Frame | str) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _count_bad(self, error: WireError) -> None:
+        with self._changed:
+            self.bad_frames += 1
+        log.error("relay of channel %s: a frame is dropped: %s", self.name, str(error))
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self._handle_events()
+                if self._state == OPEN:
+                    self._pass_on()
+                else:
+                    self._seek()
+        except ClosedError as error:
+            if not self._stop:
+                self._fail(str(error))
+        except ShmTensorError as error:
+            self._fail(str(error))
+        except Exception as error:
+            log.exception("relay of channel %s: stopped by an error", self.name)
+            self._fail(repr(error))
+
+    def _fail(self, why: str) -> None:
+        log.error("relay of channel %s ends: %s", self.name, why)
+        with self._changed:
+            self._state, self.reason = FAILED, why
+            self._changed.notify_all()
+        if self._far:
+            self._put(Bye(self._id, self._far, self._attempt, True).head())
+        self._leave()
+
+    def _handle_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, _Gone):
+                if self._state == OPEN and event.attempt == self._attempt:
+                    self._begin_anew("the far relay is gone, or cannot be reached")
+            elif isinstance(event, str):
+                if self._state != OPEN:
+                    self._note_refusal(event)
+            elif isinstance(event, Welcome):
+                self._on_welcome(event)
+            elif event.attempt == self._attempt and isinstance(event, Refuse):
+                if self._state == OPEN and event.far == self._far:
+                    self._begin_anew("refused")
+                if self._state != OPEN:  # a WELCOME of this attempt, by another far relay, may still come
+                    self._note_refusal(event.why)
+            elif isinstance(event, Bye):
+                if (event.far, event.attempt) == (self._far, self._attempt) and self._state == OPEN:
+                    self._begin_anew("the far relay has left" if event.ends else "the far relay begins anew")
+            elif not isinstance(event, (Refuse, Bye)):
+                self._count_bad(WireError(f"{type(event).__name__} is not for a near relay"))
+
+    def _note_refusal(self, why: str) -> None:
+        with self._changed:
+            is_new = self._state != REFUSED or self.reason != why
+            self._state, self.reason = REFUSED, why
+            self._hello_due = time.monotonic() + _HELLO_REFUSED_S
+            self._changed.notify_all()
+        if is_new:
+            log.error("relay of channel %s is refused, and will ask again: %s", self.name, why)
+
+    def _begin_anew(self, why: str) -> None:
+        """The connection is over: another attempt begins."""
+        with self._changed:
+            if self._state == OPEN:
+                log.warning("relay of channel %s looks for its peer: %s", self.name, why)
+            self._state, self.reason, self._far = SEEKING, why, 0
+            self._attempt += 1
+            self._gap = False
+            self._servers, self._credit = 0, (0, 0)
+            self._window.end()
+            self._sending = None
+            self._hello_due = 0.0
+            self._changed.notify_all()
+
+    def _seek(self) -> None:
+        now = time.monotonic()
+        if self._pattern == SERVICE:
+            self._attend(now)
+        if now >= self._hello_due:
+            hello = Hello(self._id, 0, self._attempt, self._pattern, self._user, self._window.oldest, self._path)
+            self._hello_due = now + (_HELLO_REFUSED_S if self._state == REFUSED else _HELLO_S)
+            self._to_all.send(hello.head())
+        with self._changed:
+            if not self._events and not self._stop:
+                tick = _LOOK_S if self._pattern == SERVICE and len(self._window) else _TICK_S
+                self._changed.wait(max(0.0, min(tick, self._hello_due - time.monotonic())))
+
+    def _on_welcome(self, frame: Welcome) -> None:
+        if self._state == OPEN and frame.far != self._far:
+            log.warning("relay of channel %s: a second far relay answers, and is not used", self.name)
+            self._session.answer(self._keys.far(frame.far), Bye(self._id, frame.far, frame.attempt, True).head())
+            return
+        if self._state == OPEN or frame.attempt != self._attempt:
+            return
+        if self._pattern == SERVICE and not (frame.knows and frame.far == self._last_far):
+            self._give_up()  # what had them is gone
+        try:
+            with self._changed:
+                again = self._window.begin(frame.messages, frame.nbytes, frame.received)
+        except WireError as error:
+            self._count_bad(error)
+            return
+        if self._data is not None:
+            self._data.close()
+        self._data = self._session.sender(self._keys.far(frame.far))
+        if self._pattern == SERVICE:
+            again = self._begin_service(frame, again)
+        elif self._endpoint is not None and frame.path != self._endpoint.avoided:
+            if self._pattern == WORK_QUEUE:  # it may take messages of these senders already: a release would end them
+                self._replace(self._join(frame.path))
+            self._endpoint.avoided = frame.path
+            self._avoids.clear()
+        with self._changed:
+            self._far, self._state, self.reason = frame.far, OPEN, ""
+            self._last_far, self._far_path = frame.far, frame.path
+            self._sending = ItemSender(
+                (self._id, frame.far, self._attempt), frame.received, again, self._window, lock=self._changed,
+                origin=_origin, claim=self._claim, put=self._put,
+            )  # fmt: skip
+            for _, it in again:
+                if isinstance(it, Taken):
+                    it.is_sent = True
+            self._heard = time.monotonic()
+            self._status_due = 0.0
+            self.connections += 1
+            self.resent += len(again)
+            self._changed.notify_all()
+        log.info("relay of channel %s is connected: %d messages are sent again", self.name, len(again))
+
+    # --- while it is connected
+
+    def _pass_on(self) -> None:
+        now = time.monotonic()
+        if self._is_over(now):
+            return
+        self._report(now)
+        if self._pattern == SERVICE:
+            self._attend(now)
+        if self._sending is not None and len(self._sending):
+            self._sending.send()
+            return
+        if self._pattern == FAN_OUT and self._delivery == "auto" and (self._audience == LATEST) != self._is_latest:
+            self._join_again()
+        most = _MOST_LATEST if self._is_latest else 1 << 62
+        endpoint = self._endpoint
+        with self._changed:
+            tick, idle = _TICK_S, _IDLE_S
+            if self._pattern == SERVICE:
+                tick = idle = _LOOK_S if len(self._window) else _TICK_S
+            if endpoint is None or self._is_draining or not self._may_add(most):
+                if not self._events:
+                    self._changed.wait(tick)
+                return
+        message, self._held = self._held, None
+        if message is None:
+            message = endpoint.next(idle)
+        if endpoint.refusal:
+            raise WireError(f'channel "{self.name}": {endpoint.refusal}')
+        if message is not None:
+            self._gather(endpoint, message, most)
+
+    def _is_over(self, now: float) -> bool:
+        """Whether this attempt is over, for what the far relay says or does not say: then another one has begun."""
+        with self._changed:
+            is_silent = now - self._heard > _SILENCE_S
+        if self._gap:
+            self._begin_anew("messages were lost on the way")
+        elif is_silent:
+            self._begin_anew(f"the far relay has been silent for {_SILENCE_S:g} s")
+        else:
+            return False
+        return True
+
+    def _may_add(self, most: int) -> bool:
+        """Whether there is credit for one more message, and, of a service, for one more request."""
+        if self._pattern != SERVICE:
+            return self._window.may_add(most)
+        credit, received = self._credit
+        return self._window.may_add(most) and self._window.count_beyond(received) < credit
+
+    def _gather(self, endpoint: _End, message: Sent | None, most: int) -> None:
+        """Number a message, and those behind it that are there already, and send them."""
+        # crash: relay.taken
+        entries: list[tuple[int, Sent]] = []
+        nbytes = 0
+        with self._changed:
+            origins = {_origin(it) for it in self._window.items()}
+        while message is not None:
+            if isinstance(message, Message) and self._is_avoided(endpoint, message.sender):
+                message.release()
+            elif (origin := _origin(message)) not in origins and len(origins) >= _MOST_ANNOUNCED:
+                self._held = message
+                break
+            else:
+                origins.add(origin)
+                with self._changed:
+                    entries.append((self._window.add(message), message))
+                    has_credit = self._may_add(most)
+                nbytes += message.nbytes
+                if not has_credit or self._is_draining:
+                    break
+            if nbytes >= BATCH or len(entries) >= MOST_ITEMS:
+                break
+            message = endpoint.next(0)
+        if not entries:  # all are avoided, or the first one's sender has to wait until another one is forgotten
+            if self._held is not None:
+                with self._changed:
+                    self._changed.wait(_TICK_S)
+            return
+        self.messages += len(entries)
+        self.nbytes += nbytes
+        taken = {it.sender for _, it in entries}
+        self._report(time.monotonic(), {Sender(int(it.id, 16), it.pid, it.name) for it in taken})
+        for _, it in entries:
+            if isinstance(it, Taken):
+                it.is_sent = True
+        if self._sending is not None:
+            self._sending.add(entries)
+            self._sending.send()
+
+    def _is_avoided(self, endpoint: _End, sender: SenderInfo) -> bool:
+        """Whether its messages came through the far channel."""
+        found = self._avoids.get(sender)
+        if found is None:
+            avoided = endpoint.avoided
+            found = self._avoids[sender] = bool(avoided) and avoided in path_of(sender.name)
+        return found
+
+    def _join_again(self) -> None:
+        """The far subscribers are all latest now, or not any more: join as they do."""
+        self._is_latest = not self._is_latest
+        endpoint = self._join()
+        endpoint.avoided = self._far_path
+        self._replace(endpoint)
+        self._avoids.clear()
+
+    def _replace(self, endpoint: _End | None) -> None:
+        before, self._endpoint = self._endpoint, endpoint
+        if before is not None:
+            before.close()  # what is under way keeps its leases
+
+    # --- requests
+
+    def _begin_service(self, frame: Welcome, again: list[tuple[int, Sent]]) -> list[tuple[int, Sent]]:
+        """Of what is to be sent again, that which has not ended: the rest needs not be known there."""
+        found = []
+        for number, taken in again:
+            if isinstance(taken, Taken) and taken.is_ended:
+                with self._changed:
+                    self._window.drop(number)
+            else:
+                found.append((number, taken))
+        if self._endpoint is not None and self._endpoint.avoided != frame.path:
+            self._replace(None)  # nothing is under way: it is another far relay
+        if self._replying is not None:
+            self._replying.begin((self._id, frame.far, self._attempt), frame.nbytes)
+        self._cancel_due = 0.0
+        return found
+
+    def _requests(self) -> list[tuple[int, Taken]]:
+        with self._changed:
+            return [(number, it) for number, it in self._window.numbered() if isinstance(it, Taken)]
+
+    def _attend(self, now: float) -> None:
+        """Look after requests: those that are not wanted any more, who could take them, and whether to be here."""
+        is_needed = bool(self._servers) or (self._endpoint is not None and len(self._window) > 0)
+        if is_needed and self._endpoint is None and not self._is_draining:
+            self._endpoint = self._join(self._far_path)
+        if now < self._look_due and is_needed:
+            return
+        self._look_due = now + _LOOK_S
+        requests = self._requests()
+        asks = now >= self._ask_due
+        if asks:
+            self._ask_due = now + _TICK_S
+        unwanted = []
+        for number, taken in requests:
+            if taken.finish_if_unwanted(asks=asks) and taken.is_unwanted:
+                unwanted.append(number)
+            if taken.is_ended and not taken.is_sent:
+                with self._changed:
+                    self._window.drop(number)
+        if self._state == OPEN:
+            if now >= self._cancel_due:  # again: a frame may be lost
+                self._cancel_due = now + _STATUS_S
+                unwanted = [number for number, taken in requests if taken.is_unwanted]
+            for at in range(0, len(unwanted), MOST_ITEMS):
+                frame = Cancel(self._id, self._far, self._attempt, unwanted[at : at + MOST_ITEMS])
+                self._put(frame.head())
+        elif asks:
+            self._leave_to_others(requests)
+        if not self._servers and self._endpoint is not None and all(it.is_ended for _, it in requests):
+            self._replace(None)  # clients need not wait for this relay, nor count it
+
+    def _leave_to_others(self, requests: list[tuple[int, Taken]]) -> None:
+        """The far relay cannot be reached: servers of this host that are idle get what may be tried again."""
+        endpoint = self._endpoint
+        if isinstance(endpoint, NearService):
+            idle = endpoint.idle_servers()
+            for _, taken in [it for it in requests if not (it[1].is_ended or it[1].is_tried_once)][:idle]:
+                taken.is_unwanted = True
+                taken.give_back(None if taken.is_sent else taken.attempts_before)
+
+    def _give_up(self) -> None:
+        """The far relay that had the requests is gone: others get them."""
+        for _, taken in self._requests():
+            taken.give_up()
+        if isinstance(self._held, Taken):
+            self._held.give_up()
+            self._held = None
+        with self._changed:
+            self._window.clear()
+
+    def _report(self, now: float, of_messages: Set[Sender] = frozenset()) -> None:
+        """Send STATUS if the senders have changed, and every second.
+
+        `of_messages`: senders of messages that are sent next. One may have left already, and is announced before them.
+        """
+        endpoint, sending = self._endpoint, self._sending
+        senders = [] if endpoint is None else endpoint.senders()
+        with self._changed:
+            under_way = {it.sender for it in self._window.items()}
+        needed = {*of_messages, *(Sender(int(it.id, 16), it.pid, it.name) for it in under_way)}
+        if len(needed.union(senders)) > _MOST_ANNOUNCED:  # others have to wait until some that have left are forgotten
+            kept = [it for it in senders if it in needed]
+            senders = kept + [it for it in senders if it not in needed][: max(0, _MOST_ANNOUNCED - len(needed))]
+        senders += needed.difference(senders)
+        if sending is not None and (now >= self._status_due or senders != self._told):
+            self._told, self._status_due = senders, now + _STATUS_S
+            with self._changed:
+                nbytes = self._window.sent_bytes
+            self._put(Status(self._id, self._far, self._attempt, sending.after, nbytes, senders).head())
+            if self._replying is not None:
+                self._replying.say()
+
+    def _put(self, head: bytes, body: bytes = b"") -> None:
+        if self._data is not None:
+            self._data.send(head, body)
+
+    def _claim(self, nbytes: int) -> bool:
+        """Wait for credit for so many bytes. False: the connection is over."""
+        attempt = self._attempt
+        while True:
+            with self._changed:
+                if not self._stop and self._window.may_send(nbytes):
+                    self._window.note_sent(nbytes)
+                    return True
+                if not (self._stop or self._events or self._gap):
+                    self._changed.wait(_TICK_S)
+            self._handle_events()
+            now = time.monotonic()
+            if self._stop or attempt != self._attempt or self._is_over(now):
+                return False
+            self._report(now)
+
+    # --- outside
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._window)
+
+    def wait(self, deadline: float | None) -> None:
+        """Wait until it is connected. Raises `WireError` if it is refused or has failed, `TimedOut`."""
+        with self._changed:
+            while self._state != OPEN:
+                if self._state in (REFUSED, FAILED):
+                    raise WireError(f'relay of channel "{self.name}": {self.reason}')
+                if self._state == CLOSED:
+                    raise ClosedError(f'relay of channel "{self.name}" is closed')
+                remaining = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+                if remaining <= 0:
+                    raise TimedOut(f'relay of channel "{self.name}": no far relay has answered')
+                self._changed.wait(remaining)
+
+    def drain(self, deadline: float) -> None:
+        """Take nothing more; wait until everything under way is acknowledged, or the time is up."""
+        with self._changed:
+            self._is_draining = True
+            while len(self._window) and self._state not in (FAILED, CLOSED, REFUSED) and time.monotonic() < deadline:
+                self._changed.wait(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+
+    def stop(self) -> None:
+        """Take and send nothing more: `close` follows, and waits for the thread."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Leave the channel. What is not acknowledged: a queue's goes to others here. Idempotent."""
+        self.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._replying is not None:
+            self._replying.stop()
+        if self._state not in (CLOSED, FAILED):
+            if self._far:
+                self._put(Bye(self._id, self._far, self._attempt, True).head())
+            self._leave()
+            with self._changed:
+                self._state = CLOSED
+                self._changed.notify_all()
+
+    def _leave(self) -> None:
+        if self._pattern == SERVICE:
+            self._give_up()
+        self._held = None
+        with self._changed:
+            kept = self._window.clear()
+            self._window.end()
+        self._sending = None
+        del kept  # the leases end here: messages of a queue that are not done go to another consumer
+        self._replace(None)

@@ -1,0 +1,240 @@
+"""Zenoh, as a relay uses it: a session, keys, puts that wait instead of dropping, tokens of who is there.
+
+The only module that imports `zenoh`, when the first relay is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ..errors import ArgumentError, ArgumentTypeError, DependencyError, ResourceError
+from .frames import MOST_FRAME
+
+log = logging.getLogger("shmtensor.relay")
+
+_LEASE_S: Final = 2.0
+"""Seconds without a sign of life after which a connection counts as broken. TCP would try again only 3 s after what was
+lost first, when it has tried three times."""
+_OPEN_S: Final = 1.9
+"""Seconds for an attempt to connect. A host that comes back sees an attempt within a second: TCP tries each second, and
+the next attempt begins 0.1 s after this one."""
+_ENDPOINT = re.compile(r"(?P<protocol>[a-z][a-z0-9_+.-]*)/(?P<address>[^\s#?]+)(?P<rest>[#?]\S*)?")
+_THREADS: Final = "(rx: (worker_threads: 8))"
+"""Closing a broken TCP connection keeps one of the threads that read, until what was not sent is acknowledged or 10 s
+are over: of Zenoh's two, the other one often waits for it, and with them the connection that has come in its place."""
+_WITH_PORT: Final = {"tcp", "udp", "tls", "quic", "ws"}
+
+OnFrame = Callable[[bytes, Any], None]
+"""(head, body): the body has a length and `to_bytes()`."""
+
+# what Zenoh does unless the user's configuration says something else than Zenoh's own default
+_DEFAULTS: Final[dict[str, Any]] = {
+    "mode": "peer",
+    "scouting/gossip/enabled": False,
+    "scouting/delay": 0,
+    "connect/timeout_ms": -1,
+    "connect/exit_on_failure": False,
+    "connect/retry": {"period_init_ms": 100, "period_max_ms": 100, "period_increase_factor": 1.0},
+    "transport/link/tx/lease": round(_LEASE_S * 1000),
+    "transport/unicast/open_timeout": round(_OPEN_S * 1000),
+    "transport/unicast/accept_timeout": round(_OPEN_S * 1000),
+    "transport/link/rx/max_message_size": MOST_FRAME,
+}
+
+
+def zenoh_module() -> Any:
+    """The package. Raises `DependencyError` if it is missing."""
+    os.environ.setdefault("ZENOH_RUNTIME", _THREADS)  # it looks when it is first used
+    try:
+        import zenoh
+    except ImportError:
+        raise DependencyError(
+            "a relay needs Zenoh: pip install 'shmtensor[relay]' (or: pip install eclipse-zenoh)", name="zenoh"
+        ) from None
+    return zenoh
+
+
+def check_endpoint(endpoint: object, what: str) -> str:
+    """Return an endpoint such as `tcp/192.0.2.7:7447`. Raises `ArgumentError` or `ArgumentTypeError`."""
+    if not isinstance(endpoint, str):
+        raise ArgumentTypeError(f"{what} is an endpoint like 'tcp/192.0.2.7:7447', not {type(endpoint).__name__}")
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        raise ArgumentError(f"{what}={endpoint!r}: an endpoint is PROTOCOL/ADDRESS, like tcp/192.0.2.7:7447")
+    if match["protocol"] in _WITH_PORT:
+        host, colon, port = match["address"].rpartition(":")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise ArgumentError(
+                f"{what}={endpoint!r}: {match['protocol']} needs a host and a port from 1 to 65535, like "
+                f"{match['protocol']}/192.0.2.7:7447 or {match['protocol']}/[2001:db8::7]:7447"
+            )
+    return endpoint
+
+
+class Sender:
+    """Sends frames under one key."""
+
+    def __init__(self, publisher: Any, error: type[Exception]) -> None:
+        self._publisher, self._error = publisher, error
+
+    def send(self, head: bytes, body: bytes = b"") -> None:
+        """Send a frame; wait while Zenoh's queue is full. It may be lost with a connection."""
+        with contextlib.suppress(self._error):  # the session is closed
+            self._publisher.put(body, attachment=head)
+
+    def close(self) -> None:
+        """Withdraw the key. Idempotent."""
+        with contextlib.suppress(self._error):
+            self._publisher.undeclare()
+
+
+class Session:
+    """A Zenoh session. Its callbacks come in Zenoh's threads; they must not wait, and must not raise.
+
+    Args:
+        to, listen: endpoints to connect to, and to listen at.
+        scout: whether to look for peers by multicast.
+        config: path of a Zenoh configuration file (JSON5), or None.
+    """
+
+    def __init__(
+        self, *, to: Sequence[str], listen: Sequence[str], scout: bool, config: str | os.PathLike[str] | None
+    ) -> None:
+        zenoh = zenoh_module()
+        self._zenoh = zenoh
+        settings = _configuration(zenoh, to=to, listen=listen, scout=scout, config=config)
+        try:
+            self._session = zenoh.open(settings)
+        except zenoh.ZError as error:
+            where = ", ".join([*listen, *to]) or "scouting"
+            raise ResourceError(
+                errno.EADDRNOTAVAIL, f"no relay at {where}: {_first_line(error)}: is the address this host's, and free?"
+            ) from None
+        self._kept: list[Any] = []
+        self._callbacks: list[_Guarded] = []
+
+    def sender(self, key: str) -> Sender:
+        """What sends under a key."""
+        zenoh = self._zenoh
+        publisher = self._session.declare_publisher(
+            key, congestion_control=zenoh.CongestionControl.BLOCK, priority=zenoh.Priority.DATA,
+            reliability=zenoh.Reliability.RELIABLE,
+        )  # fmt: skip
+        return Sender(publisher, zenoh.ZError)
+
+    def answer(self, key: str, head: bytes, body: bytes = b"") -> None:
+        """Send one frame under a key, or lose it if Zenoh's queue is full: so a callback may call this."""
+        zenoh = self._zenoh
+        with contextlib.suppress(zenoh.ZError):  # the session is closed
+            self._session.put(
+                key,
+                body,
+                attachment=head,
+                congestion_control=zenoh.CongestionControl.DROP,
+                priority=zenoh.Priority.DATA,
+            )
+
+    def receive(self, key: str, call: OnFrame) -> None:
+        """Call `call(head, body)` for each frame under a key."""
+
+        def receive(sample: Any) -> None:
+            head = sample.attachment
+            call(b"" if head is None else head.to_bytes(), sample.payload)
+
+        self._kept.append(self._session.declare_subscriber(key, self._guarded(receive)))
+
+    def appear(self, key: str) -> None:
+        """Declare a token: others see it as long as this session lives and can be reached."""
+        self._kept.append(self._session.liveliness().declare_token(key))
+
+    def watch(self, key: str, call: Callable[[str, bool], None]) -> None:
+        """Call `call(key, is_there)` for each token that comes or goes, and for those that are there."""
+        put = self._zenoh.SampleKind.PUT
+
+        def changed(sample: Any) -> None:
+            call(str(sample.key_expr), sample.kind == put)
+
+        self._kept.append(self._session.liveliness().declare_subscriber(key, self._guarded(changed), history=True))
+
+    def _guarded(self, call: Callable[[Any], None]) -> _Guarded:
+        self._callbacks.append(_Guarded(call))
+        return self._callbacks[-1]
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        with contextlib.suppress(self._zenoh.ZError):
+            self._session.close()
+        while self._callbacks:
+            self._callbacks.pop().end()
+        self._kept.clear()
+
+
+class _Guarded:
+    """A callback that logs what it raises: nobody could catch it in Zenoh's thread.
+
+    Zenoh may keep it for a while after the session was closed: `end` lets go of what it calls.
+    """
+
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call: Callable[[Any], None] | None = call
+
+    def __call__(self, sample: Any) -> None:
+        call = self._call
+        if call is None:
+            return
+        try:
+            call(sample)
+        except Exception:
+            log.exception("relay: a frame was lost by an error")
+
+    def end(self) -> None:
+        """Call nothing more."""
+        self._call = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition(" at /")[0].splitlines()[0]
+
+
+def _configuration(
+    zenoh: Any, *, to: Sequence[str], listen: Sequence[str], scout: bool, config: str | os.PathLike[str] | None
+) -> Any:
+    """The user's configuration with what a relay needs. Raises `ArgumentError`, `ResourceError`."""
+    if config is None:
+        made = zenoh.Config()
+    else:
+        path = os.fspath(config)
+        if not os.path.isfile(path):
+            raise ResourceError(errno.ENOENT, f"config={path!r}: there is no such file")
+        try:
+            made = zenoh.Config.from_file(path)
+        except zenoh.ZError as error:
+            raise ArgumentError(f"config={path!r} is no Zenoh configuration: {_first_line(error)}") from None
+
+    def insert(key: str, value: Any) -> None:
+        try:
+            made.insert_json5(key, json.dumps(value))
+        except zenoh.ZError as error:
+            raise ArgumentError(f"Zenoh does not take {key} = {value!r}: {_first_line(error)}") from None
+
+    own = zenoh.Config()
+    for key, value in _DEFAULTS.items():
+        if made.get_json(key) == own.get_json(key):
+            insert(key, value)
+    insert("transport/shared_memory/enabled", False)  # its files would stay in /dev/shm after a kill
+    if scout or config is None or made.get_json("scouting/multicast/enabled") == "null":
+        insert("scouting/multicast/enabled", scout)
+    if to:
+        insert("connect/endpoints", list(to))
+    if listen:
+        insert("listen/endpoints", list(listen))
+    elif not scout and (config is None or made.get_json("listen/endpoints") in ("null", "[]")):
+        insert("listen/endpoints", [])
+    return made

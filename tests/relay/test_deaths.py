@@ -1,0 +1,276 @@
+"""A relay that is killed at any step: a queue loses nothing, a fan-out nothing when it was the far one, each request
+ends once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
+
+import shmtensor
+
+from ..faults import points
+from ..waiting import PATIENCE, wait_until
+from .hosts import Remote, endpoint, pair, state_of
+
+COUNT = 24
+NEAR = ["relay.taken", "relay.sent", "relay.parted", "relay.acknowledged"]
+FAR = ["relay.received", "relay.filled", "relay.published", "relay.stated"]
+QUEUE_ONLY = ["relay.done"]
+NEAR_REQUESTS = [*NEAR, "relay.answered", "relay.filled"]
+FAR_REQUESTS = [
+    *FAR[:2], "relay.posted", "relay.replied", "relay.sent", "relay.parted", "relay.confirmed", "relay.stated"
+]  # fmt: skip
+LARGE = ("relay.parted", "relay.filled")
+
+
+def test_every_point_is_in_the_matrix():
+    assert {*NEAR, *FAR, *QUEUE_ONLY, *NEAR_REQUESTS, *FAR_REQUESTS} == set(points.names("relay"))
+
+
+def run(channel, pattern, victim, point, nth):
+    """Kill one relay at a point while messages pass, start it again, and return the numbers that arrived, the first
+    that must, and how many were sent."""
+    where, there = endpoint(), f"{channel}-far"
+    options = {
+        "near": {"name": channel, "to": where, "remote": there, "pattern": pattern},
+        "far": {"name": there, "listen": where},
+    }
+    make, take = (
+        (shmtensor.Publisher, shmtensor.Subscriber)
+        if pattern == "fan-out"
+        else (shmtensor.Producer, shmtensor.Consumer)
+    )
+    size = 400_000 if point in LARGE else 10
+    arrived: list[int] = []
+    with make(channel) as tx, take(there, until="closed") as rx:
+        relays = {
+            side: Remote("relay", **it, **({"crash": [point, "kill", nth]} if side == victim else {}))
+            for side, it in options.items()
+        }
+        try:
+            for it in relays.values():
+                it.wait_for("ready")
+            if pattern == "fan-out":
+                tx.wait_for_subscribers(1, timeout=PATIENCE)
+
+            def receive(until: int) -> None:
+                while len(set(arrived)) < until:
+                    with rx.recv(timeout=PATIENCE) as message:
+                        assert (message.value["data"] == message.value["number"]).all()
+                        arrived.append(message.value["number"])
+
+            sent = 0
+            while relays[victim].process.poll() is None and sent < COUNT:
+                tx.send({"number": sent, "data": np.full(size, sent)}, timeout=PATIENCE)
+                sent += 1
+                if relays[victim].process.poll() is None and sent % 4 == 0:
+                    try:
+                        message = rx.recv(timeout=0.2)
+                    except shmtensor.TimedOut:
+                        continue
+                    with message:
+                        arrived.append(message.value["number"])
+            while relays[victim].process.poll() is None:  # it comes by when more is done, or sent
+                try:
+                    message = rx.recv(timeout=0.2)
+                except shmtensor.TimedOut:
+                    if len(set(arrived)) == sent:
+                        tx.send({"number": sent, "data": np.full(size, sent)}, timeout=PATIENCE)
+                        sent += 1
+                    continue
+                with message:
+                    arrived.append(message.value["number"])
+            relays[victim].wait_for_death()
+            count = max(sent, COUNT) + 4
+            relays[victim] = Remote("relay", **options[victim])
+            relays[victim].wait_for("ready")
+            if victim == "near" and pattern == "fan-out":
+                relays[victim].wait_for("connected")
+                first = sent
+            else:
+                first = 0
+
+            def send_the_rest(begin: int = sent) -> None:
+                for number in range(begin, count):
+                    tx.send({"number": number, "data": np.full(size, number)}, timeout=PATIENCE)
+
+            rest = threading.Thread(target=send_the_rest)  # a queue's slots are free when this test has received
+            rest.start()
+            if first:  # what its subscriber had is lost with it: what comes later arrives
+                while count - 1 not in arrived:
+                    receive(len(set(arrived)) + 1)
+                rest.join()
+                return arrived, first, count
+            receive(count)
+            rest.join()
+            while pattern == "work-queue" and not tx._recipients.is_settled():  # what comes twice is done, too
+                try:
+                    message = rx.recv(timeout=0.2)
+                except shmtensor.TimedOut:
+                    continue
+                with message:
+                    arrived.append(message.value["number"])
+            return arrived, first, count
+        finally:
+            for it in relays.values():
+                it.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize(
+    ("victim", "point"), [*(("near", it) for it in NEAR), *(("far", it) for it in (*FAR, *QUEUE_ONLY))]
+)
+def test_a_queue_loses_nothing(channel, victim, point, nth):
+    arrived, _, count = run(channel, "work-queue", victim, point, nth)
+    assert set(arrived) == set(range(count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", FAR)
+def test_a_fan_out_loses_nothing_when_its_far_relay_dies(channel, point):
+    arrived, _, count = run(channel, "fan-out", "far", point, 2)
+    assert set(arrived) == set(range(count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", NEAR)
+def test_a_fan_out_goes_on_when_its_near_relay_was_killed(channel, point):
+    """It is a subscriber that died: what comes after its successor has joined arrives, in order, once."""
+    arrived, first, count = run(channel, "fan-out", "near", point, 2)
+    later = [number for number in arrived if number >= first]
+    assert later == list(range(first, count))
+
+
+# --- requests
+
+
+def ask(channel, victim, point, nth, retry):
+    """Kill one relay at a point while requests pass, start it again. Returns what each request ended with, by its
+    number, and how often each was begun with."""
+    where, there = endpoint(), f"{channel}-far"
+    options = {
+        "near": {"name": channel, "to": where, "remote": there, "pattern": "service"},
+        "far": {"name": there, "listen": where},
+    }
+    size, begun = 400_000 if point in LARGE else 10, Counter()
+    with shmtensor.Server(there) as server, shmtensor.Client(channel, slots=64) as client:
+
+        def serve():
+            for request in server:
+                begun[request.value["number"]] += 1
+                assert request.attempt == 1 or retry
+                request.reply(request.value)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        relays = {
+            side: Remote("relay", **it, **({"crash": [point, "kill", nth]} if side == victim else {}))
+            for side, it in options.items()
+        }
+        try:
+            futures = []
+
+            def submit():
+                number = len(futures)
+                futures.append(client.submit({"number": number, "data": np.full(size, number)}, retry=retry))
+
+            while relays[victim].process.poll() is None and len(futures) < 40:
+                submit()
+                with contextlib.suppress(FutureTimeout, shmtensor.PeerDied):
+                    futures[-1].result(0.3)
+            relays[victim].wait_for_death()
+            relays[victim] = Remote("relay", **options[victim])
+            for _ in range(4):
+                submit()
+            ends = [it.exception(PATIENCE) or it.result() for it in futures]
+            for number, end in enumerate(ends):
+                if not isinstance(end, shmtensor.PeerDied):
+                    assert end["number"] == number
+                    assert (end["data"] == number).all()
+                    assert len(end["data"]) == size
+            return [isinstance(it, shmtensor.PeerDied) for it in ends], begun
+        finally:
+            server.stop()
+            for it in relays.values():
+                it.end()
+            thread.join()
+
+
+EITHER = [*(("near", it) for it in NEAR_REQUESTS), *(("far", it) for it in FAR_REQUESTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize(("victim", "point"), EITHER)
+def test_each_request_is_answered(channel, victim, point, nth):
+    ends, begun = ask(channel, victim, point, nth, retry=True)
+    assert not any(ends)
+    assert set(begun) == set(range(len(ends)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "point"), EITHER)
+def test_a_request_that_may_be_tried_once_is_tried_once(channel, victim, point):
+    ends, begun = ask(channel, victim, point, 2, retry=False)
+    assert set(begun.values()) == {1}
+    assert not any(ends[-3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.parametrize("point", ["request.taken", "reply.sent"])
+def test_a_server_there_dies(channel, point, retry):
+    """Before it has replied, another one there gets the request, if it may be tried again; after, the reply arrives."""
+    with pair(channel, "service") as (near, _), shmtensor.Client(channel) as client:
+        first = Remote("serve", channel=f"{channel}-far", crash=[point, "kill", 1])
+        first.wait_for("ready")
+        future = client.submit({"number": 1}, retry=retry, timeout=PATIENCE)
+        first.wait_for_death()
+        with Remote("serve", channel=f"{channel}-far") as second:
+            second.wait_for("ready")
+            if point == "request.taken" and not retry:
+                with pytest.raises(shmtensor.PeerDied):
+                    future.result()
+                assert second.all("took") == []
+            else:
+                assert future.result() == {"number": 1}
+            assert client.request({"number": 2}, timeout=PATIENCE) == {"number": 2}
+            took = second.wait_for("took")
+            if point == "request.taken" and retry:
+                assert took[0] == [1, 2]
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
+@pytest.mark.slow
+def test_as_many_servers_die_as_may(channel):
+    """Here and there together: then it fails, as it would here."""
+    with pair(channel, "service") as (near, _), shmtensor.Client(channel) as client:
+        future = client.submit({"number": 1}, timeout=PATIENCE)
+        for name in (channel, f"{channel}-far", f"{channel}-far"):
+            Remote("serve", channel=name, crash=["request.taken", "kill", 1]).wait_for_death()
+        with Remote("serve", channel=f"{channel}-far") as last, pytest.raises(shmtensor.PeerDied, match="3 servers"):
+            last.wait_for("ready")
+            future.result()
+        assert last.all("took") == []
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
+@pytest.mark.slow
+def test_a_client_dies(channel):
+    """What it asked for is cancelled there."""
+    with pair(channel, "service") as (near, _), shmtensor.Server(f"{channel}-far") as server:
+        client = Remote("request", channel=channel)
+        request = server.recv(timeout=PATIENCE)
+        assert not request.cancelled
+        client.kill()
+        wait_until(lambda: request.cancelled)
+        request.reply(0)
+        wait_until(lambda: state_of(near).in_flight == 0)

@@ -1,0 +1,726 @@
+"""A relay of a fan-out or a work queue, both ends on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
+
+import shmtensor  # noqa: E402
+from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending  # noqa: E402
+from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
+from shmtensor.relay.session import Session  # noqa: E402
+from shmtensor.wire import record  # noqa: E402
+
+from ..scenes import HIDDEN  # noqa: E402
+from ..waiting import PATIENCE, wait_until  # noqa: E402
+from .hosts import endpoint, is_open, pair, state_of  # noqa: E402
+
+
+def is_equal(left, right) -> bool:
+    """Whether two values are the same, with types, dtypes, shapes and strides."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(is_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    if isinstance(left, torch.Tensor):
+        if left.layout != torch.strided:
+            return left.layout == right.layout and torch.equal(left.to_dense(), right.to_dense())
+        return left.dtype == right.dtype and left.stride() == right.stride() and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.strides == right.strides and bool((left == right).all())
+    return bool(left == right)
+
+
+def values():
+    weight = torch.arange(24.0).reshape(4, 6)
+    return [
+        (torch.arange(6).reshape(2, 3), None),
+        ({"image": torch.zeros(48, 64, 3, dtype=torch.uint8), "id": 7, "name": "left"}, {"ts": 1.5, "tags": ["a"]}),
+        ([weight, weight[1:].T, weight[::2, ::3]], None),
+        (torch.eye(3).to(torch.bfloat16), {"req": "r-123"}),
+        (torch.eye(4).to_sparse(), None),
+        (np.asfortranarray(np.arange(12.0).reshape(3, 4)), None),
+        (np.zeros(3, dtype=[("a", "<i4"), ("b", "f8", 2)]), None),
+        (np.array(["2026-01-01"], "datetime64[D]"), None),
+        (b"some bytes", None),
+        ({str(number): np.full(number, number) for number in range(60)}, {"spills": "the description"}),
+        ({"big": np.arange(700_000), "more": torch.ones(300_000)}, {"parts": True}),
+        ((None, True, -(1 << 80), 2.5, "text", [], {}), None),
+        ("x" * 700_000, None),
+        ({"x": np.arange(10), "text": "x" * 700_000}, None),
+        ({"x": np.arange(300_000), "text": "x" * 600_000}, {"more": "x" * 60_000}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_values_arrive_as_they_do_locally(channel, pattern):
+    make, take = (
+        (shmtensor.Publisher, shmtensor.Subscriber)
+        if pattern == "fan-out"
+        else (shmtensor.Producer, shmtensor.Consumer)
+    )
+    with make(channel, label="left camera") as tx, take(f"{channel}-far") as rx, pair(channel, pattern) as (near, far):
+        local = shmtensor.Subscriber(channel) if pattern == "fan-out" else None
+        for value, meta in values():
+            tx.send(value, meta)
+            with rx.recv(timeout=PATIENCE) as message:
+                assert is_equal(message.value, value), (message.value, value)
+                assert message.meta == meta
+                assert message.sender.name == f"left camera via {path_hash(channel):08x}"
+                if local is not None:
+                    with local.recv(timeout=PATIENCE) as here:
+                        assert is_equal(message.value, here.value)
+                        assert message.nbytes == here.nbytes
+        if local is not None:
+            local.close()
+        wait_until(lambda: state_of(near).in_flight == 0)
+        count = len(values())
+        assert state_of(near).messages == state_of(near).acknowledged == count
+        assert state_of(far).messages == state_of(far).acknowledged == count
+        assert state_of(far).bad_frames == state_of(near).bad_frames == 0
+
+
+def test_order_and_the_end_of_the_stream(channel):
+    with shmtensor.Subscriber(f"{channel}-far") as rx, pair(channel) as (near, _):
+        senders = [shmtensor.Publisher(channel, label=str(number)) for number in range(3)]
+        for number in range(60):
+            for index, tx in enumerate(senders):
+                tx.send({"from": index, "number": number, "data": np.zeros(number)})
+        for tx in senders:
+            tx.close()
+        seen = {0: [], 1: [], 2: []}
+        for message in rx:  # ends when the senders there have left, here
+            seen[message.value["from"]].append(message.value["number"])
+            assert message.sender.name.startswith(f"{message.value['from']} via ")
+            del message
+        assert seen == {index: list(range(60)) for index in range(3)}
+        assert is_open(near)
+
+
+def test_a_queue_message_is_done_here_when_it_is_done_there(channel):
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Consumer(f"{channel}-far", acknowledge="release") as rx,
+        pair(channel, "work-queue") as (near, _),
+    ):
+        for number in range(6):
+            tx.send(np.full(4, number))
+        messages = [rx.recv(timeout=PATIENCE) for _ in range(6)]
+        wait_until(lambda: state_of(near).in_flight == 6)
+        assert tx.statistics().slots_busy == 6
+        for index in (4, 2, 0):  # in any order
+            messages[index].release()
+        wait_until(lambda: state_of(near).in_flight == 3)
+        messages[1].release()
+        wait_until(lambda: state_of(near).acknowledged == 4)
+        for message in messages:
+            message.release()
+        del messages, message
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
+def test_a_stalled_far_subscriber_holds_its_channel_back_and_no_other(channel):
+    """Ring there, window, ring here are full: the sender waits by its own rule. The other channel goes on."""
+    names, where = [f"{channel}-a", f"{channel}-b"], endpoint()
+    with contextlib.ExitStack() as stack:
+        stalled_tx = stack.enter_context(shmtensor.Publisher(names[0], full="error", slots=4, slot_bytes=10_000))
+        tx = stack.enter_context(shmtensor.Publisher(names[1]))
+        far = stack.enter_context(shmtensor.Relay([f"{channel}-fa", f"{channel}-fb"], listen=where, window=8, slots=4))
+        near = [stack.enter_context(shmtensor.Relay(name, to=where, remote=f"{channel}-f{name[-1]}")) for name in names]
+        stalled = stack.enter_context(shmtensor.Subscriber(f"{channel}-fa"))
+        rx = stack.enter_context(shmtensor.Subscriber(f"{channel}-fb"))
+        for each in near:
+            each.wait(PATIENCE)
+        sent = 0
+
+        def fills() -> bool:
+            nonlocal sent
+            try:
+                while True:
+                    stalled_tx.send(np.full(1000, sent))
+                    sent += 1
+            except shmtensor.RingFull:
+                held = state_of(near[0]).in_flight  # every slot here, and every slot there
+                return held == far.statistics()[f"{channel}-fa"].messages == 4 and sent == 8
+
+        wait_until(fills)
+        for number in range(300):
+            tx.send(np.full(1000, number))
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value[0] == number
+        assert [int(stalled.recv(timeout=PATIENCE).value[0]) for _ in range(sent)] == list(range(sent))
+
+
+def test_bytes_that_wait_for_a_slot_are_bounded(channel):
+    """A message larger than the whole window flows through it, part by part."""
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Subscriber(f"{channel}-far") as rx,
+        pair(channel, far={"window_bytes": "1MiB"}) as (near, _),
+    ):
+        data = np.random.default_rng(1).integers(0, 255, 20 << 20, np.uint8)
+        thread = threading.Thread(target=lambda: [tx.send(data) for _ in range(3)])
+        thread.start()
+        for _ in range(3):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value == data).all()
+        thread.join()
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
+@pytest.mark.parametrize("nbytes", range(sending.PART - 70, sending.PART + 70, 20))
+def test_a_description_as_large_as_a_part(nbytes, channel):
+    """Whatever room it leaves for the payload in the first part, the rest follows."""
+    with shmtensor.Publisher(channel) as tx, shmtensor.Subscriber(f"{channel}-far") as rx, pair(channel) as (near, _):
+        tx.send({"text": "x" * nbytes, "data": np.arange(100)})
+        with rx.recv(timeout=PATIENCE) as message:
+            assert (message.value["data"] == np.arange(100)).all()
+            assert len(message.value["text"]) == nbytes
+        assert state_of(near).connections == 1
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue", "service"])
+@pytest.mark.parametrize(("lost", "window_bytes"), [(1, "600KB"), (1, "32MiB"), (70, "32MiB")])
+def test_lost_frames_are_noticed(channel, pattern, lost, window_bytes, monkeypatch):
+    """Though there is no credit left for another one, which would show the gap; of replies as well."""
+    feed, replies = inbound.Stream.feed, near_requests.Replying.feed
+    left = {"requests": lost, "replies": lost}
+
+    def losing_feed(stream, head, body):
+        is_part = len(head) > 13 and head[13] == frames.PART
+        if left["requests"] and is_part and frames.parse(head, body.to_bytes()).offset:
+            left["requests"] -= 1
+        else:
+            feed(stream, head, body)
+
+    def losing_replies(replying, frame, nbytes):
+        if left["replies"] and isinstance(frame, frames.Part) and frame.offset:
+            left["replies"] -= 1
+        else:
+            replies(replying, frame, nbytes)
+
+    monkeypatch.setattr(inbound.Stream, "feed", losing_feed)
+    monkeypatch.setattr(near_requests.Replying, "feed", losing_replies)
+    make, take = {
+        "fan-out": (shmtensor.Publisher, shmtensor.Subscriber),
+        "work-queue": (shmtensor.Producer, shmtensor.Consumer),
+        "service": (shmtensor.Client, shmtensor.Server),
+    }[pattern]
+    data = np.arange(5 << 20)
+    with (
+        make(channel) as tx, take(f"{channel}-far") as rx,
+        pair(channel, pattern, far={"window_bytes": window_bytes}) as (near, _),
+    ):  # fmt: skip
+        future = tx.submit(data) if pattern == "service" else tx.send(data)
+        with rx.recv(timeout=PATIENCE) as message:
+            assert (message.value == data).all()
+            if pattern == "service":
+                message.reply(message.value)
+        if pattern == "service":
+            assert (future.result(PATIENCE) == data).all()
+            assert left["replies"] < lost
+            future = None
+        assert left["requests"] < lost
+        wait_until(lambda: state_of(near).in_flight == 0)
+        assert state_of(near).connections > 1
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_what_was_not_sent_for_want_of_credit_is_not_passed_over(channel, pattern, monkeypatch):
+    """The far relay is found silent while a message waits for credit; and then it says something, before that is looked
+    at again."""
+    found, claim = [], outbound.Outbound._claim
+
+    def late(relay, nbytes):
+        with relay._changed:
+            is_full = not relay._window.may_send(nbytes)
+        if not is_full or found:
+            return claim(relay, nbytes)
+        relay._heard -= 10
+        with monkeypatch.context() as patch:  # it does not come while it waits, but then
+            patch.setattr(relay._changed, "wait", lambda _: None)
+            found.append(claim(relay, nbytes))
+        relay._heard = outbound.time.monotonic()
+        return found[0]
+
+    monkeypatch.setattr(outbound.Outbound, "_claim", late)
+    make, take = (
+        (shmtensor.Publisher, shmtensor.Subscriber)
+        if pattern == "fan-out"
+        else (shmtensor.Producer, shmtensor.Consumer)
+    )
+    with (
+        make(channel, slots=64) as tx,
+        take(f"{channel}-far") as rx,
+        pair(channel, pattern, far={"window_bytes": "100KB", "slots": 2}),
+    ):
+        thread = threading.Thread(target=lambda: [tx.send(np.full(5000, number)) for number in range(40)])
+        thread.start()
+        wait_until(lambda: found)
+        for number in range(40):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value == number).all()
+        thread.join()
+        assert found == [False]
+
+
+def test_a_partition_longer_than_away(channel, monkeypatch):
+    """The far relay gives the near one up, whose senders leave; what it had published is not published again."""
+    cut, on_frame, feed, hello = set(), outbound.Outbound._on_frame, inbound.Stream.feed, inbound.Inbound._on_hello
+    monkeypatch.setattr(outbound.Outbound, "_on_frame", lambda *it: None if "to near" in cut else on_frame(*it))
+    monkeypatch.setattr(inbound.Stream, "feed", lambda *it: None if "to far" in cut else feed(*it))
+    monkeypatch.setattr(inbound.Inbound, "_on_hello", lambda *it: None if "to far" in cut else hello(*it))
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Subscriber(f"{channel}-far", until="closed") as rx,
+        pair(channel, far={"away": 0.5}) as (near, far),
+    ):
+        tx.send(np.array(0))
+        assert rx.recv(timeout=PATIENCE).value == 0
+        wait_until(lambda: state_of(near).in_flight == 0)
+        cut.add("to near")
+        for number in range(1, 4):
+            tx.send(np.array(number))
+            assert rx.recv(timeout=PATIENCE).value == number
+        cut.add("to far")
+        (stream,) = far._channels[0]._streams.values()
+        stream.note_presence(False)
+        wait_until(lambda: state_of(far).state == "listening")
+        wait_until(lambda: not is_open(near))
+        cut.clear()
+        tx.send(np.array(4))
+        assert rx.recv(timeout=PATIENCE).value == 4
+        wait_until(lambda: state_of(near).in_flight == 0)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.3)
+
+
+def test_a_far_relay_that_ends_says_what_it_has(channel):
+    """So its successor gets nothing twice."""
+    where, stop = endpoint(), threading.Event()
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Subscriber(f"{channel}-far", until="closed") as rx,
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far") as near,
+    ):
+        sent, got = [], []
+
+        def send() -> None:
+            while not stop.is_set():
+                tx.send(np.array(len(sent)))
+                sent.append(len(sent))
+
+        def receive() -> None:
+            while not stop.is_set() or len(got) < len(sent):
+                with contextlib.suppress(shmtensor.TimedOut):
+                    got.append(int(rx.recv(timeout=0.1).value))
+
+        threads = [threading.Thread(target=it) for it in (send, receive)]
+        for it in threads:
+            it.start()
+        try:
+            for number in range(1, 4):
+                with shmtensor.Relay(f"{channel}-far", listen=where):
+                    wait_until(lambda number=number: len(got) > 200 * number)
+                wait_until(lambda: not is_open(near))
+        finally:
+            far = shmtensor.Relay(f"{channel}-far", listen=where)
+            stop.set()
+            for it in threads:
+                it.join()
+            far.close()
+        assert sorted(got) == sent
+
+
+def test_senders_that_one_status_cannot_name(channel, monkeypatch):
+    """Many that left at once, with all of their messages under way: those of more wait."""
+    monkeypatch.setattr(outbound, "_MOST_ANNOUNCED", 3)
+    with (
+        shmtensor.Consumer(f"{channel}-far", acknowledge="release", until="closed") as rx,
+        shmtensor.Consumer(channel, until="closed") as keeps,
+        pair(channel, "work-queue") as (near, _),
+    ):
+        keeps.close()  # the relay keeps the channel from here on
+        for number in range(8):
+            with shmtensor.Producer(channel) as tx:
+                tx.send(np.array(number))
+        messages = [rx.recv(timeout=PATIENCE) for _ in range(3)]
+        wait_until(lambda: state_of(near).in_flight == 3)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.3)
+        for message in messages:
+            message.release()
+        for _ in range(5):
+            messages.append(rx.recv(timeout=PATIENCE))
+            messages[-1].release()
+        wait_until(lambda: state_of(near).acknowledged == 8)
+        del messages[:], message
+
+
+def test_a_relay_that_ends_lingers_while_it_looks_for_its_peer(channel):
+    """What is under way is acknowledged by the far relay that comes meanwhile."""
+    where = endpoint()
+    with shmtensor.Publisher(channel, slots=4) as tx, shmtensor.Subscriber(f"{channel}-far", until="closed") as rx:
+        near = shmtensor.Relay(channel, to=where, remote=f"{channel}-far")
+        with shmtensor.Relay(f"{channel}-far", listen=where, slots=1):
+            near.wait(PATIENCE)
+            for number in range(4):
+                tx.send(np.array(number))
+            wait_until(lambda: state_of(near).in_flight == 3)  # the first one is all that there is room for
+            assert rx.recv(timeout=PATIENCE).value == 0
+        wait_until(lambda: not is_open(near))
+        closing = threading.Thread(target=near.close, kwargs={"linger": PATIENCE})
+        closing.start()
+        with shmtensor.Relay(f"{channel}-far", listen=where):
+            for number in range(1, 4):
+                assert rx.recv(timeout=PATIENCE).value == number
+            closing.join()
+
+
+def test_latest_subscribers_there_drop_here(channel):
+    """While all of them are latest, this relay is; when a lossless one comes, it is lossless again."""
+    with (
+        shmtensor.Publisher(channel, slots=32, label="x") as tx,
+        shmtensor.Subscriber(f"{channel}-far", delivery="latest") as viewer,
+        pair(channel) as (near, _),
+    ):
+        tx.send(np.array(-1))
+        assert viewer.recv(timeout=PATIENCE).value == -1
+
+        def is_latest() -> bool:
+            relays = [it for it in shmtensor.inspect(channel).receivers if it.alive and not it.leaving]
+            return {it.delivery for it in relays} == {"latest"}  # there are two while it joins anew
+
+        wait_until(is_latest)
+        for number in range(2000):
+            tx.send(np.array(number))
+        wait_until(lambda: viewer.recv(timeout=PATIENCE).value == 1999)
+        assert tx.statistics().waits == 0
+        recorder = shmtensor.Subscriber(f"{channel}-far")
+        wait_until(lambda: not is_latest())
+        for number in range(500):
+            tx.send(np.array(number))
+        assert [int(recorder.recv(timeout=PATIENCE).value) for _ in range(500)] == list(range(500))
+        recorder.close()
+        assert is_open(near)
+
+
+def test_a_lossless_subscriber_is_noticed_while_messages_keep_coming(channel):
+    """However busy the far relay is with what comes, it looks who is there."""
+    stop = threading.Event()
+    with (
+        shmtensor.Publisher(channel, slots=8) as tx,
+        shmtensor.Subscriber(f"{channel}-far", delivery="latest") as viewer,
+        pair(channel) as (near, _),
+    ):
+        tx.send(np.array(0))
+        assert viewer.recv(timeout=PATIENCE).value == 0
+
+        def send() -> None:
+            while not stop.wait(0.002):
+                tx.send(np.array(1))
+
+        def is_latest() -> bool:
+            relays = [it for it in shmtensor.inspect(channel).receivers if it.alive and not it.leaving]
+            return {it.delivery for it in relays} == {"latest"}  # there are two while it joins anew
+
+        wait_until(is_latest)
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            with shmtensor.Subscriber(f"{channel}-far") as recorder:
+                wait_until(lambda: recorder.recv(timeout=PATIENCE) and not is_latest())
+        finally:
+            stop.set()
+            thread.join()
+        assert is_open(near)
+
+
+def test_the_far_side_comes_later(channel, caplog):
+    """Until it does, the relay is a subscriber that takes as many as are allowed, and the sender waits."""
+    where = endpoint()
+    with (
+        shmtensor.Publisher(channel, full="error") as tx,
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far") as near,
+    ):
+        with pytest.raises(shmtensor.TimedOut, match="no far relay has answered"):
+            near.wait(0.3)
+        for number in range(10):
+            tx.send(np.array(number))
+        with shmtensor.Subscriber(f"{channel}-far") as rx, shmtensor.Relay(f"{channel}-far", listen=where) as far:
+            assert [int(rx.recv(timeout=PATIENCE).value) for _ in range(10)] == list(range(10))
+            far.wait(PATIENCE)
+        wait_until(lambda: not is_open(near))
+        for number in range(10, 16):
+            tx.send(np.array(number))
+        with shmtensor.Subscriber(f"{channel}-far") as rx, shmtensor.Relay(f"{channel}-far", listen=where):
+            assert [int(rx.recv(timeout=PATIENCE).value) for _ in range(6)] == list(range(10, 16))
+    assert "looks for its peer" in caplog.text
+
+
+def test_two_directions_do_not_go_round(channel):
+    """a -> b and b -> a: what came from there does not go back."""
+    a, b, one, two = f"{channel}-a", f"{channel}-b", endpoint(), endpoint()
+    with contextlib.ExitStack() as stack:
+        tx_a, tx_b = (stack.enter_context(shmtensor.Publisher(name, label=name[-1])) for name in (a, b))
+        stack.enter_context(shmtensor.Relay(b, listen=one))
+        stack.enter_context(shmtensor.Relay(a, listen=two))
+        there = stack.enter_context(shmtensor.Relay(a, to=one, remote=b))
+        back = stack.enter_context(shmtensor.Relay(b, to=two, remote=a))
+        rx_a, rx_b = (stack.enter_context(shmtensor.Subscriber(name)) for name in (a, b))
+        there.wait(PATIENCE)
+        back.wait(PATIENCE)
+        for number in range(50):
+            tx_a.send(np.array(number))
+            tx_b.send(np.array(1000 + number))
+        expected = sorted([*range(50), *range(1000, 1050)])
+        for rx in (rx_a, rx_b):
+            assert sorted(int(rx.recv(timeout=PATIENCE).value) for _ in range(100)) == expected
+            with pytest.raises(shmtensor.TimedOut):
+                rx.recv(timeout=0.5)
+        assert state_of(there).messages == state_of(back).messages == 50
+
+
+def test_a_queue_message_that_came_from_there_is_left_to_a_consumer_here(channel):
+    """Also if the relay has begun to read its sender before it knows where it is connected to."""
+    label = endpoints.relayed_label("left", path_hash(f"{channel}-far"))
+    with (
+        shmtensor.Producer(channel, label=label) as tx,
+        shmtensor.Producer(channel) as other,
+        pair(channel, "work-queue"),
+        shmtensor.Consumer(f"{channel}-far", until="closed") as there,
+    ):
+        for number in range(3):
+            tx.send({"back": number})
+        other.send({"on": 1})
+        with there.recv(timeout=PATIENCE) as message:
+            assert message.value == {"on": 1}
+        with shmtensor.Consumer(channel) as here:
+            for number in range(3):
+                with here.recv(timeout=PATIENCE) as message:
+                    assert message.value == {"back": number}
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_another_far_host_gets_what_the_first_one_sent(channel, pattern):
+    """Given two, a near relay turns to the other one when the first has ended: what came from there goes to it at
+    once."""
+    wheres, names = [endpoint(), endpoint()], [f"{channel}-1", f"{channel}-2"]
+    make, take = (
+        (shmtensor.Publisher, shmtensor.Subscriber)
+        if pattern == "fan-out"
+        else (shmtensor.Producer, shmtensor.Consumer)
+    )
+
+    class Moved(Keys):
+        """Both far hosts have the channel under one name; here, where they share a `/dev/shm`, under two."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__(f"{channel}-far" if name in names else name)
+
+    label = endpoints.relayed_label("back", path_hash(names[0]))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(inbound, "Keys", Moved)
+        own, back = (stack.enter_context(make(channel, label=it)) for it in ("own", label))
+        first = stack.enter_context(shmtensor.Relay(names[0], listen=wheres[0]))
+        near = stack.enter_context(shmtensor.Relay(channel, to=wheres, remote=f"{channel}-far", pattern=pattern))
+        there = stack.enter_context(take(names[0], until="closed"))
+        near.wait(PATIENCE)
+        own.send(np.array(1))
+        with there.recv(timeout=PATIENCE) as message:
+            assert message.value == 1
+        wait_until(lambda: state_of(near).in_flight == 0)
+        first.close()
+        rx = stack.enter_context(take(names[1], until="closed"))
+        stack.enter_context(shmtensor.Relay(names[1], listen=wheres[1]))
+        wait_until(lambda: is_open(near) and state_of(near).connections == 2)
+        back.send(np.array(2))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 2
+            assert path_hash(names[0]) in endpoints.path_of(message.sender.name)
+
+
+def test_labels():
+    label = "left camera"
+    for hop in range(1, 9):
+        label = endpoints.relayed_label(label, hop)
+        assert len(label.encode()) <= 64
+    assert endpoints.path_of(label) == [3, 4, 5, 6, 7, 8]
+    assert endpoints.relayed_label("é" * 40, 1).endswith(" via 00000001")
+    assert endpoints.path_of("a via nowhere") == endpoints.path_of("") == []
+
+
+# --- refusals
+
+
+def test_other_users_are_refused(channel, caplog):
+    where = endpoint()
+    with (
+        shmtensor.Publisher(channel),
+        shmtensor.Relay(f"{channel}-far", listen=where, user="them") as far,
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far", user="us") as near,
+    ):
+        with pytest.raises(shmtensor.WireError, match=r"user 'us' there, 'them' here: pass the same user="):
+            near.wait(PATIENCE)
+        assert state_of(near).state == "refused"
+        assert state_of(far).refused >= 1
+    assert "is refused, and will ask again" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["record", "description", "protocol"])
+def test_other_versions_are_refused(channel, field):
+    """A near relay of another version asks; the answer says both."""
+    where, keys = endpoint(), Keys(channel)
+    answers, got = [], threading.Event()
+    hello = frames.Hello(77, 0, 3, frames.FAN_OUT, shmtensor.relay.keys.user_name(), 1, 1)
+    head = frames.Hello(**{**vars(hello), field: 9}).head() if field != "protocol" else None
+    if head is None:
+        rest = bytearray(hello.head()[8:])
+        rest[4] = 9
+        head = resigned(bytes(rest))
+    with shmtensor.Relay(channel, listen=where) as far:
+        session = Session(to=[where], listen=[], scout=False, config=None)
+        try:
+            session.receive(keys.near(77), lambda *it: (answers.append(it), got.set()))
+            session.watch(keys.alive_far("*"), lambda key, there: session.answer(keys.hello, head))
+            assert got.wait(PATIENCE)
+            frame = frames.parse(answers[0][0], answers[0][1].to_bytes())
+        finally:
+            session.close()
+        assert isinstance(frame, frames.Refuse)
+        assert frame.attempt == 3
+        assert "9" in frame.why
+        assert f"{record.VERSION if field != 'protocol' else 1}" in frame.why
+        assert state_of(far).state == "listening"
+
+
+def resigned(rest: bytes, body: bytes = b"") -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_64(rest + body).intdigest().to_bytes(8, "little") + rest
+
+
+def test_a_channel_of_another_pattern_there_is_refused(channel):
+    where = endpoint()
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Producer(f"{channel}-far"),
+        shmtensor.Relay(f"{channel}-far", listen=where),
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far") as near,
+    ):
+        tx.send(np.zeros(3))
+        wait_until(lambda: state_of(near).state == "refused")
+        with pytest.raises(shmtensor.WireError, match="work queue"):
+            near.wait(0)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"to": "192.0.2.7:7447"}, "PROTOCOL/ADDRESS"),
+        ({"to": "tcp/192.0.2.7"}, "needs a host and a port"),
+        ({"to": "tcp/192.0.2.7:99999"}, "port from 1 to 65535"),
+        ({"listen": "tcp/:7447"}, "needs a host and a port"),
+        ({"to": []}, "names no endpoint"),
+        ({}, "needs to="),
+        ({"to": "tcp/127.0.0.1:1", "listen": "tcp/127.0.0.1:2"}, "one of the two"),
+        ({"to": "tcp/127.0.0.1:1", "slots": 4}, "for the far relay"),
+        ({"listen": "tcp/127.0.0.1:1", "delivery": "latest"}, "for the near relay"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "rpc"}, "choose one of"),
+        ({"to": "tcp/127.0.0.1:1"}, "does not exist yet"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "fan-out", "remote": "a/b"}, "channel name"),
+        ({"listen": "nonsense/127.0.0.1:1"}, "nonsense"),
+    ],
+)
+def test_bad_arguments(channel, options, text):
+    with pytest.raises((shmtensor.ArgumentError, shmtensor.ResourceError), match=text):
+        shmtensor.Relay(channel, **options)
+
+
+def test_an_address_that_cannot_be_had(channel, tmp_path):
+    where = endpoint()
+    taken = shmtensor.Relay(channel, listen=where)
+    with taken, pytest.raises(shmtensor.ResourceError, match="is the address this host's, and free"):
+        shmtensor.Relay(f"{channel}-2", listen=where)
+    with pytest.raises(shmtensor.ResourceError, match="no such file"):
+        shmtensor.Relay(channel, listen=where, config=tmp_path / "missing.json5")
+    bad = tmp_path / "bad.json5"
+    bad.write_text("{mode: 12}")
+    with pytest.raises(shmtensor.ArgumentError, match="no Zenoh configuration"):
+        shmtensor.Relay(channel, listen=where, config=bad)
+
+
+def test_a_configuration_is_passed_through(channel, tmp_path):
+    """Endpoints of a file; and an access list that lets nothing in."""
+    where = endpoint()
+    file = tmp_path / "far.json5"
+    file.write_text(
+        '{access_control: {enabled: true, default_permission: "deny", rules: [], subjects: [], policies: []}}'
+    )
+    with (
+        shmtensor.Publisher(channel),
+        shmtensor.Relay(f"{channel}-far", listen=where, config=file),
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far") as near,
+        pytest.raises(shmtensor.TimedOut),
+    ):
+        near.wait(1)
+
+
+def test_a_channel_in_device_memory_ends_its_relay(channel, standin, caplog):
+    with shmtensor.Publisher(channel, device="cuda"), pair(channel) as (near, _):
+        wait_until(lambda: state_of(near).state == "failed")
+        with pytest.raises(shmtensor.WireError, match="publishes in device memory"):
+            near.check()
+    assert "publishes in device memory" in caplog.text
+
+
+def test_without_zenoh(channel):
+    """Importing imports no Zenoh; the error says what to install."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import shmtensor, sys; assert 'zenoh' not in sys.modules; import shmtensor.cli.main; "
+         "assert 'zenoh' not in sys.modules"],
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    source = HIDDEN.format(name="zenoh") + (
+        "import shmtensor\ntry:\n    shmtensor.Relay('a', listen='tcp/127.0.0.1:1')\n"
+        "except shmtensor.DependencyError as error:\n    print(error.name, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.startswith("zenoh a relay needs Zenoh: pip install 'shmtensor[relay]'"), done.stderr
+
+
+def test_repr_and_close(channel):
+    with shmtensor.Publisher(channel), pair(channel) as (near, far):
+        assert repr(near) == f"<Relay near {channel}: open>"
+        wait_until(lambda: repr(far) == f"<Relay far {channel}-far: open>")
+        near.close()
+        near.close()
+        assert repr(near) == "<Relay near closed>"
+        with pytest.raises(shmtensor.ClosedError):
+            near.wait(0)
+        with pytest.raises(shmtensor.ArgumentTypeError, match="make a Relay of its own"):
+            import pickle
+
+            pickle.dumps(far)
+
+
+def test_logging_is_quiet_while_all_is_well(channel, caplog):
+    with caplog.at_level(logging.WARNING), shmtensor.Publisher(channel) as tx, pair(channel):
+        for number in range(20):
+            tx.send(np.array(number))
+    assert "shmtensor.relay" not in {it.name for it in caplog.records}

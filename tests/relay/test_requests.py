@@ -1,0 +1,495 @@
+"""Requests over a relay: each ends once, as it would locally; nearer servers come first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
+
+import shmtensor
+from shmtensor.relay import endpoints, far_requests
+from shmtensor.relay.keys import path_hash
+
+from ..waiting import PATIENCE, wait_until
+from .hosts import endpoint, is_open, pair, state_of
+from .test_relay import is_equal, values
+
+
+class Serving:
+    """A server in a thread, which answers with `handler(request)`, and notes what it has begun with."""
+
+    def __init__(self, name, handler, **options):
+        self.server = shmtensor.Server(name, **options)
+        self.begun = []
+        self._handler = handler
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        for request in self.server:
+            self.begun.append(request.value)
+            request.reply(self._handler(request))
+
+    def close(self):
+        self.server.stop()
+        self._thread.join()
+        self.server.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@contextlib.contextmanager
+def service(channel, **options):
+    """A client here, and the relays to a service there; the client waits for a server there."""
+    with pair(channel, "service", **options) as (near, far), shmtensor.Client(channel) as client:
+        yield client, near, far
+
+
+def settled(near):
+    wait_until(lambda: state_of(near).in_flight == 0)
+
+
+def test_values_arrive_as_they_do_locally(channel):
+    """Of requests and replies, with `meta` of requests."""
+    seen = []
+
+    def answer(request):
+        seen.append((request.value, request.meta))
+        return request.value
+
+    with service(channel) as (client, near, far), Serving(f"{channel}-far", answer) as there:
+        client.wait_for_servers(1, timeout=PATIENCE)
+        for value, meta in values():
+            found = client.request(value, meta, timeout=PATIENCE)
+            assert is_equal(found, value), (found, value)
+            assert is_equal(seen[-1][0], value)
+            assert seen[-1][1] == meta
+            seen.clear()
+            there.begun.clear()
+        settled(near)
+        count = len(values())
+        assert state_of(near).messages == state_of(near).acknowledged == count
+        assert state_of(far).messages == count
+        assert state_of(near).bad_frames == state_of(far).bad_frames == 0
+        assert client.statistics().replies == count
+
+
+def test_a_reply_is_ours_to_keep_and_to_write(channel):
+    with service(channel) as (client, near, _), Serving(f"{channel}-far", lambda request: request.value):
+        kept = [client.request(torch.full((1000,), float(number)), timeout=PATIENCE) for number in range(40)]
+        settled(near)
+        for number, value in enumerate(kept):
+            assert (value == number).all()
+            value += 1
+    for number, value in enumerate(kept):
+        assert (value == number + 1).all()
+
+
+def test_calls(channel):
+    """`map`, `submit` and `arequest`."""
+
+    async def ask(client):
+        return await asyncio.gather(*(client.arequest(np.array(number), timeout=PATIENCE) for number in range(20)))
+
+    with service(channel) as (client, near, _), Serving(f"{channel}-far", lambda request: request.value * 2):
+        assert [int(it) for it in client.map(map(np.array, range(300)), timeout=PATIENCE)] == list(range(0, 600, 2))
+        futures = [client.submit(np.array(number)) for number in range(30)]
+        assert [int(it.result(PATIENCE)) for it in futures] == list(range(0, 60, 2))
+        assert [int(it) for it in asyncio.run(ask(client))] == list(range(0, 40, 2))
+        settled(near)
+        assert client.statistics().duplicates == 0
+
+
+def test_batches(channel):
+    """A server there collects requests of several clients for a batch."""
+    sizes = []
+    with pair(channel, "service"), shmtensor.Server(f"{channel}-far", max_batch=8, max_wait=0.2) as server:
+
+        def serve():
+            for batch in server:
+                sizes.append(len(batch))
+                batch.reply(batch.value.sum(1))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with shmtensor.Client(channel) as one, shmtensor.Client(channel) as two:
+            futures = [it.submit(torch.full((3,), float(n)), timeout=PATIENCE) for n in range(30) for it in (one, two)]
+            assert [it.result().item() for it in futures] == [3.0 * n for n in range(30) for _ in range(2)]
+        assert max(sizes) > 1
+        server.stop()
+        thread.join()
+
+
+def test_errors_arrive(channel):
+    def fail(request):
+        raise LookupError("no such model")
+
+    with service(channel) as (client, _, _), shmtensor.Server(f"{channel}-far") as server:
+        thread = threading.Thread(target=server.run, args=(fail,), daemon=True)
+        thread.start()
+        with pytest.raises(shmtensor.RemoteError, match="no such model") as caught:
+            client.request(1, timeout=PATIENCE)
+        assert caught.value.type_name == "LookupError"
+        assert "in fail" in caught.value.remote_traceback
+        server.stop()
+        thread.join()
+    with service(channel) as (client, _, _), shmtensor.Server(f"{channel}-far") as server:
+        future = client.submit(1, timeout=PATIENCE)
+        request = server.recv(timeout=PATIENCE)
+        del request  # without an answer
+        gc.collect()
+        with pytest.raises(shmtensor.RemoteError, match="let go of this request without an answer"):
+            future.result()
+
+
+def test_large_replies_flow_through_a_small_window(channel):
+    data = np.random.default_rng(1).integers(0, 255, 9 << 20, np.uint8)
+    with (
+        service(channel, far={"window_bytes": "1MiB"}) as (client, near, _),
+        Serving(f"{channel}-far", lambda request: request.value[::-1].copy()),
+    ):
+        for future in [client.submit(data) for _ in range(3)]:
+            assert (future.result(PATIENCE) == data[::-1]).all()
+            del future
+        settled(near)
+
+
+# --- who takes a request
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """On a busy machine a server that is idle may not run for a while: it has all the time to take a request."""
+    monkeypatch.setattr(endpoints, "_BUSY_S", PATIENCE)
+    monkeypatch.setattr(endpoints, "_NEARER_S", PATIENCE)
+
+
+def test_a_server_here_that_is_idle_comes_first(channel, patient):
+    with (
+        service(channel) as (client, near, _),
+        Serving(f"{channel}-far", lambda request: "there") as there,
+        Serving(channel, lambda request: "here") as here,
+    ):
+        client.wait_for_servers(2, timeout=PATIENCE)
+        for number in range(60):
+            assert client.request(number, timeout=PATIENCE) == "here"
+        assert here.begun == list(range(60))
+        assert there.begun == []
+        assert state_of(near).messages == 0
+
+
+def test_an_idle_relay_sleeps(channel):
+    """Also beside a server of this host."""
+    with service(channel) as (client, _, _), Serving(f"{channel}-far", lambda request: "there"):
+        client.wait_for_servers(1, timeout=PATIENCE)
+        (relay,) = shmtensor.inspect(channel).receivers
+        with Serving(channel, lambda request: "here"):
+            client.wait_for_servers(2, timeout=PATIENCE)
+            assert client.request(1, timeout=PATIENCE) in ("here", "there")
+
+            def sleeps() -> int:
+                return next(it.sleeps for it in shmtensor.inspect(channel).receivers if it.uid == relay.uid)
+
+            before = sleeps()
+            wait_until(lambda: sleeps() > before + 2)
+
+
+def submitted(client, here):
+    """A request that the server here has begun, or that was answered there."""
+    future = client.submit(0, timeout=PATIENCE)
+    wait_until(lambda: here.begun or future.done())
+    return future
+
+
+def test_a_server_there_helps_when_the_one_here_is_busy(channel):
+    go = threading.Event()
+
+    def wait(request):
+        assert go.wait(PATIENCE)
+        return "here"
+
+    with (
+        service(channel) as (client, _, _),
+        Serving(f"{channel}-far", lambda request: "there"),
+        Serving(channel, wait) as here,
+    ):
+        client.wait_for_servers(2, timeout=PATIENCE)
+        first = submitted(client, here)
+        while first.done():  # on a busy machine the server here was not idle, or not soon enough
+            first = submitted(client, here)
+        for number in range(20):
+            assert client.request(number, timeout=PATIENCE) == "there"
+        go.set()
+        assert first.result() == "here"
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """What servers have taken counts for ever, not for a second, in which a busy machine may do nothing."""
+    monkeypatch.setattr(far_requests, "_SLICES", 1 << 40)
+
+
+def test_what_servers_there_cannot_begin_with_waits_here(channel, steady):
+    """One runs there; two wait for it, twice as many as it has taken. The rest is left to the first that is idle."""
+    go = threading.Event()
+
+    def wait(request):
+        assert go.wait(PATIENCE)
+        return "there"
+
+    with service(channel) as (client, near, _), Serving(f"{channel}-far", wait) as there:
+        futures = [client.submit(number, timeout=PATIENCE) for number in range(10)]
+        wait_until(lambda: len(there.begun) == 1 and state_of(near).in_flight == 3)
+        with Serving(channel, lambda request: "here") as here:
+            wait_until(lambda: sum(it.done() for it in futures) == 7)
+            assert len(here.begun) == 7
+        assert state_of(near).in_flight == 3
+        go.set()
+        assert [it.result() for it in futures] == [*["there"] * 3, *["here"] * 7]
+
+
+def test_a_server_here_that_is_stopped_costs_a_moment(channel):
+    """It sleeps, as far as its word says, and takes nothing."""
+    with (
+        service(channel) as (client, _, _),
+        Serving(f"{channel}-far", lambda request: "there"),
+        shmtensor.Server(channel) as stopped,
+    ):
+        client.wait_for_servers(2, timeout=PATIENCE)
+        intake = stopped._intake
+        endpoints.store(intake._control_words, intake._asleep, 1)
+        assert client.request(1, timeout=PATIENCE) == "there"
+        endpoints.store(intake._control_words, intake._asleep, 2)
+
+
+def test_the_relay_is_a_server_while_there_are_servers(channel):
+    with service(channel) as (client, near, _):
+        with pytest.raises(shmtensor.TimedOut):
+            client.wait_for_servers(1, timeout=0.3)
+        with pytest.raises(shmtensor.TimedOut, match="no server took it"):
+            client.request(1, timeout=0.3)
+        assert state_of(near).messages == 0
+        future = client.submit(2, timeout=PATIENCE)
+        with Serving(f"{channel}-far", lambda request: request.value + 1):
+            client.wait_for_servers(1, timeout=PATIENCE)
+            assert client.statistics().servers == 1
+            assert future.result() == 3
+        wait_until(lambda: client.statistics().servers == 0)
+
+
+def test_what_the_last_server_there_had_not_begun_comes_back(channel, steady):
+    """It goes to a server here, and was never tried."""
+    with service(channel) as (client, near, _):
+        with shmtensor.Server(f"{channel}-far") as there:
+            futures = [client.submit(number, timeout=PATIENCE, retry=False) for number in range(3)]
+            request = there.recv(timeout=PATIENCE)
+            wait_until(lambda: state_of(near).in_flight == 3)
+            request.reply("there")
+        with Serving(channel, lambda request: request.attempt):
+            assert futures[0].result() == "there"
+            assert [it.result() for it in futures[1:]] == [1, 1]
+        settled(near)
+
+
+def test_two_directions(channel, patient):
+    """Servers on both sides help clients on both sides, and no request goes round."""
+    a, b, one, two = f"{channel}-a", f"{channel}-b", endpoint(), endpoint()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shmtensor.Relay(b, listen=one))
+        stack.enter_context(shmtensor.Relay(a, listen=two))
+        there = stack.enter_context(shmtensor.Relay(a, to=one, remote=b, pattern="service"))
+        back = stack.enter_context(shmtensor.Relay(b, to=two, remote=a, pattern="service"))
+        there.wait(PATIENCE)
+        back.wait(PATIENCE)
+        client_a, client_b = (stack.enter_context(shmtensor.Client(name)) for name in (a, b))
+        with pytest.raises(shmtensor.TimedOut):
+            client_a.request(0, timeout=0.5)
+        with Serving(b, lambda request: "b"):
+            assert {client.request(1, timeout=PATIENCE) for client in (client_a, client_b)} == {"b"}
+            with Serving(a, lambda request: "a"):
+                client_a.wait_for_servers(2, timeout=PATIENCE)
+                assert client_a.request(1, timeout=PATIENCE) == "a"
+                assert client_b.request(1, timeout=PATIENCE) == "b"
+        assert is_open(there)
+        assert is_open(back)
+
+
+def test_a_chain(channel):
+    """Clients on the first host, servers on the third."""
+    names, wheres = [f"{channel}-{host}" for host in "abc"], [endpoint(), endpoint()]
+    with contextlib.ExitStack() as stack:
+        for at in (0, 1):
+            stack.enter_context(shmtensor.Relay(names[at + 1], listen=wheres[at]))
+            stack.enter_context(
+                shmtensor.Relay(names[at], to=wheres[at], remote=names[at + 1], pattern="service")
+            ).wait(PATIENCE)
+        client = stack.enter_context(shmtensor.Client(names[0]))
+        with Serving(names[2], lambda request: request.value + 1):
+            assert list(client.map(range(100), timeout=PATIENCE)) == list(range(1, 101))
+        wait_until(lambda: client.statistics().servers == 0)
+
+
+def test_a_ring(channel):
+    """Three hosts, each with a relay to the next: a request goes on to a server, and never comes back to its host."""
+    names, wheres = [f"{channel}-{host}" for host in "abc"], [endpoint() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for name, where in zip(names, wheres, strict=True):
+            stack.enter_context(shmtensor.Relay(name, listen=where))
+        for at in range(3):
+            to = (at + 1) % 3
+            stack.enter_context(shmtensor.Relay(names[at], to=wheres[to], remote=names[to], pattern="service")).wait(
+                PATIENCE
+            )
+        client = stack.enter_context(shmtensor.Client(names[0]))
+        with pytest.raises(shmtensor.TimedOut):
+            client.request(0, timeout=0.5)
+        with Serving(names[2], lambda request: request.value + 1):
+            assert list(client.map(range(50), timeout=PATIENCE)) == list(range(1, 51))
+        future = client.submit(1, timeout=PATIENCE)
+        with Serving(names[0], lambda request: request.attempt):  # it waits here, not on its way
+            assert future.result() == 1
+
+
+# --- time-outs and cancelling
+
+
+def test_a_deadline_travels(channel):
+    with service(channel) as (client, _, _), shmtensor.Server(f"{channel}-far") as server:
+        future = client.submit(1, timeout=PATIENCE)
+        request = server.recv(timeout=PATIENCE)
+        assert PATIENCE - 5 < request.remaining <= PATIENCE
+        assert not request.expired
+        request.reply(2)
+        assert future.result() == 2
+        future = client.submit(1)
+        request = server.recv(timeout=PATIENCE)
+        assert request.remaining is None
+        request.reply(2)
+        assert future.result() == 2
+
+
+def test_what_has_expired_is_not_started(channel):
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        client.wait_for_servers(1, timeout=PATIENCE)
+        with pytest.raises(shmtensor.TimedOut, match="a server has it"):
+            client.request("late", timeout=0.3)
+        future = client.submit("in time", timeout=PATIENCE)
+        with server.recv(timeout=PATIENCE) as request:
+            assert request.value == "in time"
+            request.reply(1)
+        assert future.result() == 1
+        settled(near)
+        assert client.statistics().expired == 1
+        assert server.statistics().taken - server.statistics().cancelled - server.statistics().expired == 1
+
+
+def test_a_running_request_sees_that_it_is_cancelled(channel):
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        future = client.submit(1)
+        request = server.recv(timeout=PATIENCE)
+        assert not request.cancelled
+        assert future.cancel()
+        wait_until(lambda: request.cancelled)
+        request.reply("nobody wants it")
+        settled(near)
+        other = client.submit(2, timeout=PATIENCE)
+        with server.recv(timeout=PATIENCE) as request:
+            request.reply(3)
+        assert other.result() == 3
+        assert client.statistics().duplicates == 0
+
+
+def test_what_is_cancelled_before_it_began_never_begins(channel):
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        first, second = client.submit(1, timeout=PATIENCE), client.submit(2, timeout=PATIENCE)
+        request = server.recv(timeout=PATIENCE)
+        wait_until(lambda: state_of(near).in_flight == 2)
+        assert second.cancel()
+        wait_until(lambda: state_of(near).in_flight == 1)
+        request.reply("one")
+        assert first.result() == "one"
+        with pytest.raises(shmtensor.TimedOut):
+            server.recv(timeout=0.3)
+
+
+def test_a_client_that_leaves(channel):
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        other = shmtensor.Client(channel)
+        other.submit(1)
+        request = server.recv(timeout=PATIENCE)
+        other.close()
+        wait_until(lambda: request.cancelled)
+        request.reply(1)
+        settled(near)
+        future = client.submit(2, timeout=PATIENCE)
+        with server.recv(timeout=PATIENCE) as request:
+            request.reply(3)
+        assert future.result() == 3
+        wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 1)  # it is gone there, too
+
+
+# --- ends
+
+
+def test_a_relay_that_ends_gives_back(channel):
+    """The near one: another server here has them. The far one: they go back to the ring, and to its successor."""
+    where = endpoint()
+    with shmtensor.Client(channel) as client, shmtensor.Server(f"{channel}-far") as there:
+        far = shmtensor.Relay(f"{channel}-far", listen=where)
+        near = shmtensor.Relay(channel, to=where, remote=f"{channel}-far", pattern="service")
+        future, once = client.submit(1, timeout=PATIENCE), client.submit(2, timeout=PATIENCE, retry=False)
+        requests = [there.recv(timeout=PATIENCE)]
+        wait_until(lambda: state_of(near).in_flight == 2)
+        far.close()
+        wait_until(lambda: requests[0].cancelled)
+        with shmtensor.Relay(f"{channel}-far", listen=where):
+            requests.append(there.recv(timeout=PATIENCE))
+            assert (requests[1].value, requests[1].attempt) == (1, 2)
+            with pytest.raises(shmtensor.PeerDied):
+                once.result()
+        wait_until(lambda: state_of(near).state == "seeking")
+        near.close(linger=0)
+        with Serving(channel, lambda request: request.attempt):
+            assert future.result() == 3
+
+
+def test_a_service_is_refused_where_it_cannot_be(channel):
+    with pytest.raises(shmtensor.ArgumentError, match="at most 47"):
+        shmtensor.Relay("x" * 48, to=endpoint(), pattern="service")
+    with pytest.raises(shmtensor.ArgumentError, match="is for a fan-out"):
+        shmtensor.Relay(channel, to=endpoint(), pattern="service", delivery="all")
+    with shmtensor.Publisher(channel), pytest.raises(shmtensor.ArgumentError, match="is a fan-out, not a service"):
+        shmtensor.Relay(channel, to=endpoint(), pattern="service")
+    where = endpoint()
+    with (
+        shmtensor.Client(channel),
+        shmtensor.Producer(f"{channel}-far"),
+        shmtensor.Relay(f"{channel}-far", listen=where),
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far") as near,
+    ):
+        wait_until(lambda: state_of(near).state == "refused")
+        with pytest.raises(shmtensor.WireError, match="not a service"):
+            near.wait(0)
+
+
+def test_labels_of_relays(channel):
+    with service(channel) as (client, _, _), Serving(f"{channel}-far", lambda request: 1):
+        client.wait_for_servers(1, timeout=PATIENCE)
+        assert client.request(0, timeout=PATIENCE) == 1
+        (server,) = shmtensor.inspect(channel).receivers
+        assert server.label == f"relay to {path_hash(f'{channel}-far'):08x}"
+        assert [it.label for it in shmtensor.inspect(f"{channel}-far").senders] == [f" via {path_hash(channel):08x}"]
+        assert endpoints.count_servers(f"{channel}-far", ()) == 1
+        assert endpoints.count_servers(channel, [path_hash(f"{channel}-far")]) == 0
+        assert endpoints.count_servers(f"{channel}-none", ()) == 0
