@@ -72,19 +72,20 @@ def unlink_channel(control: Control, directory: str) -> None:
     shm.unlink(control.name)
 
 
-def reap(control: Control, directory: str, me: Member | None) -> None:
+def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
-    `me` is the caller: the kernel cannot be asked about one's own locks.
+    Returns the uids of those that it removed. `me` is the caller: the kernel cannot be asked about one's own locks.
     """
-    dead = list(_expendable(control, me))
-    for index in dead:
-        unlink_member(control.channel, control.owner(index), directory)
+    dead = [(index, control.owner(index)) for index in _expendable(control, me)]
+    for index, uid in dead:
+        unlink_member(control.channel, uid, directory)
         # crash: sweep.unlinked
         control.clear(index)
     if dead:
         control.advance()
     end_groups(control, me)
+    return [uid for _, uid in dead]
 
 
 def _own(me: Member | None) -> tuple[int, ...]:

@@ -22,11 +22,11 @@ from ..memory import segment as shm
 from ..memory import shortage, words
 from ..memory.locks import LockFile
 from ..ring.events import EventLog
-from ..ring.layout import KINDS
+from ..ring.layout import KINDS, SERVICE
 from . import cleanup
 from . import control as ctl
 from .control import TRACER, Control, Entry, defer, exclusively, is_held
-from .names import check_channel, control_name, sequence_table_name, socket_dir
+from .names import check_channel, control_name, reply_channel, sequence_table_name, socket_dir
 
 log = logging.getLogger("shmtensor.channel")
 
@@ -68,9 +68,16 @@ class Member:
         return (entry for entry in self.control.members() if entry.uid != self.uid)
 
     def reap(self) -> None:
-        """Remove the dead members if the control lock is free now; else the next liveness check tries again."""
+        """Remove the dead members if the control lock is free now; else the next liveness check tries again.
+
+        With a client, the channel of its replies goes: a server may never have opened that.
+        """
         with contextlib.suppress(TimedOut, ReentrantError):
-            self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self))
+            gone = self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self))
+            if self.control.kind == SERVICE:
+                for uid in gone:
+                    with contextlib.suppress(ShmTensorError, OSError):  # the next sweep does it
+                        cleanup.sweep_channel(reply_channel(self.channel, uid), self.directory)
 
     def set_leaving(self) -> None:
         """Mark the member as closed with views alive: it gets no more messages, but lives and holds leases."""

@@ -57,6 +57,11 @@ def semaphore_name(channel: str, uid: int, number: int) -> str:
     return f"{PREFIX}{channel},{uid:016x},{number}"
 
 
+def reply_channel(service: str, uid: int) -> str:
+    """The channel of the replies to one client of a service: its own, of which it is the only subscriber."""
+    return f"{service}.{uid:016x}"
+
+
 def parse_file(name: str) -> tuple[str, int | None] | None:
     """(channel, uid or None) of a file name in `/dev/shm`; None if it is not this library's."""
     match = _FILE.fullmatch(name)

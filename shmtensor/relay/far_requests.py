@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from ..channel.names import reply_channel
 from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
 from ..errors import ClosedError
-from ..rpc.endpoints import ONCE, reply_channel
+from ..rpc.endpoints import ONCE
 from .endpoints import FarCall, FarRequests, Filling, NearAnswers, count_servers
 from .frames import (
     DIED,

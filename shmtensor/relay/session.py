@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -179,24 +180,27 @@ class Session:
 class _Guarded:
     """A callback that logs what it raises: nobody could catch it in Zenoh's thread.
 
-    Zenoh may keep it for a while after the session was closed: `end` lets go of what it calls.
+    Zenoh may keep it for a while after the session was closed, and may be in it: `end` waits for that, and lets go of
+    what it calls.
     """
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call: Callable[[Any], None] | None = call
+        self._running = threading.RLock()  # again in a finalizer that closes the session
 
     def __call__(self, sample: Any) -> None:
-        call = self._call
-        if call is None:
-            return
-        try:
-            call(sample)
-        except Exception:
-            log.exception("relay: a frame was lost by an error")
+        with self._running:
+            if self._call is None:
+                return
+            try:
+                self._call(sample)
+            except Exception:
+                log.exception("relay: a frame was lost by an error")
 
     def end(self) -> None:
-        """Call nothing more."""
-        self._call = None
+        """Call nothing more. When this returns, nothing is called any more."""
+        with self._running:
+            self._call = None
 
 
 def _first_line(error: Exception) -> str:

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
+from ..channel.names import reply_channel
 from ..endpoints.asyncio import wait_queue_of
 from ..endpoints.base import BUSY, NOTHING, Local, check_count, check_timeout
 from ..errors import ArgumentError
 from ..statistics import ClientStatistics
 from .calls import Call, CallsInFlight, RequestFuture
-from .endpoints import FOREVER, Answers, Requests, check_service, reply_channel
+from .endpoints import FOREVER, Answers, Requests, check_service
 
 _Value = Any
 _C = TypeVar("_C", bound="Client")

@@ -74,11 +74,6 @@ def check_service(name: object) -> str:
     return service
 
 
-def reply_channel(service: str, uid: int) -> str:
-    """The name of the channel of the replies to a client."""
-    return f"{service}.{uid:016x}"
-
-
 class ServiceEndpoint(AsyncEndpoint):
     """Base of the endpoints of a client and of a server."""
 

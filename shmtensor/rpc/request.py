@@ -8,12 +8,13 @@ import traceback
 from time import monotonic_ns
 from typing import Any, Final
 
+from ..channel.names import reply_channel
 from ..endpoints.base import Local
 from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull
 from ..memory.words import store
 from ..ring.layout import DEADLINE, NOTE, VERDICT
-from .endpoints import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, ONCE, Intake, Replies, Source, reply_channel
+from .endpoints import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, ONCE, Intake, Replies, Source
 
 MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""

@@ -96,6 +96,12 @@ class Remote:
             self.process.stdin.write(f"{what}\n")
             self.process.stdin.flush()
 
+    def statistics(self) -> Any:
+        """Of a relay: its counters now, by channel."""
+        before = len(self.all("statistics"))
+        self.ask("statistics")
+        return self.wait_for("statistics", before + 1)[-1]
+
     def kill(self) -> None:
         """`kill -9`, to the end."""
         self.process.kill()

@@ -66,27 +66,31 @@ def run(channel, pattern, victim, point, nth):
                         assert (message.value["data"] == message.value["number"]).all()
                         arrived.append(message.value["number"])
 
-            sent = 0
-            while relays[victim].process.poll() is None and sent < COUNT:
-                tx.send({"number": sent, "data": np.full(size, sent)}, timeout=PATIENCE)
-                sent += 1
-                if relays[victim].process.poll() is None and sent % 4 == 0:
-                    try:
-                        message = rx.recv(timeout=0.2)
-                    except shmtensor.TimedOut:
-                        continue
-                    with message:
-                        arrived.append(message.value["number"])
-            while relays[victim].process.poll() is None:  # it comes by when more is done, or sent
+            def send_if_there_is_room() -> bool:  # when the victim has died, nobody frees a slot
+                try:
+                    tx.send({"number": sent, "data": np.full(size, sent)}, timeout=0.2)
+                except shmtensor.RingFull:
+                    return False
+                return True
+
+            def receive_one() -> bool:
                 try:
                     message = rx.recv(timeout=0.2)
                 except shmtensor.TimedOut:
-                    if len(set(arrived)) == sent:
-                        tx.send({"number": sent, "data": np.full(size, sent)}, timeout=PATIENCE)
-                        sent += 1
-                    continue
+                    return False
                 with message:
                     arrived.append(message.value["number"])
+                return True
+
+            sent = 0
+            while relays[victim].process.poll() is None and sent < COUNT:
+                has_room = send_if_there_is_room()
+                sent += has_room
+                if relays[victim].process.poll() is None and (not has_room or sent % 4 == 0):
+                    receive_one()
+            while relays[victim].process.poll() is None:  # it comes by when more is done, or sent
+                if not receive_one() and len(set(arrived)) == sent:
+                    sent += send_if_there_is_room()
             relays[victim].wait_for_death()
             count = max(sent, COUNT) + 4
             relays[victim] = Remote("relay", **options[victim])
@@ -188,6 +192,8 @@ def ask(channel, victim, point, nth, retry):
                     futures[-1].result(0.3)
             relays[victim].wait_for_death()
             relays[victim] = Remote("relay", **options[victim])
+            if not retry:  # what is sent to the dead one fails
+                wait_until(lambda: relays["near"].statistics()[channel]["connections"] >= (2 if victim == "far" else 1))
             for _ in range(4):
                 submit()
             ends = [it.exception(PATIENCE) or it.result() for it in futures]

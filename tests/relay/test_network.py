@@ -191,10 +191,7 @@ def test_a_partition_loses_nothing(fair, channel, pattern):
 
 
 def is_seeking(relay) -> bool:
-    before = len(relay.all("statistics"))
-    relay.ask("statistics")
-    said = relay.wait_for("statistics", before + 1)[-1]
-    return all(it["state"] == "seeking" for it in said.values())
+    return all(it["state"] == "seeking" for it in relay.statistics().values())
 
 
 @PATTERNS
@@ -203,16 +200,15 @@ def test_one_way_is_cut(fair, channel, pattern):
     with scene(fair, channel, pattern) as it:
         it.far(1)
         near = it.near(0, 1)
-        rx, tx = it.receive(1), it.send(0, every=0.005)
+        rx = it.receive(1, 2 * COUNT)
         near.wait_for("connected")
-        tx.ask("go")
-        for one, other in ((1, 0), (0, 1)):
-            rx.wait_for("got", len(rx.said) + 20)
+        for done, one, other in ((0, 1, 0), (COUNT, 0, 1)):
+            it.send(0, done, every=0.005).ask("go")
+            rx.wait_for("got", done + 20)
             fair.set_way(one, other, cut=True)
             wait_until(lambda: is_seeking(near))
             fair.set_way(one, other, cut=False)
-            wait_until(lambda: not is_seeking(near))
-        assert rx.wait_for("got", COUNT) == list(range(COUNT))
+            assert rx.wait_for("got", done + COUNT) == list(range(done + COUNT))
 
 
 @pytest.mark.parametrize(("pattern", "victim"), [("fan-out", 1), ("work-queue", 1), ("work-queue", 0)])

@@ -549,6 +549,7 @@ def test_another_far_host_gets_what_the_first_one_sent(channel, pattern):
         with rx.recv(timeout=PATIENCE) as message:
             assert message.value == 2
             assert path_hash(names[0]) in endpoints.path_of(message.sender.name)
+        wait_until(lambda: state_of(near).in_flight == 0)
 
 
 def test_labels():

@@ -22,6 +22,7 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
+from shmtensor.channel.names import control_name, reply_channel
 from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc.calls import late
@@ -901,6 +902,25 @@ def test_a_killed_clients_requests_and_replies_are_dropped(forks, channel):
         gc.collect()
         with shmtensor.Client(channel) as client, serving(server, lambda value: value):
             assert client.request(1, timeout=PATIENCE) == 1
+
+
+@pytest.mark.slow
+def test_what_a_killed_client_had_is_removed_by_a_server_that_waits(forks, channel):
+    """Its channel of replies too, which no server had opened."""
+    with shmtensor.Server(channel) as server:
+        victim = Process(forks, services.ask, channel, 1)
+        assert victim.hear() == "sent"
+        request = server.recv(timeout=PATIENCE)
+        (client,) = (member.uid for member in shmtensor.inspect(channel).members if member.role == "sender")
+        assert control_name(reply_channel(channel, client))[1:] in left_files()
+        victim.kill()
+        del request
+        gc.collect()
+        deadline = time.monotonic() + PATIENCE
+        while any(f"{client:016x}" in name for name in left_files()):
+            assert time.monotonic() < deadline
+            with pytest.raises(TimedOut):
+                server.recv(timeout=0.3)
 
 
 @pytest.mark.slow
