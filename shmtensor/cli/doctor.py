@@ -34,7 +34,7 @@ from ..codec.libraries import EXTRA
 from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError, ResourceError, ShmTensorError
-from ..memory import places, words
+from ..memory import placement, places, words
 from ..memory import segment as shm
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
@@ -91,7 +91,7 @@ _NAMED = 3
 
 def shared_memory() -> Iterator[Finding]:
     """Size, options, and one real segment."""
-    place = places.current()
+    place = placement.current()
     yield from _mounted() if place is places.FILES else _served(place)
     name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:

@@ -14,10 +14,7 @@ import typer
 
 from ..channel.names import socket_dir
 from ..memory.segment_server import SegmentServer
-from ..options import format_bytes
 from .output import guarded
-
-log = logging.getLogger("shmtensor.memory")
 
 
 @guarded
@@ -62,15 +59,11 @@ def share(
 
         before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            log.info("%r is ready, with at most %s", server, format_bytes(server.limit))
             _notify("READY=1")
             server.run()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            left = server.close()
-            if left:
-                log.info("%d segments are still in use: those who use them give them to the next server", left)
 
 
 def _notify(state: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
-from . import lifecycle, places, shortage
+from . import lifecycle, placement, shortage
 from .descriptors import Descriptor, OpenFile
 from .locks import LockFile, is_locked
 from .places import Found, Place
@@ -174,7 +174,7 @@ class Segment(Descriptor):
     __slots__ = ("_found", "name", "nbytes", "place")
 
     def __init__(self, name: str, flags: int = 0) -> None:
-        self.name, self.place = name, places.current()
+        self.name, self.place = name, placement.current()
         self._found: Found = self.place.find(name[1:], flags)
         super().__init__(self._found.path, self._found.flags, leads_to=self._found.leads_to)
         self.nbytes = os.fstat(self.fd).st_size
@@ -286,7 +286,7 @@ class Glance:
         self.name, self.fd = name, -1
         self._file = OpenFile()
         lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
-        found = places.current().find(name[1:], os.O_NOFOLLOW, held=False)
+        found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
         self._file.open(os.open, found.path, found.flags | _LOOK)
         self.fd = self._file.fd
         self.info = os.fstat(self.fd)
@@ -352,22 +352,22 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
 
 def unlink(name: str) -> None:
     """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours."""
-    places.current().unlink(name[1:])
+    placement.current().unlink(name[1:])
 
 
 def unlink_file(file: str) -> None:
     """Remove a name as `scan` has it: that of a segment or of a semaphore. Otherwise as `unlink`."""
-    places.current().unlink(file)
+    placement.current().unlink(file)
 
 
 def status(name: str) -> os.stat_result | None:
     """The status of a segment's name, without following a link; None if there is none."""
-    return places.current().status(name[1:])
+    return placement.current().status(name[1:])
 
 
 def exists(name: str) -> bool:
     """Whether there is a segment of that name, as far as that can be found out at once."""
-    return places.current().exists(name[1:])
+    return placement.current().exists(name[1:])
 
 
 def is_ours(name: str) -> bool:
@@ -378,32 +378,32 @@ def is_ours(name: str) -> bool:
 
 def listing() -> list[str]:
     """The names of all files in `/dev/shm`, or of all that a segment server keeps."""
-    return places.current().listing()
+    return placement.current().listing()
 
 
 def scan() -> Iterator[tuple[str, os.stat_result | None]]:
     """The same with their status; None if it cannot be had."""
-    return places.current().scan()
+    return placement.current().scan()
 
 
 def free_bytes() -> int:
     """Free bytes of `/dev/shm`, or of what a segment server allows."""
-    return places.current().free_bytes()
+    return placement.current().free_bytes()
 
 
 def total_bytes() -> int:
     """Bytes that all segments together may take."""
-    return places.current().total_bytes()
+    return placement.current().total_bytes()
 
 
 def where() -> str:
     """The place of all segments, as errors call it."""
-    return str(places.current())
+    return str(placement.current())
 
 
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
-    return places.current().path(file)
+    return placement.current().path(file)
 
 
 def _open(name: str, flags: int) -> Segment:
@@ -417,7 +417,7 @@ def _open(name: str, flags: int) -> Segment:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:
         if error.errno == errno.EEXIST:
-            raise name_taken(f"segment {name}", places.current(), name[1:]) from None
+            raise name_taken(f"segment {name}", placement.current(), name[1:]) from None
         raise _not_opened(name, error, make=bool(flags)) from None
     if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
         segment.close()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ResourceError, WireError
-from ..options import parse_bytes
+from ..options import format_bytes, parse_bytes
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import Op, Reply, Request, Space, Status
 from . import shortage
@@ -142,6 +142,7 @@ class SegmentServer:
 
     def run(self) -> None:
         """Serve until `stop` is called."""
+        log.info("%r is ready, with at most %s", self, format_bytes(self.limit))
         while not self._stopping:
             for fd, _ in self._poll.poll():
                 if fd == self._listener.fileno():
@@ -174,6 +175,8 @@ class SegmentServer:
         self._clients.clear()
         self._names.clear()
         self._locks.close()
+        if left:
+            log.info("%d segments are still in use: the processes that use them give them to the next server", left)
         return left
 
     def __enter__(self) -> SegmentServer:

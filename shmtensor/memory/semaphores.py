@@ -23,7 +23,7 @@ from typing import Any, Final
 import posix_ipc
 
 from ..errors import ResourceError
-from . import places, shortage
+from . import placement, places, shortage
 from .descriptors import Descriptor, OpenFile
 from .places import Found
 from .segment import HeldMap, name_taken
@@ -38,7 +38,8 @@ _libc.sem_init.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_uint)
 _libc.sem_open.argtypes, _libc.sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
 _libc.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
 _libc.sem_close.argtypes = (ctypes.c_void_p,)
-_libc.sem_post.argtypes = _libc.sem_trywait.argtypes = (ctypes.c_void_p,)
+_quick: Final = ctypes.PyDLL(None)  # what does not wait keeps the GIL: a receiver posts where no thread may come in
+_quick.sem_post.argtypes = _quick.sem_trywait.argtypes = (ctypes.c_void_p,)
 
 _PREFIX: Final = "sem."
 _LEAST: Final = 16
@@ -74,9 +75,8 @@ class MappedSemaphore:
     __slots__ = ("_map", "address")
 
     def __init__(self, found: Found) -> None:
-        file = OpenFile()
+        file = Descriptor(found.path, found.flags, leads_to=found.leads_to)
         try:
-            file.open(os.open, found.path, found.flags | os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(file.fd).st_size < _LEAST:
                 raise FileNotFoundError(errno.ENOENT, f"{found.leads_to} is not a semaphore")
             mapped = HeldMap(file.fd, _NBYTES)
@@ -89,13 +89,13 @@ class MappedSemaphore:
     def release(self) -> None:
         """Add one. Raises `ValueError` if it is closed."""
         kept = self.memory()
-        _libc.sem_post(self.address)
+        _quick.sem_post(self.address)
         del kept
 
     def acquire(self, timeout: int) -> None:
         """One less, without waiting. Raises `posix_ipc.BusyError` if it is 0."""
         kept = self.memory()
-        if _libc.sem_trywait(self.address):
+        if _quick.sem_trywait(self.address):
             raise posix_ipc.BusyError("it is 0")
         del kept
 
@@ -120,7 +120,7 @@ class Sleeper:
         self._semaphore: Any
         if create:
             create_semaphore(name, 0)
-        place = places.current()
+        place = placement.current()
         if place is not places.FILES:
             self._semaphore = MappedSemaphore(find_semaphore(name))
             self._handle = self._semaphore.address if create else None
@@ -192,13 +192,13 @@ def create_semaphore(name: str, value: int) -> None:
     try:
         if _libc.sem_init(initial, _SHARED, value):
             raise OSError(errno.EINVAL, f"a semaphore cannot count from {value}")
-        found = places.current().find(_file(name), os.O_CREAT | os.O_EXCL)
+        found = placement.current().find(_file(name), os.O_CREAT | os.O_EXCL)
         file = Descriptor(found.path, found.flags, leads_to=found.leads_to)
         # crash: semaphore.created
         os.write(file.fd, initial)
         # crash: semaphore.written
     except FileExistsError:
-        raise name_taken(f"semaphore {name}", places.current(), _file(name)) from None
+        raise name_taken(f"semaphore {name}", placement.current(), _file(name)) from None
     except BaseException as error:
         if file is not None:  # else the name may be another process's
             unlink_semaphore(name)
@@ -213,7 +213,7 @@ def create_semaphore(name: str, value: int) -> None:
 def find_semaphore(name: str) -> Found:
     """What the name of a semaphore leads to, where a segment server keeps it."""
     try:
-        return places.current().find(_file(name), 0)
+        return placement.current().find(_file(name), 0)
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, f"there is no semaphore {name}") from None
 
@@ -231,12 +231,12 @@ def _check(name: str) -> None:
 
 def unlink_semaphore(name: str) -> None:
     """Remove a semaphore's name. Does nothing if it is gone already or not ours."""
-    places.current().unlink(_file(name))
+    placement.current().unlink(_file(name))
 
 
 def semaphore_exists(name: str) -> bool:
     """Whether there is a semaphore of that name, as far as that can be found out at once."""
-    return places.current().exists(_file(name))
+    return placement.current().exists(_file(name))
 
 
 def _file(name: str) -> str:

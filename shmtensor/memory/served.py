@@ -27,7 +27,7 @@ from ..errors import ResourceError, WireError
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import Op, Reply, Request, Space
 from . import lifecycle, shortage
-from .descriptors import OpenFile
+from .descriptors import OpenFile, close_all_of
 from .locks import LockFile
 from .places import LOCKS, SOCKET, Found
 
@@ -81,7 +81,7 @@ class Served:
     def _begin(self) -> None:
         self._holds: dict[weakref.ref[Hold], None] = {}
         self._attempts: set[object] = set()  # requests, from before they are sent until what came back is held
-        self._wanting: set[object] = set()  # calls that will hold something
+        self._wanting: dict[object, str] = {}  # calls that will hold something, and its name
         self._locks: LockFile | None = None
         self._number = 0  # of this process, as long as `_locks` proves that it lives
         self._follower: threading.Thread | None = None
@@ -93,6 +93,8 @@ class Served:
         holds, locks = self._held(), self._locks
         for hold in holds:
             hold.file.close()
+        for name in self._wanting.values():  # another thread has just been passed it, and nobody has it yet
+            close_all_of(f"/memfd:{name}")
         if locks is not None:
             locks.close()
         self._begin()
@@ -109,13 +111,13 @@ class Served:
         made, wanting = OpenFile(), object()
         try:
             if held:
-                self._wanting.add(wanting)
+                self._wanting[wanting] = name
                 self._be_present()
             if how != packets.EXISTING:
                 _make_memory(made, name)
             reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=held)
         finally:
-            self._wanting.discard(wanting)
+            self._wanting.pop(wanting, None)
         if reply.error:
             raise OSError(reply.error, os.strerror(reply.error), self.path(name))
         more = flags & ~(os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
@@ -163,13 +165,16 @@ class Served:
             return
         connection = _unopened()
         try:
+            self._room = None
             reply, _ = self._ask(Request(Op.RESERVE, name, nbytes), connection=connection)
             if reply.error:
-                self._room = None
                 raise OSError(reply.error, os.strerror(reply.error), self.path(name))
             yield
-        finally:
             connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        finally:
             self._room = None
 
     def free_bytes(self) -> int:
@@ -217,36 +222,52 @@ class Served:
         """
         packet, deadline, tries = request.pack(), time.monotonic() + patience, 0
         used = _unopened() if connection is None else connection
-        while True:
-            attempt = object()
-            try:
-                self._attempts.add(attempt)
-                reply, found = self._try(used, packet, file, deadline)
-                if hold and not reply.error:
-                    found.name, found.serial = request.name, reply.serial
-                    self._holds[weakref.ref(found, self._holds.pop)] = None
-                    # crash: served.held
-                if reply.error != errno.EAGAIN:
+        try:
+            while True:
+                reply, found, problem = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
+                if reply is not None and reply.error != errno.EAGAIN:
                     break
-                problem = _waits(reply.space)
-            except OSError as error:
-                if isinstance(error, ResourceError) or error.errno not in _GONE:
-                    raise
-                problem = f"there is none: start it again with shmtensor share {self.directory}"
-                if at_once:
-                    deadline = 0.0
-            finally:
-                self._attempts.discard(attempt)
-                if connection is None:
-                    used.close()
+                used.close()
+                if time.monotonic() >= deadline or (reply is None and at_once):
+                    raise ResourceError(errno.ECONNREFUSED, f"{self} does not serve: {problem}")
+                time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
+                tries += 1
+            if connection is None:
+                used.close()
+        except BaseException:
             used.close()
-            if time.monotonic() >= deadline:
-                raise ResourceError(errno.ECONNREFUSED, f"{self} does not serve: {problem}")
-            time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
+            raise
         if reply.error in _REFUSALS:
             raise ResourceError(reply.error, f"{self}: {reply.text.decode(errors='replace')}")
         return reply, found
+
+    def _attempt(
+        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str
+    ) -> tuple[Reply | None, Hold, str]:
+        """The reply, None if there is no server; what came with it, held if it has a name; and what is the matter.
+
+        An exception of a signal handler may come anywhere: what is undone is undone twice.
+        """
+        attempt = object()
+        try:
+            try:
+                self._attempts.add(attempt)
+                reply, found = self._try(connection, packet, file, deadline)
+                if hold and not reply.error:
+                    found.name, found.serial = hold, reply.serial
+                    self._holds[weakref.ref(found, self._holds.pop)] = None
+                    # crash: served.held
+                return reply, found, _waits(reply.space) if reply.error == errno.EAGAIN else ""
+            except OSError as error:
+                if isinstance(error, ResourceError) or error.errno not in _GONE:
+                    raise
+                return None, Hold(OpenFile()), f"there is none: start it again with shmtensor share {self.directory}"
+            finally:
+                self._attempts.discard(attempt)
+        except BaseException:
+            self._attempts.discard(attempt)
+            connection.close()
+            raise
 
     def _try(
         self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float
@@ -261,7 +282,7 @@ class Served:
         # crash: served.asked
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not poll.poll(max(_AT_ONCE, deadline - time.monotonic()) * 1000):
             raise ResourceError(
                 errno.ETIMEDOUT,
                 f"{self} does not answer: it is probably stopped (SIGSTOP, a debugger): continue it, or start it again",
