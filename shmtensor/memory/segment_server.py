@@ -65,10 +65,10 @@ class _Named:
 class _Client:
     """A connection. Owns its socket."""
 
-    __slots__ = ("granted", "is_present", "pid", "since", "socket")
+    __slots__ = ("granted", "is_present", "pid", "since", "socket", "uid")
 
-    def __init__(self, connected: socket.socket, pid: int) -> None:
-        self.socket, self.pid, self.since = connected, pid, time.monotonic()
+    def __init__(self, connected: socket.socket, pid: int, uid: int) -> None:
+        self.socket, self.pid, self.uid, self.since = connected, pid, uid, time.monotonic()
         self.granted: tuple[_Named, int, int] | None = None  # what it is reserving: bytes, and bytes there were
         self.is_present = False
 
@@ -197,12 +197,7 @@ class SegmentServer:
         connected.setblocking(False)
         raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
-        client = _Client(connected, pid)
-        if uid != os.geteuid():
-            text = f"it serves user {os.geteuid()} of its host, you are user {uid} there: run both as the same"
-            self._reply(client, Reply(0, errno.EPERM, text=text.encode()))
-            connected.close()
-            return
+        client = _Client(connected, pid, uid)
         if len(self._clients) >= self._most_clients and not self._drop_idle():
             connected.close()
             return
@@ -232,6 +227,13 @@ class SegmentServer:
                 self._drop(client)
                 return
             client.since = time.monotonic()
+            if client.uid != os.geteuid():  # refused now, since who is sending hears nothing of a connection that ends
+                text = (
+                    f"it serves user {os.geteuid()}, as its host has it, you are user {client.uid} there: be the same"
+                )
+                self._reply(client, Reply(0, errno.EPERM, text=text.encode()))
+                self._drop(client)
+                return
             request = Request.unpack(data)
             if (beside.fd >= 0) != _has_file(request):
                 raise WireError(f"request {request.op.name} with the wrong number of descriptors")

@@ -16,6 +16,7 @@ import os
 import secrets
 import select
 import socket
+import stat
 import struct
 import threading
 import time
@@ -395,7 +396,7 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
     """A packet of at most `most` bytes, and the descriptor beside it, if there is one. No bytes: the connection has
     ended.
 
-    Raises `WireError` for a longer packet and for several descriptors, `OSError` (`EMFILE`) if this process may open no
+    Raises `WireError` for a longer packet and for any other descriptors, `OSError` (`EMFILE`) if this process may open no
     more, `BlockingIOError` if there is no packet yet.
     """
     received: list[Any] = []
@@ -411,6 +412,8 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > most or len(opened) > 1:
             raise WireError(f"a packet of {len(data)} bytes with {len(opened)} descriptors")
         if opened:
+            if not stat.S_ISREG(os.fstat(opened[0]).st_mode):
+                raise WireError("a descriptor of something that is not memory")
             file.open(int, opened[0])
             opened.clear()
         return data, file
