@@ -400,13 +400,11 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
     more, `BlockingIOError` if there is no packet yet.
     """
     received: list[Any] = []
-    file, opened = OpenFile(), list[int]()
+    file, opened = OpenFile(), None
     try:
         received.extend(map(connection.recvmsg, (most + 1,), (_ANCILLARY,), (socket.MSG_CMSG_CLOEXEC,)))
-        data, beside, flags, _ = received[0]
-        for level, kind, numbers in beside:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                opened += struct.unpack(f"{len(numbers) // 4}i", numbers[: len(numbers) // 4 * 4])
+        opened = _passed(received)
+        data, _, flags, _ = received[0]
         if flags & socket.MSG_CTRUNC and not opened:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # so the kernel says that there is no room for it
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > most or len(opened) > 1:
@@ -414,14 +412,22 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
         if opened:
             if not stat.S_ISREG(os.fstat(opened[0]).st_mode):
                 raise WireError("a descriptor of something that is not memory")
-            file.open(int, opened[0])
-            opened.clear()
+            file.open(opened.pop, 0)  # taken from the list and recorded in one C call
         return data, file
     except BaseException:
-        if file.fd < 0:
-            for number in opened:
-                os.close(number)
+        left = _passed(received) if opened is None else opened
+        while left:
+            os.close(left.pop())
         raise
+
+
+def _passed(received: list[Any]) -> list[int]:
+    """The descriptors beside a packet, if one was received."""
+    found: list[int] = []
+    for level, kind, raw in received[0][1] if received else ():
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found += struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])
+    return found
 
 
 def _unopened() -> socket.SocketType:
