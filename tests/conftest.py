@@ -75,8 +75,8 @@ def channel() -> str:
 
 
 def shared_files(*kinds: str) -> set[str]:
-    """This run's files in /dev/shm, or what a segment server has instead: of the tests' own channels, or of these kinds,
-    such as "queue" and "pipe"."""
+    """This run's files in /dev/shm, or a segment server's names: of the tests' own channels, or of these kinds, such as
+    "queue" and "pipe"."""
     mine = [f"shmtensor.{kind}-{os.getpid()}-" for kind in kinds or ("test",)]
     return {name for name in segment.listing() if any(each in name for each in mine)}
 

@@ -396,8 +396,8 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
     """A packet of at most `most` bytes, and the descriptor beside it, if there is one. No bytes: the connection has
     ended.
 
-    Raises `WireError` for a longer packet and for any other descriptors, `OSError` (`EMFILE`) if this process may open no
-    more, `BlockingIOError` if there is no packet yet.
+    Raises `WireError` for a longer packet and for any other descriptors, `OSError` (`EMFILE`) if this process may open
+    no more, `BlockingIOError` if there is no packet yet.
     """
     received: list[Any] = []
     file, opened = OpenFile(), None
