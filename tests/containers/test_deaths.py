@@ -40,21 +40,18 @@ def goes_on(sender: Member, receiver: Member) -> None:
 
 
 @pytest.mark.parametrize("point", SERVER_POINTS[1:])
-@pytest.mark.parametrize("nth", [1, 2, 3, 5])
+@pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_server_dies_at_a_point(directory, point, nth):
     """While members come, grow and leave. Another one is started, and nothing is lost that a living process has."""
     first = Server(directory, crash=f"{point}:{nth}")
     with Member((), directory) as sender, Member((), directory) as receiver:
-        sender.start("tx = shmtensor.Publisher('c', slots=2)")
-        try:
-            if point == "share.unlinked":  # that is when somebody leaves
-                sender.result()
-                for _ in range(nth):
-                    receiver("shmtensor.Publisher('d', slots=2, slot_bytes=64).close()")
-                sender.start("None")
-            first.wait_for_death()
-        finally:
-            second = Server(directory)
+        if point == "share.unlinked":  # that is when somebody leaves
+            sender("tx = shmtensor.Publisher('c', slots=2)")
+            sender.start("for name in 'de': shmtensor.Publisher(name, slots=2, slot_bytes=64).close()")
+        else:
+            sender.start("tx = shmtensor.Publisher('c', slots=2)")
+        first.wait_for_death()
+        second = Server(directory)
         sender.result()
         receiver("rx = shmtensor.Subscriber('c')")
         goes_on(sender, receiver)
@@ -98,19 +95,20 @@ def test_a_server_dies_while_it_is_given_segments(directory, point, nth):
 
 
 @pytest.mark.parametrize("point", CLIENT_POINTS)
-@pytest.mark.parametrize("nth", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("nth", range(1, 7))
 def test_a_client_dies_at_a_point(directory, point, nth):
     """While it joins, sends and grows: the next one finds a channel, and removes what is left."""
     server = Server(directory)
     with Member((), directory) as receiver:
         receiver("rx = shmtensor.Subscriber('c')")
         victim = Member((), directory, (point, str(nth)))
-        victim.start("tx = shmtensor.Publisher('c', slots=2); [tx.send(np.arange(10**n)) for n in range(1, 6)]")
+        victim.start("tx = shmtensor.Publisher('c', full='grow'); [tx.send(np.arange(10**n)) for n in range(1, 7)]")
         victim.wait_for_death()
         with Member((), directory) as sender:
             sender("tx = shmtensor.Publisher('c', slots=2)")
             sender("tx.send(np.full(3, -1))")
             receiver(f"while int(rx.recv(timeout={PATIENCE}).value[-1]) != -1: pass")
+            receiver("rx.close(); rx = shmtensor.Subscriber('c')")  # what the dead has sent may come after that
             goes_on(sender, receiver)
     server.stop()
     assert os.listdir(directory) == ["segments.lock"]
