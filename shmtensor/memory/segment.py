@@ -401,6 +401,11 @@ def where() -> str:
     return str(placement.current())
 
 
+def more_room() -> str:
+    """How to give it more room, as errors say."""
+    return placement.current().more_room()
+
+
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
     return placement.current().path(file)

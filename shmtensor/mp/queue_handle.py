@@ -46,7 +46,7 @@ from ..errors import ClosedError, ResourceError, RingFull, ShmTensorError
 from ..memory import lifecycle
 from ..memory.counters import Counter
 from ..memory.descriptors import InheritedFile
-from ..memory.segment import NameTaken, free_bytes, total_bytes, where
+from ..memory.segment import NameTaken, free_bytes, more_room, total_bytes, where
 from ..options import format_bytes
 from ..ring.competing import state_word
 from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot
@@ -203,7 +203,7 @@ class GrowingPool(Pool):
                 error.errno or errno.ENOMEM,
                 f"an item of {format_bytes(nbytes)} does not fit into the queue: of max_bytes={format_bytes(limit)} "
                 f"for this process {format_bytes(self.nbytes)} are used, {where()} has {format_bytes(free_bytes())} "
-                "free: put smaller items, pass a larger max_bytes=, or give it more room (containers: --shm-size)",
+                f"free: put smaller items, pass a larger max_bytes=, or {more_room()}",
             ) from error
 
     def _of_size(self, slot_bytes: int) -> list[Ring]:
