@@ -113,6 +113,10 @@ class Member:
         )  # fmt: skip
         self("None")  # it runs
 
+    def __del__(self) -> None:
+        if self.process.poll() is None:  # its test has failed
+            self.kill()
+
     @property
     def pid(self) -> int:
         """Its number on this host."""

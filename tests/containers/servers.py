@@ -32,6 +32,11 @@ class Server:
         self.said = self.process.stderr.readline()
         assert "is ready" in self.said, self.said + self.process.stderr.read()
 
+    def __del__(self) -> None:
+        if self.process.poll() is None:  # its test has failed
+            self.process.kill()
+            self._end()
+
     def kill(self) -> None:
         self.process.kill()
         assert self._end() == -signal.SIGKILL
