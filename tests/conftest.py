@@ -15,23 +15,30 @@ from pathlib import Path
 import pytest
 
 from shmtensor.channel.control import LOCK
-from shmtensor.channel.names import control_name, parse_file
+from shmtensor.channel.names import SERVER_FILES, control_name, parse_file
 from shmtensor.errors import WireError
 from shmtensor.memory import segment
 
 from . import implementations
+from .containers.servers import serving
 from .faults import interrupts
 from .waiting import PATIENCE, wait_until
 
 _count = itertools.count()
 
+SERVED = os.environ.get("SHMTENSOR_TEST_SEGMENTS") == "server"
+"""Whether this run's segments are those of a segment server, not files in `/dev/shm`: see tests/containers."""
+FILES_ONLY = pytest.mark.skipif(SERVED, reason="it is about files in /dev/shm")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def socket_directory():
     """A socket directory of this test run's own, so that two runs at once stay apart."""
-    with tempfile.TemporaryDirectory(prefix="shmt-", dir="/tmp") as path:
+    with tempfile.TemporaryDirectory(prefix="shmt-", dir="/tmp") as path, contextlib.ExitStack() as stack:
         before = os.environ.get("SHMTENSOR_DIR")
         os.environ["SHMTENSOR_DIR"] = path
+        if SERVED:
+            stack.enter_context(serving(path))
         yield path
         if before is None:
             del os.environ["SHMTENSOR_DIR"]
@@ -68,9 +75,10 @@ def channel() -> str:
 
 
 def shared_files(*kinds: str) -> set[str]:
-    """This run's files in /dev/shm: of the tests' own channels, or of these kinds, such as "queue" and "pipe"."""
+    """This run's files in /dev/shm, or a segment server's names: of the tests' own channels, or of these kinds, such as
+    "queue" and "pipe"."""
     mine = [f"shmtensor.{kind}-{os.getpid()}-" for kind in kinds or ("test",)]
-    return {name for name in os.listdir("/dev/shm") if any(each in name for each in mine)}
+    return {name for name in segment.listing() if any(each in name for each in mine)}
 
 
 def left_files(*kinds: str) -> set[str]:
@@ -112,7 +120,7 @@ def leaves_nothing(socket_directory):
     def leftovers() -> dict[str, set[str]]:
         found = {
             "shared memory": left_files(),
-            "sockets": set(os.listdir(socket_directory)),
+            "sockets": set(os.listdir(socket_directory)) - SERVER_FILES,
             "descriptors": descriptors(),
             "processes": {child.name for child in multiprocessing.active_children()},
         }
@@ -126,7 +134,7 @@ def leaves_nothing(socket_directory):
         left = leftovers()
     _reported.update(*left.values())
     for name in left["shared memory"]:
-        os.unlink(f"/dev/shm/{name}")
+        segment.unlink_file(name)
     for name in left["sockets"]:
         os.unlink(f"{socket_directory}/{name}")
     for child in multiprocessing.active_children():  # one that hangs would keep each test after this one waiting

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..errors import ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
 from ..memory import segment as shm
 from ..memory.locks import LockFile
-from ..memory.semaphores import semaphore_path, unlink_semaphore
+from ..memory.semaphores import semaphore_exists, unlink_semaphore
 from ..memory.words import store
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
 from ..ring.ring import Ring, SequenceTable
@@ -27,6 +27,7 @@ from . import control as ctl
 from .control import Control, Entry, exclusively
 from .names import (
     PREFIX,
+    SERVER_FILES,
     control_name,
     is_socket_name,
     parse_file,
@@ -51,16 +52,16 @@ def unlink_member(channel: str, uid: int, directory: str) -> None:
     unlink_semaphore(sequence_table_name(channel, uid))
     # crash: sweep.names
     # last to first: after a death in between, the next clean-up counts from 0 and finds the rest
-    for number in reversed(range(_count(lambda number: semaphore_path(semaphore_name(channel, uid, number))))):
+    for number in reversed(range(_count(lambda number: semaphore_exists(semaphore_name(channel, uid, number))))):
         unlink_semaphore(semaphore_name(channel, uid, number))
-    for index in reversed(range(_count(lambda index: shm.SHM_DIR + ring_name(channel, uid, index)))):
+    for index in reversed(range(_count(lambda index: shm.exists(ring_name(channel, uid, index))))):
         shm.unlink(ring_name(channel, uid, index))
     shm.unlink(sequence_table_name(channel, uid))
 
 
-def _count(path: Callable[[int], str]) -> int:
+def _count(exists: Callable[[int], bool]) -> int:
     """How many files of a numbered kind exist."""
-    return next((number for number in range(MAX_RINGS) if not os.path.exists(path(number))), MAX_RINGS)
+    return next((number for number in range(MAX_RINGS) if not exists(number)), MAX_RINGS)
 
 
 def unlink_channel(control: Control, directory: str) -> None:
@@ -207,14 +208,21 @@ class Leftover(NamedTuple):
     channel: str
     path: str
     nbytes: int
+    file: str = ""
+    """The name of a segment or semaphore; empty: it is in the socket directory."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is still there."""
+        return shm.exists("/" + self.file) if self.file else os.path.lexists(self.path)
 
 
 def channels() -> list[str]:
     """Every channel that has files in `/dev/shm`, of any user."""
     found: dict[str, None] = {}
-    for name in shm.listing():
+    for name, info in shm.scan():
         parsed = parse_file(name)
-        if parsed and parsed[0] not in found and (info := shm.status("/" + name)) and stat.S_ISREG(info.st_mode):
+        if parsed and parsed[0] not in found and info and stat.S_ISREG(info.st_mode):
             found[parsed[0]] = None
     return sorted(found)
 
@@ -222,13 +230,13 @@ def channels() -> list[str]:
 def _files(only: str | None = None) -> dict[str, list[Leftover]]:
     """This user's files by channel. Other users' files, and what is no regular file, are skipped."""
     found: dict[str, list[Leftover]] = {}
-    for name in shm.listing():
+    for name, info in shm.scan():
         parsed = parse_file(name)
-        if parsed and only in (None, parsed[0]):
-            info = shm.status("/" + name)
-            if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
-                leftover = Leftover(parsed[0], f"{shm.SHM_DIR}/{name}", info.st_size)
-                found.setdefault(parsed[0], []).append(leftover)
+        if not parsed or only not in (None, parsed[0]):
+            continue
+        if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
+            leftover = Leftover(parsed[0], shm.path_of(name), info.st_size, name)
+            found.setdefault(parsed[0], []).append(leftover)
     return found
 
 
@@ -247,7 +255,7 @@ def sweep_channel(
     """
     name = control_name(channel)
     found = _files(channel).get(channel, []) if files is None else files
-    before = [leftover for leftover in found if _owner_of(leftover.path) is not None]
+    before = [leftover for leftover in found if _owner_of(leftover) is not None]
     if not shm.is_ours(name):
         # A control segment is made first and unlinked last: if there is none, the files listed before have no owner.
         return _remove(before, dry_run=dry_run)
@@ -293,7 +301,7 @@ def _sweep_locked(
         if control.anybody_alive():
             expendable = {control.owner(index) for index in _expendable(control, None)}
             owners = {control.owner(index) for index in range(control.capacity)} - expendable
-            gone = [found for found in files if (uid := _owner_of(found.path)) is not None and uid not in owners]
+            gone = [found for found in files if (uid := _owner_of(found)) is not None and uid not in owners]
             inboxes = (socket_path(directory, uid) for uid in expendable)
             gone += [Leftover(channel, path, 0) for path in inboxes if os.path.exists(path)]
             if not dry_run:
@@ -303,18 +311,21 @@ def _sweep_locked(
             for index in range(control.capacity):
                 if owner := control.owner(index):
                     unlink_member(channel, owner, directory)
-    main = shm.SHM_DIR + control_name(channel)
-    return _remove(sorted(files, key=lambda leftover: leftover.path == main), dry_run=dry_run)
+    main = control_name(channel)[1:]
+    return _remove(sorted(files, key=lambda leftover: leftover.file == main), dry_run=dry_run)
 
 
-def _owner_of(path: str) -> int | None:
-    found = parse_file(os.path.basename(path))
+def _owner_of(leftover: Leftover) -> int | None:
+    found = parse_file(leftover.file)
     return found[1] if found else None
 
 
 def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
     if not dry_run:
         for leftover in leftovers:
+            if leftover.file:
+                shm.unlink_file(leftover.file)
+                continue
             with contextlib.suppress(OSError):
                 os.unlink(leftover.path)
     return leftovers
@@ -409,9 +420,9 @@ def foreign(directory: str | None = None) -> list[Foreign]:
             known = parse_file(name) is not None
             info = shm.status("/" + name)
             if info is None or not (known and stat.S_ISREG(info.st_mode)):
-                found.append(_foreign(f"{shm.SHM_DIR}/{name}", info, "" if known else ", not a name of this library's"))
+                found.append(_foreign(shm.path_of(name), info, "" if known else ", not a name of this library's"))
     with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(directory) if directory is not None else []):
+        for name in sorted(set(os.listdir(directory) if directory is not None else []) - SERVER_FILES):
             path = f"{directory}/{name}"
             try:
                 info = os.lstat(path)

@@ -206,9 +206,9 @@ class _Look:
         for name, info in infos.items():
             if info is not None and stat.S_ISREG(info.st_mode):
                 if owner not in (-1, info.st_uid):
-                    self.notes.append(f"{shm.SHM_DIR}/{name} belongs to user {info.st_uid}: not of this channel")
+                    self.notes.append(f"{shm.path_of(name)} belongs to user {info.st_uid}: not of this channel")
                     continue
-                files.append(f"{shm.SHM_DIR}/{name}")
+                files.append(shm.path_of(name))
                 nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
         for member in self.members:
             queue = self.queues.get(member.index)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ..errors import ArgumentError, PlatformError, ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
+from ..memory import placement, shortage, words
 from ..memory import segment as shm
-from ..memory import shortage, words
 from ..memory.locks import LockFile
 from ..ring.events import EventLog
 from ..ring.layout import KINDS, SERVICE
@@ -167,6 +167,7 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     check_platform()
     check_channel(channel)
     directory = socket_dir()
+    placement.settle()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
     cleanup.sweep_all(directory, skip=channel, patience=_MOMENT)

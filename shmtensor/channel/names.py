@@ -10,6 +10,7 @@ import stat
 from typing import Final
 
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
+from ..memory.places import LOCKS, NEW_SOCKET, SOCKET
 from ..memory.segment import kind_of
 
 PREFIX: Final = "/shmtensor."
@@ -68,6 +69,10 @@ def parse_file(name: str) -> tuple[str, int | None] | None:
     if match is None:
         return None
     return match["channel"], int(match["uid"], 16) if match["uid"] else None
+
+
+SERVER_FILES: Final = frozenset({SOCKET, LOCKS, NEW_SOCKET})
+"""In the socket directory: what belongs to a segment server."""
 
 
 def is_socket_name(name: str) -> bool:

@@ -46,7 +46,7 @@ from ..endpoints.recipients import Consumers
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, CudaError, EndOfStream, ResourceError, RingFull, TimedOut
 from ..memory.segment import PAGE as MEMORY_PAGE
-from ..memory.segment import free_bytes
+from ..memory.segment import free_bytes, more_room, where
 from ..options import format_bytes
 from ..ring.layout import WORK_QUEUE, RingShape
 from ..ring.pool import Pool
@@ -181,8 +181,8 @@ class Stager(Producer):
             raise ResourceError(
                 errno.ENOMEM,
                 f"not even one chunk of {format_bytes(pool.chunk)} fits into memory="
-                f"{format_bytes(self._max_bytes or 0)} and the {format_bytes(free_bytes())} that /dev/shm has "
-                "free: pass a larger memory=, or give /dev/shm more room (containers: --shm-size)",
+                f"{format_bytes(self._max_bytes or 0)} and the {format_bytes(free_bytes())} that {where()} has "
+                f"free: pass a larger memory=, or {more_room()}",
             )
 
     def fits(self, count: int) -> bool:

@@ -136,9 +136,9 @@ def _sequence_tables(directory: Path) -> list[tuple[str, int]]:
     for name in shm.listing():
         channel, uid = parse_file(name) or ("", None)
         if uid is not None and channel.startswith(prefix) and f"/{name}" == sequence_table_name(channel, uid):
-            with contextlib.suppress(OSError):
-                if os.stat(f"{shm.SHM_DIR}/{name}").st_uid == os.geteuid():
-                    sequence_tables.append((channel, uid))
+            info = shm.status(f"/{name}")
+            if info is not None and info.st_uid == os.geteuid():
+                sequence_tables.append((channel, uid))
     return sequence_tables
 
 

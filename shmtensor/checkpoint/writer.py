@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError
 from ..memory import lifecycle
-from ..memory.segment import SHM_DIR, free_bytes
+from ..memory.segment import free_bytes, more_room, total_bytes, where
 from ..options import format_bytes, parse_bytes
 from ..shielded import Call, CallQueue
 from ..statistics import WriterStatistics
@@ -314,8 +314,7 @@ class CheckpointWriter(Local):
             if stager.may_fit(len(chunks)):
                 raise ResourceError(
                     errno.ENOSPC,
-                    f"/dev/shm, with {format_bytes(free_bytes())} free, {what} until it is at its URL: give it more "
-                    "room (containers: --shm-size)",
+                    f"{where()}, with {format_bytes(free_bytes())} free, {what} until it is at its URL: {more_room()}",
                 )
             raise ArgumentError(
                 f"memory={format_bytes(stager.memory)} {what} until it is at its URL: pass a larger memory="
@@ -392,8 +391,7 @@ class CheckpointWriter(Local):
         if self._stager is None:
             memory = self._memory
             if memory is None:
-                space = os.statvfs(SHM_DIR)
-                memory = min(2 * (total + head) + _SPARE_MEMORY + total // 8, space.f_blocks * space.f_frsize // 2)
+                memory = min(2 * (total + head) + _SPARE_MEMORY + total // 8, total_bytes() // 2)
             self._stager = Stager(self._channel, max(LEAST_MEMORY, memory), whole_segments=bool(self._secret))
             self._staging = Staging(self._stager, self._saves, lambda: self._process is not None and self._process.lost)
         self._stager.provide(head, total)

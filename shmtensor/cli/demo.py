@@ -38,7 +38,7 @@ from ..channel import cleanup
 from ..channel.names import socket_dir
 from ..codec.libraries import import_torch
 from ..errors import ShmTensorError
-from ..memory.segment import free_bytes
+from ..memory.segment import free_bytes, where
 from ..options import format_bytes
 from .output import console, fail, guarded, print_json
 
@@ -688,7 +688,7 @@ def _run(plan: Plan, seconds: float, out: Console) -> tuple[Report, list[Result]
         if plan.slots * largest > free_bytes():
             raise InputError(
                 f"the largest frame has {format_bytes(largest)}, a ring of {plan.slots} slots needs "
-                f"{format_bytes(plan.slots * largest)} of /dev/shm and {format_bytes(free_bytes())} are free: pass "
+                f"{format_bytes(plan.slots * largest)} of {where()} and {format_bytes(free_bytes())} are free: pass "
                 "smaller files"
             )
         idle = _idle_cpus()

@@ -16,7 +16,6 @@ import resource
 import secrets
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,9 +34,8 @@ from ..codec.libraries import EXTRA
 from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError, ResourceError, ShmTensorError
+from ..memory import placement, places, words
 from ..memory import segment as shm
-from ..memory import words
-from ..memory.locks import LockFile
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
 from .ls import describe
@@ -93,6 +91,40 @@ _NAMED = 3
 
 def shared_memory() -> Iterator[Finding]:
     """Size, options, and one real segment."""
+    place = placement.current()
+    yield from _mounted() if place is places.FILES else _served(place)
+    name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with shm.create(name, shm.PAGE, "free some") as segment:
+            segment.map(writable=True)
+            segment.locks().close()
+        yield Finding(
+            "shared-memory segment", OK, "created, mapped, removed", "POSIX shared memory works for this user"
+        )
+    except (OSError, ShmTensorError) as error:
+        yield Finding(
+            "shared-memory segment", FAIL, str(error), f"this user must be able to create segments in {place}"
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            shm.unlink(name)
+
+
+def _served(place: places.Place) -> Iterator[Finding]:
+    """A segment server, and its room."""
+    try:
+        size, free = place.total_bytes(), place.free_bytes()
+    except ResourceError as error:
+        yield Finding("segment server", FAIL, "does not serve", str(error))
+        return
+    yield Finding(
+        "segment server", WARN if free < _ROOMY else OK, f"{format_bytes(size)}, {format_bytes(free)} free",
+        f"rings are kept by {place}, for all containers that share the directory; /dev/shm is not used",
+    )  # fmt: skip
+
+
+def _mounted() -> Iterator[Finding]:
+    """`/dev/shm`: its size and options."""
     try:
         space = os.statvfs(shm.SHM_DIR)
     except OSError as error:
@@ -118,21 +150,6 @@ def shared_memory() -> Iterator[Finding]:
             f"{shm.SHM_DIR} mount", WARN, f"{kind} {options}",
             "expected tmpfs: elsewhere slots may be written to a disk",
         )  # fmt: skip
-    name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        with shm.create(name, shm.PAGE, "free some") as segment:
-            segment.map(writable=True)
-            segment.locks().close()
-        yield Finding(
-            "shared-memory segment", OK, "created, mapped, removed", "POSIX shared memory works for this user"
-        )
-    except (OSError, ShmTensorError) as error:
-        yield Finding(
-            "shared-memory segment", FAIL, str(error), f"this user must be able to create files in {shm.SHM_DIR}"
-        )
-    finally:
-        with contextlib.suppress(OSError):
-            shm.unlink(name)
 
 
 def _mount(path: str) -> tuple[str, str]:
@@ -234,7 +251,7 @@ def kernel() -> Iterator[Finding]:
     try:
         yield _ofd_locks()
     except OSError as error:
-        yield Finding("OFD locks", FAIL, str(error), f"needs a file in {shm.SHM_DIR} to try them on")
+        yield Finding("OFD locks", FAIL, str(error), "needs a segment to try them on")
     name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         sleeper = Sleeper(name, create=True)
@@ -246,16 +263,17 @@ def kernel() -> Iterator[Finding]:
             "POSIX semaphores", status, "works" if works else "a post did not arrive", "full rings wait on one"
         )
     except (OSError, ShmTensorError) as error:
-        yield Finding("POSIX semaphores", FAIL, str(error), f"sem_open needs a writable {shm.SHM_DIR}")
+        yield Finding("POSIX semaphores", FAIL, str(error), f"needs a writable {shm.SHM_DIR}, or a segment server")
     finally:
         with contextlib.suppress(OSError):
             unlink_semaphore(name)
 
 
 def _ofd_locks() -> Finding:
-    with tempfile.TemporaryFile(dir=shm.SHM_DIR) as file:
-        path = f"/proc/self/fd/{file.fileno()}"
-        first, second = (LockFile(path, leads_to=os.readlink(path)) for _ in range(2))
+    name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
+    with shm.create(name, shm.PAGE, "free some") as segment:
+        shm.unlink(name)
+        first, second = segment.locks(), segment.locks()
         try:
             works = first.try_exclusive(1) and second.held_by_other(1) and not second.try_exclusive(1)
             first.close()

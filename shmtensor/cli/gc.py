@@ -28,7 +28,7 @@ def gc(
 ) -> None:
     """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched."""
     gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
-    stuck = [leftover for leftover in gone if not dry_run and os.path.lexists(leftover.path)]
+    stuck = [leftover for leftover in gone if not dry_run and leftover.is_left]
     removed = [leftover for leftover in gone if leftover not in stuck]
     left = _left({leftover.path for leftover in gone})
     if as_json:

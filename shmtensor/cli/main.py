@@ -15,6 +15,7 @@ from .gc import gc
 from .ls import ls
 from .relay import relay
 from .serve import serve
+from .share import share
 from .trace import trace
 from .watch import echo, hz, metrics, top
 
@@ -56,6 +57,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(serve)
 app.command()(relay)
+app.command()(share)
 app.add_typer(checkpoint, name="checkpoint")
 
 if __name__ == "__main__":

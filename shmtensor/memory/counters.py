@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import _multiprocessing
 import contextlib
+import ctypes
+import errno
 from multiprocessing import context
 from typing import Any, Final
 
-from . import shortage
-from .semaphores import create_semaphore, unlink_semaphore
+from ..errors import PlatformError, ResourceError
+from . import placement, places, shortage
+from .semaphores import MappedSemaphore, create_semaphore, find_semaphore, unlink_semaphore
 
 MOST: Final[int] = _multiprocessing.SemLock.SEM_VALUE_MAX
 _SEMAPHORE: Final = 1  # `multiprocessing.synchronize.SEMAPHORE`
@@ -69,8 +72,25 @@ class Counter:
         self._use(name, _open(name, most, ": its queue is gone"))
 
 
+class _Mapped(_multiprocessing.SemLock):  # type: ignore[misc]
+    """A semaphore in memory that a segment server has passed. Bound methods of it keep that memory, too."""
+
+    __slots__ = ("memory",)
+
+
 def _open(name: str, most: int, cause: str = "") -> Any:
     try:
-        return _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
+        if placement.current() is places.FILES:
+            return _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
+        if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+            raise PlatformError(errno.ENOSYS, "queues whose segments a segment server keeps need glibc")
+        memory = MappedSemaphore(find_semaphore(name))
+        # without a name, it takes the address of a semaphore; when it dies it has glibc close that, which glibc, not
+        # having opened it, refuses
+        made = _Mapped._rebuild(memory.address, _SEMAPHORE, most, None)
+        made.memory = memory
+        return made
+    except (ResourceError, PlatformError):
+        raise
     except OSError as error:
         raise shortage.explain(error, f"cannot open semaphore {name}{cause}") from None

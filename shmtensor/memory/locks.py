@@ -30,6 +30,21 @@ def is_locked(fd: int, byte: int, length: int = 1) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
+def locked_bytes(fd: int, start: int, end: int) -> set[int]:
+    """The first bytes of all locks that other descriptions than that of `fd` hold within `[start, end)`."""
+    found, todo = set(), [(start, end)]
+    while todo:
+        first, after = todo.pop()
+        if first >= after:
+            continue
+        answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, after - first, 0))
+        kind, _, at, length, _ = _FLOCK.unpack(answer)
+        if kind != fcntl.F_UNLCK:
+            found.add(at)
+            todo += [(first, at), (at + length, after) if length else (after, after)]
+    return found
+
+
 class LockFile(Descriptor):
     """One open file description of a segment, used for locks only. Closing it drops every lock that it holds."""
 

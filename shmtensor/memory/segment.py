@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy as np
 from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
-from . import lifecycle, shortage
+from . import lifecycle, placement, shortage
 from .descriptors import Descriptor, OpenFile
 from .locks import LockFile, is_locked
+from .places import Found, Place
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
@@ -34,7 +36,6 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAY_MOVE = 1  # MREMAP_MAYMOVE
 _FAILED = ctypes.c_void_p(-1).value
-_REAL_DIR: Final = os.path.realpath(SHM_DIR)
 _NO_FILE: Final = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 _KINDS: Final = {
     stat.S_IFREG: "a file",
@@ -45,8 +46,14 @@ _KINDS: Final = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
+
+
+class HeldMap(mmap.mmap):
+    """A mapping of a segment whose name a server keeps. As long as it is mapped, another server can be given it."""
+
+    hold: Any = None
 
 
 class _Range:
@@ -78,18 +85,21 @@ class Mapping:
 
     __slots__ = ("__weakref__", "address", "buffer", "map", "nbytes", "view", "words")
 
-    def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        kind = mmap.mmap if hold is None else HeldMap
         try:
-            self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+            self.map = kind(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
         except OSError as error:
             raise shortage.explain(error, f"cannot map {format_bytes(nbytes)} of shared memory") from None
+        if isinstance(self.map, HeldMap):
+            self.map.hold = hold
         self.nbytes = nbytes
         self.view = memoryview(self.map)
         self.words = self.view.cast("Q")
         self.address = int(np.frombuffer(self.map, np.uint8).__array_interface__["data"][0])
-        kind: Any = type("Slots", (ctypes.c_char * nbytes,), {})
-        whole = kind.from_address(self.address)
+        slots: Any = type("Slots", (ctypes.c_char * nbytes,), {})
+        whole = slots.from_address(self.address)
         whole.mapping, whole.range = self.map, _Range(self.address, nbytes)
         self.buffer = memoryview(whole).cast("B")
 
@@ -137,10 +147,13 @@ class NameTaken(ResourceError):
     """The name of a segment or semaphore that is to be made is taken: any user can make files in `/dev/shm`."""
 
 
-def name_taken(what: str, path: str) -> NameTaken:
+def name_taken(what: str, place: Place, name: str) -> NameTaken:
     """The error that names the user who has taken the name of `what`."""
+    path = place.path(name)
     try:
-        info = os.lstat(path)
+        info = place.status(name)
+        if info is None:
+            raise FileNotFoundError
         found = f"{path} is {kind_of(info.st_mode)} of user {info.st_uid}, you are user {os.geteuid()}"
     except OSError:
         found = f"there was a file {path}"
@@ -158,22 +171,25 @@ def _failed(what: str) -> OSError:
 class Segment(Descriptor):
     """An open segment: a descriptor to map from. Mappings outlive it."""
 
-    __slots__ = ("name", "nbytes")
+    __slots__ = ("_found", "name", "nbytes", "place")
 
     def __init__(self, name: str, flags: int = 0) -> None:
-        self.name = name
-        super().__init__(SHM_DIR + name, flags | os.O_NOFOLLOW, leads_to=_REAL_DIR + name)
+        self.name, self.place = name, placement.current()
+        self._found: Found = self.place.find(name[1:], flags)
+        super().__init__(self._found.path, self._found.flags, leads_to=self._found.leads_to)
         self.nbytes = os.fstat(self.fd).st_size
 
     def map(self, offset: int = 0, nbytes: int | None = None, *, writable: bool) -> Mapping:
         """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size."""
-        return Mapping(self.fd, offset, self.nbytes - offset if nbytes is None else nbytes, writable=writable)
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        return Mapping(self.fd, offset, nbytes, writable=writable, hold=self._found.hold)
 
     def reserve(self, nbytes: int, remedy: str, start: int = 0) -> None:
         """Reserve every page of `nbytes` from byte `start` on, so that a small `/dev/shm` is an error here and never a
         SIGBUS. The segment grows to their end."""
         try:
-            os.posix_fallocate(self.fd, start, nbytes)
+            with self.place.room(self.name[1:], self.fd, start, nbytes):
+                os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise ResourceError(
@@ -184,23 +200,21 @@ class Segment(Descriptor):
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise ResourceError(
                     error.errno,
-                    f"segment {self.name} needs {format_bytes(nbytes)}, {SHM_DIR} has {format_bytes(free_bytes())} "
-                    f"free: {remedy}, or give {SHM_DIR} more room (containers: --shm-size)",
+                    f"segment {self.name} needs {format_bytes(nbytes)}, {self.place} has "
+                    f"{format_bytes(self.place.free_bytes())} free: {remedy}, or {self.place.more_room()}",
                 ) from None
             raise
         self.nbytes = max(self.nbytes, start + nbytes)
 
     def is_still(self, name: str) -> bool:
         """Whether `name` still leads to this very segment (it was not unlinked or replaced)."""
-        try:
-            return os.path.samestat(os.lstat(SHM_DIR + name), os.fstat(self.fd))
-        except FileNotFoundError:
-            return False
+        info = self.place.status(name[1:])
+        return info is not None and os.path.samestat(info, os.fstat(self.fd))
 
     def locks(self) -> LockFile:
         """A second open file description of the same segment, for locks alone."""
         try:
-            return LockFile(f"/proc/self/fd/{self.fd}", leads_to=_REAL_DIR + self.name)
+            return LockFile(f"/proc/self/fd/{self.fd}", leads_to=self._found.leads_to)
         except OSError as error:
             raise shortage.explain(error, f"cannot open segment {self.name} for its locks") from None
 
@@ -272,7 +286,8 @@ class Glance:
         self.name, self.fd = name, -1
         self._file = OpenFile()
         lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
-        self._file.open(os.open, SHM_DIR + name, _LOOK)
+        found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
+        self._file.open(os.open, found.path, found.flags | _LOOK)
         self.fd = self._file.fd
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
@@ -322,7 +337,7 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
     `is_regular`: the caller has just found that it is a regular file.
     """
     if not is_regular:
-        _check_kind(name, missing_ok=True)
+        _check_kind(name)
     try:
         segment = Glance(name)
     except FileNotFoundError:
@@ -337,16 +352,22 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
 
 def unlink(name: str) -> None:
     """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours."""
-    with contextlib.suppress(OSError):
-        os.unlink(SHM_DIR + name)
+    placement.current().unlink(name[1:])
+
+
+def unlink_file(file: str) -> None:
+    """Remove a name as `scan` has it: that of a segment or of a semaphore. Otherwise as `unlink`."""
+    placement.current().unlink(file)
 
 
 def status(name: str) -> os.stat_result | None:
-    """The status of a name in `/dev/shm`, without following a link; None if there is none."""
-    try:
-        return os.lstat(SHM_DIR + name)
-    except (OSError, ValueError):
-        return None
+    """The status of a segment's name, without following a link; None if there is none."""
+    return placement.current().status(name[1:])
+
+
+def exists(name: str) -> bool:
+    """Whether there is a segment of that name, as far as that can be found out at once."""
+    return placement.current().exists(name[1:])
 
 
 def is_ours(name: str) -> bool:
@@ -356,23 +377,44 @@ def is_ours(name: str) -> bool:
 
 
 def listing() -> list[str]:
-    """The names of all files in `/dev/shm`."""
-    try:
-        return os.listdir(SHM_DIR)
-    except OSError as error:
-        raise shortage.explain(error, f"cannot list {SHM_DIR}") from None
+    """The names of all files in `/dev/shm`, or of all that a segment server keeps."""
+    return placement.current().listing()
+
+
+def scan() -> Iterator[tuple[str, os.stat_result | None]]:
+    """The same with their status; None if it cannot be had."""
+    return placement.current().scan()
 
 
 def free_bytes() -> int:
-    """Free bytes of `/dev/shm`."""
-    space = os.statvfs(SHM_DIR)
-    return space.f_bavail * space.f_frsize
+    """Free bytes of `/dev/shm`, or of what a segment server allows."""
+    return placement.current().free_bytes()
+
+
+def total_bytes() -> int:
+    """Bytes that all segments together may take."""
+    return placement.current().total_bytes()
+
+
+def where() -> str:
+    """The place of all segments, as errors call it."""
+    return str(placement.current())
+
+
+def more_room() -> str:
+    """How to give it more room, as errors say."""
+    return placement.current().more_room()
+
+
+def path_of(file: str) -> str:
+    """How people are shown a name that `listing` has."""
+    return placement.current().path(file)
 
 
 def _open(name: str, flags: int) -> Segment:
     try:
         if not flags & os.O_EXCL:
-            _check_kind(name, missing_ok=bool(flags))  # before it is opened: opening a device may have side effects
+            _check_kind(name)  # before it is opened: opening a device may have side effects
         segment = Segment(name, flags)
     except FileNotFoundError as error:
         if flags:
@@ -380,7 +422,7 @@ def _open(name: str, flags: int) -> Segment:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:
         if error.errno == errno.EEXIST:
-            raise name_taken(f"segment {name}", SHM_DIR + name) from None
+            raise name_taken(f"segment {name}", placement.current(), name[1:]) from None
         raise _not_opened(name, error, make=bool(flags)) from None
     if not stat.S_ISREG(os.fstat(segment.fd).st_mode):
         segment.close()
@@ -390,6 +432,8 @@ def _open(name: str, flags: int) -> Segment:
 
 def _not_opened(name: str, error: OSError, *, make: bool = False) -> Exception:
     """The error that says why a segment cannot be opened."""
+    if isinstance(error, ResourceError):
+        return error  # a segment server has said why
     if error.errno in (errno.EACCES, errno.EPERM):
         return (ResourceError if make else Unreadable)(errno.EACCES, _denied(name))
     if error.errno in _NO_FILE:
@@ -397,14 +441,9 @@ def _not_opened(name: str, error: OSError, *, make: bool = False) -> Exception:
     return shortage.explain(error, f"cannot {'make' if make else 'open'} segment {name}")
 
 
-def _check_kind(name: str, *, missing_ok: bool) -> None:
-    try:
-        info = os.lstat(SHM_DIR + name)
-    except FileNotFoundError:
-        if missing_ok:
-            return
-        raise
-    if not stat.S_ISREG(info.st_mode):
+def _check_kind(name: str) -> None:
+    info = status(name)
+    if info is not None and not stat.S_ISREG(info.st_mode):
         raise WireError(
             f"{SHM_DIR}{name} is {kind_of(info.st_mode)} of user {info.st_uid}, not a shared-memory segment: remove "
             "it, or use another channel name"
@@ -417,9 +456,8 @@ def kind_of(mode: int) -> str:
 
 
 def _denied(name: str) -> str:
-    try:
-        info = os.lstat(SHM_DIR + name)
-    except OSError:
+    info = status(name)
+    if info is None:
         return f"no permission to open segment {name} in {SHM_DIR}"
     if info.st_uid == os.geteuid():
         return f"segment {name} has mode {stat.S_IMODE(info.st_mode):o}: run chmod 600 {SHM_DIR}{name}"

@@ -18,14 +18,15 @@ import errno
 import os
 import stat
 import time
-from typing import Final
+from typing import Any, Final
 
 import posix_ipc
 
 from ..errors import ResourceError
-from . import shortage
+from . import placement, places, shortage
 from .descriptors import Descriptor, OpenFile
-from .segment import SHM_DIR, name_taken
+from .places import Found
+from .segment import HeldMap, name_taken
 
 
 class _Timespec(ctypes.Structure):
@@ -37,14 +38,15 @@ _libc.sem_init.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_uint)
 _libc.sem_open.argtypes, _libc.sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
 _libc.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
 _libc.sem_close.argtypes = (ctypes.c_void_p,)
+_quick: Final = ctypes.PyDLL(None)  # what does not wait keeps the GIL: a receiver posts where no thread may come in
+_quick.sem_post.argtypes = _quick.sem_trywait.argtypes = (ctypes.c_void_p,)
 
-_PREFIX: Final = SHM_DIR + "/sem."
+_PREFIX: Final = "sem."
 _LEAST: Final = 16
 """The smallest size in bytes of a semaphore in any C library."""
 _NBYTES: Final = max(_LEAST, 4 * ctypes.sizeof(ctypes.c_long))
 """The size of a `sem_t`, in glibc and in musl."""
 _SHARED: Final = 1  # `sem_init`: between processes
-_REAL_PREFIX: Final = os.path.realpath(SHM_DIR) + "/sem."
 
 
 COUNT: Final = (1 << 31) - 1
@@ -64,6 +66,50 @@ def is_woken_by(asleep: int, seq: int) -> bool:
     return not asleep & BATCHED or (seq - (asleep >> _TARGET)) & COUNT <= COUNT >> 1
 
 
+class MappedSemaphore:
+    """A semaphore in the memory that a segment server has passed. Raises `FileNotFoundError` if it is none.
+
+    Forked children have it too: it stays mapped in them.
+    """
+
+    __slots__ = ("_map", "address")
+
+    def __init__(self, found: Found) -> None:
+        file = Descriptor(found.path, found.flags, leads_to=found.leads_to)
+        try:
+            if os.fstat(file.fd).st_size < _LEAST:
+                raise FileNotFoundError(errno.ENOENT, f"{found.leads_to} is not a semaphore")
+            mapped = HeldMap(file.fd, _NBYTES)
+        finally:
+            file.close()
+        mapped.hold = found.hold
+        self._map: HeldMap | None = mapped
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+    def release(self) -> None:
+        """Add one. Raises `ValueError` if it is closed."""
+        kept = self.memory()
+        _quick.sem_post(self.address)
+        del kept
+
+    def acquire(self, timeout: int) -> None:
+        """One less, without waiting. Raises `posix_ipc.BusyError` if it is 0."""
+        kept = self.memory()
+        if _quick.sem_trywait(self.address):
+            raise posix_ipc.BusyError("it is 0")
+        del kept
+
+    def close(self) -> None:
+        """Unmap it, when nobody uses it any more. Idempotent."""
+        self._map = None
+
+    def memory(self) -> HeldMap:
+        """Its mapping, which stays for as long as the caller has this. Raises `ValueError` if it is closed."""
+        if self._map is None:
+            raise ValueError("it is closed")
+        return self._map
+
+
 class Sleeper:
     """A named POSIX semaphore: its owner waits, any process posts. `unlink_semaphore` removes the name."""
 
@@ -71,8 +117,14 @@ class Sleeper:
 
     def __init__(self, name: str, *, create: bool) -> None:
         self._handle: int | None = None  # only the owner's, which waits with it
+        self._semaphore: Any
         if create:
             create_semaphore(name, 0)
+        place = placement.current()
+        if place is not places.FILES:
+            self._semaphore = MappedSemaphore(find_semaphore(name))
+            self._handle = self._semaphore.address if create else None
+            return
         try:
             if not create:
                 _check(name)
@@ -91,7 +143,7 @@ class Sleeper:
     def close(self) -> None:
         """Close the semaphore in this process. Idempotent."""
         handle, self._handle = self._handle, None
-        if handle:
+        if handle and not isinstance(self._semaphore, MappedSemaphore):
             _libc.sem_close(handle)
         with contextlib.suppress(posix_ipc.Error, ValueError):
             self._semaphore.close()
@@ -113,11 +165,16 @@ class Sleeper:
         A signal ends the sleep as well, and its handler's exception is raised. (`posix_ipc` runs handlers inside its
         own call, and replaces their exceptions by one of its own.)
         """
-        if not self._handle:
+        handle, kept = self._handle, None
+        if not handle:
             return False  # closed
+        if isinstance(self._semaphore, MappedSemaphore):
+            kept = self._semaphore.memory()  # while another thread closes this
         until = time.time_ns() + int(timeout * 1e9)
         end = _Timespec(until // 1_000_000_000, until % 1_000_000_000)
-        return bool(_libc.sem_timedwait(self._handle, end) == 0)
+        posted = bool(_libc.sem_timedwait(handle, end) == 0)
+        del kept
+        return posted
 
 
 def create_semaphore(name: str, value: int) -> None:
@@ -135,17 +192,17 @@ def create_semaphore(name: str, value: int) -> None:
     try:
         if _libc.sem_init(initial, _SHARED, value):
             raise OSError(errno.EINVAL, f"a semaphore cannot count from {value}")
-        path = semaphore_path(name)
-        file = Descriptor(path, os.O_CREAT | os.O_EXCL, leads_to=_REAL_PREFIX + name.lstrip("/"))
+        found = placement.current().find(_file(name), os.O_CREAT | os.O_EXCL)
+        file = Descriptor(found.path, found.flags, leads_to=found.leads_to)
         # crash: semaphore.created
         os.write(file.fd, initial)
         # crash: semaphore.written
     except FileExistsError:
-        raise name_taken(f"semaphore {name}", semaphore_path(name)) from None
+        raise name_taken(f"semaphore {name}", placement.current(), _file(name)) from None
     except BaseException as error:
         if file is not None:  # else the name may be another process's
             unlink_semaphore(name)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, ResourceError):
             raise shortage.explain(error, f"cannot make semaphore {name}") from None
         raise
     finally:
@@ -153,24 +210,37 @@ def create_semaphore(name: str, value: int) -> None:
             file.close()
 
 
+def find_semaphore(name: str) -> Found:
+    """What the name of a semaphore leads to, where a segment server keeps it."""
+    try:
+        return placement.current().find(_file(name), 0)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, f"there is no semaphore {name}") from None
+
+
 def _check(name: str) -> None:
     """Raise `FileNotFoundError` unless a name may be a semaphore of this user.
 
     Opening another file as one may kill the process: `sem_open` maps even an empty file, and reads its first word.
     """
-    info = os.lstat(semaphore_path(name))
+    path = places.FILES.path(_file(name))
+    info = os.lstat(path)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size < _LEAST:
-        raise FileNotFoundError(errno.ENOENT, f"{semaphore_path(name)} is not a semaphore of user {os.geteuid()}")
+        raise FileNotFoundError(errno.ENOENT, f"{path} is not a semaphore of user {os.geteuid()}")
 
 
 def unlink_semaphore(name: str) -> None:
     """Remove a semaphore's name. Does nothing if it is gone already or not ours."""
-    with contextlib.suppress(OSError):
-        os.unlink(semaphore_path(name))
+    placement.current().unlink(_file(name))
 
 
-def semaphore_path(name: str) -> str:
-    """The path of a semaphore's file."""
+def semaphore_exists(name: str) -> bool:
+    """Whether there is a semaphore of that name, as far as that can be found out at once."""
+    return placement.current().exists(_file(name))
+
+
+def _file(name: str) -> str:
+    """The name of a semaphore's file."""
     return _PREFIX + name.lstrip("/")
 
 

@@ -23,7 +23,7 @@ from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Producer
 from ..errors import PeerDied, ResourceError, RingFull, WireError
-from ..memory.segment import PAGE, free_bytes
+from ..memory.segment import PAGE, free_bytes, where
 from ..options import format_bytes
 from ..ring.competing import state_word
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
@@ -137,7 +137,7 @@ class DirectProducer(Producer):
         limit = "none" if self._max_bytes is None else format_bytes(self._max_bytes)
         return (
             f"no room for {what} of {format_bytes(nbytes)}: {now.slots_busy} of {now.slots} slots "
-            f"({format_bytes(now.ring_bytes)} of shared memory) are held by {holder}; max_bytes={limit}, /dev/shm has "
+            f"({format_bytes(now.ring_bytes)} of shared memory) are held by {holder}; max_bytes={limit}, {where()} has "
             f"{format_bytes(free_bytes())} free: drop tensors, copy those that you keep, or pass a larger max_bytes="
         )
 

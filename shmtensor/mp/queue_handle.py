@@ -46,7 +46,7 @@ from ..errors import ClosedError, ResourceError, RingFull, ShmTensorError
 from ..memory import lifecycle
 from ..memory.counters import Counter
 from ..memory.descriptors import InheritedFile
-from ..memory.segment import SHM_DIR, NameTaken, free_bytes
+from ..memory.segment import NameTaken, free_bytes, more_room, total_bytes, where
 from ..options import format_bytes
 from ..ring.competing import state_word
 from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot
@@ -140,8 +140,7 @@ _WIDE: Final = 4
 
 def default_limit() -> int:
     """Half of `/dev/shm`: what one putting process may use by default."""
-    space = os.statvfs(SHM_DIR)
-    return space.f_blocks * space.f_frsize // 2
+    return total_bytes() // 2
 
 
 def _slot_of(nbytes: int) -> int:
@@ -203,8 +202,8 @@ class GrowingPool(Pool):
             raise ResourceError(
                 error.errno or errno.ENOMEM,
                 f"an item of {format_bytes(nbytes)} does not fit into the queue: of max_bytes={format_bytes(limit)} "
-                f"for this process {format_bytes(self.nbytes)} are used, {SHM_DIR} has {format_bytes(free_bytes())} "
-                "free: put smaller items, pass a larger max_bytes=, or give it more room (containers: --shm-size)",
+                f"for this process {format_bytes(self.nbytes)} are used, {where()} has {format_bytes(free_bytes())} "
+                f"free: put smaller items, pass a larger max_bytes=, or {more_room()}",
             ) from error
 
     def _of_size(self, slot_bytes: int) -> list[Ring]:

@@ -8,6 +8,8 @@ import pwd
 
 import xxhash
 
+from ..memory import placement
+
 _ROOT = "shmtensor/relay"
 
 
@@ -50,4 +52,4 @@ def path_hash(channel: str) -> int:
     """32 bits that differ between channels of all hosts, and of all namespaces of one host. Never 0."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return xxhash.xxh32_intdigest(f"{boot} {os.stat('/dev/shm').st_dev} {os.geteuid()} {channel}".encode()) or 1
+    return xxhash.xxh32_intdigest(f"{boot} {placement.current().identity()} {os.geteuid()} {channel}".encode()) or 1

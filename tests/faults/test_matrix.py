@@ -19,6 +19,7 @@ from shmtensor.observe.trace import Tracer
 from shmtensor.ring import events as ev
 
 from ..conftest import left_files
+from ..containers.test_deaths import CLIENT_POINTS, RESTARTED, SERVER_POINTS
 from ..cuda.test_deaths import POINTS as COPY_POINTS
 from ..cuda.test_ipc import POINTS as DEVICE_POINTS
 from ..mp.test_faults import POINTS as DROPIN_POINTS
@@ -97,7 +98,9 @@ def test_every_point_is_in_the_matrix():
     of_relays = set(points.names("relay"))  # relay/test_deaths.py
     assert not covered & of_relays
     of_cuda = {*DEVICE_POINTS, *COPY_POINTS}
-    assert covered | DROPIN_POINTS | of_cuda | of_checkpoints | of_relays == set(points.names())
+    of_segments = {*SERVER_POINTS, *RESTARTED, *CLIENT_POINTS}  # containers/test_deaths.py
+    others = DROPIN_POINTS | of_cuda | of_checkpoints | of_relays | of_segments
+    assert covered | others == set(points.names())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from shmtensor.memory import mapped_file, words
 from shmtensor.memory import segment as shm
 from shmtensor.memory.semaphores import Sleeper, unlink_semaphore
 
+from ..conftest import FILES_ONLY
 from ..waiting import PATIENCE
 
 
@@ -35,6 +36,7 @@ def test_create_reserves_zeroed_pages_and_refuses_an_existing_name(name):
             shm.create(name, 10000, "x")
 
 
+@FILES_ONLY
 def test_a_small_dev_shm_is_a_clear_error_at_creation(name):
     need = 2 * shm.free_bytes()
     with pytest.raises(shmtensor.ResourceError, match=r"needs .* has .* free: pass less, .*--shm-size"):
@@ -42,6 +44,7 @@ def test_a_small_dev_shm_is_a_clear_error_at_creation(name):
     assert not os.path.exists("/dev/shm" + name)
 
 
+@FILES_ONLY
 def test_attaching_never_creates_or_deletes(name):
     with pytest.raises(FileNotFoundError):
         shm.attach(name)

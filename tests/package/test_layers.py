@@ -198,6 +198,22 @@ def test_the_command_line_imports_no_torch():
     assert run_isolated("import shmtensor.cli.main, sys; print('torch' in sys.modules)") == "False"
 
 
+def test_who_uses_no_segment_server_pays_nothing_for_it():
+    """One `lstat` where there is a directory, and none without: nothing is imported, and no thread started."""
+    assert (
+        run_isolated(
+            "import os, sys, threading; os.environ.pop('SHMTENSOR_DIR', None); import shmtensor\n"
+            "looked = []\n"
+            "real = os.path.lexists; os.path.lexists = lambda path: looked.append(path) or real(path)\n"
+            "name = f'pays-{os.getpid()}'\n"
+            "with shmtensor.Publisher(name), shmtensor.Subscriber(name):\n"
+            "    print([each for each in sys.modules if 'served' in each or 'segment_server' in each], looked, "
+            "threading.active_count())"
+        )
+        == "[] [] 1"
+    )
+
+
 @for_each_module
 def test_only_memory_touches_the_kernel(path):
     name = name_of(path)

@@ -1,0 +1,413 @@
+"""The segment server: it keeps the names of segments for processes that share a directory, but no `/dev/shm`.
+
+One thread, which never waits for a client. What it does at each death, its own included, stands in
+docs/internals/segment-server.md.
+
+    awaiting    processes that lived before it have not given back what they have mapped: all else is put off
+    serving     it answers everything
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import Final
+
+from ..errors import ResourceError, WireError
+from ..options import format_bytes, parse_bytes
+from ..wire import segment_packets as packets
+from ..wire.segment_packets import Op, Reply, Request, Space, Status
+from . import shortage
+from .descriptors import OpenFile
+from .locks import LockFile, is_locked, locked_bytes
+from .places import LOCKS, NEW_SOCKET, SOCKET
+from .served import ID_END, pid_of, receive
+
+log = logging.getLogger("shmtensor.memory")
+
+MOST_NAMES: Final = 65_536
+MOST_CONNECTIONS: Final = 4096
+_OTHER_FILES: Final = 64
+_BACKLOG: Final = 1024
+_PAUSE_S: Final = 0.01
+"""Seconds to wait where the machine may open no more files, and nothing can be closed."""
+_MOST_REQUEST: Final = 1024
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class _Named:
+    """A segment that has a name. Owns its descriptor."""
+
+    __slots__ = ("file", "serial")
+
+    def __init__(self, file: OpenFile, serial: int) -> None:
+        self.file, self.serial = file, serial
+
+    @property
+    def status(self) -> Status:
+        info = os.fstat(self.file.fd)
+        return Status(info.st_dev, info.st_ino, info.st_size, info.st_blocks, info.st_mode, info.st_mtime_ns)
+
+
+class _Client:
+    """A connection. Owns its socket."""
+
+    __slots__ = ("granted", "is_present", "pid", "since", "socket", "uid")
+
+    def __init__(self, connected: socket.socket, pid: int, uid: int) -> None:
+        self.socket, self.pid, self.uid, self.since = connected, pid, uid, time.monotonic()
+        self.granted: tuple[_Named, int, int] | None = None  # what it is reserving: bytes, and bytes there were
+        self.is_present = False
+
+
+class SegmentServer:
+    """Keeps the names of segments in a directory and passes what they lead to. `run` serves until `stop`.
+
+    Args:
+        directory: the directory that all processes share, with mode 0700 and of this user.
+        limit: bytes that all segments together may take, or a string such as `"8GiB"`; None: half of the memory of this
+            machine, or of its control group.
+
+    Raises `ResourceError` if another server runs there, or the directory cannot be used.
+    """
+
+    def __init__(self, directory: str, limit: int | str | None = None) -> None:
+        self.directory = directory
+        self.limit = default_limit() if limit is None else parse_bytes(limit, "limit")
+        self._names: dict[str, _Named] = {}
+        self._clients: dict[int, _Client] = {}
+        self._order: list[str] = []
+        self._serial = 0
+        self._stopping = False
+        files = os.sysconf("SC_OPEN_MAX")
+        self._most_clients = max(8, min(MOST_CONNECTIONS, (files - _OTHER_FILES) // 4))
+        self._most_names = max(8, min(MOST_NAMES, files - _OTHER_FILES - self._most_clients))
+        try:
+            self._locks = LockFile(f"{directory}/{LOCKS}", os.O_CREAT)
+        except OSError as error:
+            raise shortage.explain(error, f"cannot open {directory}/{LOCKS}") from None
+        try:
+            if not self._locks.try_exclusive(0):
+                raise ResourceError(errno.EADDRINUSE, f"another segment server runs in {directory}: one is enough")
+            self._awaited = {byte - 1 for byte in locked_bytes(self._locks.fd, 1, 1 + ID_END)}
+            self._woken, self._waker = socket.socketpair()
+            self._woken.setblocking(False)
+            self._waker.setblocking(False)
+            self._listener = self._listen()
+            self._poll = select.epoll()
+            self._poll.register(self._listener, select.EPOLLIN)
+            self._poll.register(self._woken, select.EPOLLIN)
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def _listen(self) -> socket.socket:
+        """The socket gets its name when it is ready: nobody sees the directory without one in between."""
+        path, final = f"{self.directory}/{NEW_SOCKET}", f"{self.directory}/{SOCKET}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.setblocking(False)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(_BACKLOG)
+            # crash: share.listening
+            os.rename(path, final)
+        except OSError as error:
+            listener.close()
+            raise ResourceError(
+                error.errno, f"cannot make socket {final}: {os.strerror(error.errno or errno.EIO)}"
+            ) from None
+        return listener
+
+    def __repr__(self) -> str:
+        state = f"awaiting {len(self._awaited)}" if self._awaited else "serving"
+        return f"SegmentServer({self.directory!r}, {state}, {len(self._names)} names)"
+
+    # --- running
+
+    def run(self) -> None:
+        """Serve until `stop` is called."""
+        log.info("%r is ready, with at most %s", self, format_bytes(self.limit))
+        while not self._stopping:
+            for fd, _ in self._poll.poll():
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._clients:
+                    self._serve(self._clients[fd])
+
+    def stop(self) -> None:
+        """End `run`. May be called from a signal handler or another thread."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def close(self) -> int:
+        """Close everything; returns how many names living processes may still give to another server. Idempotent.
+
+        The socket keeps its name if there are such: it tells processes that come meanwhile that they belong here.
+        """
+        if self._locks.fd < 0:
+            return 0
+        left = len(self._names) if is_locked(self._locks.fd, 1, ID_END) else 0
+        if not left:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self.directory}/{SOCKET}")
+        self._poll.close()
+        for each in (self._listener, self._woken, self._waker, *(client.socket for client in self._clients.values())):
+            each.close()
+        for named in self._names.values():
+            named.file.close()
+        self._clients.clear()
+        self._names.clear()
+        self._locks.close()
+        if left:
+            log.info("%d segments are still in use: the processes that use them give them to the next server", left)
+        return left
+
+    def __enter__(self) -> SegmentServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- connections
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _FULL and not self._drop_idle():
+                time.sleep(_PAUSE_S)
+            return
+        connected.setblocking(False)
+        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        client = _Client(connected, pid, uid)
+        if len(self._clients) >= self._most_clients and not self._drop_idle():
+            connected.close()
+            return
+        self._clients[connected.fileno()] = client
+        self._poll.register(connected, select.EPOLLIN)
+
+    def _drop_idle(self) -> bool:
+        """Close the oldest connection that is between two packets and holds nothing."""
+        idle = [client for client in self._clients.values() if not client.is_present and client.granted is None]
+        if not idle:
+            return False
+        self._drop(min(idle, key=lambda client: client.since))
+        return True
+
+    def _drop(self, client: _Client) -> None:
+        with contextlib.suppress(OSError):
+            self._poll.unregister(client.socket)
+        self._clients.pop(client.socket.fileno(), None)
+        client.socket.close()
+
+    def _serve(self, client: _Client) -> None:
+        """Answer one packet; end the connection if there is none, or it makes no sense."""
+        beside = OpenFile()
+        try:
+            data, beside = receive(client.socket, _MOST_REQUEST)
+            if not data:
+                self._drop(client)
+                return
+            client.since = time.monotonic()
+            if client.uid != os.geteuid():  # refused now, since who is sending hears nothing of a connection that ends
+                text = (
+                    f"it serves user {os.geteuid()}, as its host has it, you are user {client.uid} there: be the same"
+                )
+                self._reply(client, Reply(0, errno.EPERM, text=text.encode()))
+                self._drop(client)
+                return
+            request = Request.unpack(data)
+            if (beside.fd >= 0) != _has_file(request):
+                raise WireError(f"request {request.op.name} with the wrong number of descriptors")
+            reply, back = self._answer(client, request, beside)
+            if not self._reply(client, reply, back):
+                self._drop(client)
+        except BlockingIOError:
+            pass
+        except WireError as error:
+            log.warning("process %d, by its number here, has sent %s", client.pid, error)
+            self._reply(client, Reply(0, errno.EBADMSG, text=str(error).encode()))
+            self._drop(client)
+        except OSError as error:
+            text = f"it may open no more files: {error.strerror}" if error.errno in _FULL else str(error)
+            self._reply(client, Reply(0, error.errno or errno.EIO, text=text.encode()))
+            self._drop(client)
+        finally:
+            beside.close()  # unless a name has it now
+
+    @staticmethod
+    def _reply(client: _Client, reply: Reply, back: OpenFile | None = None) -> bool:
+        """Whether the reply could be sent at once: who does not read gets none."""
+        beside = [] if back is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", back.fd))]
+        try:
+            client.socket.sendmsg([reply.pack()], beside)
+        except OSError:
+            return False
+        return True
+
+    # --- requests
+
+    def _answer(self, client: _Client, request: Request, beside: OpenFile) -> tuple[Reply, OpenFile | None]:
+        if request.op == Op.GIVE:
+            return self._give(request, beside), None
+        if request.op == Op.PRESENT:
+            client.is_present = True
+            self._awaited.discard(request.a)
+            # crash: share.present
+            return Reply(request.op), None
+        if self._is_awaiting() and request.op != Op.SPACE:
+            return Reply(request.op, errno.EAGAIN, self._space()), None
+        if request.op == Op.SPACE:
+            return Reply(request.op, 0, self._space()), None
+        if request.op == Op.LIST:
+            names = self._in_order()
+            later = itertools.islice(names, bisect.bisect_right(names, request.name), None)
+            text = packets.pack_listing((name, self._names[name].status) for name in later)
+            return Reply(request.op, text=text), None
+        if request.op == Op.OPEN:
+            return self._open(request, beside)
+        named = self._names.get(request.name)
+        if named is None:
+            return Reply(request.op, errno.ENOENT), None
+        if request.op == Op.STATUS:
+            return Reply(request.op, 0, named.status), None
+        if request.op == Op.UNLINK:
+            del self._names[request.name]
+            named.file.close()
+            # crash: share.unlinked
+            return Reply(request.op), None
+        return self._reserve(client, named, request.a), None
+
+    def _in_order(self) -> list[str]:
+        if len(self._order) != len(self._names) or any(name not in self._names for name in self._order):
+            self._order = sorted(self._names)
+        return self._order
+
+    def _open(self, request: Request, beside: OpenFile) -> tuple[Reply, OpenFile | None]:
+        named = self._names.get(request.name)
+        if named is not None:
+            if request.a == packets.EXCLUSIVE:
+                return Reply(request.op, errno.EEXIST), None
+            return Reply(request.op, 0, (*named.status, named.serial)), named.file
+        if request.a == packets.EXISTING:
+            return Reply(request.op, errno.ENOENT), None
+        if len(self._names) >= self._most_names:
+            text = f"it keeps {self._most_names} names, which is the limit: shmtensor gc removes what the dead left"
+            return Reply(request.op, errno.EMFILE, text=text.encode()), None
+        # crash: share.opened
+        self._serial = max(self._serial + 1, time.monotonic_ns())
+        named = _sealed(beside, self._serial)
+        # crash: share.sealed
+        self._names[request.name] = named
+        # crash: share.named
+        return Reply(request.op, 0, (*named.status, named.serial)), None
+
+    def _give(self, request: Request, beside: OpenFile) -> Reply:
+        named = self._names.get(request.name)
+        if named is not None and named.serial >= request.a:
+            if _inode(named.file) == _inode(beside):
+                return Reply(request.op)
+            text = b"another segment has its name: what was open before goes on apart from it"
+            return Reply(request.op, errno.ESTALE, text=text)
+        self._names[request.name] = _sealed(beside, request.a)
+        self._serial = max(self._serial, request.a)
+        if named is not None:
+            named.file.close()
+        # crash: share.given
+        return Reply(request.op)
+
+    def _reserve(self, client: _Client, named: _Named, nbytes: int) -> Reply:
+        client.granted = None
+        if nbytes > self.limit - self._used():
+            return Reply(Op.RESERVE, errno.ENOSPC, self._space())
+        client.granted = (named, nbytes, _nbytes(named.file))
+        return Reply(Op.RESERVE)
+
+    def _is_awaiting(self) -> bool:
+        self._awaited = {number for number in self._awaited if is_locked(self._locks.fd, 1 + number)}
+        return bool(self._awaited)
+
+    def _used(self) -> int:
+        """What the kernel counts for all names, and what is being reserved and not there yet."""
+        used = sum(_nbytes(named.file) for named in self._names.values())
+        for client in self._clients.values():
+            if client.granted is not None:
+                named, nbytes, before = client.granted
+                if named.file.fd >= 0:
+                    used += max(0, nbytes - (_nbytes(named.file) - before))
+        return used
+
+    def _space(self) -> Space:
+        pid = pid_of(next(iter(self._awaited))) if self._awaited else 0
+        return Space(self.limit, self._used(), len(self._names), self._most_names, len(self._awaited), pid)
+
+
+_FULL: Final = (errno.EMFILE, errno.ENFILE)
+
+
+def _has_file(request: Request) -> bool:
+    """Whether a descriptor goes with a request."""
+    return request.op == Op.GIVE or (request.op == Op.OPEN and request.a != packets.EXISTING)
+
+
+def _nbytes(file: OpenFile) -> int:
+    return 512 * os.fstat(file.fd).st_blocks
+
+
+def _inode(file: OpenFile) -> tuple[int, int]:
+    info = os.fstat(file.fd)
+    return info.st_dev, info.st_ino
+
+
+def _sealed(file: OpenFile, serial: int) -> _Named:
+    """What a client has passed, checked, sealed, and opened anew, so that nobody shares locks with the server.
+
+    Raises `WireError` if it is not memory of this user that may grow and be written.
+    """
+    info = os.fstat(file.fd)
+    try:
+        seals = fcntl.fcntl(file.fd, _GET_SEALS)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            raise WireError(f"a descriptor of something that is not memory of user {os.geteuid()}")
+        if seals & (_GROW | _WRITE | _FUTURE_WRITE):
+            raise WireError("memory that is sealed against growing or writing")
+        if not seals & _SEAL:
+            fcntl.fcntl(file.fd, _ADD_SEALS, _SHRINK | _SEAL)
+        elif not seals & _SHRINK:
+            raise WireError("memory that cannot be sealed against shrinking")
+    except OSError as error:
+        raise WireError(f"a descriptor of something that cannot be sealed: {error.strerror}") from None
+    own = OpenFile()
+    own.open(os.open, f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+    return _Named(own, serial)
+
+
+def default_limit() -> int:
+    """Half of the memory of this machine, or of the control group of this process, bytes."""
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+                for folder in (group, *group.parents):
+                    with contextlib.suppress(OSError, ValueError):
+                        nbytes = min(nbytes, int((folder / "memory.max").read_text()))
+    return nbytes // 2

@@ -1,0 +1,435 @@
+"""The place of names that a segment server keeps, as its clients see it. docs/internals/segment-server.md.
+
+Each request is a connection of its own, so that no state is shared by threads, with a forked child, or with a signal
+handler that interrupts a request.
+
+What this process has mapped it holds: a descriptor for each, which a new server is given when the old one has died. A
+thread waits for that. There is one as soon as something is held, and a lock that proves that this process lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ..errors import ResourceError, WireError
+from ..wire import segment_packets as packets
+from ..wire.segment_packets import Op, Reply, Request, Space
+from . import lifecycle, shortage
+from .descriptors import OpenFile, close_all_of
+from .locks import LockFile
+from .places import LOCKS, SOCKET, Found
+
+log = logging.getLogger("shmtensor.memory")
+
+PATIENCE: Final = 10.0
+"""Seconds for which a request waits for a server, and for the processes that it awaits."""
+_AT_ONCE: Final = 1.0
+"""The same, where waiting is not worth it; without a server it does not wait at all."""
+_PAUSES: Final = (0.002, 0.01, 0.05, 0.25)
+_SPACE_S: Final = 0.05
+"""Seconds for which the room of a server is taken to be as it was."""
+_NOEXEC: Final = 8  # MFD_NOEXEC_SEAL
+_REFUSALS: Final = (errno.EPERM, errno.EBADMSG, errno.EMFILE, errno.ENFILE)
+_GONE: Final = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN)
+_ANCILLARY: Final = socket.CMSG_SPACE(4 * 4)
+_PID_BITS: Final = 22
+_RANDOM_BITS: Final = 40
+ID_END: Final = 1 << (_PID_BITS + _RANDOM_BITS)
+"""The numbers of processes are below this one: their lock is on the byte after it."""
+
+
+def new_id() -> int:
+    """A number for this process: its pid, in its namespace, and random bits."""
+    return (os.getpid() & ((1 << _PID_BITS) - 1)) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+def pid_of(number: int) -> int:
+    """The pid in the number of a process."""
+    return number >> _RANDOM_BITS
+
+
+class Hold:
+    """A descriptor of a segment that this process has mapped, or is about to map. Owns it."""
+
+    __slots__ = ("__weakref__", "file", "name", "serial")
+
+    def __init__(self, file: OpenFile) -> None:
+        self.file, self.name, self.serial = file, "", 0
+
+
+class Served:
+    """The names of the segment server of a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._socket, self._lock_path = f"{directory}/{SOCKET}", f"{directory}/{LOCKS}"
+        self._begin()
+        lifecycle.track(self, type(self).drop_in_child)
+
+    def _begin(self) -> None:
+        self._holds: dict[weakref.ref[Hold], None] = {}
+        self._attempts: set[object] = set()  # requests, from before they are sent until what came back is held
+        self._wanting: dict[object, str] = {}  # calls that will hold something, and its name
+        self._locks: LockFile | None = None
+        self._number = 0  # of this process, as long as `_locks` proves that it lives
+        self._follower: threading.Thread | None = None
+        self._presence = threading.RLock()  # a signal handler may come in between
+        self._room: tuple[float, Space] | None = None
+
+    def drop_in_child(self) -> None:
+        """In a forked child: what it holds is its parent's to give back, and its thread is not here."""
+        holds, locks = self._held(), self._locks
+        for hold in holds:
+            hold.file.close()
+        for name in self._wanting.values():  # another thread has just been passed it, and nobody has it yet
+            close_all_of(f"/memfd:{name}")
+        if locks is not None:
+            locks.close()
+        self._begin()
+
+    def __str__(self) -> str:
+        return f"the segment server in {self.directory}"
+
+    # --- names
+
+    def find(self, name: str, flags: int, *, held: bool = True) -> Found:
+        how = packets.EITHER if flags & os.O_CREAT else packets.EXISTING
+        if flags & os.O_EXCL:
+            how = packets.EXCLUSIVE
+        made, wanting = OpenFile(), object()
+        try:
+            if held:
+                self._wanting[wanting] = name
+                self._be_present()
+            if how != packets.EXISTING:
+                _make_memory(made, name)
+            reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=held)
+        finally:
+            self._wanting.pop(wanting, None)
+        if reply.error:
+            raise OSError(reply.error, os.strerror(reply.error), self.path(name))
+        more = flags & ~(os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        return Found(f"/proc/self/fd/{found.file.fd}", more, f"/memfd:{name}", found)
+
+    def status(self, name: str) -> os.stat_result | None:
+        reply, _ = self._ask(Request(Op.STATUS, name))
+        return None if reply.error else packets.as_stat(reply.status, os.geteuid())
+
+    def scan(self) -> Iterator[tuple[str, os.stat_result | None]]:
+        after = ""
+        while True:
+            reply, _ = self._ask(Request(Op.LIST, after))
+            found = list(packets.listing(reply.text))
+            if not found:
+                return
+            for name, status in found:
+                yield name, packets.as_stat(status, os.geteuid())
+            after = found[-1][0]
+
+    def listing(self) -> list[str]:
+        return [name for name, _ in self.scan()]
+
+    def exists(self, name: str) -> bool:
+        try:
+            reply, _ = self._ask(Request(Op.STATUS, name), patience=_AT_ONCE, at_once=True)
+        except ResourceError:
+            return False
+        return not reply.error
+
+    def unlink(self, name: str) -> None:
+        for hold in self._held():
+            if hold.name == name:
+                hold.name = ""  # not for another server
+        with contextlib.suppress(ResourceError):
+            self._ask(Request(Op.UNLINK, name), patience=_AT_ONCE, at_once=True)
+
+    # --- room
+
+    @contextlib.contextmanager
+    def room(self, name: str, fd: int, start: int, nbytes: int) -> Iterator[None]:
+        info = os.fstat(fd)
+        if 512 * info.st_blocks >= max(start + nbytes, info.st_size):
+            yield  # every page of it is there
+            return
+        connection = _unopened()
+        try:
+            self._room = None
+            reply, _ = self._ask(Request(Op.RESERVE, name, nbytes), connection=connection)
+            if reply.error:
+                raise OSError(reply.error, os.strerror(reply.error), self.path(name))
+            yield
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._room = None
+
+    def free_bytes(self) -> int:
+        space = self.space()
+        return max(0, space.limit - space.used)
+
+    def total_bytes(self) -> int:
+        return self.space().limit
+
+    def space(self, *, patience: float = PATIENCE) -> Space:
+        """The room of the server, as it was within the last 50 ms."""
+        now = time.monotonic()
+        known = self._room
+        if known is None or now - known[0] > _SPACE_S:
+            reply, _ = self._ask(Request(Op.SPACE), patience=patience)
+            known = self._room = (now, reply.space)
+        return known[1]
+
+    def path(self, name: str) -> str:
+        return f"{self._socket}:{name}"
+
+    def identity(self) -> str:
+        info = os.stat(self.directory)
+        return f"{info.st_dev}:{info.st_ino}"
+
+    def more_room(self) -> str:
+        return f"start the segment server with a larger limit (shmtensor share {self.directory} --limit SIZE)"
+
+    # --- requests
+
+    def _ask(
+        self,
+        request: Request,
+        file: OpenFile | None = None,
+        *,
+        hold: bool = False,
+        patience: float = PATIENCE,
+        at_once: bool = False,
+        connection: socket.SocketType | None = None,
+    ) -> tuple[Reply, Hold]:
+        """Send a request, again and again while there is no server or it awaits others. The reply, and what came
+        with it.
+
+        Raises `ResourceError` after `patience` seconds, and at once, with `at_once`, if there is no server.
+        """
+        packet, deadline, tries = request.pack(), time.monotonic() + patience, 0
+        used = _unopened() if connection is None else connection
+        try:
+            while True:
+                reply, found, problem = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
+                if reply is not None and reply.error != errno.EAGAIN:
+                    break
+                used.close()
+                if time.monotonic() >= deadline or (reply is None and at_once):
+                    raise ResourceError(errno.ECONNREFUSED, f"{self} does not serve: {problem}")
+                time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
+                tries += 1
+            if connection is None:
+                used.close()
+        except BaseException:
+            used.close()
+            raise
+        if reply.error in _REFUSALS:
+            raise ResourceError(reply.error, f"{self}: {reply.text.decode(errors='replace')}")
+        return reply, found
+
+    def _attempt(
+        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str
+    ) -> tuple[Reply | None, Hold, str]:
+        """The reply, None if there is no server; what came with it, held if it has a name; and what is the matter.
+
+        An exception of a signal handler may come anywhere: what is undone is undone twice.
+        """
+        attempt = object()
+        try:
+            try:
+                self._attempts.add(attempt)
+                reply, found = self._try(connection, packet, file, deadline)
+                if hold and not reply.error:
+                    found.name, found.serial = hold, reply.serial
+                    self._holds[weakref.ref(found, self._holds.pop)] = None
+                    # crash: served.held
+                return reply, found, _waits(reply.space) if reply.error == errno.EAGAIN else ""
+            except OSError as error:
+                if isinstance(error, ResourceError) or error.errno not in _GONE:
+                    raise
+                return None, Hold(OpenFile()), f"there is none: start it again with shmtensor share {self.directory}"
+            finally:
+                self._attempts.discard(attempt)
+        except BaseException:
+            self._attempts.discard(attempt)
+            connection.close()
+            raise
+
+    def _try(
+        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float
+    ) -> tuple[Reply, Hold]:
+        """One try. What comes with the reply is the descriptor beside it, or `file`, if the server has taken that."""
+        try:
+            connection.__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)  # type: ignore[misc]
+        except OSError as error:
+            raise shortage.explain(error, f"cannot make a socket to ask {self}") from None
+        connection.connect(self._socket)
+        connection.sendmsg([packet], _beside(file))
+        # crash: served.asked
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(max(_AT_ONCE, deadline - time.monotonic()) * 1000):
+            raise ResourceError(
+                errno.ETIMEDOUT,
+                f"{self} does not answer: it is probably stopped (SIGSTOP, a debugger): continue it, or start it again",
+            )
+        reply, received = self._receive(connection)
+        return reply, Hold(received if received.fd >= 0 or file is None else file)
+
+    def _receive(self, connection: socket.SocketType) -> tuple[Reply, OpenFile]:
+        """Raises `ConnectionResetError` if the server has ended, `ResourceError` if it is another version's."""
+        try:
+            data, file = receive(connection, packets.MOST)
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "the server has ended")
+            return Reply.unpack(data), file
+        except WireError as error:
+            raise ResourceError(errno.EPROTO, f"{self}: {error}: use one version of shmtensor everywhere") from None
+
+    # --- what this process holds, and gives to another server
+
+    def _held(self) -> list[Hold]:
+        return [hold for reference in list(self._holds) if (hold := reference()) is not None]
+
+    def _be_present(self) -> None:
+        """Prove that this process lives, and follow the server, from now on. Called while `_wanting` has something."""
+        with self._presence:
+            if self._locks is None:
+                locks = LockFile(self._lock_path, os.O_CREAT)
+                self._number = new_id()
+                locks.try_exclusive(1 + self._number)
+                self._locks = locks
+            if self._follower is None:
+                follower = threading.Thread(target=self._follow, name="shmtensor-segments", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter ends: so does what it holds
+                    follower.start()
+                    self._follower = follower
+
+    def _is_over(self) -> bool:
+        """Whether this process holds nothing and wants nothing: then nobody need follow."""
+        with self._presence:
+            if self._held() or self._wanting:
+                return False
+            locks, self._locks, self._follower = self._locks, None, None
+            if locks is not None:
+                locks.close()
+            return True
+
+    def _follow(self) -> None:
+        """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds."""
+        tries = 0
+        while True:
+            # what a server that has ended has answered is held first
+            answered = set(self._attempts)
+            while answered & self._attempts:
+                time.sleep(_PAUSES[0])
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(self._socket)
+                self._report(connection)
+                tries = 0
+                connection.recv(1)  # until it ends
+            except OSError as error:
+                log.debug("%s: %s", self, error)
+            finally:
+                connection.close()
+            if self._is_over():
+                return
+            time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
+            tries += 1
+
+    def _report(self, connection: socket.socket) -> None:
+        for hold in self._held():
+            if hold.name:
+                connection.sendmsg([Request(Op.GIVE, hold.name, hold.serial).pack()], _beside(hold.file))
+                reply, _ = self._receive(connection)
+                if reply.error:
+                    log.warning("%s has not taken %s: %s", self, hold.name, reply.text.decode(errors="replace"))
+        connection.sendmsg([Request(Op.PRESENT, a=self._number).pack()])
+        self._receive(connection)
+
+
+def _waits(space: Space) -> str:
+    return (
+        f"it waits for {space.awaited} processes that have segments of the server before it, such as the one with pid "
+        f"{space.pid} in its container: that is probably stopped: continue it or kill it"
+    )
+
+
+def _make_memory(file: OpenFile, name: str) -> None:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        try:
+            file.open(os.memfd_create, name, flags | _NOEXEC)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 6.3
+                raise
+            file.open(os.memfd_create, name, flags)
+        os.fchmod(file.fd, 0o600)
+    except OSError as error:
+        raise shortage.explain(error, f"cannot make memory for segment {name}") from None
+
+
+def _beside(file: OpenFile | None) -> list[tuple[int, int, Any]]:
+    """What goes with a packet: a descriptor, or none."""
+    if file is None or file.fd < 0:
+        return []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file.fd))]
+
+
+def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
+    """A packet of at most `most` bytes, and the descriptor beside it, if there is one. No bytes: the connection has
+    ended.
+
+    Raises `WireError` for a longer packet and for any other descriptors, `OSError` (`EMFILE`) if this process may open
+    no more, `BlockingIOError` if there is no packet yet.
+    """
+    received: list[Any] = []
+    file, opened = OpenFile(), None
+    try:
+        received.extend(map(connection.recvmsg, (most + 1,), (_ANCILLARY,), (socket.MSG_CMSG_CLOEXEC,)))
+        opened = _passed(received)
+        data, _, flags, _ = received[0]
+        if flags & socket.MSG_CTRUNC and not opened:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # so the kernel says that there is no room for it
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > most or len(opened) > 1:
+            raise WireError(f"a packet of {len(data)} bytes with {len(opened)} descriptors")
+        if opened:
+            if not stat.S_ISREG(os.fstat(opened[0]).st_mode):
+                raise WireError("a descriptor of something that is not memory")
+            file.open(opened.pop, 0)  # taken from the list and recorded in one C call
+        return data, file
+    except BaseException:
+        left = _passed(received) if opened is None else opened
+        while left:
+            os.close(left.pop())
+        raise
+
+
+def _passed(received: list[Any]) -> list[int]:
+    """The descriptors beside a packet, if one was received."""
+    found: list[int] = []
+    for level, kind, raw in received[0][1] if received else ():
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found += struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])
+    return found
+
+
+def _unopened() -> socket.SocketType:
+    """A socket that is not opened yet: what opens it records it, so that an interrupt leaves none open."""
+    return socket.SocketType.__new__(socket.SocketType)
