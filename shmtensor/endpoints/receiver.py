@@ -198,11 +198,11 @@ class Receiver(Endpoint):
                     self._pass_over(message)
                 if private is not NOTHING:
                     message.value = private
-                    if self._claims is None:  # else it is not done
-                        message._hold = message._lease = None
                 if hand is not None:
                     hand.message = message._lease, message._hold
                 del undelivered[message]
+                if private is not NOTHING and self._claims is None:  # else it is not done
+                    message._hold = message._lease = None  # last: it wakes a sender, and lets other threads run
                 return message
 
     def _pass_over(self, message: Message) -> None:

@@ -804,6 +804,30 @@ def test_threads_and_tasks_share_an_endpoint(run, channel, pair):
     run(main())
 
 
+@pytest.mark.slow
+def test_threads_that_take_copies_beside_a_task_that_waits_for_slots(run, channel):
+    """A copy gives its slot back at once, and a task is woken by a system call: meanwhile, other threads run."""
+    count = 3000
+
+    async def main():
+        with shmtensor.Publisher(channel, slots=2) as tx, shmtensor.Subscriber(channel) as rx:
+
+            def receive():
+                got = []
+                with contextlib.suppress(shmtensor.EndOfStream):
+                    while True:
+                        got.append(number_of(rx.recv(copy=True)))
+                return got
+
+            joins = [in_thread(receive) for _ in range(4)]
+            for each in range(count):
+                await tx.asend(number(each))
+            tx.close()
+            assert sorted([each for join in joins for each in await join()]) == list(range(count))
+
+    run(main())
+
+
 def test_a_consumer_that_leaves_wakes_those_that_wait_for_its_message(run, channel, no_liveness_checks):
     """The last sender has left, and another consumer has the last message: the stream ends when that one is done."""
 

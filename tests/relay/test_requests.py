@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -384,6 +385,7 @@ def test_what_has_expired_is_not_started(channel):
         client.wait_for_servers(1, timeout=PATIENCE)
         with pytest.raises(shmtensor.TimedOut, match="a server has it"):
             client.request("late", timeout=0.3)
+        time.sleep(1.0)  # its time is up there later than here, by what its frame took
         future = client.submit("in time", timeout=PATIENCE)
         with server.recv(timeout=PATIENCE) as request:
             assert request.value == "in time"
