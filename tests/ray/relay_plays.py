@@ -181,6 +181,7 @@ def fan_out_restarted(nodes: Any) -> None:
         relays.wait(PATIENCE)
         ends = (nodes.head, "Publisher", "frames"), (nodes.there, "Subscriber", "frames", {"until": "closed"})
         with members(nodes, *ends) as (sender, receiver):
+            ray.get(receiver.wait_for.remote("publishers", 1))  # it is there: else it misses the first messages
             sent = sender.send.remote(0, 20 * COUNT)
             found = set(numbers(ray.get(receiver.recv.remote(COUNT))))
             before = relays.statistics()[nodes.there].address
