@@ -15,6 +15,7 @@ this slot, without a copy.
 | a channel of this host on another one | `Relay`; `shmtensor relay` in a shell |
 | to see what happens on this machine | `inspect`; `shmtensor top` in a shell |
 | that for `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
+| channels of a Ray cluster, tensors in its object refs | `shmtensor.ray.relays`, `register` |
 
 Every error is a `ShmTensorError`. `import shmtensor` imports no torch: that happens when the first tensor is sent or
 arrives.

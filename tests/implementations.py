@@ -53,6 +53,7 @@ rpc/pool rpc/requests rpc/workers wire/dtypes
 OTHERS = {
     "checkpoint/*": "no transport; what they share with it is tested there",
     "cuda/*": "over a stand-in for CUDA, or a device: rings of device memory have the reference's reading end",
+    "ray/*": "Ray starts the processes; what they use of this library is tested by both implementations elsewhere",
     "relay/*": "relays run by both implementations in processes of their own; frames and window are Python alone",
     "memory/guard": "the compiled module's alone",
     "channel/foreign memory/shortage channel/users": (

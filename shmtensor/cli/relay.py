@@ -51,6 +51,13 @@ def relay(
     remote: Annotated[
         str | None, typer.Option("--remote", metavar="NAME", help="Near side: the channel's name there, if another.")
     ] = None,
+    no_transit: Annotated[
+        bool,
+        typer.Option(
+            "--no-transit",
+            help="Near side: not what another relay has brought here; where each host has a relay to each other one.",
+        ),
+    ] = False,
     delivery: Annotated[
         str,
         typer.Option(
@@ -112,6 +119,7 @@ def relay(
         with Relay(
             names, to=to or None, listen=listen or None, scout=scout, config=config,
             pattern=cast('Literal["fan-out", "work-queue", "service"] | None', pattern), remote=remote,
+            transit=not no_transit,
             delivery=cast('Literal["auto", "all", "latest"]', delivery), user=user, window=window,
             window_bytes=window_bytes, away=away, slots=slots, max_bytes=max_bytes,
         ) as made:  # fmt: skip

@@ -27,7 +27,7 @@ from ..wire.spec import LeafSpec
 from . import copies
 from .leaf import Leaf, Refused, is_tensor, overlapping
 from .libraries import device_job, is_cuda_name, torch_views
-from .numpy import ROW, Array, address_of, array_leaf, describe
+from .numpy import ROW, Array, address_of, array_leaf, describe, memory_of
 
 # a copy that NumPy or torch makes: (payload) -> None
 Job = Callable[["np.ndarray[Any, Any]"], None]
@@ -197,6 +197,12 @@ class Encoded:
                 copies.move_large(payload, at, address, size)
         for job in (*self._jobs, *(self.device_jobs if on_device else ())):
             job(payload)
+
+    def in_place(self) -> Array | None:
+        """The payload where it lies, if it is one dense piece of memory: it is kept alive, and not copied."""
+        if not self.nbytes or self._jobs or self.device_jobs or [it[1:] for it in self._runs] != [(0, self.nbytes)]:
+            return None
+        return memory_of(self._runs[0][0], self.nbytes, self)
 
     def write(self, buffer: Any, offset: int, on_device: bool = True) -> None:
         """As `copy_into`, and write a spilled description behind the payload: `total` bytes in all."""

@@ -176,6 +176,21 @@ def array_at(address: int, nbytes: int) -> Array:
     return np.frombuffer(memory, np.uint8)
 
 
+class _Memory:
+    """What NumPy makes an array of: bytes at an address, and what keeps them alive."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+        self.owner = owner
+
+
+def memory_of(address: int, nbytes: int, owner: object) -> Array:
+    """A `uint8` array over memory that lives as long as `owner`, which it keeps alive. It is flagged writable."""
+    return np.asarray(_Memory(address, nbytes, owner))
+
+
 def array_leaf(array: Array) -> Leaf:
     """The leaf of an array of type `ndarray` or `memmap` itself. Raises `Refused` for dtypes that cannot be sent."""
     dtype = array.dtype

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
 from ..channel import control as ctl
 from ..channel.control import Control, Entry
+from ..channel.membership import Member
 from ..channel.names import control_name
 from ..codec import raw
 from ..codec.encode import Encoded
@@ -58,6 +59,8 @@ class _NearEnd:
 
     avoided = 0
     """The hash of the far channel: what came from there does not go back."""
+    transit = True
+    """Whether to relay what another relay brought here."""
     refusal = ""
     """Why this channel cannot be relayed; empty if it can."""
     _readers: list[Any]
@@ -68,7 +71,7 @@ class _NearEnd:
 
     def _attach(self, entry: Entry) -> Reader:
         control = self._member.control  # type: ignore[attr-defined]
-        if self._leaves_alone and self.avoided in path_of(control.label(entry)):
+        if self._leaves_alone and self.leaves(control.label(entry)):
             raise FileNotFoundError(entry.uid)
         reader: Reader = super()._attach(entry)  # type: ignore[misc]
         if reader.device:
@@ -78,6 +81,12 @@ class _NearEnd:
         return reader
 
     _leaves_alone = False
+
+    def leaves(self, label: str) -> bool:
+        """Whether a sender of this label is not this relay's: its messages came through the far channel, or through
+        any while there is no transit."""
+        path = path_of(label)
+        return self.avoided in path if self.transit else bool(path)
 
     def next(self, timeout: float) -> Message | None:
         """The next message, or None."""
@@ -91,12 +100,16 @@ class _NearEnd:
         return [
             Named(reader.uid, reader.sender.pid, reader.sender.name)
             for reader in list(self._readers)
-            if self.avoided not in path_of(reader.sender.name) or not self.avoided
+            if not self.leaves(reader.sender.name)
         ]
 
 
 class NearSubscriber(_NearEnd, Subscriber):
     """Takes every message of a fan-out, or the newest, as it is."""
+
+    def __init__(self, channel: str, transit: bool, **options: Any) -> None:
+        self.transit = transit
+        super().__init__(channel, label=_RELAY if transit else relay_label(0, False), **options)
 
 
 class NearConsumer(_NearEnd, Consumer):
@@ -105,13 +118,22 @@ class NearConsumer(_NearEnd, Consumer):
 
     _leaves_alone = True
 
-    def __init__(self, channel: str, avoided: int, **options: Any) -> None:
-        self.avoided = avoided
-        super().__init__(channel, **options)
+    def __init__(self, channel: str, avoided: int, transit: bool, **options: Any) -> None:
+        self.avoided, self.transit = avoided, transit
+        super().__init__(channel, label=relay_label(avoided, transit), **options)
+
+    def senders(self) -> list[Named]:
+        self._run(self._look)  # while no consumer is there, nothing is taken, which would notice who has come
+        return super().senders()
+
+    def _look(self) -> None:
+        if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
 
 
 _RELAY: Final = "relay"
 _RELAY_TO: Final = "relay to "
+_DIRECT: Final = ", no transit"
 _NEARER_S: Final = 0.05
 """How long a request waits for a server of this host that sleeps: it is woken for it, unless it is stopped."""
 _BUSY_S: Final = 0.001
@@ -120,16 +142,23 @@ _PAUSE_S: Final = 0.0005
 _MOST_ATTEMPTS: Final = 250
 
 
-def relay_label(path: int) -> str:
-    """The label of a near relay in a service: where it leads to."""
-    return f"{_RELAY_TO}{path:08x}"
+def relay_label(path: int, transit: bool) -> str:
+    """The label of a near relay in a work queue or service: where it leads to, and whether what relays bring may go
+    there."""
+    return f"{_RELAY_TO}{path:08x}{'' if transit else _DIRECT}"
+
+
+def is_way_back(label: str, paths: Collection[int]) -> bool:
+    """Whether this label is that of a near relay which leaves alone what came through the channels of these hashes."""
+    if not label.startswith(_RELAY_TO):
+        return False
+    return label.endswith(_DIRECT) or label in {relay_label(path, True) for path in paths}
 
 
 def count_servers(service: str, paths: Iterable[int]) -> int:
     """How many servers may take requests that came through the channels of these hashes: living ones, and relays that
     lead elsewhere. Raises `ArgumentError` if it is a channel of another kind."""
-    back = {relay_label(path) for path in paths}
-    count = 0
+    back, count = set(paths), 0
     with contextlib.suppress(FileNotFoundError, WireError, OSError), shm.look_at(control_name(service)) as segment:
         words = segment.read(0, Control.nbytes() // 8)
         if (words[ctl.W_MAGIC], words[ctl.W_VERSION]) != (ctl.MAGIC, ctl.VERSION):
@@ -141,7 +170,7 @@ def count_servers(service: str, paths: Iterable[int]) -> int:
             if words[at + ctl.M_UID] and words[at + ctl.M_ROLE] == ctl.RECEIVER and not words[at + ctl.M_LEAVING]:
                 start = ctl.label_word(index)
                 label = ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
-                count += label not in back and segment.is_locked(ctl.LIFE + index)
+                count += not is_way_back(label, back) and segment.is_locked(ctl.LIFE + index)
     return count
 
 
@@ -151,12 +180,12 @@ class NearIntake(_NearEnd, Intake):
     _leaves_alone = True
     _claims: Claims
 
-    def __init__(self, service: str, avoided: int) -> None:
-        self.avoided = avoided
+    def __init__(self, service: str, avoided: int, transit: bool) -> None:
+        self.avoided, self.transit = avoided, transit
         self._nearer: list[Any] = []  # of `Peer`: the servers of this host that live
         self._nearer_due = 0.0
         self._is_waiting = False
-        super().__init__(service, max_attempts=_MOST_ATTEMPTS, spin=0.0, label=relay_label(avoided))
+        super().__init__(service, max_attempts=_MOST_ATTEMPTS, spin=0.0, label=relay_label(avoided, transit))
 
     def _refresh(self) -> None:
         super()._refresh()
@@ -252,6 +281,7 @@ class _FarEnd:
     _mask: int
     _rings: list[Ring]
     _recipients: Recipients
+    _member: Member
 
     def forward(self, item: Item, timeout: float) -> int:
         """Send a whole message as it is. As `send`."""
@@ -289,18 +319,20 @@ class _FarEnd:
         guard = weakref.ref(array)
         return self._publish(ring, slot, out, guard, *beside)  # type: ignore[attr-defined, no-any-return]
 
-    def audience(self) -> int:
-        """Who receives: `NOBODY`, `LOSSLESS`, or `LATEST` if none but latest subscribers are there."""
-        return self._run(self._audience_inside)  # type: ignore[attr-defined, no-any-return]
+    def audience(self, paths: Collection[int]) -> int:
+        """Who receives what came through the channels of these hashes: `NOBODY`, `LOSSLESS`, or `LATEST` if none but
+        latest subscribers are there."""
+        return self._run(self._audience_inside, paths)  # type: ignore[attr-defined, no-any-return]
 
-    def _audience_inside(self) -> int:
+    def _audience_inside(self, paths: Collection[int]) -> int:
         if self._state or self._stop:  # type: ignore[attr-defined]
             return NOBODY
         recipients = self._recipients
         if self._control_words[ctl.W_EPOCH] != recipients.epoch:  # type: ignore[attr-defined]
             recipients.refresh()
         recipients.drop_dead()
-        flags = [peer.entry.flags for peer in recipients.listeners]
+        control = self._member.control
+        flags = [peer.entry.flags for peer in recipients.listeners if not is_way_back(control.label(peer.entry), paths)]
         if not flags:
             return NOBODY
         return LATEST if all(each & ctl.LATEST for each in flags) else LOSSLESS
@@ -313,9 +345,9 @@ class FarPublisher(_FarEnd, Publisher):
 
 
 class FarProducer(_FarEnd, Producer):
-    """Sends messages of a work queue as they are."""
+    """Sends messages of a work queue as they are. What is not done here is not lost: the near host has it."""
 
-    _traits = SenderTraits(WORK_QUEUE, counts_lost=True)
+    _traits = SenderTraits(WORK_QUEUE)
 
     def done_word(self, seq: int) -> tuple[memoryview, int]:
         """Where it is stored that message `seq`, just sent, is done: the word is that number then, or a later one."""

@@ -291,6 +291,7 @@ class Stream:
         self._audience = NOBODY
         self._senders: dict[int, _Far] = {}
         self._labels: dict[int, str] = {}
+        self._paths = {hello.path}  # the channels that its messages came through
         self._leaving: set[int] = set()
         self._unfinished: dict[int, Unfinished] = {}
         self._filling: tuple[int, int, Any] | None = None  # attempt, number, a `Filling`
@@ -448,9 +449,8 @@ class Stream:
                 self._service.look_for_servers()
             except ArgumentError as error:
                 raise _Refused(str(error)) from None
-        if self._pattern != FAN_OUT:
             return
-        found = [sender.audience() for sender in self._senders.values() if isinstance(sender, FarPublisher)]
+        found = [it.audience(self._paths) for it in self._senders.values() if not isinstance(it, FarClient)]
         audience = LOSSLESS if LOSSLESS in found else LATEST if LATEST in found else NOBODY
         if audience != self._audience:
             self._audience, self._due = audience, True
@@ -643,9 +643,13 @@ class Stream:
         """Those that have come there appear here, those that have left there leave."""
         there = {it.uid: it.label for it in frame.senders}
         self._labels = there
+        hops = [hop for label in there.values() for hop in path_of(label)]
         if self._service is not None:  # a client's comes with its first request
-            self._service.note_paths(hop for label in there.values() for hop in path_of(label))
+            self._service.note_paths(hops)
         else:
+            self._paths.update(hops)
+            if there.keys() - self._senders.keys():
+                self._audience_due = 0.0
             for uid in there:
                 self._sender(uid)
         self._leaving = self._senders.keys() - there.keys()

@@ -48,8 +48,13 @@ def user_name() -> str:
     return str(os.geteuid())
 
 
-def path_hash(channel: str) -> int:
-    """32 bits that differ between channels of all hosts, and of all namespaces of one host. Never 0."""
+def host_id() -> str:
+    """What is the same for the processes of this user that share a `/dev/shm` or a segment server, and for no others."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return xxhash.xxh32_intdigest(f"{boot} {placement.current().identity()} {os.geteuid()} {channel}".encode()) or 1
+    return f"{boot} {placement.current().identity()} {os.geteuid()}"
+
+
+def path_hash(channel: str) -> int:
+    """32 bits that differ between channels of all hosts, and of all namespaces of one host. Never 0."""
+    return xxhash.xxh32_intdigest(f"{host_id()} {channel}".encode()) or 1

@@ -172,9 +172,9 @@ class NearService:
 
     refusal = ""
 
-    def __init__(self, name: str, avoided: int) -> None:
+    def __init__(self, name: str, avoided: int, transit: bool) -> None:
         self.avoided = avoided
-        self._intake = NearIntake(name, avoided)
+        self._intake = NearIntake(name, avoided, transit)
         self.requests = TakenRequests(self._intake, slots=None, max_bytes=None, publisher=NearReplies)
         self.ending = threading.Lock()
 

@@ -19,11 +19,12 @@ from typing import Any, Final, Literal
 
 from ..endpoints.message import Message, SenderInfo
 from ..errors import ClosedError, ShmTensorError, TimedOut, WireError
-from .endpoints import NearConsumer, NearSubscriber, path_of
+from .endpoints import NearConsumer, NearSubscriber
 from .frames import (
     FAN_OUT,
     LATEST,
     MOST_ITEMS,
+    NOBODY,
     SERVICE,
     WORK_QUEUE,
     Bye,
@@ -62,6 +63,8 @@ _LOOK_S: Final = 0.01
 """How often the requests under way are looked at: a client that cancels one tells nobody."""
 _MOST_LATEST: Final = 8
 """Messages under way at most while old ones are dropped for new ones."""
+_RECALL_S: Final = 2.0
+"""Seconds without a consumer there after which a queue's messages that wait there go to others."""
 _MOST_ATTEMPTS: Final = 250
 _MOST_ANNOUNCED: Final = 240
 """Senders at most: each is a member there, of 256. One that has left is until all that it sent is acknowledged."""
@@ -97,8 +100,10 @@ class Outbound:
         *,
         delivery: Literal["auto", "all", "latest"],
         user: str,
+        transit: bool = True,
     ) -> None:
         self.name, self._pattern, self._delivery, self._user = name, pattern, delivery, user
+        self._transit = transit
         self._session, self._keys = session, Keys(remote)
         self._id, self._attempt, self._far, self._path = secrets.randbits(63) | 1, 1, 0, path_hash(name)
         self._window: Outgoing[Sent] = Outgoing()
@@ -115,8 +120,9 @@ class Outbound:
         self._stop = self._is_draining = False
         self.messages = self.nbytes = self.resent = self.connections = self.bad_frames = self.acknowledged = 0
         self._last_far = self._servers = 0  # of a service
-        self._credit = (0, 0)  # of a service: how many requests may be sent beyond what number
+        self._credit = (0, 0)  # the newest item received there, second; of a service, how many may be sent beyond it
         self._look_due = self._ask_due = self._cancel_due = 0.0
+        self._alone_since = 0.0  # of a queue: since when no consumer is there for what is under way; 0: one is
         self._endpoint: _End | None = None
         self._replying: Replying | None = None
         self._held: Sent | None = None  # taken, and to be sent when its sender can be announced
@@ -134,13 +140,13 @@ class Outbound:
 
     def _join(self, avoided: int = 0) -> _End:
         if self._pattern == SERVICE:
-            return NearService(self.name, avoided)
-        label = "relay"
+            return NearService(self.name, avoided, self._transit)
         if self._pattern == WORK_QUEUE:
             return NearConsumer(
-                self.name, avoided, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed", label=label
+                self.name, avoided, self._transit, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed"
             )
-        return NearSubscriber(self.name, delivery="latest" if self._is_latest else "all", until="closed", label=label)
+        delivery: Literal["all", "latest"] = "latest" if self._is_latest else "all"
+        return NearSubscriber(self.name, self._transit, delivery=delivery, until="closed")
 
     # --- what comes, in Zenoh's threads
 
@@ -274,6 +280,8 @@ class Outbound:
             self._attempt += 1
             self._gap = False
             self._servers, self._credit = 0, (0, 0)
+            if self._pattern == WORK_QUEUE:
+                self._audience, self._alone_since = NOBODY, 0.0
             self._window.end()
             self._sending = None
             self._hello_due = 0.0
@@ -343,6 +351,8 @@ class Outbound:
         self._report(now)
         if self._pattern == SERVICE:
             self._attend(now)
+        if self._recalls(now):
+            return
         if self._sending is not None and len(self._sending):
             self._sending.send()
             return
@@ -378,10 +388,34 @@ class Outbound:
             return False
         return True
 
+    def _recalls(self, now: float) -> bool:
+        """Whether a queue's messages were taken back, as no consumer is there any more: others get them.
+
+        That none is there is believed of a far relay that has received what is under way, so that it knows the senders.
+        """
+        if self._pattern != WORK_QUEUE:
+            return False
+        with self._changed:
+            is_known = len(self._window) > 0 and self._credit[1] >= self._window.oldest
+            is_alone = is_known and self._audience == NOBODY
+        if not is_alone:
+            self._alone_since = 0.0
+            return False
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < _RECALL_S:
+            return False
+        self._put(Bye(self._id, self._far, self._attempt, True).head())
+        self._begin_anew("no consumer is there for what was sent")
+        with self._changed:
+            kept = self._window.clear()
+        del kept  # their claims end here
+        return True
+
     def _may_add(self, most: int) -> bool:
-        """Whether there is credit for one more message, and, of a service, for one more request."""
+        """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,
+        whether somebody is there to take it."""
         if self._pattern != SERVICE:
-            return self._window.may_add(most)
+            return self._window.may_add(most) and (self._pattern != WORK_QUEUE or self._audience != NOBODY)
         credit, received = self._credit
         return self._window.may_add(most) and self._window.count_beyond(received) < credit
 
@@ -426,11 +460,10 @@ class Outbound:
             self._sending.send()
 
     def _is_avoided(self, endpoint: _End, sender: SenderInfo) -> bool:
-        """Whether its messages came through the far channel."""
+        """Whether its messages are none of this relay's."""
         found = self._avoids.get(sender)
         if found is None:
-            avoided = endpoint.avoided
-            found = self._avoids[sender] = bool(avoided) and avoided in path_of(sender.name)
+            found = self._avoids[sender] = not isinstance(endpoint, NearService) and endpoint.leaves(sender.name)
         return found
 
     def _join_again(self) -> None:
@@ -556,7 +589,7 @@ class Outbound:
                     self._changed.wait(_TICK_S)
             self._handle_events()
             now = time.monotonic()
-            if self._stop or attempt != self._attempt or self._is_over(now):
+            if self._stop or attempt != self._attempt or self._is_over(now) or self._recalls(now):
                 return False
             self._report(now)
 

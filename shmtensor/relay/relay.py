@@ -44,6 +44,8 @@ class Relay(Local):
         config: path of a Zenoh configuration file, for TLS, access control and the rest.
         pattern: near: `"fan-out"`, `"work-queue"` or `"service"`; None: that of the channel, which must exist then.
         remote: near: the channel's name there, if it is another. Only with one `name`.
+        transit: near: also relay what another relay has brought to this host. False where each host has a relay to
+            each other one: over two ways, a message would arrive twice.
         delivery: near, fan-out: `"all"`, every message; `"latest"`, what the network cannot carry is dropped here;
             `"auto"`: as `"latest"` while all subscribers there are `latest`, else `"all"`.
         user: both relays must name the same; None: the login name.
@@ -75,6 +77,7 @@ class Relay(Local):
         config: str | os.PathLike[str] | None = None,
         pattern: Literal["fan-out", "work-queue", "service"] | None = None,
         remote: str | None = None,
+        transit: bool = True,
         delivery: Literal["auto", "all", "latest"] = "auto",
         user: str | None = None,
         window: int | None = None,
@@ -95,8 +98,11 @@ class Relay(Local):
             raise ArgumentError("to= is for the near relay, listen= for the far one: a relay is one of the two")
         if not self.is_far and not endpoints[0] and not scout:
             raise ArgumentError("a near relay needs to=, a far one listen=, or pass scout=True to look for a far one")
-        own = {"pattern": pattern, "remote": remote, "delivery": None if delivery == "auto" else delivery}
-        theirs = {
+        own: dict[str, object] = {
+            "pattern": pattern, "remote": remote, "transit": None if transit is True else transit,
+            "delivery": None if delivery == "auto" else delivery,
+        }  # fmt: skip
+        theirs: dict[str, object] = {
             "window": window, "window_bytes": window_bytes, "away": away, "slots": slots, "max_bytes": max_bytes
         }  # fmt: skip
         for option, value in (own if self.is_far else theirs).items():
@@ -104,6 +110,8 @@ class Relay(Local):
                 raise ArgumentError(
                     f"{option}={value!r} is for the {'near' if self.is_far else 'far'} relay, this is the other one"
                 )
+        if not isinstance(transit, bool):
+            raise ArgumentTypeError(f"transit is True or False, not {transit!r}")
         check_choice("delivery", delivery, ("auto", "all", "latest"))
         if pattern is not None:
             check_choice("pattern", pattern, tuple(PATTERNS))
@@ -135,7 +143,15 @@ class Relay(Local):
                     self._channels.append(Inbound(self._session, each, terms))
                 else:
                     self._channels.append(
-                        Outbound(self._session, each, remote or each, patterns[number], delivery=delivery, user=who)
+                        Outbound(
+                            self._session,
+                            each,
+                            remote or each,
+                            patterns[number],
+                            delivery=delivery,
+                            user=who,
+                            transit=transit,
+                        )
                     )
         except BaseException:
             self.close(linger=0)

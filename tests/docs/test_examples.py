@@ -25,6 +25,8 @@ WITHOUT_CHANNELS = {
     "transformers_checkpoints",
 }  # fmt: skip
 """Examples that name no channel of their own."""
+ELSEWHERE = {"ray_cluster"}
+"""Examples that other tests run: tests/ray/test_relays.py."""
 NEEDS = {"lightning_checkpoints": ("lightning",), "transformers_checkpoints": ("transformers", "accelerate")}
 """Examples for frameworks that the tests do not install -> what they import. What these warn of is their own affair."""
 LINES = {
@@ -39,7 +41,9 @@ LINES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LINES], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem not in {*LINES, *ELSEWHERE}], ids=lambda path: path.stem
+)
 def test_example(path, socket_directory, tmp_path):
     for package in NEEDS.get(path.stem, ()):
         if importlib.util.find_spec(package) is None:

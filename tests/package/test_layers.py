@@ -32,6 +32,7 @@ FLOORS = (
     ("checkpoint",),
     ("dcp",),
     ("relay",),
+    ("ray",),
     ("cli",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -48,6 +48,25 @@ def pair(channel: str, pattern: str = "fan-out", near: Any = None, far: Any = No
         yield here, there
 
 
+@contextlib.contextmanager
+def mesh(channel: str, pattern: Any, **far: Any) -> Iterator[tuple[list[str], dict[tuple[int, int], shmtensor.Relay]]]:
+    """Three hosts, played by three channels, with a relay to each other one: their names, and relays by (from, to)."""
+    names, wheres = [f"{channel}-{each}" for each in "abc"], [endpoint() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for name, where in zip(names, wheres, strict=True):
+            stack.enter_context(shmtensor.Relay(name, listen=where, **far))
+        relays = {}
+        for at, name in enumerate(names):
+            for to, other in enumerate(names):
+                if to != at:
+                    relays[at, to] = stack.enter_context(
+                        shmtensor.Relay(name, to=wheres[to], remote=other, pattern=pattern, transit=False)
+                    )
+        for relay in relays.values():
+            relay.wait(PATIENCE)
+        yield names, relays
+
+
 def state_of(relay: shmtensor.Relay) -> Any:
     """The counters of a relay's only channel."""
     return next(iter(relay.statistics().values()))

@@ -58,6 +58,7 @@ def test_errors(channel):
         ((channel, "--to", endpoint()), "does not exist yet", 1),
         ((channel, "--to", endpoint(), "--pattern", "fan-out", "--wait", "0.3"), "no far relay has answered", 1),
         ((channel, "--to", endpoint(), "--slots", "4"), "for the far relay", 1),
+        ((channel, "--listen", endpoint(), "--no-transit"), "for the near relay", 1),
     ):
         process = start(*arguments)
         out, error = process.communicate(timeout=PATIENCE)

@@ -22,7 +22,7 @@ from shmtensor.wire import record  # noqa: E402
 
 from ..scenes import HIDDEN  # noqa: E402
 from ..waiting import PATIENCE, wait_until  # noqa: E402
-from .hosts import endpoint, is_open, pair, state_of  # noqa: E402
+from .hosts import endpoint, is_open, mesh, pair, state_of  # noqa: E402
 
 
 def is_equal(left, right) -> bool:
@@ -512,6 +512,61 @@ def test_a_queue_message_that_came_from_there_is_left_to_a_consumer_here(channel
                     assert message.value == {"back": number}
 
 
+def test_a_mesh_without_transit(channel):
+    """Each host has a relay to each other one: a message comes to each of them once, by the direct way."""
+    with contextlib.ExitStack() as stack:
+        names, relays = stack.enter_context(mesh(channel, "fan-out"))
+        senders = [stack.enter_context(shmtensor.Publisher(name, label=name[-1])) for name in names]
+        receivers = [stack.enter_context(shmtensor.Subscriber(name)) for name in names]
+        for receiver in receivers:
+            receiver.wait_for_publishers(3, timeout=PATIENCE)
+        for number in range(30):
+            for first, sender in zip((0, 100, 200), senders, strict=True):
+                sender.send(np.array(first + number))
+        expected = [first + number for first in (0, 100, 200) for number in range(30)]
+        for receiver in receivers:
+            assert sorted(int(receiver.recv(timeout=PATIENCE).value) for _ in range(90)) == expected
+            with pytest.raises(shmtensor.TimedOut):
+                receiver.recv(timeout=0.5)
+        assert {state_of(relay).messages for relay in relays.values()} == {30}
+
+
+def test_a_latest_subscriber_of_a_mesh(channel):
+    """That the relays there are lossless subscribers does not make them an audience."""
+    with (
+        mesh(channel, "fan-out") as (names, _),
+        shmtensor.Publisher(names[0]) as tx,
+        shmtensor.Subscriber(names[1], delivery="latest") as rx,
+    ):
+        rx.wait_for_publishers(1, timeout=PATIENCE)
+        relays_here = [("all", False), ("latest", False)]  # to c, and to b
+        wait_until(
+            lambda: (
+                relays_here
+                == sorted((it.delivery, it.leaving) for it in shmtensor.inspect(names[0]).receivers if it.alive)
+            )
+        )
+        tx.send(np.array(1))
+        assert int(rx.recv(timeout=PATIENCE).value) == 1
+
+
+@pytest.mark.parametrize(("size", "least", "far"), [(1, 20, {}), (100_000, 2, {"slots": 3, "window_bytes": 200_000})])
+def test_a_queue_of_a_mesh_goes_where_consumers_are(channel, size, least, far):
+    """Hosts without consumers take nothing; what waits where the last one has left goes to others, also if the ring
+    there and the window are full."""
+    with mesh(channel, "work-queue", **far) as (names, relays), shmtensor.Producer(names[0], slots=64) as tx:
+        for number in range(40):
+            tx.send(np.full(size, number))
+        with shmtensor.Consumer(names[2], until="closed") as rx:
+            found = [int(rx.recv(timeout=PATIENCE, copy=True).value[0]) for _ in range(10)]
+            wait_until(lambda: state_of(relays[0, 2]).in_flight > least)
+        assert state_of(relays[0, 1]).messages == 0
+        with shmtensor.Consumer(names[1], until="closed") as rx:
+            while len(set(found)) < 40:
+                found.append(int(rx.recv(timeout=PATIENCE).value[0]))
+        wait_until(lambda: state_of(relays[0, 1]).in_flight == state_of(relays[0, 2]).in_flight == 0)
+
+
 @pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
 def test_another_far_host_gets_what_the_first_one_sent(channel, pattern):
     """Given two, a near relay turns to the other one when the first has ended: what came from there goes to it at
@@ -641,6 +696,7 @@ def test_a_channel_of_another_pattern_there_is_refused(channel):
         ({"to": "tcp/127.0.0.1:1", "listen": "tcp/127.0.0.1:2"}, "one of the two"),
         ({"to": "tcp/127.0.0.1:1", "slots": 4}, "for the far relay"),
         ({"listen": "tcp/127.0.0.1:1", "delivery": "latest"}, "for the near relay"),
+        ({"listen": "tcp/127.0.0.1:1", "transit": False}, "for the near relay"),
         ({"to": "tcp/127.0.0.1:1", "pattern": "rpc"}, "choose one of"),
         ({"to": "tcp/127.0.0.1:1"}, "does not exist yet"),
         ({"to": "tcp/127.0.0.1:1", "pattern": "fan-out", "remote": "a/b"}, "channel name"),

@@ -19,7 +19,7 @@ from shmtensor.relay import endpoints, far_requests
 from shmtensor.relay.keys import path_hash
 
 from ..waiting import PATIENCE, wait_until
-from .hosts import endpoint, is_open, pair, state_of
+from .hosts import endpoint, is_open, mesh, pair, state_of
 from .test_relay import is_equal, values
 
 
@@ -483,6 +483,19 @@ def test_a_service_is_refused_where_it_cannot_be(channel):
         wait_until(lambda: state_of(near).state == "refused")
         with pytest.raises(shmtensor.WireError, match="not a service"):
             near.wait(0)
+
+
+def test_a_mesh(channel):
+    """A relay between two other hosts is no server: a request takes the direct way."""
+    with mesh(channel, "service") as (names, relays), Serving(names[2], lambda request: int(request.value) + 1):
+        for name, far in ((names[0], (0, 2)), (names[1], (1, 2))):
+            with shmtensor.Client(name) as client:
+                client.wait_for_servers(1, timeout=PATIENCE)
+                for number in range(10):
+                    assert client.request(number, timeout=PATIENCE) == number + 1
+                assert client.statistics().servers == 1
+                wait_until(lambda far=far: state_of(relays[far]).messages == 10)
+        assert state_of(relays[0, 1]).messages == state_of(relays[1, 0]).messages == 0
 
 
 def test_labels_of_relays(channel):

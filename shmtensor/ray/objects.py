@@ -1,0 +1,87 @@
+"""`register`: tensors in object refs. Their bytes lie in Ray's object store, and `ray.get` gives views of these.
+
+A tensor is pickled as its description (wire/spec.py) and one out-of-band buffer: Ray copies the buffer into its store,
+once, or sends a small one along with the reference. What reads it makes a tensor over Ray's buffer, which holds the
+object in the store as long as the tensor's storage lives. So the leases are Ray's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..codec.encode import encode
+from ..codec.implementation import decode
+from ..codec.numpy import address_of, memory_of
+from ..errors import ShmTensorError
+from ..wire.spec import GROUP_ALIGNMENT
+from .relays import ray_module
+
+_PICKLED: Final = None
+"""In place of a description: torch's own way to pickle it follows."""
+
+
+def register() -> None:
+    """Let this process put torch tensors into object refs such that `ray.get` gives views instead of copies.
+
+    Experimental. For each process that puts tensors: the driver calls it after `ray.init`, and the workers too, with
+    `ray.init(runtime_env={"worker_process_setup_hook": "shmtensor.ray.register"})`. Processes that only get need
+    nothing but shmtensor and torch.
+
+    From then on, tensors of type `torch.Tensor` itself that lie in host memory and need no gradient are copied
+    once, into the object store. `ray.get` on a node that has the object gives a tensor that *is* the object's
+    bytes: shared with everyone there, so it must not be written to (torch cannot forbid it: call `.clone()` first).
+    The object stays in the store until the last such tensor, slice and view of it is gone, even if the reference
+    is. On another node Ray copies the object there first. Every dtype, dense strides, and sparse, nested and
+    quantized tensors survive. All other tensors are pickled as before. Small objects (100 KB, by Ray's default) lie
+    in the processes' own memory.
+
+    Raises:
+        ArgumentError: this process is not connected to a cluster.
+        DependencyError: Ray or torch is not installed.
+    """
+    ray_module()
+    import torch
+    from ray.util import register_serializer
+
+    register_serializer(torch.Tensor, serializer=_flatten, deserializer=rebuild)
+
+
+def unregister() -> None:
+    """Pickle tensors as before."""
+    ray_module()
+    import torch
+    from ray.util import deregister_serializer
+
+    deregister_serializer(torch.Tensor)
+
+
+def _flatten(tensor: Any) -> tuple[Any, ...]:
+    """What is pickled instead of a tensor: its description, and its bytes as an array, which are not copied if they are
+    dense; or torch's own function, and its arguments."""
+    if not (tensor.requires_grad or tensor.__dict__ or tensor.device.type != "cpu"):
+        try:
+            out = encode(tensor)
+        except ShmTensorError:
+            pass
+        else:
+            payload = out.in_place()
+            if payload is None:
+                payload = np.empty(out.nbytes, np.uint8)
+                out.copy_into(payload)
+            return out.description, payload
+    return (_PICKLED, *tensor.__reduce_ex__(2))
+
+
+def rebuild(parts: tuple[Any, ...]) -> Any:
+    """The tensor of what `_flatten` has returned. If it is a view, it keeps the object of Ray alive."""
+    if parts[0] is _PICKLED:
+        return parts[1](*parts[2])
+    description, received = parts
+    address = address_of(received)
+    if address % GROUP_ALIGNMENT:  # a small object, which is nowhere but in this process
+        received = received.copy()
+        address = address_of(received)
+    value, _ = decode(description, memory_of(address, received.nbytes, received), readonly=True)
+    return value
