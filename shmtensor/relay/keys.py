@@ -49,7 +49,7 @@ def user_name() -> str:
 
 
 def host_id() -> str:
-    """What is the same for the processes of this user that share a `/dev/shm` or a segment server, and for no others."""
+    """What is the same for the processes of this user that share `/dev/shm` or a segment server, and for no other."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {placement.current().identity()} {os.geteuid()}"
