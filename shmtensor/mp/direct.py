@@ -109,8 +109,10 @@ class DirectProducer(Producer):
 
     _traits = SenderTraits(WORK_QUEUE, pool=_FittedPool, sizing=Sizing.exactly(1))
 
-    def __init__(self, channel: str, max_bytes: int | None, slot_bytes: int | None = None) -> None:
-        super().__init__(channel, full="grow", max_bytes=max_bytes, slot_bytes=slot_bytes)
+    def __init__(
+        self, channel: str, max_bytes: int | None, slot_bytes: int | None = None, slots: int | None = None
+    ) -> None:
+        super().__init__(channel, full="grow", max_bytes=max_bytes, slot_bytes=slot_bytes, slots=slots)
 
     def post(
         self, value: list[Any], may_get_room: Callable[[], bool], what: str, holder: str, head: tuple[Any, ...] = ()

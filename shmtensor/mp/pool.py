@@ -44,8 +44,8 @@ _PER_WORKER: Final = 8
 _PARENT_CHECK: Final = 1.0
 """Seconds after which a worker without a task checks whether its parent lives."""
 
-_ERROR_SLOT_BYTES: Final = 256
-"""Slot size of a worker's first ring, of 1024 slots: an error has room there when no other ring can be made."""
+_SMALL_SLOT_BYTES: Final = 256
+"""Slot size of the first ring of each end: an error, or the end, has room there when no other ring can be made."""
 
 log = logging.getLogger("shmtensor.mp")
 
@@ -135,7 +135,7 @@ class _WorkerEnds:
         while True:
             try:
                 if self._producer is None:
-                    self._producer = DirectProducer(self._channels.results, self._channels.max_bytes, _ERROR_SLOT_BYTES)
+                    self._producer = DirectProducer(self._channels.results, self._channels.max_bytes, _SMALL_SLOT_BYTES)
                 self._consumer = _Receiver(self._channels.tasks, acknowledge="release", max_attempts=_MOST_ATTEMPTS)
                 return self._consumer
             except ResourceError as error:
@@ -222,10 +222,11 @@ class _ParentEnds:
         self._room = threading.Condition()
         self._over = False
         self._shortage = _Shortage("a pool's process")
-        self._tasks = DirectProducer(channels.tasks, channels.max_bytes)
+        # with a ring each from the start: a pool can be ended when there is no memory left
+        self._tasks = DirectProducer(channels.tasks, channels.max_bytes, _SMALL_SLOT_BYTES)
         try:
             self._results = _Receiver(channels.results, acknowledge="release", until="closed")
-            self._end = DirectProducer(channels.results, None)
+            self._end = DirectProducer(channels.results, None, _SMALL_SLOT_BYTES, slots=4)
         except BaseException:
             self.close()
             raise

@@ -407,6 +407,20 @@ def without_memory():
         assert workers._pool == [before]
 
 
+@pytest.mark.parametrize("how", ["terminate", "close"])
+def test_a_pool_ends_where_there_is_no_memory(how):
+    play(end_without_memory, how, mounts=(own_shm("size=32m"),))
+
+
+def end_without_memory(how):
+    with pool(2) as workers:
+        fill("/dev/shm/fill")
+        getattr(workers, how)()
+        workers.join()
+    os.unlink("/dev/shm/fill")
+    assert not os.listdir("/dev/shm")
+
+
 def test_a_parent_that_may_open_no_file_gets_its_results_later(caplog):
     with pool(1) as workers:
         assert workers.apply(double, (2,)) == 4
