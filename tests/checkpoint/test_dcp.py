@@ -1021,6 +1021,50 @@ def test_a_training_goes_on_with_another_number_of_ranks(play, tmp_path):
     assert play(2, of_training, str(path), "load") == [[], []]
 
 
+def plain_layers(seed: int):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
+
+
+def of_tensor_parallel(rank, count, path, action, width):
+    """Save layers that are split over `width` ranks each, and over the rest by FSDP2; or load them and say which
+    values are others, and which placements there were."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = plain_layers(0 if action == "save" else rank + 1)
+    mesh = init_device_mesh("cpu", (count // width, width), mesh_dim_names=("data", "tensor"))
+    if width > 1:
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if count > width:
+        fully_shard(model, mesh=mesh["data"])
+    state = {"model": model.state_dict()}
+    if action == "save":
+        with StorageWriter(path) as writer:
+            dcp.save(state, storage_writer=writer)
+    else:
+        dcp.load(state, storage_reader=StorageReader(path))
+    wrong, placements = [], set()
+    for name, tensor in plain_layers(0).state_dict().items():
+        leaf = state["model"][name]
+        if isinstance(leaf, DTensor):
+            placements.add(str(leaf.placements))
+            leaf = leaf.full_tensor()
+        if not torch.equal(leaf, tensor):
+            wrong.append(name)
+    return wrong, sorted(placements)
+
+
+def test_tensor_parallel_layers_go_on_in_another_layout(play, tmp_path):
+    """Four ranks save two halves of each layer, which FSDP2 shards again: so pieces of one dimension are strided."""
+    path = str(tmp_path / "runs")
+    saved = play(4, of_tensor_parallel, path, "save", 2)
+    assert all(wrong == [] and any("StridedShard" in each for each in placements) for wrong, placements in saved)
+    for count, width in ((2, 2), (4, 4), (3, 1), (6, 2), (1, 1)):
+        for wrong, _ in play(count, of_tensor_parallel, path, "load", width):
+            assert wrong == [], (count, width)
+
+
 def test_a_writer_stays_in_its_process(tmp_path):
     with StorageWriter(tmp_path) as writer, pytest.raises(shmtensor.ArgumentTypeError, match="THREAD"):
         pickle.dumps(writer)
