@@ -27,8 +27,7 @@ from .saving import own_memory
 HTTP, S3 = "HTTP", "S3"
 GET, LOAD, INTO, TENSORIZER = "fsspec get", "shmtensor load_checkpoint", "shmtensor load_into", "tensorizer"
 UPLOAD = "upload to S3, 1024 MiB"
-BYTES = {HTTP: 1024 * MIB, S3: 256 * MIB}
-UPLOADED, TINY = 1024 * MIB, 1 * MIB
+LOADED, UPLOADED, TINY = 1024 * MIB, 1024 * MIB, 1 * MIB
 PATIENCE = 900.0
 OURS, THEIRS = "a.safetensors", "a.tensors"
 STEPS = 10
@@ -189,7 +188,7 @@ def measure(effort: Effort, names: Sequence[str], rounds: int) -> Mapping[str, l
         for kind in (HTTP, S3):
             ways = [CASES[name][1] for name in names if name in CASES and CASES[name][0] == kind]
             if ways:
-                nbytes = TINY if effort.scale == "tiny" else BYTES[kind]
+                nbytes = TINY if effort.scale == "tiny" else LOADED
                 with _folder() as folder, _server(kind, Path(folder)) as server:
                     [turns] = run_roles(
                         [Role(_take_turns, (Path(folder), server, nbytes, ways, rounds), DEFAULT_THREADS)]
@@ -214,7 +213,7 @@ def _needs(kind: str, way: str) -> str | None:
 
 
 def _name(kind: str, way: str) -> str:
-    return f"{way}, {kind}, {BYTES[kind] // MIB} MiB"
+    return f"{way}, {kind}, {LOADED // MIB} MiB"
 
 
 def row_name(kind: str, way: str) -> str:

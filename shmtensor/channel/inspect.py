@@ -6,6 +6,7 @@ Nothing is locked either: the numbers may be from slightly different moments, bu
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import time
@@ -39,6 +40,9 @@ _RECORD: Final = np.dtype(
 )
 _FIELDS = list(_RECORD.names or ())
 _ODD: Final = np.uint64(1)
+_MOST_KEPT: Final = 256
+"""Control segments and sequence tables that are kept open from one reading to the next; rings never are: of a channel
+that has ended meanwhile, they would keep the memory."""
 _FEW: Final = 32
 """Records to read one by one rather than with all others."""
 _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
@@ -100,6 +104,8 @@ class Inspector:
     def __init__(self, *, messages: bool = False) -> None:
         self._processes, self._messages = Processes(), messages
         self._control = memoryview(bytearray(Control.nbytes())).cast("Q")
+        self._extents: dict[str, _Extent] = {}
+        self._kept: dict[str, shm.Glance] = {}
 
     def channels(self, wanted: Callable[[str], bool] | None = None) -> list[ChannelInfo]:
         """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
@@ -111,6 +117,10 @@ class Inspector:
                 files.setdefault(found[0], []).append(name)
         infos = [info for channel in sorted(files) if (info := self._channel(channel, files[channel])).files]
         self._processes.forget_all_but({member.uid for info in infos for member in info.members})
+        for channel in self._extents.keys() - files.keys():
+            del self._extents[channel]
+        for name in self._kept.keys() - {f"/{name}" for names in files.values() for name in names}:
+            self._kept.pop(name).close()
         return infos
 
     def channel(self, channel: str) -> ChannelInfo | None:
@@ -120,7 +130,7 @@ class Inspector:
         return info if info.files else None
 
     def _channel(self, channel: str, files: list[str]) -> ChannelInfo:
-        return _Look(channel, self._processes, self._messages, self._control).at(files)
+        return _Look(channel, self._processes, self._messages, self._control, self._extents, self._kept).at(files)
 
 
 def view_of(channel: str) -> ChannelInfo:
@@ -161,6 +171,16 @@ class _Group:
     leaving: bool
 
 
+@dataclass(frozen=True)
+class _Extent:
+    """How many entries of a table of members were in use up to the last one: as long as the epoch is the same, so many
+    are read, instead of 64 KiB."""
+
+    inode: int
+    epoch: int
+    entries: int
+
+
 @dataclass
 class _Look:
     """One inspection of a channel, and its results so far."""
@@ -169,6 +189,10 @@ class _Look:
     processes: Processes
     messages: bool
     control: memoryview = field(default_factory=lambda: memoryview(bytearray(Control.nbytes())).cast("Q"))
+    extents: dict[str, _Extent] = field(default_factory=dict)
+    """By channel, of the reading before."""
+    kept: dict[str, shm.Glance] = field(default_factory=dict)
+    """By name, what stays open for the next reading."""
     kind: int = 0
     locked: bool = False
     members: list[MemberInfo] = field(default_factory=list)
@@ -181,6 +205,7 @@ class _Look:
     holdings: dict[Holder, Holding] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    infos: dict[str, os.stat_result | None] = field(default_factory=dict)
     regular: set[str] = field(default_factory=set)
     """The names of its files that are known to be regular ones."""
 
@@ -191,15 +216,14 @@ class _Look:
     def at(self, names: Iterable[str]) -> ChannelInfo:
         """The state of the channel, which has these files."""
         control = control_name(self.channel)
-        infos = {name: shm.status("/" + name) for name in sorted(names)}
+        infos = self.infos = shm.statuses(sorted(names))
         self.regular = {f"/{name}" for name, info in infos.items() if info is not None and stat.S_ISREG(info.st_mode)}
         main = infos.get(control[1:])
         try:
-            with self.open(control) as segment:
-                _read_control(self, segment)
+            _read_control(self, self.look_at(control))
         except FileNotFoundError:
             self.notes.append("no control segment: these are leftovers, or the channel has just ended")
-            infos = {name: shm.status("/" + name) for name in infos}
+            infos = shm.statuses(infos)
         except (OSError, ValueError, LookupError, ArithmeticError) as error:
             self.unread.append(str(error))
         files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
@@ -232,6 +256,20 @@ class _Look:
         """Open one of the channel's segments."""
         return shm.look_at(name, is_regular=name in self.regular)
 
+    def look_at(self, name: str) -> shm.Glance:
+        """The same of one that is small: it stays open for the next reading."""
+        kept, info = self.kept.get(name), self.infos.get(name[1:])
+        if kept is not None:
+            if kept.fd >= 0 and info is not None and os.path.samestat(info, kept.info):
+                kept.info, kept.nbytes = info, info.st_size
+                return kept
+            del self.kept[name]
+            kept.close()
+        found = self.open(name)
+        if len(self.kept) < _MOST_KEPT:
+            self.kept[name] = found
+        return found
+
     def add(self, holder: Holder, messages: int, nbytes: int, oldest: float) -> None:
         """Add to what a holder holds; a holder without a process stands for messages that no member holds."""
         before = self.holdings.get(holder)
@@ -249,8 +287,13 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
         raise WireError(
             f"segment {segment.name} has {segment.nbytes} bytes: another version's, damaged, or just being made"
         )
-    words = seen.control
+    inode, known = segment.info.st_ino, seen.extents.get(seen.channel)
+    count = known.entries if known is not None and known.inode == inode else ctl.CAPACITY
+    words = seen.control[: _FIRST_MEMBER + _MEMBER_WORDS * count]
     segment.read_into(words)
+    if known is not None and count < ctl.CAPACITY and words[ctl.W_EPOCH] != known.epoch:
+        words = seen.control
+        segment.read_into(words)
     if words[ctl.W_MAGIC] != ctl.MAGIC:
         raise WireError(f"segment {segment.name} is no control segment: damaged, or just being made")
     if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
@@ -259,7 +302,9 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
         )
     seen.kind = words[ctl.W_KIND]
     seen.locked = segment.is_locked(LOCK)
-    entries = [_FIRST_MEMBER + _MEMBER_WORDS * index for index in _uids(words).nonzero()[0].tolist()]
+    used = _uids(words).nonzero()[0].tolist()
+    seen.extents[seen.channel] = _Extent(inode, words[ctl.W_EPOCH], used[-1] + 1 if used else 0)
+    entries = [_FIRST_MEMBER + _MEMBER_WORDS * index for index in used]
     entries = [at for at in entries if segment.read(at, 1)[0] == words[at]]  # not just joining or leaving
     seen.groups = [_group(words, at) for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
     seen.groups = [group for group in seen.groups if segment.is_locked(ctl.LIFE + group.index)]
@@ -334,26 +379,26 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
     rings: list[RingInfo] = []
     size, age = 0, 0.0
     try:
-        with seen.open(sequence_table_name(seen.channel, member.uid)) as table:
-            words = table.read(0, _TABLE_WORDS)
-            sender = _sender(seen, member, table, words)
-            found: list[_Ring] = []
-            try:
-                for index in range(min(words[lay.L_RINGS], lay.MAX_RINGS)):
-                    try:
-                        found.append(_Ring(seen, sender, index))
-                    except (OSError, WireError) as error:
-                        seen.notes.append(f"ring {index} of {who}: {error}")
-                wanted = _wanted(seen, sender, found)
-                for ring in found:
-                    try:
-                        rings.append(ring.info(wanted))
-                    except (OSError, WireError) as error:
-                        seen.notes.append(f"ring {ring.index} of {who}: {error}")
-                size, age = _newest(sender, found)
-            finally:
-                for ring in found:
-                    ring.source.close()
+        table = seen.look_at(sequence_table_name(seen.channel, member.uid))
+        words = table.read(0, _TABLE_WORDS)
+        sender = _sender(seen, member, table, words)
+        found: list[_Ring] = []
+        try:
+            for index in range(min(words[lay.L_RINGS], lay.MAX_RINGS)):
+                try:
+                    found.append(_Ring(seen, sender, index))
+                except (OSError, WireError) as error:
+                    seen.notes.append(f"ring {index} of {who}: {error}")
+            wanted = _wanted(seen, sender, found)
+            for ring in found:
+                try:
+                    rings.append(ring.info(wanted))
+                except (OSError, WireError) as error:
+                    seen.notes.append(f"ring {ring.index} of {who}: {error}")
+            size, age = _newest(sender, found)
+        finally:
+            for ring in found:
+                ring.source.close()
     except (OSError, WireError) as error:
         seen.notes.append(f"{who}: {error}")
         return

@@ -196,13 +196,13 @@ class Receiver(Endpoint):
             if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
                 if message.meta.__class__ is DependencyError and self._traits.raises_unreadable:
                     self._pass_over(message)
-                if private is not NOTHING:
-                    message.value = private
                 if hand is not None:
                     hand.message = message._lease, message._hold
                 del undelivered[message]
-                if private is not NOTHING and self._claims is None:  # else it is not done
-                    message._hold = message._lease = None  # last: it wakes a sender, and lets other threads run
+                if private is not NOTHING:  # last: what this drops wakes a sender, and lets other threads run
+                    message.value = private
+                    if self._claims is None:  # else it is not done
+                        message._hold = message._lease = None
                 return message
 
     def _pass_over(self, message: Message) -> None:

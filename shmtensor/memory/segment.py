@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -363,6 +363,12 @@ def unlink_file(file: str) -> None:
 def status(name: str) -> os.stat_result | None:
     """The status of a segment's name, without following a link; None if there is none."""
     return placement.current().status(name[1:])
+
+
+def statuses(files: Iterable[str]) -> dict[str, os.stat_result | None]:
+    """The same of each of these names, as `listing` has them."""
+    place = placement.current()
+    return {file: place.status(file) for file in files}
 
 
 def exists(name: str) -> bool:

@@ -414,6 +414,8 @@ def test_a_pool_ends_where_there_is_no_memory(how):
 
 def end_without_memory(how):
     with pool(2) as workers:
+        # those that have not joined wait for memory
+        wait_until(lambda: sum(it.role == "receiver" for each in shmtensor.inspect() for it in each.members) == 3)
         fill("/dev/shm/fill")
         getattr(workers, how)()
         workers.join()
