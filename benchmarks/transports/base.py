@@ -10,6 +10,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import shmtensor
+
 PAIR = "pair"
 """One sender, one receiver."""
 FAN_OUT = "fan-out"
@@ -136,7 +138,11 @@ class Transport(ABC):
 
     def version(self) -> str | None:
         """Installed version; None for the standard library."""
-        return None if self.package is None else importlib.metadata.version(self.distribution or self.package)
+        if self.package is None:
+            return None
+        if self.package == "shmtensor":
+            return shmtensor.__version__  # also of a checkout that is not installed
+        return importlib.metadata.version(self.distribution or self.package)
 
     def skip_reason(self) -> str | None:
         """Why it cannot be measured here, or None."""

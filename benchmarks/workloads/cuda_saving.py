@@ -82,6 +82,7 @@ def save_theirs(meet: Callable[[], object], folder: Path, nbytes: int, gpu: Gpu)
     state, clock = _state(gpu, nbytes), time.perf_counter
     samples: Samples = {metric: [] for metric in ("stall", "staged", "durable")}
     stager = DefaultStager(StagingOptions(use_shared_memory=False))
+    stager._state_dict_stager.close = lambda: None  # torch 2.11 drops the buffers after a save, and fails at the next
     try:
         with savers.silence():
             for number in range(1 + _saves(nbytes)):

@@ -77,18 +77,21 @@ class Blocks:
 
     def add(self, region: int, nbytes: int) -> None:
         """Allocate the memory of a region. `CudaError` if there is not enough."""
-        self._blocks[region] = self._cuda.empty((nbytes,), import_torch().uint8, self.device, self._stream)
+        with self._cuda.on(self._stream):
+            self._blocks[region] = self._cuda.empty((nbytes,), import_torch().uint8, self.device)
 
     def fill(self, region: int, data: Array) -> None:
         """The memory of a region whose bytes are in host memory, copied when this returns."""
         self.add(region, data.nbytes)
         data = data if data.flags.writeable else data.copy()  # torch warns about memory that is read-only
-        self._cuda.copy(self._blocks[region], import_torch().from_numpy(data), self._stream)
+        with self._cuda.on(self._stream):
+            self._cuda.copy(self._blocks[region], import_torch().from_numpy(data))
         self._cuda.synchronize(self._stream)
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """A tensor without elements."""
-        return self._cuda.empty(shape, dtype, self.device, self._stream)
+        with self._cuda.on(self._stream):
+            return self._cuda.empty(shape, dtype, self.device)
 
     def view(self, region: int, offset: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """A tensor over the memory of a region; offset in bytes, strides in elements."""
@@ -96,7 +99,8 @@ class Blocks:
 
     def move(self, tensor: Any) -> Any:
         """A tensor of host memory on the device, copied when this returns."""
-        moved = self._cuda.move(tensor, self.device, self._stream)
+        with self._cuda.on(self._stream):
+            moved = self._cuda.move(tensor, self.device)
         self._cuda.synchronize(self._stream)  # what it was made of may be freed now
         return moved
 
@@ -180,10 +184,11 @@ class Lane:
         block = self._lanes.memory_of(region)
         device = device_of(block)
         stream = self._streams[device]
-        self._cuda.copy(block[start : start + len(data)], import_torch().from_numpy(data), stream)
+        with self._cuda.on(stream):
+            self._cuda.copy(block[start : start + len(data)], import_torch().from_numpy(data))
         event = self._copied[self._half].get(device)
         if event is None:
-            event = self._copied[self._half][device] = self._cuda.new_event(device)
+            event = self._copied[self._half][device] = self._cuda.new_event(device, sleeps=True)
         self._cuda.record(event, stream)
 
     def finish(self) -> None:
@@ -216,9 +221,10 @@ def move_state(state: Any, device: int) -> Any:
     cuda, held = runtime(), list[Any]()
     stream = cuda.current_stream(device)
     try:
-        moved, _ = device_views().copy_out(
-            [leaf.detach() for leaf in leaves.values()], device, stream, lambda *_: None, held
-        )
+        with cuda.on(stream):
+            moved, _ = device_views().copy_out(
+                [leaf.detach() for leaf in leaves.values()], device, lambda *_: None, held
+            )
     finally:
         cuda.synchronize(stream)  # `held` is read until then
     found = {}

@@ -546,7 +546,8 @@ def _gather(leaf: Leaf, repeated: Sequence[int]) -> Any:
         source = source.view(carrier)
     if device_of(source) >= 0:
         cuda = runtime()
-        dense = cuda.dense(source, cuda.current_stream(device_of(source)))
+        with cuda.on(cuda.current_stream(device_of(source))):
+            dense = cuda.dense(source)
     else:
         dense = source.clone(memory_format=torch.contiguous_format)
     return storage_bytes(dense, dense.data_ptr(), dense.numel() * leaf.itemsize)

@@ -224,7 +224,7 @@ class CheckpointWriter(Local):
         self._check_open()
         process = self._running()
         if total >= 0:
-            self._provide(head, total)
+            self._provide(head, total, on_device=bool(devices))
             if self._stager is not None:
                 self._stager.pin(devices)
         return process
@@ -303,7 +303,7 @@ class CheckpointWriter(Local):
         alias = self._namer.check_alias(alias, name, taken)
         json_metrics = {key: value if math.isfinite(value) else repr(value) for key, value in metrics.items()}
         head = len(described) + _HEAD_EXTRA + len(json.dumps(json_metrics))
-        stager, staging = self._stager_for(head, geometry.nbytes)
+        stager, staging = self._stager_for(head, geometry.nbytes, on_device=bool(plan.devices))
         chunks = geometry.chunks(stager.chunk)
         path = self._directory.at(name) if self._local else url_of(self._upload or "", name)
         save = Save(name, path, geometry.nbytes, alias, self._callbacks, uploads=self._upload is not None)
@@ -380,19 +380,21 @@ class CheckpointWriter(Local):
 
     # --- memory and process
 
-    def _stager_for(self, head: int, total: int) -> tuple[Stager, Staging]:
+    def _stager_for(self, head: int, total: int, *, on_device: bool) -> tuple[Stager, Staging]:
         if self._stager is None:
-            self._provide(head, total)
+            self._provide(head, total, on_device=on_device)
         if self._stager is None or self._staging is None:
             raise ClosedError("the writer is closed")
         return self._stager, self._staging
 
-    def _provide(self, head: int, total: int) -> None:
+    def _provide(self, head: int, total: int, *, on_device: bool) -> None:
         if self._stager is None:
             memory = self._memory
             if memory is None:
                 memory = min(2 * (total + head) + _SPARE_MEMORY + total // 8, total_bytes() // 2)
-            self._stager = Stager(self._channel, max(LEAST_MEMORY, memory), whole_segments=bool(self._secret))
+            self._stager = Stager(
+                self._channel, max(LEAST_MEMORY, memory), whole_segments=bool(self._secret), on_device=on_device
+            )
             self._staging = Staging(self._stager, self._saves, lambda: self._process is not None and self._process.lost)
         self._stager.provide(head, total)
 

@@ -38,22 +38,27 @@ class DeviceJob:
 
     def __call__(self, payload: Array) -> None:
         """Copy, and wait until it is done."""
-        stream = runtime().current_stream(self.device)
+        cuda = runtime()
+        stream = cuda.current_stream(self.device)
         base = int(payload.__array_interface__["data"][0])
-        held = self.start(stream, base, lambda address, nbytes: [(payload.data, address - base, nbytes)])
-        runtime().synchronize(stream)
+        with cuda.on(stream):
+            held = self.start(base, lambda address, nbytes: [(payload.data, address - base, nbytes)])
+        cuda.synchronize(stream)
         del held
 
-    def start(self, stream: Any, base: int, parts: Parts) -> Any:
-        """Put the copy into a stream; `base` is the payload's address. Returns what must live until it is done."""
+    def start(self, base: int, parts: Parts) -> Any:
+        """Start the copy on the thread's stream. Returns what must live until it is done.
+
+        base: the payload's address
+        """
         cuda = runtime()
         source, at = self.source, self.at
         if at is None:
-            source = cuda.dense(source, stream)
+            source = cuda.dense(source)
             at = source.data_ptr() - source.untyped_storage().data_ptr()
         run, done = cuda.run(source, at, self.nbytes), 0
         for buffer, offset, nbytes in parts(base + self.offset, self.nbytes) or ():
-            cuda.copy(_host(buffer, offset, nbytes), run[done : done + nbytes], stream)
+            cuda.copy(_host(buffer, offset, nbytes), run[done : done + nbytes])
             done += nbytes
         return source, run
 
@@ -65,13 +70,11 @@ def job_of(source: torch.Tensor, offset: int, nbytes: int, at: int | None = None
     return DeviceJob(source, offset, nbytes, at)
 
 
-def copy_out(
-    value: object, device: int, stream: Any, parts: Parts, held: list[Any]
-) -> tuple[object, list[torch.Tensor]]:
-    """The value with its tensors on a device, and the new memory there, which was allocated on the stream.
+def copy_out(value: object, device: int, parts: Parts, held: list[Any]) -> tuple[object, list[torch.Tensor]]:
+    """The value with its tensors on a device, and the new memory there, which was allocated on the thread's stream.
 
-    The copies are put into `stream`; objects that must live until they are done are appended to `held`, also if a later
-    copy fails. Tensors that share memory share it there as well. NumPy arrays stay unchanged.
+    The copies are started on that stream; objects that must live until they are done are appended to `held`, also if a
+    later copy fails. Tensors that share memory share it there as well. NumPy arrays stay unchanged.
     """
     cuda = runtime()
     blocks: list[torch.Tensor] = []
@@ -81,15 +84,15 @@ def copy_out(
     def block_of(low: int, high: int, leaf: torch.Tensor) -> tuple[int, Any]:
         found = copies.get(low)
         if found is None:
-            block = cuda.empty((high - low,), torch.uint8, device, stream)
+            block = cuda.empty((high - low,), torch.uint8, device)
             done = 0
             for buffer, offset, nbytes in parts(low, high - low) or ():
-                cuda.copy(block[done : done + nbytes], _host(buffer, offset, nbytes), stream)
+                cuda.copy(block[done : done + nbytes], _host(buffer, offset, nbytes))
                 done += nbytes
             if not done:  # private memory
                 storage = leaf.untyped_storage()
                 source = torch.empty(0, dtype=torch.uint8).set_(storage, low - storage.data_ptr(), (high - low,), (1,))
-                cuda.copy(block, source, stream)
+                cuda.copy(block, source)
             blocks.append(block)
             found = copies[low] = low, block
         return found
@@ -99,12 +102,12 @@ def copy_out(
             return leaf
         if device_of(leaf) >= 0 or not _is_plain(leaf):
             held.append(leaf)
-            moved = cuda.move(leaf, device, stream)
+            moved = cuda.move(leaf, device)
             if moved is not leaf:
                 blocks.extend(_parts_of(moved))
             return moved
         if not leaf.numel():
-            return cuda.empty(tuple(leaf.shape), leaf.dtype, device, stream)
+            return cuda.empty(tuple(leaf.shape), leaf.dtype, device)
         held.append(leaf)
         low, high = spans[leaf.data_ptr()]
         start, block = block_of(low, high, leaf)

@@ -47,21 +47,22 @@ class ResidentEncoded(Encoded):
             slots.put_text(slot, self.description)
         used = runtime()
         waits = False
+        stream = slots.begin()  # of a loan as well: other messages may have been written since it was lent
         if self._leaves and self.nbytes:
-            stream = used.current_stream(slots.memory.device)
-            payload = slots.block(slot, self.nbytes).tensor()
-            for leaf, entry in zip(self._leaves, self._entries, strict=True):
-                if leaf.nbytes:
-                    target = _view(payload, entry)
-                    source = leaf.source
-                    if entry.dtype is not None and entry.dtype.name == "bool":
-                        target, source = _bytes(target), _bytes(source)  # a bool may be any byte
-                    elif source.dtype != target.dtype:
-                        source = source.view(target.dtype)
-                    used.copy(target, source, stream)
-                    waits = waits or used.device_of(leaf.source) < 0
+            with used.on(stream):
+                payload = slots.block(slot, self.nbytes).tensor()
+                for leaf, entry in zip(self._leaves, self._entries, strict=True):
+                    if leaf.nbytes:
+                        target = _view(payload, entry)
+                        source = leaf.source
+                        if entry.dtype is not None and entry.dtype.name == "bool":
+                            target, source = _bytes(target), _bytes(source)  # a bool may be any byte
+                        elif source.dtype != target.dtype:
+                            source = source.view(target.dtype)
+                        used.copy(target, source)
+                        waits = waits or used.device_of(leaf.source) < 0
         # crash: device.queued
-        event = slots.written(slot)
+        event = slots.written(slot, stream)
         if waits:  # the caller may change what lies in host memory as soon as this returns
             used.wait(event)
 
@@ -141,8 +142,7 @@ def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[
         if extent and payload is not None:
             tensor = _view(payload, leaf)
         else:
-            used = runtime()
-            tensor = used.empty(leaf.shape, views.carrier(row), device, used.current_stream(device))
+            tensor = runtime().empty(leaf.shape, views.carrier(row), device)
         return tensor if dtype is None else tensor.view(dtype)
 
     return Tree(description, make, composites=False).read()

@@ -140,8 +140,10 @@ def _are_done(ends: Ends | None) -> bool | None:
 def add_job(job: Callable[[], bool]) -> None:
     """Have a bound method called four times a second until it returns true, or its object is garbage."""
     _start()
-    _jobs.add(weakref.WeakMethod(job))
-    _kicks.put(None)
+    reference = weakref.WeakMethod(job)
+    if reference not in _jobs:
+        _jobs.add(reference)
+        _kicks.put(None)
 
 
 def _start() -> None:

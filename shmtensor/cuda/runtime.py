@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
+import functools
 import warnings
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from ..errors import ArgumentError, CudaError
 from ..memory import lifecycle
@@ -38,6 +38,7 @@ NAMES: Final = {
 """The names of the errors that these calls can return, for use where the library itself cannot be called."""
 
 _POINTER = ctypes.c_void_p
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Handle(ctypes.Structure):
@@ -106,19 +107,9 @@ class Library:
             self._library.cudaGetLastError()
         return bool(status.value) or number == _CAPTURE_IMPLICIT
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within it, calls of this thread that wait, query or allocate do not break a capture of another thread.
-
-        In the default mode of threads, `cudaEventQuery` fails while another thread captures "globally", as torch does,
-        and makes that capture fail.
-        """
-        mode = ctypes.c_int(_RELAXED)
+    def exchange_capture_mode(self, mode: ctypes.c_int) -> None:
+        """Set this thread's mode for captures of CUDA graphs, and store the one before it in its place."""
         self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def failure(what: str, number: int, text: str = "", remedy: str = "") -> CudaError:
@@ -145,12 +136,36 @@ def _loaded(major: str) -> str | None:
     return next((path for path in found if f".so.{major}" in path), found[0] if found else None)
 
 
-log = logging.getLogger("shmtensor.cuda")
-
 PORTABLE: Final = 1  # cudaHostRegisterPortable
 READ_ONLY: Final = 8  # cudaHostRegisterReadOnly
 _LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
 _ATTRIBUTE_READ_ONLY: Final = 113  # cudaDevAttrHostRegisterReadOnlySupported
+
+
+def _translated(what: str) -> Callable[[_Function], _Function]:
+    """Have a method's errors of torch raised as `CudaError`, which begins with `what`."""
+
+    def decorate(method: _Function) -> _Function:
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except RuntimeError as error:
+                raise _failed(what, error) from error
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _failed(what: str, error: RuntimeError) -> CudaError:
+    """The error of a call of torch's that raised; its out-of-memory error is a RuntimeError as well."""
+    text = str(error).partition("\n")[0]
+    if type(error).__name__ == "OutOfMemoryError":
+        return failure(what, 2, text, "free device memory, or keep fewer messages on the device")
+    told = CudaError(errno.EIO, f"{what}: {text}")
+    told.number = getattr(error, "error_code", 0) or _numbers.get(text.removeprefix("CUDA error: "), 0)
+    return told
 
 
 class Runtime:
@@ -168,15 +183,16 @@ class Runtime:
             return contextlib.nullcontext()
         return cuda.device(device)  # type: ignore[no-any-return]
 
-    @contextlib.contextmanager
-    def _aside(self, device: int | None) -> Iterator[None]:
+    def _aside(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
         """Within it, the thread is on this device, and its calls do not break a capture of a CUDA graph."""
-        with self._there(device), self._library.aside():
-            yield
+        return _Aside(self._there(device), self._library)
 
     def _call(self, device: int, name: str, *arguments: Any, what: str, remedy: str = "") -> None:
-        with _translated(what), self._aside(device):
-            self._library.call(name, *arguments, what=what, remedy=remedy)
+        try:
+            with self._aside(device):
+                self._library.call(name, *arguments, what=what, remedy=remedy)
+        except RuntimeError as error:  # of naming the device
+            raise _failed(what, error) from error
 
     # --- devices
 
@@ -197,10 +213,10 @@ class Runtime:
             raise ArgumentError(f"device={device!r}: there are {self.device_count()} CUDA devices here")
         return index
 
+    @_translated("cannot tell the current CUDA device")
     def current_device(self) -> int:
         """The number of the device that this thread uses when none is named."""
-        with _translated("cannot tell the current CUDA device"):
-            return int(self._torch.cuda.current_device())
+        return int(self._torch.cuda.current_device())
 
     def device_of(self, tensor: Any) -> int:
         """The number of the device where a tensor lies; -1 if it lies on none."""
@@ -235,71 +251,77 @@ class Runtime:
             )  # fmt: skip
         return stream
 
+    @_translated("cannot ask about a CUDA stream")
     def is_capturing(self, stream: Any) -> bool:
         """Whether a CUDA graph is being captured on a stream."""
-        with _translated("cannot ask about a CUDA stream"), self._there(_index(stream)):
+        with self._there(_index(stream)):
             return self._library.is_capturing(int(stream.cuda_stream))
 
+    @_translated("cannot make a CUDA stream")
     def new_stream(self, device: int) -> Any:
         """A new stream."""
-        with _translated("cannot make a CUDA stream"):
-            return self._torch.cuda.Stream(device)
+        return self._torch.cuda.Stream(device)
 
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[Any]:
-        """Within it, the thread's work goes to this stream."""
-        with contextlib.ExitStack() as stack:
-            with _translated("cannot use a CUDA stream"):
-                stack.enter_context(self._there(_index(stream)))  # the next alone would go back to device 0
-                stack.enter_context(self._torch.cuda.stream(stream))
-            yield stream
+    @_translated("cannot use a CUDA stream")
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within it, the thread's work goes to this stream. Where it does so already, that costs next to nothing."""
+        device = _index(stream)
+        return _On(stream, self._there(device), self._torch.cuda, device)
 
+    @_translated("cannot order a CUDA stream")
     def stream_waits(self, stream: Any, event: Any) -> None:
         """Let what is put into the stream from now on wait for the event; the host does not wait."""
-        with _translated("cannot order a CUDA stream"):
-            stream.wait_event(event)
+        stream.wait_event(event)
 
+    @_translated("cannot tell that device memory is in use")
     def used_on(self, tensor: Any, stream: Any) -> None:
         """Do not reuse a plain tensor's memory before what is in the stream now is done (`record_stream`)."""
-        with _translated("cannot tell that device memory is in use"):
-            tensor.record_stream(stream)
+        tensor.record_stream(stream)
 
+    @_translated("work on a CUDA stream failed")
     def synchronize(self, stream: Any) -> None:
         """Wait for everything in a stream."""
-        with _translated("work on a CUDA stream failed"), self._aside(_index(stream)):
+        with self._aside(_index(stream)):
             stream.synchronize()
 
     # --- events
 
-    def new_event(self, device: int, *, interprocess: bool = False) -> Any:
-        """A new event, not recorded yet; a thread that waits for it sleeps."""
-        with _translated("cannot make a CUDA event"), self._torch.cuda.device(device):
-            return self._torch.cuda.Event(blocking=True, interprocess=interprocess)
+    @_translated("cannot make a CUDA event")
+    def new_event(self, device: int, *, interprocess: bool = False, sleeps: bool = False) -> Any:
+        """A new event, not recorded yet.
 
+        A thread that waits for it does so as in `torch.cuda.synchronize`, which spins by default; with `sleeps` it lets
+        others have the core, and is woken some 0.1 to 0.4 ms late.
+        """
+        with self._there(device):
+            return self._torch.cuda.Event(blocking=sleeps, interprocess=interprocess)
+
+    @_translated("cannot record a CUDA event")
     def record(self, event: Any, stream: Any) -> None:
         """Let the event happen when all that is in the stream now is done."""
-        with _translated("cannot record a CUDA event"):
-            event.record(stream)
+        event.record(stream)
 
+    @_translated("work on a CUDA device failed")
     def is_done(self, event: Any) -> bool:
         """Whether a recorded event has happened. `CudaError` if what came before it failed."""
-        with _translated("work on a CUDA device failed"), self._aside(_index(event)):
+        with self._aside(_index(event)):
             return bool(event.query())
 
+    @_translated("work on a CUDA device failed")
     def wait(self, event: Any) -> None:
         """Wait for a recorded event. `CudaError` if what came before it failed."""
-        with _translated("work on a CUDA device failed"), self._aside(_index(event)):
+        with self._aside(_index(event)):
             event.synchronize()
 
+    @_translated("cannot share a CUDA event")
     def event_handle(self, event: Any) -> bytes:
         """64 bytes by which another process opens an event that was made with `interprocess=True`."""
-        with _translated("cannot share a CUDA event"):
-            return bytes(event.ipc_handle())
+        return bytes(event.ipc_handle())
 
+    @_translated("cannot open another process's CUDA event")
     def open_event(self, handle: bytes, device: int) -> Any:
         """Open another process's event, by its handle."""
-        with _translated("cannot open another process's CUDA event"):
-            return self._torch.cuda.Event.from_ipc_handle(self.torch_device(device), handle)
+        return self._torch.cuda.Event.from_ipc_handle(self.torch_device(device), handle)
 
     # --- host memory
 
@@ -325,30 +347,30 @@ class Runtime:
         """Undo `register_host`; no copy may be in progress."""
         self._call(device, "cudaHostUnregister", address, what="cannot unpin shared memory")
 
-    # --- copies and memory
+    # --- copies and memory: as in torch, on the thread's current stream of that device; see `on`
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, device: int, stream: Any) -> Any:
-        """A tensor on a device, in C order and not initialised, for use on `stream`."""
-        with _translated("cannot allocate on a CUDA device"), self.on(stream):
-            return self._torch.empty(shape, dtype=dtype, device=self.torch_device(device))
+    @_translated("cannot allocate on a CUDA device")
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
+        """A tensor on a device, in C order and not initialised."""
+        return self._torch.empty(shape, dtype=dtype, device=self.torch_device(device))
 
-    def copy(self, target: Any, source: Any, stream: Any) -> None:
-        """Put a copy between two tensors of one shape and dtype into a stream. They must not change or end before it.
+    @_translated("cannot start a CUDA copy")
+    def copy(self, target: Any, source: Any) -> None:
+        """Start a copy between two tensors of one shape and dtype. They must not change or end before it is done.
 
         From or to host memory that is not registered, CUDA copies by way of its own buffers, and the host may wait.
         """
-        with _translated("cannot start a CUDA copy"), self.on(stream):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
-    def dense(self, tensor: Any, stream: Any) -> Any:
-        """The tensor itself if its elements stand in C order, else a copy where they do, made on the stream."""
-        with _translated("cannot start a CUDA copy"), self.on(stream):
-            return tensor.contiguous()
+    @_translated("cannot start a CUDA copy")
+    def dense(self, tensor: Any) -> Any:
+        """The tensor itself if its elements stand in C order, else a copy where they do."""
+        return tensor.contiguous()
 
-    def move(self, tensor: Any, device: int, stream: Any) -> Any:
+    @_translated("cannot start a CUDA copy")
+    def move(self, tensor: Any, device: int) -> Any:
         """The tensor on a device, moved by torch: for what is no plain memory (sparse, quantized, nested)."""
-        with _translated("cannot start a CUDA copy"), self.on(stream):
-            return tensor.to(self.torch_device(device), non_blocking=True)
+        return tensor.to(self.torch_device(device), non_blocking=True)
 
     def view(self, block: Any, at: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """A tensor over device memory, `at` bytes into the storage of `block`; strides in elements."""
@@ -397,9 +419,10 @@ class Runtime:
         """Undo `open_memory`; no work on the device may use it any more."""
         self._call(device, "cudaIpcCloseMemHandle", address, what="cannot unmap another process's device memory")
 
+    @_translated("cannot make a tensor of device memory")
     def tensor_at(self, address: int, nbytes: int, device: int, owner: Any) -> Any:
         """Device memory as a tensor of uint8. Its storage keeps `owner` alive."""
-        with _translated("cannot make a tensor of device memory"), self._there(device):
+        with self._there(device):
             return self._torch.as_tensor(_Memory(address, nbytes, owner), device=self.torch_device(device))
 
 
@@ -411,18 +434,61 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-@contextlib.contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Within it, errors of torch are raised as `CudaError`."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's own out-of-memory error is one as well
-        text = str(error).partition("\n")[0]
-        if type(error).__name__ == "OutOfMemoryError":
-            raise failure(what, 2, text, "free device memory, or keep fewer messages on the device") from error
-        translated = CudaError(errno.EIO, f"{what}: {text}")
-        translated.number = getattr(error, "error_code", 0) or _numbers.get(text.removeprefix("CUDA error: "), 0)
-        raise translated from error
+# Context managers as classes: a generator takes several times as long to enter.
+
+
+class _Aside:
+    """Within it, the thread is on a device, and its calls that wait, query or allocate break no capture elsewhere.
+
+    In the default mode of threads, `cudaEventQuery` fails while another thread captures "globally", as torch does, and
+    makes that capture fail.
+    """
+
+    __slots__ = ("_library", "_mode", "_there")
+
+    def __init__(self, there: contextlib.AbstractContextManager[Any], library: Library) -> None:
+        self._there, self._library = there, library
+
+    def __enter__(self) -> None:
+        self._there.__enter__()
+        self._mode = ctypes.c_int(_RELAXED)
+        self._library.exchange_capture_mode(self._mode)
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._library.exchange_capture_mode(self._mode)
+        finally:
+            self._there.__exit__(*raised)
+
+
+class _On:
+    """Within it, the thread is on a device, and its work there goes to a stream."""
+
+    __slots__ = ("_cuda", "_device", "_entered", "_stream", "_there")
+
+    def __init__(self, stream: Any, there: contextlib.AbstractContextManager[Any], cuda: Any, device: Any) -> None:
+        self._stream, self._there, self._cuda, self._device = stream, there, cuda, device
+
+    @_translated("cannot use a CUDA stream")
+    def __enter__(self) -> Any:
+        self._there.__enter__()  # torch's own for streams would go back to device 0
+        try:
+            self._entered = None
+            if self._cuda.current_stream(self._device) != self._stream:
+                entered = self._cuda.stream(self._stream)
+                entered.__enter__()
+                self._entered = entered
+        except BaseException:
+            self._there.__exit__(None, None, None)
+            raise
+        return self._stream
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            if self._entered is not None:
+                self._entered.__exit__(*raised)
+        finally:
+            self._there.__exit__(*raised)
 
 
 def _index(thing: Any) -> int | None:
@@ -482,10 +548,6 @@ def runtime() -> Any:
         return _substitute
     if _found is None:
         _found = Runtime()
-        log.warning(
-            "CUDA support is experimental: it was tested against a stand-in for the driver, "
-            "see docs/internals/cuda-verified.md for what has run on hardware"
-        )
     return _found
 
 

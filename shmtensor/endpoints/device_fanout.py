@@ -78,10 +78,10 @@ class DeviceMessage(Message):
         payload = None
         if block.nbytes:
             used = runtime()
-            stream = used.current_stream(block.device)
             source = block.tensor()
-            payload = used.empty((block.nbytes,), source.dtype, block.device, stream)
-            used.copy(payload, source, stream)
+            with used.on(used.current_stream(block.device)):
+                payload = used.empty((block.nbytes,), source.dtype, block.device)
+                used.copy(payload, source)
         return views.decode(description, payload, block.nbytes, block.device)[0]
 
 
@@ -160,9 +160,9 @@ class DeviceReader(BroadcastReader):
         hold = slots.open(member.index, member.uid)
         if hold is None:
             return None
-        runtime().current_stream(hold.memory.device)  # raises before the message is taken, not after it
+        stream = runtime().current_stream(hold.memory.device)  # raises before the message is taken, not after it
         keeper.add_job(self.unmap_if_unneeded)
-        return LeasedBlock(slots, hold, found.slot, found.nbytes)
+        return LeasedBlock(slots, hold, found.slot, found.nbytes, stream)
 
     def _is_there(self) -> bool:
         """Whether the publisher lives: its memory exists as long."""

@@ -122,10 +122,12 @@ class Devices:
         """Start to copy a received value to a device, keeping its slot: (value, event after the copies, memory)."""
         from ..codec import device as views
 
-        event = runtime().new_event(device)  # before any copy: every copy that was started must be recorded
+        cuda = runtime()
+        event = cuda.new_event(device)  # before any copy: every copy that was started must be recorded
         held: list[Any] = []
         try:
-            moved, blocks = views.copy_out(value, device, stream, self.parts(rings, device), held)
+            with cuda.on(stream):
+                moved, blocks = views.copy_out(value, device, self.parts(rings, device), held)
         finally:  # what was started reads its slot, also if the rest fails
             self._note(event, stream, held)
         return moved, event, blocks
@@ -189,8 +191,9 @@ class Devices:
             cuda.stream_waits(stream, ready)
             held: list[Any] = [sending.array, out]
             try:
-                for job in jobs:
-                    held.append(job.start(stream, base, parts))
+                with cuda.on(stream):
+                    for job in jobs:
+                        held.append(job.start(base, parts))
             finally:
                 self._note(done, stream, held)
                 del held

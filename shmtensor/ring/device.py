@@ -92,13 +92,13 @@ class DeviceSlots:
 
         If no receiver has read that message, its slot may be free although its copy has not run.
         """
-        if self._last < 0:
-            return runtime().current_stream(self.memory.device)
-        return self.wait_for(self.memory, self._last)
+        stream = runtime().current_stream(self.memory.device)
+        if self._last >= 0:
+            self.wait_for(self.memory, self._last, stream)
+        return stream
 
-    def written(self, slot: int) -> Any:
-        """Owner: record the slot's event, which its readers wait for, on the current stream. Returns the event."""
-        stream = self.begin()  # a loan: other messages may have been written since it was lent
+    def written(self, slot: int, stream: Any) -> Any:
+        """Owner: record the slot's event, which its readers wait for, on the stream of `begin`. Returns the event."""
         event = self.memory.event(slot, b"")
         runtime().record(event, stream)
         self._last = slot
@@ -156,18 +156,15 @@ class DeviceSlots:
 
     # --- both
 
-    def wait_for(self, memory: shared.SharedMemory, slot: int) -> Any:
-        """Let the current stream wait until the copies into a slot are done. Returns the stream."""
+    def wait_for(self, memory: shared.SharedMemory, slot: int, stream: Any) -> None:
+        """Let a stream wait until the copies into a slot are done."""
         at = slot * DEVICE_SLOT
-        stream = runtime().current_stream(memory.device)
         runtime().stream_waits(stream, memory.event(slot, bytes(self._texts[at : at + HANDLE])))
-        return stream
 
     def block(self, slot: int, nbytes: int) -> Block:
-        """Owner: the bytes of a slot. It dies with the last view of them."""
+        """Owner: the bytes of a slot, to be written after `begin`. It dies with the last view of them."""
         if self.hold is None:
             raise ClosedError("the publisher of this memory is closed")
-        self.begin()
         return Block(self.hold, slot * self.slot_bytes, nbytes)
 
 
@@ -189,17 +186,18 @@ class LeasedBlock(Block):
     """The bytes of a message for a reader. Its `token`, which a lease watches, outlives the last view until the device
     is done with them."""
 
-    __slots__ = ("_number", "_slots", "_streams", "token")
+    __slots__ = ("_number", "_slots", "_stream", "_streams", "token")
 
-    def __init__(self, slots: DeviceSlots, hold: Hold, slot: int, nbytes: int) -> None:
+    def __init__(self, slots: DeviceSlots, hold: Hold, slot: int, nbytes: int, stream: Any) -> None:
         super().__init__(hold, slot * slots.slot_bytes, nbytes)
-        self._slots = slots
+        self._slots, self._stream = slots, stream
         self._streams: tuple[Any, ...] = ()
         self._number, self.token = keeper.begin()
 
     def arrive(self, slot: int) -> None:
-        """Let the current stream wait for the owner's copy. The lease ends only when this stream is done as well."""
-        self._streams = (self._slots.wait_for(self.hold.memory, slot),)
+        """Let the stream wait for the owner's copy. The lease ends only when this stream is done as well."""
+        self._slots.wait_for(self.hold.memory, slot, self._stream)
+        self._streams = (self._stream,)
 
     def __del__(self) -> None:
         keeper.end(self._number, self.device, self._streams, self.hold)

@@ -202,6 +202,7 @@ class Ring:
     def block(self, slot: int, nbytes: int) -> Any:
         """The memory of a loan of `nbytes` from `slot` on: while it lives, the loan's owner may write there."""
         if self.device is not None:
+            self.device.begin()
             return self.device.block(slot, nbytes)
         return np.ndarray((nbytes,), np.uint8, self.buffer, slot * self.slot_bytes)
 

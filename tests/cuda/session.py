@@ -98,6 +98,8 @@ def run(files: list[str], more: list[str], seconds: int, recorder: Recorder) -> 
             str(ROOT / "tests" / "cuda" / "cuda.ini"),
             "--rootdir",
             str(ROOT),
+            "--confcutdir",  # else conftest.py, which lies above the configuration, is not read
+            str(ROOT),
             "-p",
             "no:cacheprovider",
             "-v",

@@ -256,7 +256,7 @@ class StandIn:
 
     # --- events
 
-    def new_event(self, device: int, *, interprocess: bool = False) -> Event:
+    def new_event(self, device: int, *, interprocess: bool = False, sleeps: bool = False) -> Event:
         self._usable()
         path = f"/tmp/cuda-standin-{os.getpid()}-{next(_numbers)}" if interprocess else None
         return Event(path, create=interprocess)
@@ -343,7 +343,7 @@ class StandIn:
 
     # --- copies and memory
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, device: int, stream: Stream) -> DeviceTensor:
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> DeviceTensor:
         self._usable()
         if self.refuse_memory:
             raise failure("cannot allocate on a CUDA device", self.refuse_memory)
@@ -352,8 +352,8 @@ class StandIn:
             tensor.untyped_storage().fill_(GARBAGE)
         return tensor.as_subclass(DeviceTensor)
 
-    def copy(self, target: Any, source: Any, stream: Stream) -> None:
-        self._usable()
+    def copy(self, target: Any, source: Any) -> None:
+        stream = self.current_stream(0, captured=True)
         assert target.shape == source.shape
         assert target.dtype == source.dtype
         if not target.numel():
@@ -387,17 +387,16 @@ class StandIn:
         self._put(stream, run)
         self._drain(stream, 0)  # as CUDA does, more or less: what is not pinned is gone through while the host waits
 
-    def dense(self, tensor: Any, stream: Stream) -> Any:
+    def dense(self, tensor: Any) -> Any:
         if tensor.is_contiguous():
             return tensor
-        result = self.empty(tuple(tensor.shape), tensor.dtype, 0, stream)
-        self.copy(result, tensor, stream)
+        result = self.empty(tuple(tensor.shape), tensor.dtype, 0)
+        self.copy(result, tensor)
         return result
 
-    def move(self, tensor: Any, device: int, stream: Stream) -> Any:
-        self._usable()
+    def move(self, tensor: Any, device: int) -> Any:
         self.pageable_copies += 1
-        self._drain(stream, 0)
+        self._drain(self.current_stream(device, captured=True), 0)
         if isinstance(tensor, DeviceTensor):
             return tensor
         moved = tensor.clone()  # torch makes no subclass of a tensor without a storage

@@ -203,6 +203,36 @@ def test_the_session_reports_what_has_passed_also_when_its_time_is_over(tmp_path
     assert code < 0 or "none of them" in done.stdout
 
 
+FIXTURES = """
+import pytest, sys
+from pathlib import Path
+from tests.cuda.session import Recorder, run
+from tests.cuda.table import FILES
+
+class Known:  # without a device each test is skipped before a fixture is looked for
+    def pytest_collection_finish(self, session):
+        names = {(item.nodeid, name) for item in session.items for name in item.fixturenames
+                 if name not in item._fixtureinfo.name2fixturedefs and name != "request"
+                 and name not in getattr(getattr(item, "callspec", None), "params", {})}
+        print(len(session.items), "items, unknown fixtures:", sorted(names), flush=True)
+
+recorder = Recorder("X", Path(sys.argv[1]))
+recorder.pytest_collection_finish = Known().pytest_collection_finish
+sys.exit(run(list(FILES), ["-q", "-s", "--collect-only"], 150, recorder))
+"""
+
+
+def test_the_session_finds_every_fixture(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", FIXTURES, str(tmp_path / "run.json")], cwd=ROOT, env=environment, capture_output=True,
+        text=True, timeout=400,
+    )  # fmt: skip
+    line = next(line for line in done.stdout.splitlines() if "unknown fixtures" in line)
+    assert int(line.split()[0]) > 30
+    assert line.endswith("unknown fixtures: []")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_session_says_so(tmp_path, capsys):
     assert session.main([str(tmp_path / "run.json")]) == 2

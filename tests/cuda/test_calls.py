@@ -274,7 +274,8 @@ def test_arguments_and_results_are_those_of_cuda(cudart, used):
     assert [used.supports_read_only(device) for device in (0, 1, 2)] == [False, True, False]
     assert cudart.last == 0
     assert used.identity(1) == "0000:01:00.0"
-    assert used.new_event(1, interprocess=True).flags == {"blocking": True, "interprocess": True}
+    assert used.new_event(1, interprocess=True).flags == {"blocking": False, "interprocess": True}
+    assert used.new_event(1, sleeps=True).flags == {"blocking": True, "interprocess": False}
 
 
 @pytest.mark.parametrize("name", CALLS)

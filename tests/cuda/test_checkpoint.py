@@ -13,7 +13,7 @@ import shmtensor
 from shmtensor import shielded
 from shmtensor.checkpoint import names, slots, structure
 from shmtensor.checkpoint.load import load_checkpoint
-from shmtensor.checkpoint.slots import Stager
+from shmtensor.checkpoint.slots import Stager, chunk_size
 from shmtensor.checkpoint.writer import CheckpointWriter
 
 from ..waiting import wait_until
@@ -330,3 +330,13 @@ def test_the_writing_process_makes_no_context(writer, standin):
     process = psutil.Process(writer.statistics().pid)
     assert process.environ()["CUDA_VISIBLE_DEVICES"] == ""
     assert not [mapped.path for mapped in process.memory_maps() if "torch" in mapped.path or "cuda" in mapped.path]
+
+
+def test_a_large_state_on_a_device_has_few_chunks():
+    """`save` returns when the copies of each are started."""
+    gigabyte = 10**9
+    for total, memory in ((10 * gigabyte, 24 * gigabyte), (gigabyte, 4 * gigabyte), (gigabyte, gigabyte)):
+        size = chunk_size(total, memory, on_device=True)
+        assert total / size <= 40
+        assert size <= memory // 8 + slots.PAGE
+    assert chunk_size(10 * gigabyte, 24 * gigabyte) == 16 << 20

@@ -380,7 +380,7 @@ def test_the_parts_of_what_is_no_plain_tensor_are_told_to_the_allocator(standin,
         used_on(tensor, stream)
         told.append((tensor.data_ptr(), stream))
 
-    monkeypatch.setattr(standin, "move", lambda tensor, device, stream: tensor.clone())
+    monkeypatch.setattr(standin, "move", lambda tensor, device: tensor.clone())
     monkeypatch.setattr(standin, "used_on", tell)
     sparse = torch.eye(3).to_sparse()
     flat = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 import shmtensor
@@ -19,6 +20,7 @@ from benchmarks.workloads import WORKLOADS
 from shmtensor.checkpoint import names
 from shmtensor.checkpoint.load import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
+from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter
 
 LACKS = GPU.lacks()
 pytestmark = [
@@ -27,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is.*:UserWarning"),
 ]
 
 LONG = 120.0
@@ -134,6 +137,29 @@ def test_a_checkpoint_is_loaded_straight_to_the_device(tmp_path, own_channels):
         path = writer.save(saved).durable.result(LONG).path
     shmtensor.load_into(module, path)
     assert all(torch.equal(module.state_dict()[name].cpu(), tensor) for name, tensor in saved.items())
+
+
+def test_a_state_on_the_device_goes_through_dcp(tmp_path, own_channels):
+    """Staged in stream order, by one stager save after save, and loaded to the device again."""
+    weight = torch.zeros(4 * ELEMENTS, device="cuda")
+    state = {"w": weight, "row": weight.view(4, -1)[1], "host": torch.ones(5), "step": 0}
+    with StorageWriter(tmp_path / "a") as writer:
+        stager, done = AsyncStager(writer), []
+        for step in range(1, 4):
+            torch.cuda._sleep(100_000_000)  # what comes next on the stream is late
+            weight.fill_(step)
+            state["step"] = step
+            done.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
+            weight.fill_(-1)
+        for future in done:
+            future.result(LONG)
+        stager.close()
+    for step in range(1, 4):
+        found = {"w": torch.zeros_like(weight), "row": torch.zeros(ELEMENTS, device="cuda"), "step": 0}
+        dcp.load(found, storage_reader=StorageReader(tmp_path / "a"), checkpoint_id=f"step-{step:08}", no_dist=True)
+        assert found["w"].eq(step).all()
+        assert found["row"].eq(step).all()
+        assert found["step"] == step
 
 
 CUDA = [workload for workload in WORKLOADS if workload.name.startswith("cuda-")]

@@ -198,7 +198,7 @@ def test_nothing_is_queued_while_a_graph_is_captured(channel):
         tx.send(torch.ones(MIB))
         msg = rx.recv(timeout=LONG)
         msg.to("cuda")
-        source, target, graph = torch.full((MIB,), 5.0, device="cuda"), torch.zeros(MIB, device="cuda")
+        source, target = torch.full((MIB,), 5.0, device="cuda"), torch.zeros(MIB, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             target.copy_(source)

@@ -66,8 +66,9 @@ def test_copies_run_late_and_in_order(lazy, channel):
     lazy.register_host(mapping.address, mapping.nbytes, 0)
     host = torch.from_numpy(np.ndarray(PAGE, np.uint8, mapping.buffer)).fill_(7)
     stream, event = lazy.new_stream(0), lazy.new_event(0)
-    target = lazy.empty((PAGE,), torch.uint8, 0, stream)
-    lazy.copy(target, host, stream)
+    with lazy.on(stream):
+        target = lazy.empty((PAGE,), torch.uint8, 0)
+        lazy.copy(target, host)
     lazy.record(event, stream)
     assert not lazy.is_done(event)
     assert int(lazy.host(target)[0]) == GARBAGE
@@ -110,7 +111,7 @@ def test_registrations_are_checked(standin, channel):
         assert raised.value.number == number
     over_the_end = torch.from_numpy(np.ndarray(2 * PAGE, np.uint8, mapping.buffer, PAGE))
     with pytest.raises(shmtensor.CudaError, match="leaves a registered range"):
-        standin.copy(standin.tensor(torch.zeros(2 * PAGE, dtype=torch.uint8)), over_the_end, standin.new_stream(0))
+        standin.copy(standin.tensor(torch.zeros(2 * PAGE, dtype=torch.uint8)), over_the_end)
     standin.unregister_host(mapping.address, 0)
     with pytest.raises(shmtensor.CudaError, match="713"):
         standin.unregister_host(mapping.address, 0)
@@ -131,7 +132,7 @@ def test_unregistering_under_a_copy_is_a_violation(channel):
     with installed(polls=None) as stand_in:
         stand_in.register_host(mapping.address, PAGE, 0)
         host = torch.from_numpy(np.ndarray(8, np.uint8, mapping.buffer))
-        stand_in.copy(stand_in.tensor(torch.zeros(8, dtype=torch.uint8)), host, stand_in.new_stream(0))
+        stand_in.copy(stand_in.tensor(torch.zeros(8, dtype=torch.uint8)), host)
         stand_in.unregister_host(mapping.address, 0)
         with pytest.raises(AssertionError, match="while a copy was on its way"):
             stand_in.check()
@@ -142,7 +143,8 @@ def test_a_failed_copy_is_told_by_its_event(lazy, channel):
     lazy.fail_copies = 700
     stream, event = lazy.new_stream(0), lazy.new_event(0)
     target = lazy.tensor(torch.zeros(8, dtype=torch.uint8))
-    lazy.copy(target, torch.from_numpy(np.ndarray(8, np.uint8, mapping.buffer)), stream)
+    with lazy.on(stream):
+        lazy.copy(target, torch.from_numpy(np.ndarray(8, np.uint8, mapping.buffer)))
     lazy.record(event, stream)
     with pytest.raises(shmtensor.CudaError, match="cudaErrorIllegalAddress"):
         lazy.wait(event)
@@ -273,12 +275,3 @@ def test_finishing_waits(lazy):
     pending.finish()
     assert len(pending) == 0
     assert lazy.host_waits == 1
-
-
-def test_real_cuda_is_called_experimental_once(monkeypatch, caplog):
-    monkeypatch.setattr(cuda, "_substitute", None)
-    monkeypatch.setattr(cuda, "_found", None)
-    monkeypatch.setattr(cuda, "Runtime", object)
-    assert cuda.runtime() is cuda.runtime()
-    (record,) = caplog.records
-    assert "experimental" in record.getMessage()
