@@ -48,9 +48,12 @@ def http_server(directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[Server]:
-    """Moto's server, which keeps what is put into it in memory; without a bucket."""
-    with _running(["-m", "moto.server", "-H", "127.0.0.1", "-p"]) as port:
+def s3_server(*, yields: bool = False) -> Iterator[Server]:
+    """Moto's server, which keeps what is put into it in memory; without a bucket.
+
+    yields: it has the lowest priority, so that it takes no core from what stands for another machine's programs
+    """
+    with _running(["-m", "moto.server", "-H", "127.0.0.1", "-p"], yields=yields) as port:
         yield Server(
             f"s3://{BUCKET}",
             {
@@ -61,13 +64,13 @@ def s3_server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(arguments: list[str]) -> Iterator[int]:
+def _running(arguments: list[str], *, yields: bool = False) -> Iterator[int]:
     """A Python program that listens at the port that is its last argument."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     process = subprocess.Popen(
-        [sys.executable, *arguments, str(port)],
+        [*(("nice", "-n", "19") if yields else ()), sys.executable, *arguments, str(port)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -130,8 +129,8 @@ def _take_turns(
 
 
 def _upload(meet: Callable[[], object], folder: Path, server: Server, effort: Effort) -> Samples:
-    """Seconds of training steps alone and while a checkpoint is uploaded; bytes that the writing process takes then
-    above what it took before its first save."""
+    """Seconds of training steps alone and while a checkpoint is uploaded; bytes that the writing process takes above
+    what it took before its first save, while one is uploaded and nothing is computed."""
     import fsspec
 
     import shmtensor
@@ -142,39 +141,34 @@ def _upload(meet: Callable[[], object], folder: Path, server: Server, effort: Ef
     training = states.Training(states.TOY if tiny else states.TRAINED, batch=2, length=63)
     state, clock = states.flat(TINY if tiny else UPLOADED), time.perf_counter
     samples: Samples = {"alone": [], "beside": [], "memory": []}
+
+    def steps(name: str, done: Callable[[int], bool]) -> None:
+        count = 0
+        while not done(count):
+            start = clock()
+            training.step()
+            samples[name].append(clock() - start)
+            count += 1
+
     for _ in range(STEPS):
         training.step()
     with shmtensor.CheckpointWriter(folder, upload=f"{server.url}/run") as writer:
         writer.start(state)
         pid = writer.statistics().pid
-        most, idle, done = [0], own_memory(pid), threading.Event()
+        idle = most = own_memory(pid)
+        uploaded = writer.save(state).uploaded
+        while not uploaded.done():
+            most = max(most, own_memory(pid))
+            time.sleep(0.005)
+        uploaded.result(PATIENCE)
+        samples["memory"] = [most - idle]
 
-        def watch() -> None:
-            while not done.wait(0.005):
-                most.append(own_memory(pid))
-
-        for _ in range(STEPS):
-            start = clock()
-            training.step()
-            samples["alone"].append(clock() - start)
+        steps("alone", lambda count: count == STEPS)
         handle = writer.save(state)
         handle.durable.result(PATIENCE)
-        watching = threading.Thread(target=watch)
-        watching.start()
-        try:
-            while not samples["beside"] or not handle.uploaded.done():
-                start = clock()
-                training.step()
-                samples["beside"].append(clock() - start)
-            handle.uploaded.result(PATIENCE)
-        finally:
-            done.set()
-            watching.join()
-        for _ in range(STEPS):
-            start = clock()
-            training.step()
-            samples["alone"].append(clock() - start)
-    samples["memory"] = [max(most) - idle]
+        steps("beside", lambda count: count > 0 and handle.uploaded.done())
+        handle.uploaded.result(PATIENCE)
+        steps("alone", lambda count: count == STEPS)
     return samples
 
 
@@ -197,7 +191,7 @@ def measure(effort: Effort, names: Sequence[str], rounds: int) -> Mapping[str, l
         if UPLOAD in names:
             found[UPLOAD] = []
             for _ in range(1 if effort.scale == "tiny" else min(rounds, 3)):
-                with _folder() as folder, s3_server() as server:
+                with _folder() as folder, s3_server(yields=True) as server:
                     found[UPLOAD] += run_roles([Role(_upload, (Path(folder), server, effort), 1)])
     return found
 
@@ -242,10 +236,10 @@ WORKLOAD = Workload(
         "compares nothing; load_checkpoint makes the tensors in fresh memory, load_into fills tensors that exist, and "
         "both compare digests. Before each turn memory is held and freed, as in the table of loading. "
         "tensorizer streams a file of its own format, from S3 by a signed URL. Upload: a step of a transformer of 11 "
-        "million parameters with one torch thread, alone, and while 1 GiB is uploaded to moto's server, whose own work "
-        "is on the same cores. Memory: the most that the writing process's resident memory without shared memory "
-        "(RssAnon + RssFile, looked at every 5 ms) is above what it was before its first save; s3fs's modules are part "
-        "of it."
+        "million parameters with one torch thread, alone, and while 1 GiB is uploaded to moto's server, which has the "
+        "lowest priority, as it stands for another machine. Memory: the most that the writing process's resident "
+        "memory without shared memory (RssAnon + RssFile, looked at every 5 ms) is above what it was before its first "
+        "save, during an upload while nothing is computed; s3fs's modules are part of it."
     ),
     cases=(
         *(

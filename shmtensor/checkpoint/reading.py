@@ -47,7 +47,7 @@ from .remote import GAP, Stopped, stop_by
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
 REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor has so many
-REQUEST_MAX: Final = 64 << 20
+REQUEST_MAX: Final = 256 << 20
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
 _LARGE: Final = 4 << 20  # bytes

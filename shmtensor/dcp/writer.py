@@ -276,6 +276,7 @@ class PartWriter:
         self.place: Place | None = None
         """Of the writer that is open, or was open last."""
         self._writer: CheckpointWriter | None = None
+        self._objects = np.empty(0, np.uint8)
 
     def open(self, place: Place) -> CheckpointWriter:
         """The writer, opened if it is not open. Raises as `CheckpointWriter` does."""
@@ -294,7 +295,10 @@ class PartWriter:
         After an error no part of this checkpoint comes from this rank: its writer is closed.
         """
         try:
-            state, description, results = _resolve(plan, planner)
+            tensors, objects, description, results = _resolve(plan, planner)
+            state: dict[str, Any] = {"tensors": tensors}
+            if objects:
+                state[OBJECTS] = self._in_place(b"".join(objects))
             meta: dict[str, Any] = {KEY: description.render()}
             step = _step(planner, name)
             if step is not None:
@@ -303,6 +307,14 @@ class PartWriter:
         except BaseException:
             self.close()
             raise
+
+    def _in_place(self, data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes in the memory of the last save's, if they are as many: a state whose memory is where it was is
+        planned from memory. That save has copied them."""
+        if len(data) != len(self._objects):
+            self._objects = np.empty(len(data), np.uint8)
+        self._objects[:] = np.frombuffer(data, np.uint8)
+        return self._objects
 
     def close(self) -> None:
         """Wait until everything that was staged is durable or has failed, and close the writer. Idempotent."""
@@ -319,8 +331,10 @@ def _step(planner: SavePlanner, name: str | None) -> int | None:
     return step_of(getattr(planner, "state_dict", None), None)
 
 
-def _resolve(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], Description, list[WriteResult]]:
-    """The state of a part, its description, and the results for DCP."""
+def _resolve(
+    plan: SavePlan, planner: SavePlanner
+) -> tuple[dict[str, torch.Tensor], list[bytes], Description, list[WriteResult]]:
+    """The tensors of a part, its other items as bytes, its description, and the results for DCP."""
     tensors: dict[str, torch.Tensor] = {}
     objects: list[bytes] = []
     description = Description([], [])
@@ -338,10 +352,7 @@ def _resolve(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], Desc
             tensors[_key(item.index, offsets, tensors)] = tensor
             nbytes = tensor.nbytes
         results.append(WriteResult(item.index, nbytes, None))
-    state: dict[str, Any] = {"tensors": tensors}
-    if objects:
-        state[OBJECTS] = np.frombuffer(b"".join(objects), np.uint8)
-    return state, description, results
+    return tensors, objects, description, results
 
 
 def _chunk(item: WriteItem, data: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:

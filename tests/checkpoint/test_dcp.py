@@ -539,6 +539,29 @@ def test_async_save_waits_for_one_copy(play, tmp_path):
     assert sum(sizes) < 1.1 * sum(tensor.nbytes for tensor in whole(1).values())  # replicas are stored once
 
 
+def test_a_state_that_is_where_it_was_is_planned_from_memory(tmp_path):
+    """Also with items that are no tensors, which are other bytes each time."""
+    weight, saved = torch.zeros(100), []
+    with StorageWriter(tmp_path / "runs") as writer:
+        stager = AsyncStager(writer)
+        for step in (7, 8, 9):
+            weight.fill_(step)
+            state = {"w": weight, "step": step, "note": "x" * step}
+            saved.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
+        for future in saved:
+            future.result(PATIENCE)
+        opened = writer._parts._writer
+        assert opened is not None
+        stager.close()
+        before = opened._plan_cache.hits
+        dcp.save({"w": weight, "step": 9, "note": "y" * 9}, storage_writer=writer, checkpoint_id="again", no_dist=True)
+        assert opened._plan_cache.hits == before + 1
+    for name, step, note in (("step-00000007", 7, "x"), ("step-00000009", 9, "x"), ("again", 9, "y")):
+        found = load_all(storage_reader=StorageReader(tmp_path / "runs" / name))
+        assert found["w"].eq(step).all()
+        assert (found["step"], found["note"]) == (step, note * step)
+
+
 class Refuses(dcp.DefaultSavePlanner):
     """A planner that makes no plan."""
 
