@@ -61,7 +61,7 @@ def play(scene, *args: object, mounts: tuple[str, ...] = ()) -> str:
             before += f"exec {number}< {place} && "
             after += f" && mkdir -p {place} && mount -c --bind /proc/self/fd/{number} {place} && exec {number}<&-"
         command = [*namespace(), "sh", "-c", f"{before}{script}{after} && exec {shlex.join(command)}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout

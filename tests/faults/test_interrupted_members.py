@@ -48,7 +48,7 @@ def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_
     make(channel).close()
     gc.collect()
     before = shared_files(), set(os.listdir(socket_directory)), descriptors()
-    for attempt in each_boundary(lambda: make(channel), step=stride(53)):
+    for attempt in each_boundary(lambda: make(channel), step=stride(151)):
         made, attempt.result = attempt.result, None
         if made is not None:
             made.close()
@@ -80,7 +80,7 @@ def test_an_interrupted_departure_is_complete(channel, kind, alone, what, socket
         endpoint = make(channel)
         member = endpoint._member
         attempt = interrupted(getattr(member, what), at)
-        at, reached = at + (1 if at < 8 else stride(7)), attempt.reached
+        at, reached = at + (1 if at < 8 else stride(23)), attempt.reached
         assert not control._holders
         assert not control._deferred
         wait_until(lambda: not view_of(channel).locked)

@@ -384,7 +384,7 @@ def test_full_ring(channel, pattern, slots):
 
 def test_growth(channel, pattern):
     """A message that needs a ring of its own."""
-    for at in range(1, 10_000, stride(31)):
+    for at in range(1, 10_000, stride(61)):
         it = pattern(channel)
         try:
             it.send()
@@ -405,7 +405,7 @@ def test_growth(channel, pattern):
 def test_members_come(channel, pattern):
     """The send that finds a new receiver: from that message on it gets everything."""
     with scene(pattern, channel) as it:
-        for at in range(1, 10_000, stride(11)):
+        for at in range(1, 10_000, stride(23)):
             with pattern.receiver(channel) as other:
                 before = it.tx.statistics().sent
                 attempt = interrupted(lambda: it.tx.send(it.value(it.next)), at)
@@ -427,7 +427,7 @@ def test_members_come(channel, pattern):
 
 def test_members_leave(channel, pattern):
     with scene(pattern, channel, slots=4) as it:
-        for at in range(1, 10_000, stride(11)):
+        for at in range(1, 10_000, stride(23)):
             with pattern.receiver(channel):
                 it.round()
             before = it.tx.statistics().sent
@@ -558,7 +558,7 @@ def test_asend(channel, pattern):
 @pytest.mark.filterwarnings("ignore:.*no consumer has finished:ResourceWarning")
 @pytest.mark.parametrize("side", ["tx", "rx"])
 def test_close(channel, pattern, side):
-    for at in range(1, 10_000, stride(53)):
+    for at in range(1, 10_000, stride(109)):
         it = pattern(channel)
         it.round()
         it.send()
@@ -585,7 +585,7 @@ def test_close(channel, pattern, side):
 
 
 def test_close_with_views_alive(channel, pattern):
-    for at in range(1, 10_000, stride(53)):
+    for at in range(1, 10_000, stride(109)):
         it = pattern(channel, mixed)
         it.send()
         message = it.rx.recv(timeout=PATIENCE)

@@ -239,7 +239,7 @@ def test_a_server_at_every_boundary(channel, call, kind, batch):
 def test_close(channel, end):
     """What was cut short is finished by the next `close`; the request that is open fails, or is another server's, and
     nothing is left."""
-    for at in range(1, 20_000, stride(211)):
+    for at in range(1, 20_000, stride(421)):
         server, client = shmtensor.Server(channel), shmtensor.Client(channel)
         answered = client.submit(plain(0), timeout=PATIENCE)
         taken_by_hand(server)
