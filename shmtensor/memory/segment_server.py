@@ -98,6 +98,7 @@ class SegmentServer:
         files = self._most_files = os.sysconf("SC_OPEN_MAX")
         self._most_clients = max(8, min(MOST_CONNECTIONS, (files - _OTHER_FILES) // 4))
         self._most_names = max(8, min(MOST_NAMES, files - _OTHER_FILES - self._most_clients))
+        had_locks = os.path.lexists(f"{directory}/{LOCKS}")
         try:
             self._locks = LockFile(f"{directory}/{LOCKS}", os.O_CREAT)
         except OSError as error:
@@ -106,6 +107,9 @@ class SegmentServer:
             undo.callback(self._locks.close)
             if not self._locks.try_exclusive(0):
                 raise ResourceError(errno.EADDRINUSE, f"another segment server runs in {directory}: one is enough")
+            if not had_locks and _answers(f"{directory}/{SOCKET}"):
+                text = f"another segment server runs in {directory}, where {LOCKS} was removed: end it first"
+                raise ResourceError(errno.EADDRINUSE, text)
             self._awaited = {byte - 1 for byte in locked_bytes(self._locks.fd, 1, 1 + ID_END)}
             try:
                 self._poll = undo.enter_context(select.epoll())
@@ -384,6 +388,19 @@ class SegmentServer:
 
 
 _FULL: Final = (errno.EMFILE, errno.ENFILE)
+
+
+def _answers(path: str) -> bool:
+    """Whether a server listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            return True  # with too much to do
+        except OSError:
+            return False
+        return True
 
 
 def _remove(path: str) -> None:

@@ -367,7 +367,7 @@ class Served:
         """
         with self._presence:
             locks = self._locks
-            if locks is None:
+            if locks is None or not locks.is_at(self._lock_path):
                 locks = LockFile(self._lock_path, os.O_CREAT)
                 self._number = new_id()
                 locks.try_exclusive(1 + self._number)
@@ -410,6 +410,7 @@ class Served:
                 answered = set(self._attempts)
                 while answered & self._attempts:
                     time.sleep(_PAUSES[0])
+                self._be_present()  # again, if the file was removed: the server after this one looks at the new one
                 self._report(connection)
                 tries = 0
                 connection.recv(1)  # until it ends

@@ -389,3 +389,16 @@ def test_a_server_that_does_not_come_up_leaves_no_socket(directory, monkeypatch,
         SegmentServer(directory)
     monkeypatch.undo()
     assert os.listdir(directory) == ["segments.lock"]
+
+
+def test_the_lock_file_is_removed_while_it_is_in_use(server, directory):
+    """No server starts beside the living one, and each process locks the new file at the next segment that it opens."""
+    with segment.create("/shmtensor.c", 4096, "free some"):
+        os.unlink(f"{directory}/segments.lock")
+        with pytest.raises(shmtensor.ResourceError, match=r"segments\.lock was removed: end it first"):
+            SegmentServer(directory)
+        with contextlib.closing(LockFile(f"{directory}/segments.lock")) as locks:
+            assert locked_bytes(locks.fd, 1, 1 + ID_END) == set()
+            with segment.attach("/shmtensor.c"):
+                assert len(locked_bytes(locks.fd, 1, 1 + ID_END)) == 1
+    segment.unlink("/shmtensor.c")

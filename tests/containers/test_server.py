@@ -521,6 +521,15 @@ def test_a_server_may_be_required(directory, monkeypatch, channel):
         placement.current()
 
 
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process lead to. It may close them meanwhile."""
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
 def test_a_forked_child_gives_back_nothing_of_its_parent(directory):
     """Nor does it keep its parent alive, for the next server."""
     server = Server(directory)
@@ -529,8 +538,7 @@ def test_a_forked_child_gives_back_nothing_of_its_parent(directory):
         parent("import os\nchild = os.fork()\nif not child:\n    import select\n    select.select([], [], [])")
         child = parent("child")
         try:
-            fds = f"/proc/{child}/fd"
-            wait_until(lambda: not [fd for fd in os.listdir(fds) if "segments" in os.path.realpath(f"{fds}/{fd}")])
+            wait_until(lambda: not [target for target in open_files(child) if "segments" in target])
             parent.kill()
             server.kill()
             server = Server(directory)
