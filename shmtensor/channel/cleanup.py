@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import ReentrantError, ResourceError, ShmTensorError, TimedOut, WireError
+from ..memory import placement
 from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_exists, unlink_semaphore
@@ -45,18 +46,24 @@ log = logging.getLogger("shmtensor.channel")
 _FRESH_NS = 5_000_000_000
 
 
-def unlink_member(channel: str, uid: int, directory: str) -> None:
-    """Remove every name that a member may own: inbox, semaphore, rings, sequence table."""
+def unlink_member(channel: str, uid: int, directory: str) -> bool:
+    """Remove every name that a member may own: inbox, semaphore, rings, sequence table.
+
+    Returns False if a segment server cannot do so now: names are left, and so the member's entry is to stay.
+    """
     with contextlib.suppress(OSError):
         os.unlink(socket_path(directory, uid))
-    unlink_semaphore(sequence_table_name(channel, uid))
+    if not unlink_semaphore(sequence_table_name(channel, uid)):
+        return False
     # crash: sweep.names
     # last to first: after a death in between, the next clean-up counts from 0 and finds the rest
     for number in reversed(range(_count(lambda number: semaphore_exists(semaphore_name(channel, uid, number))))):
-        unlink_semaphore(semaphore_name(channel, uid, number))
+        if not unlink_semaphore(semaphore_name(channel, uid, number)):
+            return False
     for index in reversed(range(_count(lambda index: shm.exists(ring_name(channel, uid, index))))):
-        shm.unlink(ring_name(channel, uid, index))
-    shm.unlink(sequence_table_name(channel, uid))
+        if not shm.unlink(ring_name(channel, uid, index)):
+            return False
+    return shm.unlink(sequence_table_name(channel, uid))
 
 
 def _count(exists: Callable[[int], bool]) -> int:
@@ -65,10 +72,13 @@ def _count(exists: Callable[[int], bool]) -> int:
 
 
 def unlink_channel(control: Control, directory: str) -> None:
-    """Remove every name of the channel, the control segment last. Under the lock, when no other member lives."""
+    """Remove every name of the channel, the control segment last. Under the lock, when no other member lives.
+
+    If a segment server cannot do so now, the next sweep does it.
+    """
     for index in range(control.capacity):
-        if owner := control.owner(index):
-            unlink_member(control.channel, owner, directory)
+        if (owner := control.owner(index)) and not unlink_member(control.channel, owner, directory):
+            return
     # crash: sweep.channel
     shm.unlink(control.name)
 
@@ -77,16 +87,19 @@ def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
     Returns the uids of those that it removed. `me` is the caller: the kernel cannot be asked about one's own locks.
+    It does not wait for a segment server: what takes one is left to the next liveness check.
     """
-    dead = [(index, control.owner(index)) for index in _expendable(control, me)]
-    for index, uid in dead:
-        unlink_member(control.channel, uid, directory)
-        # crash: sweep.unlinked
-        control.clear(index)
-    if dead:
+    removed = []
+    with placement.at_once():
+        for index, uid in [(index, control.owner(index)) for index in _expendable(control, me)]:
+            if unlink_member(control.channel, uid, directory):
+                # crash: sweep.unlinked
+                control.clear(index)
+                removed.append(uid)
+    if removed:
         control.advance()
     end_groups(control, me)
-    return [uid for _, uid in dead]
+    return removed
 
 
 def _own(me: Member | None) -> tuple[int, ...]:
@@ -185,8 +198,7 @@ def leave(member: Member, *, keep: bool, count: bool = False) -> int:
     control, directory, index, uid = member.control, member.directory, member.index, member.uid
     if control.owner(index) != uid:
         return 0  # it has left, and the entry may be another member's
-    if not keep:
-        unlink_member(control.channel, uid, directory)
+    if not keep and unlink_member(control.channel, uid, directory):  # else it is left as if it had died
         # crash: leave.unlinked
         control.clear(index)
     control.advance()
@@ -197,7 +209,8 @@ def leave(member: Member, *, keep: bool, count: bool = False) -> int:
     if control.anybody_alive():
         reap(control, directory, None)
         return 0
-    lost = _count_undone(control) if count else 0
+    with placement.at_once():
+        lost = _count_undone(control) if count else 0
     unlink_channel(control, directory)
     return lost
 
@@ -281,6 +294,12 @@ def sweep_channel(
 def _sweep_locked(
     channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool
 ) -> list[Leftover]:
+    """Without waiting for a segment server: others wait for the lock."""
+    with placement.at_once():
+        return _sweep(channel, segment, locks, directory, dry_run=dry_run)
+
+
+def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool) -> list[Leftover]:
     if not segment.is_still(control_name(channel)):
         return []
     segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it before we had the lock

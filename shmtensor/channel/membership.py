@@ -71,8 +71,10 @@ class Member:
         """Remove the dead members if the control lock is free now; else the next liveness check tries again.
 
         With a client, the channel of its replies goes: a server may never have opened that.
+
+        It is part of receiving and sending, so it does not wait for a segment server either.
         """
-        with contextlib.suppress(TimedOut, ReentrantError):
+        with contextlib.suppress(TimedOut, ReentrantError), placement.at_once():
             gone = self._exclusively(0, lambda: cleanup.reap(self.control, self.directory, self))
             if self.control.kind == SERVICE:
                 for uid in gone:
@@ -129,7 +131,7 @@ def _die(locks: LockFile | None, channel: str, directory: str, error: BaseExcept
     if locks is not None:
         locks.close()
     patience = 0.0 if isinstance(error, TimedOut) or is_held() else LOCK_TIMEOUT
-    with contextlib.suppress(ShmTensorError, OSError):  # the next sweep does it
+    with contextlib.suppress(ShmTensorError, OSError), placement.at_once():  # else the next sweep does it
         cleanup.sweep_channel(channel, directory, patience=patience)
 
 
@@ -167,7 +169,7 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     check_platform()
     check_channel(channel)
     directory = socket_dir()
-    placement.settle()
+    placement.check_for_server()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
     cleanup.sweep_all(directory, skip=channel, patience=_MOMENT)
@@ -323,7 +325,8 @@ class Tracing:
     @staticmethod
     def _attach(member: Member, tracer: int) -> EventLog | None:
         try:
-            return EventLog.attach(sequence_table_name(member.channel, tracer), tracer, member.index, member.uid)
+            with placement.at_once():
+                return EventLog.attach(sequence_table_name(member.channel, tracer), tracer, member.index, member.uid)
         except FileNotFoundError:
             return None  # it is just ending
         except (ResourceError, WireError) as error:

@@ -10,8 +10,8 @@ import stat
 from typing import Final
 
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
-from ..memory.places import LOCKS, NEW_SOCKET, SOCKET
 from ..memory.segment import kind_of
+from ..wire.segment_packets import LOCKS, NEW_SOCKET, SOCKET
 
 PREFIX: Final = "/shmtensor."
 _CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")

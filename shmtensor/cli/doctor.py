@@ -34,7 +34,7 @@ from ..codec.libraries import EXTRA
 from ..cuda.pinning import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError, ResourceError, ShmTensorError
-from ..memory import placement, places, words
+from ..memory import placement, words
 from ..memory import segment as shm
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
@@ -92,7 +92,7 @@ _NAMED = 3
 def shared_memory() -> Iterator[Finding]:
     """Size, options, and one real segment."""
     place = placement.current()
-    yield from _mounted() if place is places.FILES else _served(place)
+    yield from _mounted() if place is placement.FILES else _served(place)
     name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with shm.create(name, shm.PAGE, "free some") as segment:
@@ -110,7 +110,7 @@ def shared_memory() -> Iterator[Finding]:
             shm.unlink(name)
 
 
-def _served(place: places.Place) -> Iterator[Finding]:
+def _served(place: placement.Place) -> Iterator[Finding]:
     """A segment server, and its room."""
     try:
         size, free = place.total_bytes(), place.free_bytes()

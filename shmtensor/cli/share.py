@@ -32,7 +32,7 @@ def share(
             "--limit",
             metavar="SIZE",
             help='Most memory of all segments together, like "8GiB"; default: half of the memory of this machine, or '
-            "of the limit of this container.",
+            "of the limit of this container (cgroup v2).",
         ),
     ] = None,
 ) -> None:

@@ -27,6 +27,7 @@ from ..errors import (
     WireError,
 )
 from ..memory.segment import Unreadable
+from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
 from ..ring.implementation import Counts
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
@@ -121,7 +122,7 @@ class Receiver(Endpoint):
             self._readers: list[Any] = []  # of `Reader`
             self._retired: list[Any] = []  # read to the end, but others may still need what their senders left
             self._epoch = -1
-            self._unattached: dict[int, tuple[Entry, str]] = {}  # by uid, and why; "": it has no sequence table
+            self._unattached: dict[int, tuple[Entry, str | None]] = {}  # and why; "": no table, None: no segment server
             self._strangers: dict[int, str] = {}  # of another version, by uid, and why: never attached again
             self._bad_records = 0
             part = membership.Part(ctl.RECEIVER, _FLAGS.get(mode, 0), label, group)
@@ -587,7 +588,7 @@ class Receiver(Endpoint):
             else:
                 reader.close()
                 self._retired.remove(reader)
-        unattached: dict[int, tuple[Entry, str]] = {}
+        unattached: dict[int, tuple[Entry, str | None]] = {}
         self._strangers = {uid: why for uid, why in self._strangers.items() if uid in present}
         for entry in present.values():
             if entry.uid in self._strangers:
@@ -595,8 +596,8 @@ class Receiver(Endpoint):
                 continue
             try:
                 self._readers.append(self._attach(entry))
-            except FileNotFoundError:
-                unattached[entry.uid] = entry, ""
+            except (FileNotFoundError, Unserved) as error:
+                unattached[entry.uid] = entry, None if isinstance(error, Unserved) else ""
             except (WireError, Unreadable) as error:
                 unattached[entry.uid] = entry, str(error)
                 if entry.uid not in self._unattached:
@@ -708,9 +709,9 @@ class Receiver(Endpoint):
                 return WireError(f'channel "{self.name}": process {entry.pid} sends what cannot be read here: {why}')
         return None
 
-    def _living_strangers(self) -> Iterator[tuple[Entry, str]]:
+    def _living_strangers(self) -> Iterator[tuple[Entry, str | None]]:
         control = self._member.control
-        return (it for it in self._unattached.values() if control.is_alive(it[0].index))
+        return (it for it in self._unattached.values() if it[1] is None or control.is_alive(it[0].index))
 
     # --- leaving
 

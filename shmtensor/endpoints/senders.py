@@ -10,6 +10,7 @@ from ..channel.control import Entry
 from ..channel.membership import Member
 from ..channel.names import ring_name, sequence_table_name, socket_path
 from ..errors import ResourceError, WireError
+from ..memory import placement
 from ..memory.semaphores import SenderWaker
 from ..memory.words import store
 from ..ring.implementation import make_reader
@@ -23,8 +24,14 @@ from .message import SenderInfo
 def attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Reader:
     """A reader of the sender of that entry, whose rings are of that kind.
 
-    Raises `FileNotFoundError` if it has no sequence table, `WireError` or `Unreadable` if it cannot be read here.
+    Raises `FileNotFoundError` if it has no sequence table, `WireError` or `Unreadable` if it cannot be read here, and
+    `Unserved`, at once, if there is no segment server now that knows. Rings that are attached later wait for one.
     """
+    with placement.at_once():
+        return _attach(member, entry, reception, kind)
+
+
+def _attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Reader:
     control = member.control
     sequences = _sequences(member, entry)
     waker = None
@@ -71,7 +78,7 @@ def wake_senders(member: Member) -> None:
     for entry in member.peers():
         asleep = words[ctl.asleep_word(entry.index)]
         if entry.role == ctl.SENDER and asleep & 1:
-            with contextlib.suppress(FileNotFoundError, ResourceError):
+            with contextlib.suppress(FileNotFoundError, ResourceError), placement.at_once():
                 waker = _waker(member, entry)
                 waker.wake(asleep)
                 waker.close()

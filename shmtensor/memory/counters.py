@@ -15,7 +15,7 @@ from multiprocessing import context
 from typing import Any, Final
 
 from ..errors import PlatformError, ResourceError
-from . import placement, places, shortage
+from . import placement, shortage
 from .semaphores import MappedSemaphore, create_semaphore, find_semaphore, unlink_semaphore
 
 MOST: Final[int] = _multiprocessing.SemLock.SEM_VALUE_MAX
@@ -80,7 +80,7 @@ class _Mapped(_multiprocessing.SemLock):  # type: ignore[misc]
 
 def _open(name: str, most: int, cause: str = "") -> Any:
     try:
-        if placement.current() is places.FILES:
+        if placement.current() is placement.FILES:
             return _multiprocessing.SemLock._rebuild(0, _SEMAPHORE, most, name)
         if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
             raise PlatformError(errno.ENOSYS, "queues whose segments a segment server keeps need glibc")

@@ -10,11 +10,22 @@ import contextlib
 import os
 from collections.abc import Callable
 from io import FileIO
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from . import lifecycle
 
 _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening never blocks, whatever the file is
+
+
+class Found(NamedTuple):
+    """What a name leads to, for a `Descriptor`."""
+
+    path: str
+    flags: int
+    leads_to: str
+    """The real path, as `/proc/self/fd` shows it."""
+    hold: Any
+    """Keeps `path` valid; for as long as it lives, the segment outlives a server. None for a file."""
 
 
 class OpenFile:
@@ -112,14 +123,31 @@ class Descriptor(OpenFile):
         """In a forked child: close the copy, since the locks of the parent's description must end with the parent."""
         opening, self._opening = self._opening, ""
         if opening:
-            close_all_of(opening)
+            empty_all_of(opening)
         self.close()
 
 
-def close_all_of(path: str) -> None:
-    """In a forked child: close every descriptor that leads to `path`, except those that children inherit on purpose."""
+def empty_all_of(path: str) -> None:
+    """In a forked child: have every descriptor that leads to `path` lead to nothing, except those that children inherit
+    on purpose.
+
+    None is closed: one may have an owner, such as a mapping (`mmap` duplicates its descriptor), which closes it when it
+    dies. By then, the number would be another file's.
+    """
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             leads_to = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
             if leads_to == path and int(number) not in lifecycle.inherited:
-                os.close(int(number))
+                _empty(int(number))
+
+
+def _empty(fd: int) -> None:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        nothing = os.open(os.devnull, flags)
+    except OSError:  # no descriptor is left: then this one is the next that is given out
+        os.close(fd)
+        os.open(os.devnull, flags)
+        return
+    os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)

@@ -25,10 +25,11 @@ inherited: set[int] = set()
 
 
 def track(owner: _Owner, drop: Callable[[_Owner], None]) -> None:
-    """Call `drop(owner)` in every child that is forked from now on, for as long as `owner` lives.
+    """Call `drop(owner)` in every child that is forked from now on, and in its children, for as long as `owner` lives.
 
     owner: something that owns lock descriptors or leases
-    drop:  drops them; called once more if an exception interrupted it
+    drop:  drops them; called once more if an exception interrupted it, and again in a child's child, which may have
+           got others in between
     """
     _owners[weakref.ref(owner, _owners.pop)] = drop
 
@@ -40,7 +41,6 @@ def call_in_child(function: Callable[[], None]) -> None:
 
 def _after_fork() -> None:
     found = [(reference(), drop) for reference, drop in _owners.copy().items()]
-    _owners.clear()
     left = [functools.partial(drop, owner) for owner, drop in found if owner is not None]
     left += [functools.partial(function) for function in _functions]
     left.reverse()

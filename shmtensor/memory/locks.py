@@ -50,6 +50,13 @@ class LockFile(Descriptor):
 
     __slots__ = ()
 
+    def is_at(self, path: str) -> bool:
+        """Whether `path` still leads to the file that is locked: it was not removed, or replaced."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self.fd))
+        except OSError:
+            return False
+
     def try_exclusive(self, byte: int) -> bool:
         """Lock one byte for this description alone; False if another description holds it in any mode."""
         return self._set(fcntl.F_WRLCK, byte)

@@ -18,9 +18,9 @@ from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, placement, shortage
-from .descriptors import Descriptor, OpenFile
+from .descriptors import Descriptor, Found, OpenFile
 from .locks import LockFile, is_locked
-from .places import Found, Place
+from .placement import Place
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
@@ -350,14 +350,17 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
     return segment
 
 
-def unlink(name: str) -> None:
-    """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours."""
-    placement.current().unlink(name[1:])
+def unlink(name: str) -> bool:
+    """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours.
+
+    Returns False if a segment server cannot do so now: the name may still be there.
+    """
+    return placement.current().unlink(name[1:])
 
 
-def unlink_file(file: str) -> None:
+def unlink_file(file: str) -> bool:
     """Remove a name as `scan` has it: that of a segment or of a semaphore. Otherwise as `unlink`."""
-    placement.current().unlink(file)
+    return placement.current().unlink(file)
 
 
 def status(name: str) -> os.stat_result | None:

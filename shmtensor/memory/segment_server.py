@@ -27,11 +27,10 @@ from typing import Final
 from ..errors import ResourceError, WireError
 from ..options import format_bytes, parse_bytes
 from ..wire import segment_packets as packets
-from ..wire.segment_packets import Op, Reply, Request, Space, Status
+from ..wire.segment_packets import LOCKS, NEW_SOCKET, SOCKET, Op, Reply, Request, Space, Status
 from . import shortage
 from .descriptors import OpenFile
 from .locks import LockFile, is_locked, locked_bytes
-from .places import LOCKS, NEW_SOCKET, SOCKET
 from .served import ID_END, pid_of, receive
 
 log = logging.getLogger("shmtensor.memory")
@@ -46,6 +45,7 @@ _MOST_REQUEST: Final = 1024
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
 _CREDENTIALS: Final = struct.Struct("3i")
+_LATEST: Final = (1 << 63) - 1
 
 
 class _Named:
@@ -59,7 +59,8 @@ class _Named:
     @property
     def status(self) -> Status:
         info = os.fstat(self.file.fd)
-        return Status(info.st_dev, info.st_ino, info.st_size, info.st_blocks, info.st_mode, info.st_mtime_ns)
+        changed = min(max(0, info.st_mtime_ns), _LATEST)  # any holder may set it to any time
+        return Status(info.st_dev, info.st_ino, info.st_size, info.st_blocks, info.st_mode, changed)
 
 
 class _Client:
@@ -79,7 +80,7 @@ class SegmentServer:
     Args:
         directory: the directory that all processes share, with mode 0700 and of this user.
         limit: bytes that all segments together may take, or a string such as `"8GiB"`; None: half of the memory of this
-            machine, or of its control group.
+            machine, or of its control group (v2).
 
     Raises `ResourceError` if another server runs there, or the directory cannot be used.
     """
@@ -92,47 +93,48 @@ class SegmentServer:
         self._order: list[str] = []
         self._serial = 0
         self._stopping = False
-        files = os.sysconf("SC_OPEN_MAX")
+        self._lacks = ""  # why it was not given all that it awaits
+        self._is_refusing = False  # connections: logged once
+        files = self._most_files = os.sysconf("SC_OPEN_MAX")
         self._most_clients = max(8, min(MOST_CONNECTIONS, (files - _OTHER_FILES) // 4))
         self._most_names = max(8, min(MOST_NAMES, files - _OTHER_FILES - self._most_clients))
+        had_locks = os.path.lexists(f"{directory}/{LOCKS}")
         try:
             self._locks = LockFile(f"{directory}/{LOCKS}", os.O_CREAT)
         except OSError as error:
             raise shortage.explain(error, f"cannot open {directory}/{LOCKS}") from None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._locks.close)
             if not self._locks.try_exclusive(0):
                 raise ResourceError(errno.EADDRINUSE, f"another segment server runs in {directory}: one is enough")
+            if not had_locks and _answers(f"{directory}/{SOCKET}"):
+                text = f"another segment server runs in {directory}, where {LOCKS} was removed: end it first"
+                raise ResourceError(errno.EADDRINUSE, text)
             self._awaited = {byte - 1 for byte in locked_bytes(self._locks.fd, 1, 1 + ID_END)}
-            self._woken, self._waker = socket.socketpair()
-            self._woken.setblocking(False)
-            self._waker.setblocking(False)
-            self._listener = self._listen()
-            self._poll = select.epoll()
-            self._poll.register(self._listener, select.EPOLLIN)
-            self._poll.register(self._woken, select.EPOLLIN)
-        except BaseException:
-            self._locks.close()
-            raise
+            try:
+                self._poll = undo.enter_context(select.epoll())
+                self._woken, self._waker = (undo.enter_context(each) for each in socket.socketpair())
+                self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                undo.callback(_remove, f"{directory}/{NEW_SOCKET}")
+                self._listen()
+            except OSError as error:
+                text = f"cannot make socket {directory}/{SOCKET}: {os.strerror(error.errno or errno.EIO)}"
+                raise ResourceError(error.errno, text) from None
+            undo.pop_all()
 
-    def _listen(self) -> socket.socket:
-        """The socket gets its name when it is ready: nobody sees the directory without one in between."""
-        path, final = f"{self.directory}/{NEW_SOCKET}", f"{self.directory}/{SOCKET}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.setblocking(False)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(_BACKLOG)
-            # crash: share.listening
-            os.rename(path, final)
-        except OSError as error:
-            listener.close()
-            raise ResourceError(
-                error.errno, f"cannot make socket {final}: {os.strerror(error.errno or errno.EIO)}"
-            ) from None
-        return listener
+    def _listen(self) -> None:
+        """The socket gets its name last: nobody sees the directory without one in between, or a name that is no use."""
+        path = f"{self.directory}/{NEW_SOCKET}"
+        _remove(path)
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(_BACKLOG)
+        for each in (self._listener, self._woken, self._waker):
+            each.setblocking(False)
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._poll.register(self._woken, select.EPOLLIN)
+        # crash: share.listening
+        os.rename(path, f"{self.directory}/{SOCKET}")
 
     def __repr__(self) -> str:
         state = f"awaiting {len(self._awaited)}" if self._awaited else "serving"
@@ -192,17 +194,24 @@ class SegmentServer:
             connected, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _FULL and not self._drop_idle():
+                self._explain_shortage()
                 time.sleep(_PAUSE_S)
             return
-        connected.setblocking(False)
-        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        client = _Client(connected, pid, uid)
-        if len(self._clients) >= self._most_clients and not self._drop_idle():
+        try:
+            connected.setblocking(False)
+            raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(raw)
+            if len(self._clients) >= self._most_clients and not self._drop_idle():
+                raise OSError(errno.EMFILE, f"{len(self._clients)} processes are connected, which is the limit")
+            self._poll.register(connected, select.EPOLLIN)
+        except OSError as error:
             connected.close()
+            if not self._is_refusing:
+                log.error("it refuses connections: %s", error.strerror)
+            self._is_refusing = True
             return
-        self._clients[connected.fileno()] = client
-        self._poll.register(connected, select.EPOLLIN)
+        self._is_refusing = False
+        self._clients[connected.fileno()] = _Client(connected, pid, uid)
 
     def _drop_idle(self) -> bool:
         """Close the oldest connection that is between two packets and holds nothing."""
@@ -247,11 +256,27 @@ class SegmentServer:
             self._reply(client, Reply(0, errno.EBADMSG, text=str(error).encode()))
             self._drop(client)
         except OSError as error:
-            text = f"it may open no more files: {error.strerror}" if error.errno in _FULL else str(error)
+            text = error.strerror or str(error)
+            if error.errno in _FULL:
+                text = self._explain_shortage()
             self._reply(client, Reply(0, error.errno or errno.EIO, text=text.encode()))
+            self._drop(client)
+        except Exception:  # whatever one client sends, the others are served
+            log.exception("a request of process %d, by its number here, has failed", client.pid)
             self._drop(client)
         finally:
             beside.close()  # unless a name has it now
+
+    def _explain_shortage(self) -> str:
+        """Why it can open no more files. If so it cannot be given what it awaits: that is logged once, and told all."""
+        text = (
+            f"it may open too few files ({self._most_files}), and keeps {len(self._names)} names: start it again with "
+            "a higher limit (ulimit -n, LimitNOFILE=)"
+        )
+        if self._awaited and not self._lacks:
+            self._lacks = text
+            log.error("%s", text)
+        return text
 
     @staticmethod
     def _reply(client: _Client, reply: Reply, back: OpenFile | None = None) -> bool:
@@ -270,11 +295,11 @@ class SegmentServer:
             return self._give(request, beside), None
         if request.op == Op.PRESENT:
             client.is_present = True
-            self._awaited.discard(request.a)
+            self._awaited.discard(request.value)
             # crash: share.present
             return Reply(request.op), None
         if self._is_awaiting() and request.op != Op.SPACE:
-            return Reply(request.op, errno.EAGAIN, self._space()), None
+            return Reply(request.op, errno.EAGAIN, self._space(), self._lacks.encode()), None
         if request.op == Op.SPACE:
             return Reply(request.op, 0, self._space()), None
         if request.op == Op.LIST:
@@ -294,7 +319,7 @@ class SegmentServer:
             named.file.close()
             # crash: share.unlinked
             return Reply(request.op), None
-        return self._reserve(client, named, request.a), None
+        return self._reserve(client, named, request.value), None
 
     def _in_order(self) -> list[str]:
         if len(self._order) != len(self._names) or any(name not in self._names for name in self._order):
@@ -304,10 +329,10 @@ class SegmentServer:
     def _open(self, request: Request, beside: OpenFile) -> tuple[Reply, OpenFile | None]:
         named = self._names.get(request.name)
         if named is not None:
-            if request.a == packets.EXCLUSIVE:
+            if request.value == packets.EXCLUSIVE:
                 return Reply(request.op, errno.EEXIST), None
             return Reply(request.op, 0, (*named.status, named.serial)), named.file
-        if request.a == packets.EXISTING:
+        if request.value == packets.EXISTING:
             return Reply(request.op, errno.ENOENT), None
         if len(self._names) >= self._most_names:
             text = f"it keeps {self._most_names} names, which is the limit: shmtensor gc removes what the dead left"
@@ -322,13 +347,13 @@ class SegmentServer:
 
     def _give(self, request: Request, beside: OpenFile) -> Reply:
         named = self._names.get(request.name)
-        if named is not None and named.serial >= request.a:
+        if named is not None and named.serial >= request.value:
             if _inode(named.file) == _inode(beside):
                 return Reply(request.op)
             text = b"another segment has its name: what was open before goes on apart from it"
             return Reply(request.op, errno.ESTALE, text=text)
-        self._names[request.name] = _sealed(beside, request.a)
-        self._serial = max(self._serial, request.a)
+        self._names[request.name] = _sealed(beside, request.value)
+        self._serial = max(self._serial, request.value)
         if named is not None:
             named.file.close()
         # crash: share.given
@@ -343,6 +368,8 @@ class SegmentServer:
 
     def _is_awaiting(self) -> bool:
         self._awaited = {number for number in self._awaited if is_locked(self._locks.fd, 1 + number)}
+        if not self._awaited:
+            self._lacks = ""
         return bool(self._awaited)
 
     def _used(self) -> int:
@@ -363,9 +390,27 @@ class SegmentServer:
 _FULL: Final = (errno.EMFILE, errno.ENFILE)
 
 
+def _answers(path: str) -> bool:
+    """Whether a server listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            return True  # with too much to do
+        except OSError:
+            return False
+        return True
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
 def _has_file(request: Request) -> bool:
     """Whether a descriptor goes with a request."""
-    return request.op == Op.GIVE or (request.op == Op.OPEN and request.a != packets.EXISTING)
+    return request.op == Op.GIVE or (request.op == Op.OPEN and request.value != packets.EXISTING)
 
 
 def _nbytes(file: OpenFile) -> int:

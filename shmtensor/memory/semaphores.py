@@ -23,9 +23,8 @@ from typing import Any, Final
 import posix_ipc
 
 from ..errors import ResourceError
-from . import placement, places, shortage
-from .descriptors import Descriptor, OpenFile
-from .places import Found
+from . import placement, shortage
+from .descriptors import Descriptor, Found, OpenFile
 from .segment import HeldMap, name_taken
 
 
@@ -121,7 +120,7 @@ class Sleeper:
         if create:
             create_semaphore(name, 0)
         place = placement.current()
-        if place is not places.FILES:
+        if place is not placement.FILES:
             self._semaphore = MappedSemaphore(find_semaphore(name))
             self._handle = self._semaphore.address if create else None
             return
@@ -223,15 +222,15 @@ def _check(name: str) -> None:
 
     Opening another file as one may kill the process: `sem_open` maps even an empty file, and reads its first word.
     """
-    path = places.FILES.path(_file(name))
+    path = placement.FILES.path(_file(name))
     info = os.lstat(path)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size < _LEAST:
         raise FileNotFoundError(errno.ENOENT, f"{path} is not a semaphore of user {os.geteuid()}")
 
 
-def unlink_semaphore(name: str) -> None:
-    """Remove a semaphore's name. Does nothing if it is gone already or not ours."""
-    placement.current().unlink(_file(name))
+def unlink_semaphore(name: str) -> bool:
+    """Remove a semaphore's name. Does nothing if it is gone already or not ours. Otherwise as `segment.unlink`."""
+    return placement.current().unlink(_file(name))
 
 
 def semaphore_exists(name: str) -> bool:

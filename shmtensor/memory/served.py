@@ -18,6 +18,7 @@ import select
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -26,24 +27,29 @@ from typing import Any, Final
 
 from ..errors import ResourceError, WireError
 from ..wire import segment_packets as packets
-from ..wire.segment_packets import Op, Reply, Request, Space
+from ..wire.segment_packets import LOCKS, SOCKET, Op, Reply, Request, Space
 from . import lifecycle, shortage
-from .descriptors import OpenFile, close_all_of
+from .descriptors import Found, OpenFile, empty_all_of
 from .locks import LockFile
-from .places import LOCKS, SOCKET, Found
+from .shortage import Unserved
 
 log = logging.getLogger("shmtensor.memory")
 
 PATIENCE: Final = 10.0
 """Seconds for which a request waits for a server, and for the processes that it awaits."""
 _AT_ONCE: Final = 1.0
-"""The same, where waiting is not worth it; without a server it does not wait at all."""
+"""Seconds for which a server may take to answer what is asked at once; the same for `unlink` and `exists`, in all."""
 _PAUSES: Final = (0.002, 0.01, 0.05, 0.25)
 _SPACE_S: Final = 0.05
 """Seconds for which the room of a server is taken to be as it was."""
 _NOEXEC: Final = 8  # MFD_NOEXEC_SEAL
-_REFUSALS: Final = (errno.EPERM, errno.EBADMSG, errno.EMFILE, errno.ENFILE)
-_GONE: Final = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET, errno.EPIPE, errno.EAGAIN)
+_ANSWERS: Final = (0, errno.ENOENT, errno.EEXIST, errno.ENOSPC)
+"""Errors of replies that are answers, beside those that say to ask later."""
+_NONE, _LATER = errno.ECONNREFUSED, errno.EAGAIN
+_ABSENT: Final = (errno.ECONNREFUSED, errno.ENOENT)
+"""Errors of a connection: there is no server."""
+_BROKEN: Final = (errno.ECONNRESET, errno.EPIPE, errno.EAGAIN)
+"""Errors of a connection: there was a server, and there may be one."""
 _ANCILLARY: Final = socket.CMSG_SPACE(4 * 4)
 _PID_BITS: Final = 22
 _RANDOM_BITS: Final = 40
@@ -83,6 +89,10 @@ class Served:
         self._holds: dict[weakref.ref[Hold], None] = {}
         self._attempts: set[object] = set()  # requests, from before they are sent until what came back is held
         self._wanting: dict[object, str] = {}  # calls that will hold something, and its name
+        self._connections: set[socket.SocketType] = set()  # that are open, or about to be
+        self._hurried: dict[object, int] = {}  # calls of `at_once`, and their threads
+        self._silent_until = 0.0  # what is asked at once is not asked before: the server did not answer
+        self._is_reported = False  # that there is none, until one answers
         self._locks: LockFile | None = None
         self._number = 0  # of this process, as long as `_locks` proves that it lives
         self._follower: threading.Thread | None = None
@@ -92,16 +102,31 @@ class Served:
     def drop_in_child(self) -> None:
         """In a forked child: what it holds is its parent's to give back, and its thread is not here."""
         holds, locks = self._held(), self._locks
+        for connection in list(self._connections):
+            connection.close()
         for hold in holds:
             hold.file.close()
         for name in self._wanting.values():  # another thread has just been passed it, and nobody has it yet
-            close_all_of(f"/memfd:{name}")
+            empty_all_of(f"/memfd:{name}")
         if locks is not None:
             locks.close()
         self._begin()
 
     def __str__(self) -> str:
         return f"the segment server in {self.directory}"
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        call = object()
+        try:
+            try:
+                self._hurried[call] = threading.get_ident()
+                yield
+            finally:
+                self._hurried.pop(call, None)
+        except BaseException:
+            self._hurried.pop(call, None)
+            raise
 
     # --- names
 
@@ -144,17 +169,20 @@ class Served:
 
     def exists(self, name: str) -> bool:
         try:
-            reply, _ = self._ask(Request(Op.STATUS, name), patience=_AT_ONCE, at_once=True)
+            reply, _ = self._ask(Request(Op.STATUS, name), patience=_AT_ONCE, absent=False)
         except ResourceError:
             return False
         return not reply.error
 
-    def unlink(self, name: str) -> None:
+    def unlink(self, name: str) -> bool:
         for hold in self._held():
             if hold.name == name:
                 hold.name = ""  # not for another server
-        with contextlib.suppress(ResourceError):
-            self._ask(Request(Op.UNLINK, name), patience=_AT_ONCE, at_once=True)
+        try:
+            self._ask(Request(Op.UNLINK, name), patience=_AT_ONCE, absent=False)
+        except ResourceError as error:
+            return error.errno == _NONE  # the name has ended with the server
+        return True
 
     # --- room
 
@@ -171,9 +199,9 @@ class Served:
             if reply.error:
                 raise OSError(reply.error, os.strerror(reply.error), self.path(name))
             yield
-            connection.close()
+            self._close(connection)
         except BaseException:
-            connection.close()
+            self._close(connection)
             raise
         finally:
             self._room = None
@@ -213,39 +241,52 @@ class Served:
         *,
         hold: bool = False,
         patience: float = PATIENCE,
-        at_once: bool = False,
+        absent: bool = True,
         connection: socket.SocketType | None = None,
     ) -> tuple[Reply, Hold]:
         """Send a request, again and again while there is no server or it awaits others. The reply, and what came
         with it.
 
-        Raises `ResourceError` after `patience` seconds, and at once, with `at_once`, if there is no server.
+        patience:   seconds until `ResourceError` is raised; within `at_once`, there is one try, then `Unserved`
+        absent:     whether to wait for a server where there is none
+        connection: used for it, and left open; the caller's to close
         """
-        packet, deadline, tries = request.pack(), time.monotonic() + patience, 0
+        hurried = threading.get_ident() in list(self._hurried.values())
+        if (hurried or not absent) and time.monotonic() < self._silent_until:
+            raise self._failure(Reply(0, errno.ETIMEDOUT, text=b"it did not answer a moment ago"), hurried)
+        packet, deadline, tries = request.pack(), time.monotonic() + (0 if hurried else patience), 0
         used = _unopened() if connection is None else connection
         try:
             while True:
-                reply, found, problem = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
-                if reply is not None and reply.error != errno.EAGAIN:
+                reply, found = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
+                if reply.error not in (_NONE, _LATER, errno.ETIMEDOUT):
                     break
-                used.close()
-                if time.monotonic() >= deadline or (reply is None and at_once):
-                    raise ResourceError(errno.ECONNREFUSED, f"{self} does not serve: {problem}")
+                self._close(used)
+                if time.monotonic() >= deadline or (reply.error == _NONE and not absent):
+                    raise self._failure(reply, hurried)
                 time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
                 tries += 1
             if connection is None:
-                used.close()
+                self._close(used)
         except BaseException:
-            used.close()
+            self._close(used)
             raise
-        if reply.error in _REFUSALS:
+        self._silent_until, self._is_reported = 0.0, False
+        if reply.error not in _ANSWERS:
             raise ResourceError(reply.error, f"{self}: {reply.text.decode(errors='replace')}")
         return reply, found
 
+    def _failure(self, reply: Reply, hurried: bool) -> ResourceError:
+        text = f"{self} does not serve: {_reason(reply)}"
+        if hurried and not self._is_reported:  # who asks at once goes on without the answer
+            self._is_reported = True
+            log.warning("%s", text)
+        return (Unserved if hurried else ResourceError)(reply.error, text)
+
     def _attempt(
         self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str
-    ) -> tuple[Reply | None, Hold, str]:
-        """The reply, None if there is no server; what came with it, held if it has a name; and what is the matter.
+    ) -> tuple[Reply, Hold]:
+        """The reply, and what came with it, held if it has a name. If no server replies: what is the matter.
 
         An exception of a signal handler may come anywhere: what is undone is undone twice.
         """
@@ -258,11 +299,14 @@ class Served:
                     found.name, found.serial = hold, reply.serial
                     self._holds[weakref.ref(found, self._holds.pop)] = None
                     # crash: served.held
-                return reply, found, _waits(reply.space) if reply.error == errno.EAGAIN else ""
+                return reply, found
             except OSError as error:
-                if isinstance(error, ResourceError) or error.errno not in _GONE:
-                    raise
-                return None, Hold(OpenFile()), f"there is none: start it again with shmtensor share {self.directory}"
+                if not isinstance(error, ResourceError) and error.errno in _ABSENT:
+                    why = f"there is none: start it again with shmtensor share {self.directory}"
+                    return Reply(0, _NONE, text=why.encode()), Hold(OpenFile())
+                if not isinstance(error, ResourceError) and error.errno in _BROKEN:
+                    return Reply(0, _LATER, text=b"it has ended, or has too many connections"), Hold(OpenFile())
+                raise
             finally:
                 self._attempts.discard(attempt)
         except BaseException:
@@ -275,7 +319,7 @@ class Served:
     ) -> tuple[Reply, Hold]:
         """One try. What comes with the reply is the descriptor beside it, or `file`, if the server has taken that."""
         try:
-            connection.__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)  # type: ignore[misc]
+            self._open(connection, socket.SOCK_NONBLOCK)
         except OSError as error:
             raise shortage.explain(error, f"cannot make a socket to ask {self}") from None
         connection.connect(self._socket)
@@ -284,12 +328,20 @@ class Served:
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(max(_AT_ONCE, deadline - time.monotonic()) * 1000):
-            raise ResourceError(
-                errno.ETIMEDOUT,
-                f"{self} does not answer: it is probably stopped (SIGSTOP, a debugger): continue it, or start it again",
-            )
+            self._silent_until = time.monotonic() + PATIENCE
+            text = b"it does not answer: it is probably stopped (SIGSTOP, a debugger): continue it, or start it again"
+            return Reply(0, errno.ETIMEDOUT, text=text), Hold(OpenFile())
         reply, received = self._receive(connection)
         return reply, Hold(received if received.fd >= 0 or file is None else file)
+
+    def _open(self, connection: socket.SocketType, flags: int = 0) -> None:
+        """Make a socket of it. It is recorded before, so that a forked child closes its copy."""
+        self._connections.add(connection)
+        connection.__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET | flags)  # type: ignore[misc]
+
+    def _close(self, connection: socket.SocketType) -> None:
+        connection.close()
+        self._connections.discard(connection)
 
     def _receive(self, connection: socket.SocketType) -> tuple[Reply, OpenFile]:
         """Raises `ConnectionResetError` if the server has ended, `ResourceError` if it is another version's."""
@@ -300,6 +352,8 @@ class Served:
             return Reply.unpack(data), file
         except WireError as error:
             raise ResourceError(errno.EPROTO, f"{self}: {error}: use one version of shmtensor everywhere") from None
+        except PermissionError as error:
+            raise ResourceError(errno.EACCES, f"{self}: {error.strerror}") from None
 
     # --- what this process holds, and gives to another server
 
@@ -307,18 +361,32 @@ class Served:
         return [hold for reference in list(self._holds) if (hold := reference()) is not None]
 
     def _be_present(self) -> None:
-        """Prove that this process lives, and follow the server, from now on. Called while `_wanting` has something."""
+        """Prove that this process lives, and follow the server, from now on. Called while `_wanting` has something.
+
+        Raises `ResourceError` if no thread can be started: then it proves nothing, since no server would hear of it.
+        """
         with self._presence:
-            if self._locks is None:
+            locks = self._locks
+            if locks is None or not locks.is_at(self._lock_path):
                 locks = LockFile(self._lock_path, os.O_CREAT)
                 self._number = new_id()
                 locks.try_exclusive(1 + self._number)
                 self._locks = locks
             if self._follower is None:
                 follower = threading.Thread(target=self._follow, name="shmtensor-segments", daemon=True)
-                with contextlib.suppress(RuntimeError):  # the interpreter ends: so does what it holds
+                try:
                     follower.start()
-                    self._follower = follower
+                except RuntimeError as error:
+                    if sys.is_finalizing() or "shutdown" in str(error):  # Python 3.12 says so before it is finalizing
+                        return  # the process ends, and with it what it holds
+                    self._locks = None
+                    locks.close()
+                    raise ResourceError(
+                        errno.EAGAIN,
+                        f"{self} needs a thread in each process that has segments: {error}: this process, or its "
+                        "container, may have no more of them: raise ulimit -u, or pids.max (containers: --pids-limit)",
+                    ) from None
+                self._follower = follower
 
     def _is_over(self) -> bool:
         """Whether this process holds nothing and wants nothing: then nobody need follow."""
@@ -334,37 +402,45 @@ class Served:
         """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds."""
         tries = 0
         while True:
-            # what a server that has ended has answered is held first
-            answered = set(self._attempts)
-            while answered & self._attempts:
-                time.sleep(_PAUSES[0])
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection = _unopened()
             try:
+                self._open(connection)
                 connection.connect(self._socket)
+                # what the server before this one has answered is held first
+                answered = set(self._attempts)
+                while answered & self._attempts:
+                    time.sleep(_PAUSES[0])
+                self._be_present()  # again, if the file was removed: the server after this one looks at the new one
                 self._report(connection)
                 tries = 0
                 connection.recv(1)  # until it ends
             except OSError as error:
                 log.debug("%s: %s", self, error)
             finally:
-                connection.close()
+                self._close(connection)
             if self._is_over():
                 return
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
 
-    def _report(self, connection: socket.socket) -> None:
+    def _report(self, connection: socket.SocketType) -> None:
         for hold in self._held():
             if hold.name:
                 connection.sendmsg([Request(Op.GIVE, hold.name, hold.serial).pack()], _beside(hold.file))
                 reply, _ = self._receive(connection)
-                if reply.error:
+                if reply.error == errno.ESTALE:
                     log.warning("%s has not taken %s: %s", self, hold.name, reply.text.decode(errors="replace"))
-        connection.sendmsg([Request(Op.PRESENT, a=self._number).pack()])
+                elif reply.error:
+                    raise OSError(reply.error, f"it has not taken {hold.name}: {reply.text.decode(errors='replace')}")
+        connection.sendmsg([Request(Op.PRESENT, value=self._number).pack()])
         self._receive(connection)
 
 
-def _waits(space: Space) -> str:
+def _reason(reply: Reply) -> str:
+    """Why a server does not serve, as its reply says."""
+    if reply.text:
+        return reply.text.decode(errors="replace")
+    space = reply.space
     return (
         f"it waits for {space.awaited} processes that have segments of the server before it, such as the one with pid "
         f"{space.pid} in its container: that is probably stopped: continue it or kill it"
@@ -397,7 +473,7 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
     ended.
 
     Raises `WireError` for a longer packet and for any other descriptors, `OSError` (`EMFILE`) if this process may open
-    no more, `BlockingIOError` if there is no packet yet.
+    no more, `PermissionError` if it may not be passed any, `BlockingIOError` if there is no packet yet.
     """
     received: list[Any] = []
     file, opened = OpenFile(), None
@@ -406,7 +482,7 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
         opened = _passed(received)
         data, _, flags, _ = received[0]
         if flags & socket.MSG_CTRUNC and not opened:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # so the kernel says that there is no room for it
+            raise _not_passed()
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > most or len(opened) > 1:
             raise WireError(f"a packet of {len(data)} bytes with {len(opened)} descriptors")
         if opened:
@@ -419,6 +495,17 @@ def receive(connection: socket.SocketType, most: int) -> tuple[bytes, OpenFile]:
         while left:
             os.close(left.pop())
         raise
+
+
+def _not_passed() -> OSError:
+    """Why the kernel has kept a descriptor back: it says no more than that."""
+    if not shortage.may_open(1):
+        return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return PermissionError(
+        errno.EACCES,
+        "the kernel refuses to pass segments between these processes, probably since their security labels differ "
+        "(SELinux): start all containers with one label (--security-opt label=level:...)",
+    )
 
 
 def _passed(received: list[Any]) -> list[int]:

@@ -22,6 +22,10 @@ _REMEDIES: Final = {
 }
 
 
+class Unserved(ResourceError):
+    """There is no segment server now, or it does not serve: what was asked for may be had later."""
+
+
 def explain(error: OSError, what: str) -> ResourceError:
     """The `ResourceError` for an error of the kernel."""
     # posix_ipc reports the limit on open files without an errno

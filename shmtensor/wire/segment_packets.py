@@ -1,6 +1,6 @@
 """The packets between a segment server and its clients: bytes in, values out. docs/internals/segment-server.md.
 
-    request   magic "SHMTSEGS"  version u16  operation u16  length of the name u32  a u64  b u64  | name
+    request   magic "SHMTSEGS"  version u16  operation u16  length of the name u32  value u64  | name
     reply     magic "SHMTSEGS"  version u16  operation u16  errno u32  seven u64                 | text, or a listing
     listed    length of the name u16  six u64 of the status  | name
 
@@ -23,8 +23,16 @@ MAGIC: Final = b"SHMTSEGS"
 VERSION: Final = 1
 MOST: Final = 60_000
 """Bytes of the longest packet."""
+SOCKET: Final = "segments"
+"""The socket of a server, in the directory that it shares."""
+NEW_SOCKET: Final = "segments.new"
+"""The socket before it has its name."""
+LOCKS: Final = "segments.lock"
+"""Beside it: the file on which the server and its clients prove that they live."""
+VALUES: Final = 1 << 63
+"""The value of each request is below this one."""
 
-_REQUEST: Final = struct.Struct("<8sHHIQQ")
+_REQUEST: Final = struct.Struct("<8sHHIQ")
 _REPLY: Final = struct.Struct("<8sHHI7Q")
 _LISTED: Final = struct.Struct("<H6Q")
 _FILE: Final = re.compile(r"[A-Za-z0-9._,-]{1,200}")
@@ -78,24 +86,23 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One request. What `a` and `b` are depends on `op`: see the table in docs/internals/segment-server.md."""
+    """One request. What `value` is depends on `op`: see the table in docs/internals/segment-server.md."""
 
     op: Op
     name: str = ""
-    a: int = 0
-    b: int = 0
+    value: int = 0
 
     def pack(self) -> bytes:
         """The bytes of the packet."""
         name = self.name.encode()
-        return _REQUEST.pack(MAGIC, VERSION, self.op, len(name), self.a, self.b) + name
+        return _REQUEST.pack(MAGIC, VERSION, self.op, len(name), self.value) + name
 
     @classmethod
     def unpack(cls, packet: bytes) -> Request:
-        """Read a packet. Raises `WireError` if it is none of this version, or its name is not one of a segment."""
+        """Read a packet. Raises `WireError` if it is none of this version, or its name or value makes no sense."""
         if len(packet) < _REQUEST.size:
             raise WireError(f"a request of {len(packet)} bytes")
-        magic, version, number, length, a, b = _REQUEST.unpack_from(packet)
+        magic, version, number, length, value = _REQUEST.unpack_from(packet)
         if magic != MAGIC or version != VERSION:
             raise WireError(f"a request of version {version}, this segment server reads {VERSION}")
         raw = packet[_REQUEST.size :]
@@ -108,7 +115,9 @@ class Request:
         name = raw.decode("ascii", "replace")
         if (name or op in _NAMED) and not _FILE.fullmatch(name):
             raise WireError(f"{name[:80]!r} is not the name of a segment")
-        return cls(op, name, a, b)
+        if value >= VALUES:
+            raise WireError(f"request {op.name} of {value}")
+        return cls(op, name, value)
 
 
 _NAMED: Final = (Op.OPEN, Op.STATUS, Op.UNLINK, Op.RESERVE, Op.GIVE)

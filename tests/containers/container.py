@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..waiting import PATIENCE, wait_until
-from .servers import ROOT
+from .servers import ROOT, children
 
 _UNSHARE = ("unshare", "-m", "-i", "-p", "-U", "--map-root-user", "--fork", "--kill-child", "--mount-proc")
 
@@ -36,13 +35,6 @@ def refusal() -> str:
     return "" if tried.returncode == 0 else f"{shlex.join(command)}: {tried.stderr.strip()}"
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 class Container:
     """A container. It shares the file system, and so the directory of a segment server, but no `/dev/shm`. Its
     processes are root inside, and outside who runs the tests."""
@@ -56,7 +48,7 @@ class Container:
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "up\n"
-        self.init = _children(self._holder.pid)[0]
+        self.init = children(self._holder.pid)[0]
         self.enter = (
             "nsenter", "-t", str(self.init), "-U", "--preserve-credentials", "-m", "-i", "-p", f"--wd={ROOT}", "--",
         )  # fmt: skip
@@ -120,7 +112,7 @@ class Member:
     @property
     def pid(self) -> int:
         """Its number on this host."""
-        return _children(self.process.pid)[0] if self._entered else self.process.pid
+        return children(self.process.pid)[0] if self._entered else self.process.pid
 
     def start(self, code: str) -> None:
         """Have it run code; `result` waits for that."""

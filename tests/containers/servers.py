@@ -15,17 +15,31 @@ from ..waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
-class Server:
-    """`shmtensor share` in a process, perhaps within a container. It is ready when this returns."""
+def children(pid: int) -> list[int]:
+    """The children of a process that has one thread."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
 
-    def __init__(self, directory: str, *, limit: str = "4GiB", enter: tuple[str, ...] = (), crash: str = "") -> None:
+
+class Server:
+    """`shmtensor share` in a process, perhaps within a container. It is ready when this returns.
+
+    `enter`: a command that runs the server as its child, such as that of a container. `files`: how many it may open.
+    """
+
+    def __init__(
+        self, directory: str, *, limit: str = "4GiB", enter: tuple[str, ...] = (), crash: str = "", files: int = 0
+    ) -> None:
         program = ["-m", "shmtensor", "share", directory, "--limit", limit]
         if crash:
             program = ["-m", "tests.containers.crashing", crash, *program[2:]]
-        self.directory = directory
+        self.directory, self._entered = directory, bool(enter)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        few = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh") if files else ()
         self.process = subprocess.Popen(
-            [*enter, sys.executable, "-W", "error", *program],
+            [*enter, *few, sys.executable, "-W", "error", *program],
             cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stderr is not None
@@ -34,17 +48,25 @@ class Server:
 
     def __del__(self) -> None:
         if self.process.poll() is None:  # its test has failed
-            self.process.kill()
+            self.signal(signal.SIGKILL)
             self._end()
 
+    def signal(self, number: int) -> None:
+        os.kill(children(self.process.pid)[0] if self._entered else self.process.pid, number)
+
     def kill(self) -> None:
-        self.process.kill()
-        assert self._end() == -signal.SIGKILL
+        self.signal(signal.SIGKILL)
+        assert self._end() in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+    def next_line(self) -> str:
+        """What it says next."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline()
 
     def stop(self) -> str:
         """SIGTERM; what it said at its end."""
         assert self.process.stderr is not None
-        self.process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         said = self.process.stderr.read()
         assert self._end() == 0, said
         return said

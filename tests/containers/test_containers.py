@@ -323,3 +323,34 @@ def test_what_only_the_dead_had_is_lost_and_the_channel_goes_on(containers, dire
             nothing_left(sender)
         second.stop()
     clean(containers, directory)
+
+
+# --- the server in a container, too
+
+
+def test_a_server_in_a_container_of_its_own(containers, directory):
+    """As the guide's recipes for Docker and Kubernetes have it: with pid and user namespaces of its own."""
+    one, other = containers
+    with Container() as third, one.python(directory) as sender, other.python(directory, uid=1234) as receiver:
+        first = Server(directory, enter=third.enter)
+        assert "serving" in first.said
+        sender("tx = shmtensor.Publisher('c', slots=2)")
+        receiver("rx = shmtensor.Subscriber('c')")
+        sender(f"n = 1; {SEND}")
+        assert receiver(RECV) == 1
+        victim = one.python(directory)
+        victim("tx = shmtensor.Publisher('c')")
+        victim(f"n = 2; {SEND}")
+        victim.kill()
+        assert receiver(RECV) == 2
+        first.kill()
+        second = Server(directory, enter=third.enter)
+        sender("tx.send(np.arange(100_000))")
+        assert receiver(f"int(rx.recv(timeout={PATIENCE}).value[-1])") == 99_999
+        assert len(json.loads(one.run(directory, "ls", "--json"))["channels"]) == 1
+        sender("tx.close()")
+        receiver("rx.close()")
+        nothing_left(sender)
+        assert "still in use" not in second.stop()
+        assert third.left() == []
+    clean(containers, directory)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import signal
 import socket
 import struct
+import sys
 import threading
 
 import numpy as np
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor.errors import WireError
-from shmtensor.memory import placement, places, segment
+from shmtensor.memory import placement, segment
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import PATIENCE as WAITS
 from shmtensor.memory.served import Served, new_id, pid_of
@@ -109,11 +111,10 @@ def test_bytes_that_are_no_packet_are_refused(data):
 
 
 @given(
-    st.sampled_from(Op), st.from_regex(r"\A[A-Za-z0-9._,-]{1,200}\Z"), st.integers(0, 2**64 - 1),
-    st.integers(0, 2**64 - 1),
+    st.sampled_from(Op), st.from_regex(r"\A[A-Za-z0-9._,-]{1,200}\Z"), st.integers(0, 2**63 - 1),
 )  # fmt: skip
-def test_a_request_arrives_as_it_was_sent(op, name, a, b):
-    request = Request(op, name, a, b)
+def test_a_request_arrives_as_it_was_sent(op, name, value):
+    request = Request(op, name, value)
     assert Request.unpack(request.pack()) == request
     for cut in range(len(request.pack())):
         with pytest.raises(WireError):
@@ -126,7 +127,7 @@ def test_a_listing_arrives_as_it_was_sent(found):
 
 
 def test_the_head_of_a_request_is_that_of_the_table():
-    raw = b"SHMTSEGS" + struct.pack("<HHIQQ", 1, 6, 11, 4096, 0) + b"shmtensor.c"
+    raw = b"SHMTSEGS" + struct.pack("<HHIQ", 1, 6, 11, 4096) + b"shmtensor.c"
     assert Request(Op.RESERVE, "shmtensor.c", 4096).pack() == raw
 
 
@@ -152,6 +153,31 @@ def test_a_request_that_makes_no_sense(server, directory, packet):
     assert ask(directory, packet)[0].error == errno.EBADMSG
     assert is_serving(directory)
     assert segment.listing() == []
+
+
+def test_a_serial_number_that_leaves_no_room_for_more(server, directory):
+    """The server counts on from the highest, within 64 bits."""
+    packet = bytearray(Request(Op.GIVE, "shmtensor.c", 7).pack())
+    packet[16:24] = b"\xff" * 8
+    with memory() as fd:
+        assert ask(directory, bytes(packet), fd)[0].error == errno.EBADMSG
+        assert ask(directory, Request(Op.GIVE, "shmtensor.c", 2**63 - 1).pack(), fd)[0].error == 0
+    with segment.create("/shmtensor.d", 4096, "free some"):
+        assert segment.listing() == ["shmtensor.c", "shmtensor.d"]
+    for name in segment.listing():
+        segment.unlink(f"/{name}")
+
+
+@pytest.mark.parametrize("changed_ns", [-1, -(2**62), 2**63 - 1])
+def test_a_segment_that_was_changed_at_an_impossible_time(server, directory, changed_ns):
+    with segment.create("/shmtensor.c", 4096, "free some") as made:
+        os.utime(made.fd, ns=(0, changed_ns))
+        assert segment.status("/shmtensor.c").st_size == 4096
+        assert segment.listing() == ["shmtensor.c"]
+        with segment.attach("/shmtensor.c"):
+            pass
+    segment.unlink("/shmtensor.c")
+    assert is_serving(directory)
 
 
 def test_a_descriptor_that_is_not_asked_for(server, directory):
@@ -251,7 +277,7 @@ def test_of_too_many_connections_the_oldest_idle_ones_are_closed(directory, monk
     monkeypatch.setattr("shmtensor.memory.segment_server.MOST_CONNECTIONS", 16)
     with running(directory), contextlib.ExitStack() as stack:
         present = stack.enter_context(connect(directory))
-        present.send(Request(Op.PRESENT, a=new_id()).pack())
+        present.send(Request(Op.PRESENT, value=new_id()).pack())
         assert Reply.unpack(present.recv(1000)).error == 0
         idle = [stack.enter_context(connect(directory)) for _ in range(40)]
         assert is_serving(directory)
@@ -380,17 +406,83 @@ def test_a_number_of_a_process_has_its_pid():
 
 def test_the_place_is_decided_by_the_directory(directory, monkeypatch, channel):
     monkeypatch.delenv("SHMTENSOR_DIR")
-    assert placement.current() is places.FILES
+    assert placement.current() is placement.FILES
     monkeypatch.setenv("SHMTENSOR_DIR", directory)
-    assert placement.current() is places.FILES
+    assert placement.current() is placement.FILES
     with running(directory):
-        placement.settle()  # nothing was joined so far
+        placement.check_for_server()  # nothing was joined so far
         assert isinstance(placement.current(), Served)
         with shmtensor.Publisher(channel):
             assert f"shmtensor.{channel}" not in os.listdir("/dev/shm")
             assert f"shmtensor.{channel}" in segment.listing()
     assert isinstance(placement.current(), Served)  # never back to files
     assert os.listdir(directory) == ["segments.lock"]
+
+
+def steps(call, at):
+    """Start a call in a thread, which stops before its `at`-th line of placement.py. What goes on with it, and raises
+    what the call has raised, if it has so many lines; else None."""
+    arrived, go, lines, raised = threading.Event(), threading.Event(), [], []
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != placement.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at:
+                arrived.set()
+                go.wait(PATIENCE)
+        return trace
+
+    def run():
+        sys.settrace(trace)
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            sys.settrace(None)
+            arrived.set()
+
+    def end():
+        go.set()
+        thread.join(PATIENCE)
+        if raised:
+            raise raised[0]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    arrived.wait(PATIENCE)
+    if len(lines) >= at:
+        return end
+    end()
+    return None
+
+
+@pytest.mark.parametrize("appears", [False, True])
+def test_threads_decide_at_any_time_beside_each_other(directory, monkeypatch, appears):
+    """Two that join, and one that looks for a name, each stopped at any point; perhaps a server has just come."""
+    if appears:
+        with open(f"{directory}/segments", "w"):
+            pass
+    for first in itertools.count(1):
+        for second in itertools.count(1):
+            for third in (placement.current, placement.check_for_server):
+                monkeypatch.setattr(placement, "_decided", {directory: placement.FILES})
+                monkeypatch.setattr(placement, "_servers", {}, raising=False)
+                monkeypatch.setattr(placement, "_by_files", set())
+                ends = steps(placement.check_for_server, first), steps(third, second)
+                for end in ends:
+                    if end is not None:
+                        end()
+                assert (placement.current() is placement.FILES) is not appears
+                placement.check_for_server()
+            if ends[1] is None:
+                break
+        if ends[0] is None:
+            break
+    assert first > 3
+    assert second > 3
 
 
 def test_a_server_that_comes_after_a_join_is_a_clear_error(directory, channel):
@@ -429,6 +521,15 @@ def test_a_server_may_be_required(directory, monkeypatch, channel):
         placement.current()
 
 
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process lead to. It may close them meanwhile."""
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
 def test_a_forked_child_gives_back_nothing_of_its_parent(directory):
     """Nor does it keep its parent alive, for the next server."""
     server = Server(directory)
@@ -437,8 +538,7 @@ def test_a_forked_child_gives_back_nothing_of_its_parent(directory):
         parent("import os\nchild = os.fork()\nif not child:\n    import select\n    select.select([], [], [])")
         child = parent("child")
         try:
-            fds = f"/proc/{child}/fd"
-            wait_until(lambda: not [fd for fd in os.listdir(fds) if "segments" in os.readlink(f"{fds}/{fd}")])
+            wait_until(lambda: not [target for target in open_files(child) if "segments" in target])
             parent.kill()
             server.kill()
             server = Server(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -22,17 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 
 def child_has(fd: int) -> bool:
-    """Whether a child that another thread forks now has the descriptor."""
+    """Whether a child that another thread forks now has the descriptor, and it leads anywhere."""
     found = []
 
     def fork() -> None:
         pid = os.fork()
         if not pid:
             try:
-                os.fstat(fd)
+                os._exit(os.readlink(f"/proc/self/fd/{fd}") != os.devnull)
             except OSError:
                 os._exit(0)
-            os._exit(1)
         found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     thread = threading.Thread(target=fork)
@@ -79,6 +79,31 @@ def test_a_queue_that_is_there_is_inherited_whoever_else_is_being_opened(monkeyp
         queue.put(np.arange(3))
     assert queue.get().tolist() == [0, 1, 2]
     queue.close()
+
+
+def test_what_a_child_drops_keeps_its_number(tmp_path):
+    """Python's mmap has a descriptor of its own of the same file, and closes it when it dies: by then, the number must
+    not be another file's."""
+    path = str(tmp_path / "file")
+    with open(path, "w+b") as file:
+        file.truncate(4096)
+        mapping = mmap.mmap(file.fileno(), 4096)
+    (own,) = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == path]
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            descriptors.empty_all_of(path)
+            assert os.path.realpath(f"/proc/self/fd/{own}") == os.devnull
+            others = [os.open("/", os.O_PATH) for _ in range(own + 1)]
+            mapping.close()
+            for each in others:
+                os.fstat(each)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    mapping.close()
 
 
 class Owner:
