@@ -224,6 +224,8 @@ class RelayStatistics:
     """Far: messages that came again and were dropped."""
     connections: int
     """Near: how often a far relay was found. Far: how many near relays have come."""
+    reason: str
+    """Near: why it is `"refused"` or `"failed"`, or looks for its far relay again; empty while it is open."""
     refused: int
     """Far: requests to begin that were refused."""
     bad_frames: int

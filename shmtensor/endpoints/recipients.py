@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from ..channel import control as ctl
@@ -68,6 +69,9 @@ class Recipients(ABC):
         """Of the table of members that was read last: `refresh` is due when the channel's is another."""
         self.events: EventLog | None = None
         """What the sender writes down for a tracer."""
+        self.excludes: Callable[[Entry], bool] | None = None
+        """Which receivers are none of this sender's: they get nothing, it neither waits for them nor wakes them. A
+        relay's senders exclude the relays that lead back. Set it before the first message."""
         self.notified = self.deaths = 0
         self.local: frozenset[int] = frozenset()
         """The endpoints of this process, once it ends: a publisher does not wait for these."""
@@ -81,6 +85,8 @@ class Recipients(ABC):
         acquire_fence()
         entries = list(control.members())
         present = {entry.uid: entry for entry in entries if entry.role in (ctl.RECEIVER, ctl.GROUP)}
+        if self.excludes is not None:
+            present = {uid: entry for uid, entry in present.items() if not self.excludes(entry)}
         for uid in [uid for uid in self._peers if uid not in present]:
             self._forget(self._peers[uid])
         for uid, entry in present.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,13 +16,20 @@ import xxhash
 
 from ..errors import ResourceError
 from ..relay.keys import host_id
-from ..relay.relay import Relay
+from ..relay.outbound import OPEN, SEEKING
+from ..relay.relay import AWAY, Relay
 from ..statistics import RelayStatistics
 
 log = logging.getLogger("shmtensor.ray")
 
 _MOST_PORTS: Final = 64
 """Ports that are tried: those in use are others'."""
+_AGAIN_S: Final = 5.0
+_DOUBLED: Final = 6
+"""Seconds after which a relay that has failed is made again, and how often at most this is doubled, as it fails again
+and again."""
+_LINGER_S: Final = 1.0
+"""Seconds that the other channels of a relay have, when it ends because one has failed."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,27 @@ class Report:
     sent: dict[str, dict[str, RelayStatistics]]
 
 
+@dataclass
+class _Near:
+    """The relay to another node.
+
+    relay:      None while there is none, as it has failed
+    problem:    why
+    failures:   how often in a row; it is well when it has been there for as long as the next pause
+    begin_due:  when to make it
+    begun:      when it was made
+    lost_since: since when it looks for its peer, which it was connected to; None: it does not
+    """
+
+    address: str
+    relay: Relay | None = None
+    problem: str = ""
+    failures: int = 0
+    begin_due: float = 0.0
+    begun: float = 0.0
+    lost_since: float | None = None
+
+
 class NodeRelays:
     """The actor's class. One call at a time."""
 
@@ -87,7 +116,8 @@ class NodeRelays:
         self._host = host_id()
         self._far: Relay | None = None
         self._address = self._problem = ""
-        self._near: dict[str, tuple[str, Relay]] = {}
+        self._away = AWAY if settings.away is None else settings.away
+        self._near: dict[str, _Near] = {}
 
     def update(self, is_active: bool, others: dict[str, str]) -> Report:
         """Make the relays that the table asks for, end all others, and report.
@@ -102,25 +132,51 @@ class NodeRelays:
                 self._listen()
             elif not is_active:
                 self.close(0)
-            for node in [node for node, (address, _) in self._near.items() if others.get(node) != address]:
-                self._near.pop(node)[1].close(linger=0)
+            for node in [node for node, near in self._near.items() if others.get(node) != near.address]:
+                _end([self._near.pop(node)], 0)
             for node, address in others.items() if self._far is not None else ():
-                if node not in self._near:
-                    self._near[node] = address, self._connect(address)
+                near = self._near.setdefault(node, _Near(address))
+                self._look_after(near)
+                problem = problem or near.problem
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        for address, relay in self._near.values():
-            try:
-                relay.check()
-            except Exception as error:
-                problem = problem or f"to {address}: {error}"
         if problem and problem != self._problem:
             log.error("node %s: %s", self._node, problem)
         self._problem = problem
         return Report(
             self._host, self._address, problem, {} if self._far is None else self._far.statistics(),
-            {node: relay.statistics() for node, (_, relay) in self._near.items()},
+            {node: near.relay.statistics() for node, near in self._near.items() if near.relay is not None},
         )  # fmt: skip
+
+    def _look_after(self, near: _Near) -> None:
+        """Make the relay to a node, or make it again if it has failed, or has not found the node for too long."""
+        now, pause = time.monotonic(), _AGAIN_S * 2 ** min(near.failures, _DOUBLED)
+        try:
+            if near.relay is None:
+                if now < near.begin_due:
+                    return
+                near.relay, near.begun = self._connect(near.address), now
+            near.relay.check()
+        except Exception as error:
+            near.problem = f"to {near.address}: {error}"
+            near.begin_due = now + pause
+            near.failures += 1
+            _end([near], _LINGER_S)
+            return
+        channels = near.relay.statistics().values()
+        if all(it.state == OPEN for it in channels):
+            near.problem = ""
+            near.failures = near.failures if now - near.begun < pause else 0
+        if not any(it.state == SEEKING and it.connections for it in channels):
+            near.lost_since = None
+            return
+        near.lost_since = near.lost_since or now
+        if now - near.lost_since > self._away:
+            log.warning(
+                "node %s: %s has not been reached for %g s: what was under way there is given up, and its relay is "
+                "made again", self._node, near.address, self._away,
+            )  # fmt: skip
+            _end([near], 0)
 
     def _listen(self) -> None:
         """Listen at the first port that is free, in an order that is this node's own: so a relay that is started again
@@ -156,9 +212,9 @@ class NodeRelays:
 
     def drain(self, linger: float) -> None:
         """Send nothing more, when what is under way is acknowledged or `linger` seconds are over."""
-        deadline = time.monotonic() + linger
-        while self._near:
-            self._near.popitem()[1][1].close(max(0.0, deadline - time.monotonic()))
+        ended = list(self._near.values())
+        self._near.clear()
+        _end(ended, linger)
 
     def close(self, linger: float) -> None:
         """End all relays of this node. Idempotent."""
@@ -166,3 +222,13 @@ class NodeRelays:
         far, self._far, self._address = self._far, None, ""
         if far is not None:
             far.close(linger)
+
+
+def _end(ended: list[_Near], linger: float) -> None:
+    """Close relays, all at once: one whose peer is stuck takes no time from the others."""
+    relays = [near.relay for near in ended if near.relay is not None]
+    for near in ended:
+        near.relay = near.lost_since = None
+    if relays:
+        with ThreadPoolExecutor(len(relays)) as threads:
+            list(threads.map(lambda relay: relay.close(linger), relays))

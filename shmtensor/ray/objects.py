@@ -3,6 +3,9 @@
 A tensor is pickled as its description (wire/spec.py) and one out-of-band buffer: Ray copies the buffer into its store,
 once, or sends a small one along with the reference. What reads it makes a tensor over Ray's buffer, which holds the
 object in the store as long as the tensor's storage lives. So the leases are Ray's own.
+
+Ray calls a function by the exact class of an object, for whatever it finds on its way through a value. So it cannot be
+seen what a tensor belongs to: `torch.nn.Parameter` would become a view as well, by its data, if it were not registered.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 
 from ..codec.encode import encode
 from ..codec.implementation import decode
+from ..codec.libraries import import_torch
 from ..codec.numpy import address_of, memory_of
 from ..errors import ShmTensorError
 from ..wire.spec import GROUP_ALIGNMENT
@@ -20,6 +24,8 @@ from .relays import ray_module
 
 _PICKLED: Final = None
 """In place of a description: torch's own way to pickle it follows."""
+_registered: dict[type, tuple[Any, Any]] = {}
+"""By class: what pickles it here, and what did so before."""
 
 
 def register() -> None:
@@ -34,27 +40,49 @@ def register() -> None:
     bytes: shared with everyone there, so it must not be written to (torch cannot forbid it: call `.clone()` first).
     The object stays in the store until the last such tensor, slice and view of it is gone, even if the reference
     is. On another node Ray copies the object there first. Every dtype, dense strides, and sparse, nested and
-    quantized tensors survive. All other tensors are pickled as before. Small objects (100 KB, by Ray's default) lie
-    in the processes' own memory.
+    quantized tensors survive. Small objects (100 KB, by Ray's default) lie in the processes' own memory.
+
+    A `torch.nn.Parameter` is copied once more by `ray.get`, and is private: optimizers write to it. Other subclasses,
+    and tensors that need a gradient or have attributes, are pickled as before; but the plain tensors that they are made
+    of, and those that any other object holds, are views: buffers of a module (such as the running mean of a batch
+    norm), the local tensor of a DTensor, the state of an optimizer, a tensor in an attribute.
 
     Raises:
         ArgumentError: this process is not connected to a cluster.
         DependencyError: Ray or torch is not installed.
     """
     ray_module()
-    import torch
+    torch = import_torch()
     from ray.util import register_serializer
 
-    register_serializer(torch.Tensor, serializer=_flatten, deserializer=rebuild)
+    unregister()
+    for kind, serializer, deserializer in (
+        (torch.Tensor, _flatten, rebuild),
+        (torch.nn.Parameter, _flatten_parameter, rebuild_parameter),
+    ):
+        before = _reducers().get(kind)
+        register_serializer(kind, serializer=serializer, deserializer=deserializer)
+        _registered[kind] = _reducers()[kind], before
 
 
 def unregister() -> None:
-    """Pickle tensors as before."""
-    ray_module()
-    import torch
-    from ray.util import deregister_serializer
+    """Pickle tensors as before `register`, with what was registered for them then. Idempotent."""
+    while _registered:
+        kind, (own, before) = _registered.popitem()
+        reducers = _reducers()
+        if reducers.get(kind) is not own:
+            continue  # something else was registered since
+        if before is None:
+            del reducers[kind]
+        else:
+            reducers[kind] = before
 
-    deregister_serializer(torch.Tensor)
+
+def _reducers() -> Any:
+    """What Ray pickles by a function that was registered, by class."""
+    from ray import cloudpickle
+
+    return cloudpickle.CloudPickler.dispatch
 
 
 def _flatten(tensor: Any) -> tuple[Any, ...]:
@@ -85,3 +113,17 @@ def rebuild(parts: tuple[Any, ...]) -> Any:
         address = address_of(received)
     value, _ = decode(description, memory_of(address, received.nbytes, received), readonly=True)
     return value
+
+
+def _flatten_parameter(parameter: Any) -> tuple[Any, ...]:
+    """What is pickled instead of a parameter: its data as of a tensor, torch's function that makes a parameter of
+    data, and what else that one needs."""
+    function, (data, *rest), *_ = parameter.__reduce_ex__(2)
+    return _flatten(data), function, rest
+
+
+def rebuild_parameter(parts: tuple[Any, ...]) -> Any:
+    """The parameter of what `_flatten_parameter` has returned, in memory of its own."""
+    flat, function, rest = parts
+    data = rebuild(flat)
+    return function(data if flat[0] is _PICKLED else data.clone(), *rest)

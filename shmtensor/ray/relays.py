@@ -16,9 +16,10 @@ from ..channel.names import check_channel
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, DependencyError, ForkedError, TimedOut, WireError
 from ..options import parse_bytes
-from ..relay.frames import PATTERNS
+from ..relay.frames import ONE_VERSION, PATTERNS
 from ..relay.session import zenoh_module
 from ..rpc.endpoints import check_service
+from ..statistics import RelayStatistics
 from .node import NodeRelays, NodeStatistics, Report, Settings
 
 log = logging.getLogger("shmtensor.ray")
@@ -31,8 +32,11 @@ _TICK_S: Final = 0.1
 _IDLE_S: Final = 1.0
 """Seconds between two rounds while nothing changes."""
 _START_AGAIN_S: Final = 1.0
+_DOUBLED: Final = 6
+"""Seconds after which an actor is started again, and how often at most this is doubled, as it fails again and again."""
 _LINGER_S: Final = 5.0
-_GRACE_S: Final = 10.0
+_GRACE_S: Final = 5.0
+"""Seconds beyond `linger` that `close` waits for nodes that do not answer."""
 
 
 def ray_module() -> Any:
@@ -133,6 +137,7 @@ class _Node:
     report:    its last one. While its actor is replaced, the others go on with it: their relays keep what is not
                acknowledged, and find its successor at the same address as a rule
     is_up:     whether it is of the actor that is there now
+    failures:  how many actors in a row have ended without a report
     begin_due: when the actor may be started again
     """
 
@@ -144,6 +149,7 @@ class _Node:
     is_up: bool = False
     starts: int = 0
     problem: str = ""
+    failures: int = 0
     begin_due: float = 0.0
 
 
@@ -157,7 +163,7 @@ class Relays(Local):
     def __init__(self, ray: Any, settings: Settings, only: frozenset[str] | None) -> None:
         self._ray, self._settings, self._only = ray, settings, only
         self.names = list(settings.names)
-        self._pid, self._job = os.getpid(), ray.get_runtime_context().get_job_id()
+        self._pid, self._cluster = os.getpid(), self._connection()
         self._class = ray.remote(NodeRelays)
         self._nodes: dict[str, _Node] = {}
         self._changed = threading.Condition()
@@ -172,31 +178,38 @@ class Relays(Local):
     # --- the thread
 
     def _run(self) -> None:
-        try:
-            while not self._stop:
+        is_well = True
+        while not self._stop:
+            try:
                 if not self._is_connected():
-                    self._end("Ray was shut down")
+                    with self._changed:
+                        self._reason = "Ray was shut down"
+                        self._changed.notify_all()
                     return
-                is_settled = self._round()
-                with self._changed:
-                    self._rounds += 1
-                    self._changed.notify_all()
-                    if not self._stop:
-                        self._changed.wait(_IDLE_S if is_settled else _TICK_S)
-        except Exception as error:
-            if self._is_connected():
-                log.exception("the relays of this Ray cluster are not looked after any more")
-            self._end(repr(error))
+                pause = _IDLE_S if self._round() else _TICK_S
+                is_well = True
+            except Exception:
+                if is_well and self._is_connected():
+                    log.exception("the relays of this Ray cluster could not be looked after, which is tried again")
+                is_well, pause = False, _IDLE_S
+            with self._changed:
+                self._rounds += is_well
+                self._changed.notify_all()
+                if not self._stop:
+                    self._changed.wait(pause)
 
-    def _end(self, why: str) -> None:
-        with self._changed:
-            self._reason = why
-            self._changed.notify_all()
+    def _connection(self) -> tuple[str, str]:
+        """What differs between two clusters, and between two connections to one."""
+        context = self._ray.get_runtime_context()
+        return context.gcs_address, context.get_job_id()
 
     def _is_connected(self) -> bool:
         """Whether this process is still connected to the cluster that it was connected to."""
-        ray = self._ray
-        return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
+        try:
+            return bool(self._ray.is_initialized() and self._connection() == self._cluster)
+        except Exception as error:  # it is being shut down
+            log.debug("no connection to Ray: %s", error)
+            return False
 
     def _round(self) -> bool:
         """Look who is there, say it to all, and take what they answer. Returns whether nothing is under way."""
@@ -258,15 +271,20 @@ class Relays(Local):
         pending, node.pending = node.pending, None
         try:
             report = self._ray.get(pending)
+        except self._ray.exceptions.ActorUnavailableError as error:  # it lives, and is asked again
+            with self._changed:
+                node.problem = _reason_of(error)
+            return
         except Exception as error:
             with self._changed:
                 node.problem, node.is_up = _reason_of(error), False
             log.warning("the relay of node %s has ended, and is started again: %s", node.id, node.problem)
             self._drop_actor(node)
-            node.begin_due = time.monotonic() + _START_AGAIN_S
+            node.begin_due = time.monotonic() + _START_AGAIN_S * 2 ** min(node.failures, _DOUBLED)
+            node.failures += 1
             return
         with self._changed:
-            node.report, node.problem, node.is_up = report, report.problem, True
+            node.report, node.problem, node.is_up, node.failures = report, report.problem, True, 0
 
     def _drop_actor(self, node: _Node) -> None:
         actor, node.actor, node.pending = node.actor, None, None
@@ -284,7 +302,7 @@ class Relays(Local):
         Raises:
             TimedOut: that was not so within `timeout` seconds; the text names what is missing, and why.
             DependencyError: a node has no shmtensor, or no Zenoh.
-            WireError: a relay was refused by another one: the nodes have different versions.
+            WireError: a relay was refused by another one, as the nodes have different versions.
             ClosedError: it is closed, or Ray was shut down.
         """
         check_timeout(timeout)
@@ -313,20 +331,20 @@ class Relays(Local):
                     "(pip install 'shmtensor[ray]')",
                     name="shmtensor",
                 )
+        for node in self._nodes.values():
             if node.report is None or not node.is_up or node.problem:
                 missing.append(f"node {node.id} ({node.ip}): {node.problem or 'its actor has not answered yet'}")
             elif node.id in table:
                 if not node.report.address:
                     missing.append(f"node {node.id} ({node.ip}) does not listen yet")
                 for other in table.keys() - {node.id}:
-                    states = {channel: it.state for channel, it in node.report.sent.get(other, {}).items()}
-                    if "refused" in states.values():
-                        raise WireError(
-                            f"node {other} refuses the relay of node {node.id}: run one version of shmtensor on all "
-                            "nodes; the log of the relay there says more"
-                        )
-                    if set(states.values()) != {"open"}:
-                        missing.append(f"node {node.id} is not connected to node {other}: {states or 'not tried yet'}")
+                    channels = node.report.sent.get(other, {})
+                    for it in channels.values():
+                        if ONE_VERSION in it.reason:
+                            raise WireError(f"node {other} refuses the relay of node {node.id}: {it.reason}")
+                    if {it.state for it in channels.values()} != {"open"}:
+                        what = ", ".join(f"{name} {_state_of(it)}" for name, it in channels.items())
+                        missing.append(f"node {node.id} is not connected to node {other}: {what or 'not tried yet'}")
         return missing
 
     def statistics(self) -> dict[str, NodeStatistics]:
@@ -339,7 +357,8 @@ class Relays(Local):
         """End the relays of all nodes. Idempotent.
 
         Args:
-            linger: seconds to wait until what is under way between nodes is acknowledged, as for `Relay.close`.
+            linger: seconds to wait until what is under way between nodes is acknowledged, as for `Relay.close`. Nodes
+                that do not answer take up to 5 s more.
         """
         check_timeout(linger, "linger")
         if self._pid != os.getpid():
@@ -353,10 +372,12 @@ class Relays(Local):
             self._thread.join()
             if self._is_connected():
                 actors = [node.actor for node in self._nodes.values() if node.actor is not None]
-                for step in ("drain", "close"):  # each has its say before any of them is gone
-                    calls = [getattr(actor, step).remote(linger) for actor in actors]
+                deadline = time.monotonic() + linger + _GRACE_S
+                for step, seconds in (("drain", linger), ("close", 0.0)):  # all are drained before any of them is gone
+                    calls = [getattr(actor, step).remote(seconds) for actor in actors]
                     if calls:
-                        self._ray.wait(calls, num_returns=len(calls), timeout=linger + _GRACE_S)
+                        remaining = max(0.0, deadline - time.monotonic())
+                        self._ray.wait(calls, num_returns=len(calls), timeout=remaining)
                 for node in self._nodes.values():
                     self._drop_actor(node)
             self._closed = True
@@ -383,6 +404,10 @@ class Relays(Local):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._nodes)} nodes"
         return f"<Relays {self._settings.pattern} of {', '.join(self.names)}: {state}>"
+
+
+def _state_of(channel: RelayStatistics) -> str:
+    return f"{channel.state} ({channel.reason})" if channel.reason else channel.state
 
 
 def _reason_of(error: Exception) -> str:

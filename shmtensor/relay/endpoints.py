@@ -25,7 +25,7 @@ from ..errors import ArgumentError, TimedOut, WireError
 from ..memory import segment as shm
 from ..memory.words import store
 from ..ring.competing import NOTHING
-from ..ring.layout import ATTEMPT, DONE, FAN_OUT, KINDS, SERVICE, STATE_WORDS, WORK_QUEUE
+from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, KINDS, RELEASED, SERVICE, STATE_WORDS, WORK_QUEUE
 from ..ring.reader import Reader, Reception
 from ..ring.ring import Ring
 from ..rpc.calls import Call
@@ -105,11 +105,47 @@ class _NearEnd:
 
 
 class NearSubscriber(_NearEnd, Subscriber):
-    """Takes every message of a fan-out, or the newest, as it is."""
+    """Takes every message of a fan-out, or the newest, as it is. What came from the far channel does not come here: its
+    senders see by the label that this one leads back.
 
-    def __init__(self, channel: str, transit: bool, **options: Any) -> None:
-        self.transit = transit
-        super().__init__(channel, label=_RELAY if transit else relay_label(0, False), **options)
+    Args:
+        before: what it replaces, as it leads elsewhere: what was sent to that one only is taken from there, first.
+    """
+
+    def __init__(
+        self, channel: str, avoided: int, transit: bool, before: NearSubscriber | None = None, **options: Any
+    ) -> None:
+        self.avoided, self.transit, self._before = avoided, transit, before
+        super().__init__(channel, label=relay_label(avoided, transit), **options)
+
+    def next(self, timeout: float) -> Message | None:
+        while self._before is not None:
+            message = self._before.next(0)
+            if message is None:
+                if all(reader.gone or self._start(reader) for reader in self._before._readers):
+                    self._before.close()
+                    self._before = None
+                break
+            if not self._comes_here(message):
+                return message
+            message.release()
+        return super().next(timeout)
+
+    def _start(self, reader: Any) -> int | None:
+        """The first message of a sender that comes here; None: it has not sent any since this one joined."""
+        return reader.sequences.start(*self._member.recipient)  # type: ignore[no-any-return]
+
+    def _comes_here(self, message: Message) -> bool:
+        """Whether a message of the one before comes to this one as well."""
+        readers = [] if self._before is None else self._before._readers
+        starts = [self._start(reader) for reader in readers if f"{reader.uid:016x}" == message.sender.id]
+        return any(start is not None and start <= message.seq for start in starts)
+
+    def close(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.close()
+        super().close()
 
 
 class NearConsumer(_NearEnd, Consumer):
@@ -143,8 +179,7 @@ _MOST_ATTEMPTS: Final = 250
 
 
 def relay_label(path: int, transit: bool) -> str:
-    """The label of a near relay in a work queue or service: where it leads to, and whether what relays bring may go
-    there."""
+    """The label of a near relay: where it leads to, and whether what relays bring may go there."""
     return f"{_RELAY_TO}{path:08x}{'' if transit else _DIRECT}"
 
 
@@ -272,8 +307,17 @@ class Filling:
         return self._commit(self._ring, self._slot, self._out, self._array)  # type: ignore[no-any-return]
 
 
+def give_back_untried(message: Message) -> None:
+    """Give back a message of a work queue which no consumer has had: that this relay took it does not count."""
+    lease = message._lease
+    before = message.attempt - 1
+    store(lease.words, lease.word + ATTEMPT, message.seq << 8 | min(before, 255))
+    if not before:
+        store(lease.words, lease.word + CLAIMED, 0)
+
+
 class _FarEnd:
-    """What a relay's publisher and producer have in common."""
+    """What a relay's senders have in common."""
 
     _describe: Any = staticmethod(raw.encode)
     _words: Any
@@ -319,32 +363,40 @@ class _FarEnd:
         guard = weakref.ref(array)
         return self._publish(ring, slot, out, guard, *beside)  # type: ignore[attr-defined, no-any-return]
 
-    def audience(self, paths: Collection[int]) -> int:
-        """Who receives what came through the channels of these hashes: `NOBODY`, `LOSSLESS`, or `LATEST` if none but
-        latest subscribers are there."""
-        return self._run(self._audience_inside, paths)  # type: ignore[attr-defined, no-any-return]
 
-    def _audience_inside(self, paths: Collection[int]) -> int:
+class _Onward(_FarEnd):
+    """A sender of what a near relay brings. The label names the channels that it came through: the relays that lead
+    back there get nothing, are not waited for, and not woken."""
+
+    def __init__(self, channel: str, *, label: str, **options: Any) -> None:
+        super().__init__(channel, label=label, **options)  # type: ignore[call-arg]
+        control, paths = self._member.control, path_of(label)
+        self._recipients.excludes = lambda entry: is_way_back(control.label(entry), paths)
+
+    def audience(self) -> int:
+        """Who receives its messages: `NOBODY`, `LOSSLESS`, or `LATEST` if none but latest subscribers are there."""
+        return self._run(self._audience_inside)  # type: ignore[attr-defined, no-any-return]
+
+    def _audience_inside(self) -> int:
         if self._state or self._stop:  # type: ignore[attr-defined]
             return NOBODY
         recipients = self._recipients
         if self._control_words[ctl.W_EPOCH] != recipients.epoch:  # type: ignore[attr-defined]
             recipients.refresh()
         recipients.drop_dead()
-        control = self._member.control
-        flags = [peer.entry.flags for peer in recipients.listeners if not is_way_back(control.label(peer.entry), paths)]
+        flags = [peer.entry.flags for peer in recipients.listeners]
         if not flags:
             return NOBODY
         return LATEST if all(each & ctl.LATEST for each in flags) else LOSSLESS
 
 
-class FarPublisher(_FarEnd, Publisher):
+class FarPublisher(_Onward, Publisher):
     """Publishes messages of a fan-out as they are."""
 
     _traits = SenderTraits(FAN_OUT)
 
 
-class FarProducer(_FarEnd, Producer):
+class FarProducer(_Onward, Producer):
     """Sends messages of a work queue as they are. What is not done here is not lost: the near host has it."""
 
     _traits = SenderTraits(WORK_QUEUE)
@@ -354,6 +406,24 @@ class FarProducer(_FarEnd, Producer):
         place = self._words[self._order + (seq & self._mask)]
         ring = self._rings[place >> 32]
         return ring.words, ring.state + STATE_WORDS * (place & 0xFFFFFFFF) + DONE
+
+    def withdraw(self, words: memoryview, at: int, seq: int) -> bool:
+        """Finish a message whose `done_word` that is, as a consumer would. False: one has it, or it is done."""
+        if self._state or words[at] >= seq or not self._sequences.locks.try_exclusive(seq):
+            return False
+        try:
+            if words[at] >= seq:
+                return False
+            store(words, at, seq)
+            store(words, at - DONE + RELEASED, seq)  # this thread is the only one that uses slots again
+            return True
+        finally:
+            self._sequences.locks.unlock(seq)
+
+
+def was_claimed(words: memoryview, at: int, seq: int) -> bool:
+    """Whether a consumer has, or had, the message whose `done_word` that is."""
+    return words[at - DONE + CLAIMED] == seq
 
 
 class FarCall(Call):
@@ -373,7 +443,7 @@ class FarCall(Call):
         self.is_cancelled = self.is_returned = False
 
 
-class FarRequests(_FarEnd, Requests):
+class FarRequests(_Onward, Requests):
     """Sends requests of a service as they are."""
 
     _traits = replace(Requests._traits, carries_context=False)

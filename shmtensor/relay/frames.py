@@ -54,6 +54,8 @@ MOST_TEXT: Final = 4096
 MOST_PAYLOAD: Final = 1 << 44
 _LABEL: Final = 64
 
+ONE_VERSION: Final = "run one version of shmtensor on both hosts"
+"""What a refusal says that no waiting cures."""
 _DIGEST = struct.Struct("<Q")
 _HEAD = struct.Struct("<4sBBHQQI")
 _HELLO = struct.Struct("<BBHHHQI")
@@ -235,7 +237,8 @@ class State(Frame):
     servers: int = 0
     """Of a service: how many servers there may take requests."""
     credit: int = 0
-    """Of a service: how many requests the near relay may send beyond what is received."""
+    """Of a service: how many requests the near relay may send beyond what is received. Of a queue: how many items
+    beyond `acknowledged` include all that a consumer there has begun with."""
 
     def fields(self) -> bytes:
         return _STATE.pack(
@@ -258,7 +261,7 @@ class Bye(Frame):
 
 @dataclass(frozen=True)
 class Cancel(Frame):
-    """The replies to these requests are not wanted any more."""
+    """The replies to these requests are not wanted any more; or these messages of a queue were taken back."""
 
     KIND = CANCEL
 
@@ -357,7 +360,7 @@ class OtherProtocol(WireError):
     """A frame of another protocol version. `near` and `attempt` are where every version has them."""
 
     def __init__(self, version: int, near: int, attempt: int) -> None:
-        super().__init__(f"relay protocol {version}, this library speaks {PROTOCOL}")
+        super().__init__(f"relay protocol {version}, this library speaks {PROTOCOL}: {ONE_VERSION}")
         self.version, self.near, self.attempt = version, near, attempt
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from ..codec import raw
 from ..errors import ArgumentError, RingFull, ShmTensorError, TimedOut, WireError
 from ..wire import record, spec
-from .endpoints import FarProducer, FarPublisher, path_of, relayed_label
+from .endpoints import FarProducer, FarPublisher, path_of, relayed_label, was_claimed
 from .far_requests import FarClient, FarService
 from .frames import (
     CANCEL,
@@ -31,6 +31,7 @@ from .frames import (
     MOST_RANGES,
     NOBODY,
     NOTE,
+    ONE_VERSION,
     SERVICE,
     STATE,
     STATUS,
@@ -150,7 +151,7 @@ class Inbound:
         if (frame.record, frame.description) != (record.VERSION, spec.VERSION):
             return (
                 f"messages of record version {frame.record} and description version {frame.description} there, "
-                f"{record.VERSION} and {spec.VERSION} here: run one version of shmtensor on both hosts"
+                f"{record.VERSION} and {spec.VERSION} here: {ONE_VERSION}"
             )
         if frame.user != self.terms.user:
             return f"user {frame.user!r} there, {self.terms.user!r} here: pass the same user= on both hosts"
@@ -291,7 +292,7 @@ class Stream:
         self._audience = NOBODY
         self._senders: dict[int, _Far] = {}
         self._labels: dict[int, str] = {}
-        self._paths = {hello.path}  # the channels that its messages came through
+        self._begun = 0  # of a queue: the newest item that a consumer has, or had
         self._leaving: set[int] = set()
         self._unfinished: dict[int, Unfinished] = {}
         self._filling: tuple[int, int, Any] | None = None  # attempt, number, a `Filling`
@@ -450,10 +451,13 @@ class Stream:
             except ArgumentError as error:
                 raise _Refused(str(error)) from None
             return
-        found = [it.audience(self._paths) for it in self._senders.values() if not isinstance(it, FarClient)]
+        found = [it.audience() for it in self._senders.values() if not isinstance(it, FarClient)]
         audience = LOSSLESS if LOSSLESS in found else LATEST if LATEST in found else NOBODY
         if audience != self._audience:
             self._audience, self._due = audience, True
+        begun = [it[0] for waiting in self._unfinished.values() for it in waiting if was_claimed(*it[1:])]
+        if max(begun, default=0) > self._begun:
+            self._begun, self._due = max(begun), True
 
     def _take(self, head: bytes, body: Any) -> None:
         try:
@@ -469,6 +473,9 @@ class Stream:
                 self._queued -= len(head) + len(body)
 
     def _handle(self, frame: Frame, nbytes: int) -> None:
+        if isinstance(frame, Cancel) and self._pattern == WORK_QUEUE:  # of whichever attempt: the next one has begun
+            self._withdraw(frame.numbers)
+            return
         with self._lock:
             if frame.attempt != self.attempt:
                 return
@@ -643,16 +650,26 @@ class Stream:
         """Those that have come there appear here, those that have left there leave."""
         there = {it.uid: it.label for it in frame.senders}
         self._labels = there
-        hops = [hop for label in there.values() for hop in path_of(label)]
         if self._service is not None:  # a client's comes with its first request
-            self._service.note_paths(hops)
+            self._service.note_paths(hop for label in there.values() for hop in path_of(label))
         else:
-            self._paths.update(hops)
             if there.keys() - self._senders.keys():
                 self._audience_due = 0.0
             for uid in there:
                 self._sender(uid)
         self._leaving = self._senders.keys() - there.keys()
+
+    def _withdraw(self, numbers: Sequence[int]) -> None:
+        """The near relay has taken messages back: here, no consumer gets those that none has."""
+        wanted = set(numbers)
+        for uid, waiting in self._unfinished.items():
+            sender = self._senders[uid]
+            for number, words, at, seq in [it for it in waiting if it[0] in wanted]:
+                if isinstance(sender, FarProducer) and sender.withdraw(words, at, seq):
+                    waiting.drop(number)
+                    with self._lock:
+                        self._incoming.acknowledge(number)
+        self._due = True
 
     def _collect(self) -> None:
         """Find out what consumers have done, and let those senders leave that have nothing more to wait for."""
@@ -709,6 +726,8 @@ class Stream:
         servers, credit = (0, 0) if service is None else (service.servers, service.credit())
         with self._lock:
             incoming = self._incoming
+            if self._pattern == WORK_QUEUE:
+                credit = max(0, self._begun - incoming.acknowledged)
             return State(
                 self.near, self._inbound.id, self.attempt, incoming.received, incoming.acknowledged, incoming.consumed,
                 self._gap, self._audience, [it for it in incoming.ranges(MOST_RANGES) if it[1] <= incoming.received],

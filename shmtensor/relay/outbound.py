@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from ..endpoints.message import Message, SenderInfo
 from ..errors import ClosedError, ShmTensorError, TimedOut, WireError
-from .endpoints import NearConsumer, NearSubscriber
+from .endpoints import NearConsumer, NearSubscriber, give_back_untried
 from .frames import (
     FAN_OUT,
     LATEST,
@@ -88,7 +88,9 @@ def _origin(item: Sent) -> int:
 class Outbound:
     """One channel of a near relay. It has a thread, which takes and sends; acknowledgements come in Zenoh's.
 
-    A service has another one, for replies; and its end in the channel is there only while there are servers for it.
+    It joins a fan-out when it has first found its peer, so that no publisher waits for one that was never reached; a
+    queue at once, whose messages nobody has to wait for. A service has another thread, for replies; and its end in the
+    channel is there only while there are servers for it.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Outbound:
         self.messages = self.nbytes = self.resent = self.connections = self.bad_frames = self.acknowledged = 0
         self._last_far = self._servers = 0  # of a service
         self._credit = (0, 0)  # the newest item received there, second; of a service, how many may be sent beyond it
+        self._begun = 0  # of a queue: the newest item that a consumer there has begun with, at most
         self._look_due = self._ask_due = self._cancel_due = 0.0
         self._alone_since = 0.0  # of a queue: since when no consumer is there for what is under way; 0: one is
         self._endpoint: _End | None = None
@@ -133,12 +136,12 @@ class Outbound:
         session.watch(self._keys.alive_far("*"), self._on_token)
         if pattern == SERVICE:
             self._replying = Replying(name, self._find, self._put, self._note_gap, self._count_bad)
-        else:
-            self._endpoint = self._join()  # last: what fails before leaves no member behind
+        elif pattern == WORK_QUEUE:
+            self._endpoint = self._join(0)  # last: what fails before leaves no member behind
         self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
         self._thread.start()
 
-    def _join(self, avoided: int = 0) -> _End:
+    def _join(self, avoided: int, before: NearSubscriber | None = None) -> _End:
         if self._pattern == SERVICE:
             return NearService(self.name, avoided, self._transit)
         if self._pattern == WORK_QUEUE:
@@ -146,7 +149,7 @@ class Outbound:
                 self.name, avoided, self._transit, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed"
             )
         delivery: Literal["all", "latest"] = "latest" if self._is_latest else "all"
-        return NearSubscriber(self.name, self._transit, delivery=delivery, until="closed")
+        return NearSubscriber(self.name, avoided, self._transit, before, delivery=delivery, until="closed")
 
     # --- what comes, in Zenoh's threads
 
@@ -178,6 +181,8 @@ class Outbound:
             self._audience = frame.audience
             self._gap = self._gap or frame.gap
             self._servers, self._credit = frame.servers, (frame.credit, frame.received)
+            if self._pattern == WORK_QUEUE:
+                self._begun = max(self._begun, frame.acknowledged + frame.credit)
             self.acknowledged += len(done)
             self._changed.notify_all()
         # crash: relay.acknowledged
@@ -320,10 +325,12 @@ class Outbound:
         self._data = self._session.sender(self._keys.far(frame.far))
         if self._pattern == SERVICE:
             again = self._begin_service(frame, again)
-        elif self._endpoint is not None and frame.path != self._endpoint.avoided:
+        elif self._endpoint is None or frame.path != self._endpoint.avoided:
             if self._pattern == WORK_QUEUE:  # it may take messages of these senders already: a release would end them
                 self._replace(self._join(frame.path))
-            self._endpoint.avoided = frame.path
+            else:
+                before = self._endpoint
+                self._endpoint = self._join(frame.path, before if isinstance(before, NearSubscriber) else None)
             self._avoids.clear()
         with self._changed:
             self._far, self._state, self.reason = frame.far, OPEN, ""
@@ -404,12 +411,32 @@ class Outbound:
         self._alone_since = self._alone_since or now
         if now - self._alone_since < _RECALL_S:
             return False
-        self._put(Bye(self._id, self._far, self._attempt, True).head())
-        self._begin_anew("no consumer is there for what was sent")
+        far, attempt = self._far, self._attempt
+        self._begin_anew("no consumer is there for what was sent")  # first: from here on nothing is acknowledged
         with self._changed:
-            kept = self._window.clear()
-        del kept  # their claims end here
+            numbers = [number for number, _ in self._window.numbered()]
+        for at in range(0, len(numbers), MOST_ITEMS):
+            self._put(Cancel(self._id, far, attempt, numbers[at : at + MOST_ITEMS]).head())
+        self._put(Bye(self._id, far, attempt, True).head())
+        self._give_back()
         return True
+
+    def _give_back(self) -> None:
+        """End the leases of all that was taken: a queue's messages go to other consumers here.
+
+        A message that a consumer there has begun with may have ended that one: this counts as an attempt, so that it
+        does not end one consumer after the other on all hosts. What was only sent does not count.
+        """
+        with self._changed:
+            kept, begun = self._window.numbered(), self._begun
+            self._window.clear()
+        untried = [it for number, it in kept if number > begun]
+        if self._held is not None:
+            untried.append(self._held)
+            self._held = None
+        for it in untried:
+            if self._pattern == WORK_QUEUE and isinstance(it, Message):
+                give_back_untried(it)
 
     def _may_add(self, most: int) -> bool:
         """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,
@@ -469,9 +496,7 @@ class Outbound:
     def _join_again(self) -> None:
         """The far subscribers are all latest now, or not any more: join as they do."""
         self._is_latest = not self._is_latest
-        endpoint = self._join()
-        endpoint.avoided = self._far_path
-        self._replace(endpoint)
+        self._replace(self._join(self._far_path))
         self._avoids.clear()
 
     def _replace(self, endpoint: _End | None) -> None:
@@ -647,10 +672,8 @@ class Outbound:
     def _leave(self) -> None:
         if self._pattern == SERVICE:
             self._give_up()
-        self._held = None
         with self._changed:
-            kept = self._window.clear()
             self._window.end()
         self._sending = None
-        del kept  # the leases end here: messages of a queue that are not done go to another consumer
+        self._give_back()
         self._replace(None)

@@ -23,7 +23,7 @@ from .session import Session, check_endpoint
 
 WINDOW: Final = 256
 WINDOW_BYTES: Final = 32 << 20
-_AWAY_S: Final = 30.0
+AWAY: Final = 30.0
 _LINGER_S: Final = 5.0
 
 
@@ -127,7 +127,7 @@ class Relay(Local):
         terms = Terms(
             WINDOW if window is None else window,
             WINDOW_BYTES if window_bytes is None else max(1, parse_bytes(window_bytes, "window_bytes")),
-            _AWAY_S if away is None else away, slots, max_bytes, who,
+            AWAY if away is None else away, slots, max_bytes, who,
         )  # fmt: skip
         patterns = [] if self.is_far else [_pattern_of(each, pattern) for each in self.names]
         for each, kind in zip(self.names, patterns, strict=False):
@@ -186,7 +186,8 @@ class Relay(Local):
                 state=channel.state, messages=channel.messages, nbytes=channel.nbytes,
                 acknowledged=channel.acknowledged, in_flight=channel.in_flight,
                 resent=getattr(channel, "resent", 0), duplicates=getattr(channel, "duplicates", 0),
-                connections=channel.connections, refused=getattr(channel, "refused", 0), bad_frames=channel.bad_frames,
+                connections=channel.connections, reason=channel.reason, refused=getattr(channel, "refused", 0),
+                bad_frames=channel.bad_frames,
             )  # fmt: skip
         return found
 
@@ -204,9 +205,9 @@ class Relay(Local):
             if self._closed:
                 return
             deadline = time.monotonic() + linger
-            for channel in self._channels:
-                if linger:
-                    channel.drain(deadline)
+            for limit in (0.0, deadline) if linger else ():  # first, none of them takes anything more
+                for channel in self._channels:
+                    channel.drain(limit)
             for channel in self._channels:
                 channel.stop()
             for channel in self._channels:

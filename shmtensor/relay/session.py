@@ -239,6 +239,6 @@ def _configuration(
         insert("connect/endpoints", list(to))
     if listen:
         insert("listen/endpoints", list(listen))
-    elif not scout and (config is None or made.get_json("listen/endpoints") in ("null", "[]")):
-        insert("listen/endpoints", [])
+    elif made.get_json("listen/endpoints") == own.get_json("listen/endpoints"):
+        insert("listen/endpoints", [])  # Zenoh would listen at a port of each interface, without TLS
     return made

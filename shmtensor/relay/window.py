@@ -204,6 +204,14 @@ class Unfinished:
         """Item `number` is message `seq`, which is done when `words[at]` is that or more."""
         self._waiting.append((number, words, at, seq))
 
+    def __iter__(self) -> Iterator[tuple[int, memoryview, int, int]]:
+        """What `add` was given, in that order."""
+        return iter(self._waiting)
+
+    def drop(self, number: int) -> None:
+        """Nobody needs that item any more."""
+        self._waiting = deque(it for it in self._waiting if it[0] != number)
+
     def done(self) -> Iterator[int]:
         """The numbers of the items that are done since the last call."""
         waiting, found = self._waiting, []

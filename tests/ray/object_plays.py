@@ -44,13 +44,16 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def pickled() -> dict[str, torch.Tensor]:
-    """Those that are pickled as Ray does."""
-    noted = torch.arange(5)
-    noted.note = "text"  # type: ignore[attr-defined]
+    """Those that are no views. They are large enough for the object store."""
+    noted = torch.arange(LARGE // 8)
+    noted_parameter = torch.nn.Parameter(torch.rand(LARGE // 4))
+    noted.note = noted_parameter.note = "text"  # type: ignore[attr-defined]
     return {
-        "grad": torch.rand(3, requires_grad=True),
-        "parameter": torch.nn.Parameter(torch.rand(4)),
+        "grad": torch.rand(LARGE // 4, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.rand(1000, LARGE // 4000).T),
+        "frozen": torch.nn.Parameter(torch.arange(LARGE // 8), requires_grad=False),
         "noted": noted,
+        "noted parameter": noted_parameter,
         "meta": torch.empty(3, device="meta"),
     }
 
@@ -143,12 +146,64 @@ def objects(nodes: Any) -> None:
     for name, tensor in pickled().items():
         got = ray.get(ray.put(tensor))
         assert is_same(tensor, got), name
+        assert not is_view(got), name
+        assert got.stride() == tensor.stride(), name
         assert got.requires_grad == tensor.requires_grad
         assert getattr(got, "note", "") == getattr(tensor, "note", "")
     a_slice = torch.zeros(32 * LARGE, dtype=torch.uint8)[:MIB]  # its storage would not fit
     assert torch.equal(ray.get(ray.put(a_slice)), a_slice)
     shmtensor.ray.unregister()
     assert not is_view(ray.get(ray.put(torch.zeros(LARGE, dtype=torch.uint8))))
+
+
+def models(nodes: Any) -> None:
+    """Who gets a model has parameters of its own, which stay tied; its buffers are views."""
+    shmtensor.ray.register()
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.BatchNorm1d(LARGE // 8))
+        model.tied = model[0].weight
+        ref = ray.put(model)
+        first, second = ray.get(ref), ray.get(ref)
+        assert first.tied is first[0].weight
+        for parameter in first.parameters():
+            assert not is_view(parameter)
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(first.parameters(), lr=1.0).step()
+        for name, parameter in second.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name)), name
+            assert not torch.equal(parameter, first.get_parameter(name)), name
+        assert is_view(first[1].running_mean)
+    finally:
+        shmtensor.ray.unregister()
+
+
+def registers(nodes: Any) -> None:
+    """What was registered before is there again afterwards; what was registered since stays."""
+    dispatch = ray.cloudpickle.CloudPickler.dispatch
+    before = dispatch.get(torch.Tensor)
+    kept, value = [], torch.arange(3)
+
+    def noting(tensor: torch.Tensor) -> list[int]:
+        kept.append(len(tensor))
+        return tensor.tolist()  # type: ignore[no-any-return]
+
+    ray.util.register_serializer(torch.Tensor, serializer=noting, deserializer=torch.tensor)
+    for _ in range(2):
+        shmtensor.ray.register()
+    assert torch.equal(ray.get(ray.put(value)), value)
+    assert not kept
+    for _ in range(2):
+        shmtensor.ray.unregister()
+    assert torch.equal(ray.get(ray.put(value)), value)
+    assert kept == [3]
+    assert torch.nn.Parameter not in dispatch
+    shmtensor.ray.register()
+    ray.util.register_serializer(torch.Tensor, serializer=noting, deserializer=torch.tensor)
+    shmtensor.ray.unregister()
+    ray.put(value)
+    assert kept == [3, 3]
+    ray.util.deregister_serializer(torch.Tensor)
+    assert dispatch.get(torch.Tensor) is before is None
 
 
 def leases(nodes: Any) -> None:

@@ -17,6 +17,6 @@ def cluster():
     made.close()
 
 
-@pytest.mark.parametrize("play", ["objects", "leases", "owner_dies"])
+@pytest.mark.parametrize("play", ["objects", "models", "registers", "leases", "owner_dies"])
 def test_objects(cluster, play):
     cluster.play(play)

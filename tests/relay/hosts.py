@@ -36,6 +36,21 @@ def endpoint() -> str:
         return f"tcp/127.0.0.1:{free.getsockname()[1]}"
 
 
+def listening_ports() -> set[int]:
+    """The TCP ports at which this process listens."""
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == "0A" and f"socket:[{inode}]" in own:
+                found.add(int(local.rpartition(":")[2], 16))
+    return found
+
+
 @contextlib.contextmanager
 def pair(channel: str, pattern: str = "fan-out", near: Any = None, far: Any = None) -> Iterator[tuple[Any, Any]]:
     """A near relay of the channel, and a far one of the channel with "-far" behind its name, connected."""

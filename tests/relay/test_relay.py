@@ -15,6 +15,7 @@ import torch
 zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
 import shmtensor  # noqa: E402
+from shmtensor.codec.encode import encode  # noqa: E402
 from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
 from shmtensor.relay.session import Session  # noqa: E402
@@ -22,7 +23,7 @@ from shmtensor.wire import record  # noqa: E402
 
 from ..scenes import HIDDEN  # noqa: E402
 from ..waiting import PATIENCE, wait_until  # noqa: E402
-from .hosts import endpoint, is_open, mesh, pair, state_of  # noqa: E402
+from .hosts import endpoint, is_open, listening_ports, mesh, pair, state_of  # noqa: E402
 
 
 def is_equal(left, right) -> bool:
@@ -327,11 +328,12 @@ def test_a_far_relay_that_ends_says_what_it_has(channel):
                     got.append(int(rx.recv(timeout=0.1).value))
 
         threads = [threading.Thread(target=it) for it in (send, receive)]
-        for it in threads:
-            it.start()
         try:
             for number in range(1, 4):
                 with shmtensor.Relay(f"{channel}-far", listen=where):
+                    near.wait(PATIENCE)
+                    for it in threads if number == 1 else ():
+                        it.start()
                     wait_until(lambda number=number: len(got) > 200 * number)
                 wait_until(lambda: not is_open(near))
         finally:
@@ -448,7 +450,8 @@ def test_a_lossless_subscriber_is_noticed_while_messages_keep_coming(channel):
 
 
 def test_the_far_side_comes_later(channel, caplog):
-    """Until it does, the relay is a subscriber that takes as many as are allowed, and the sender waits."""
+    """No sender waits for a far side that was never there. When it is lost later, the relay is a subscriber that takes
+    nothing, and the sender waits."""
     where = endpoint()
     with (
         shmtensor.Publisher(channel, full="error") as tx,
@@ -456,9 +459,12 @@ def test_the_far_side_comes_later(channel, caplog):
     ):
         with pytest.raises(shmtensor.TimedOut, match="no far relay has answered"):
             near.wait(0.3)
-        for number in range(10):
-            tx.send(np.array(number))
+        for _ in range(2000):
+            tx.send(np.array(-1))
         with shmtensor.Subscriber(f"{channel}-far") as rx, shmtensor.Relay(f"{channel}-far", listen=where) as far:
+            near.wait(PATIENCE)
+            for number in range(10):
+                tx.send(np.array(number))
             assert [int(rx.recv(timeout=PATIENCE).value) for _ in range(10)] == list(range(10))
             far.wait(PATIENCE)
         wait_until(lambda: not is_open(near))
@@ -492,6 +498,65 @@ def test_two_directions_do_not_go_round(channel):
         assert state_of(there).messages == state_of(back).messages == 50
 
 
+@pytest.mark.parametrize("transit", [True, False])
+def test_what_comes_does_not_wait_for_the_way_back(channel, transit):
+    """While the relay back takes nothing, since its peer cannot be reached (or its window is full), it holds no slot of
+    what it does not relay."""
+    a, b, one, two = f"{channel}-a", f"{channel}-b", endpoint(), endpoint()
+    with contextlib.ExitStack() as stack:
+        tx_a, tx_b = (stack.enter_context(shmtensor.Publisher(name, full="error")) for name in (a, b))
+        far = stack.enter_context(shmtensor.Relay(b, listen=one))
+        stack.enter_context(shmtensor.Relay(a, listen=two, slots=4))
+        there = stack.enter_context(shmtensor.Relay(a, to=one, remote=b, transit=transit))
+        back = stack.enter_context(shmtensor.Relay(b, to=two, remote=a, transit=transit))
+        for relay in (there, back):
+            relay.wait(PATIENCE)
+        rx = stack.enter_context(shmtensor.Subscriber(a))
+        far.close()
+        wait_until(lambda: not is_open(there))
+        for number in range(100):
+            tx_b.send(np.array(number))
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value == number
+        for number in range(16):
+            tx_a.send(np.array(number))
+            rx.recv(timeout=PATIENCE).release()
+        with pytest.raises(shmtensor.RingFull):  # it is a recipient of these
+            for _ in range(2000):
+                tx_a.send(np.array(number))
+                rx.recv(timeout=PATIENCE).release()
+
+
+@pytest.mark.parametrize(
+    ("avoided", "transit", "waits"), [(7, True, False), (8, True, True), (8, False, False), (7, False, False)]
+)
+def test_senders_do_not_wait_for_a_relay_that_leads_back(channel, avoided, transit, waits):
+    """They came through channels 5 and 7."""
+    out = encode(np.arange(3))
+    item = frames.Item(1, 1, out.description, memoryview(bytes(out.nbytes)))
+    label = endpoints.relayed_label(endpoints.relayed_label("x", 7), 5)
+    with (
+        endpoints.NearSubscriber(channel, avoided, transit, until="closed") as near,
+        shmtensor.Subscriber(channel) as rx,
+        endpoints.FarPublisher(channel, label=label, slots=4, max_bytes=None) as tx,
+    ):
+        assert tx.audience() == frames.LOSSLESS
+        for _ in range(4):
+            tx.forward(item, 0)
+            rx.recv(timeout=PATIENCE).release()
+        if waits:
+            with pytest.raises(shmtensor.RingFull):
+                tx.forward(item, 0)
+            for _ in range(4):
+                near.recv(timeout=PATIENCE).release()
+        else:
+            assert near.next(0) is None
+        for _ in range(20):
+            tx.forward(item, 0)
+            rx.recv(timeout=PATIENCE).release()
+            assert (near.next(0) is None) == (not waits)
+
+
 def test_a_queue_message_that_came_from_there_is_left_to_a_consumer_here(channel):
     """Also if the relay has begun to read its sender before it knows where it is connected to."""
     label = endpoints.relayed_label("left", path_hash(f"{channel}-far"))
@@ -510,6 +575,58 @@ def test_a_queue_message_that_came_from_there_is_left_to_a_consumer_here(channel
             for number in range(3):
                 with here.recv(timeout=PATIENCE) as message:
                     assert message.value == {"back": number}
+
+
+def test_what_is_taken_back_was_not_delivered(channel, monkeypatch):
+    """When the last consumer there has left, others get what it had not begun with, as if it had not been sent; and
+    those that come there later do not get it as well. What it had begun with counts as an attempt."""
+    monkeypatch.setattr(outbound, "_RECALL_S", 0.1)
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Producer(f"{channel}-far"),  # a member: the channel stays
+        pair(channel, "work-queue", far={"window": 6}) as (near, _),
+    ):
+        for number in range(10):
+            tx.send(np.array(number))
+        attempts = dict.fromkeys(range(10), 1)
+        for turn in range(3):
+            with shmtensor.Consumer(f"{channel}-far", acknowledge="release", until="closed") as there:
+                begun = [there.recv(timeout=PATIENCE) for _ in range(2)]
+                for message in begun:
+                    attempts[int(message.value)] += 1
+                wait_until(lambda: state_of(near).in_flight == 6)
+                wait_until(lambda: near._channels[0]._begun == 2 + 6 * turn)  # noqa: B023
+                del begun, message
+            wait_until(lambda: state_of(near).in_flight == 0)
+        near.close(linger=0)
+        with shmtensor.Consumer(f"{channel}-far") as there, pytest.raises(shmtensor.TimedOut):
+            there.recv(timeout=0.3)
+        with shmtensor.Consumer(channel) as here:
+            found = {}
+            for _ in range(10):
+                with here.recv(timeout=PATIENCE) as message:
+                    found[int(message.value)] = message.attempt
+            assert found == attempts
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_relay_that_ends_was_no_attempt(channel, begins):
+    """But for messages that a consumer there has begun with."""
+    with shmtensor.Producer(channel) as tx, shmtensor.Consumer(f"{channel}-far", acknowledge="release") as there:
+        with pair(channel, "work-queue") as (near, _):
+            for number in range(4):
+                tx.send(np.array(number))
+            wait_until(lambda: state_of(near).in_flight == 4)
+            begun = there.recv(timeout=PATIENCE) if begins else None
+            wait_until(lambda: near._channels[0]._begun == begins)
+            near.close(linger=0)
+            del begun
+        with shmtensor.Consumer(channel) as here:
+            attempts = {}
+            for _ in range(4):
+                with here.recv(timeout=PATIENCE) as message:
+                    attempts[int(message.value)] = message.attempt
+            assert attempts == {0: 1 + begins, 1: 1, 2: 1, 3: 1}
 
 
 def test_a_mesh_without_transit(channel):
@@ -605,6 +722,30 @@ def test_another_far_host_gets_what_the_first_one_sent(channel, pattern):
             assert message.value == 2
             assert path_hash(names[0]) in endpoints.path_of(message.sender.name)
         wait_until(lambda: state_of(near).in_flight == 0)
+
+
+def test_another_far_host_gets_what_was_sent_before_it_was_found(channel):
+    """In order, and once: what the subscriber of the way to the first host has not taken, and what comes after."""
+    with shmtensor.Publisher(channel, label="tx") as tx, shmtensor.Publisher(channel, label="quiet") as quiet:
+        first = endpoints.NearSubscriber(channel, 1, True, until="closed")
+        for number in range(5):
+            tx.send(np.array(number))
+        quiet.send(np.array(100))
+        taken = [first.next(PATIENCE)]
+        second = endpoints.NearSubscriber(channel, 2, True, first, until="closed")
+        for number in range(5, 10):
+            tx.send(np.array(number))
+        taken += [second.next(PATIENCE) for _ in range(10)]
+        assert second.next(0) is None
+        assert [it.seq for it in taken if it.sender.name == "tx"] == list(range(1, 11))
+        assert [it.seq for it in taken if it.sender.name == "quiet"] == [1]
+        assert len([it for it in shmtensor.inspect(channel).receivers if not it.leaving]) == 2  # `quiet` does not know
+        quiet.send(np.array(101))
+        assert second.next(PATIENCE).seq == 2
+        assert second.next(0) is None
+        assert len([it for it in shmtensor.inspect(channel).receivers if not it.leaving]) == 1
+        del taken
+        second.close()
 
 
 def test_labels():
@@ -735,6 +876,21 @@ def test_a_configuration_is_passed_through(channel, tmp_path):
         pytest.raises(shmtensor.TimedOut),
     ):
         near.wait(1)
+
+
+@pytest.mark.parametrize("scout", [False, True])
+@pytest.mark.parametrize("text", [None, "{}", "{listen: {endpoints: []}}", '{listen: {endpoints: ["WHERE"]}}'])
+def test_a_near_relay_listens_nowhere(channel, tmp_path, text, scout):
+    """Zenoh's default is any port of every interface, without TLS. What the file itself names is listened at."""
+    named, file = endpoint(), tmp_path / "near.json5"
+    if text is not None:
+        file.write_text(text.replace("WHERE", named))
+    before, expected = listening_ports(), set()
+    if text is not None and "WHERE" in text:
+        expected.add(int(named.rpartition(":")[2]))
+    config = None if text is None else file
+    with shmtensor.Relay(channel, to=endpoint(), pattern="fan-out", scout=scout, config=config):
+        assert listening_ports() - before == expected
 
 
 def test_a_channel_in_device_memory_ends_its_relay(channel, standin, caplog):
