@@ -36,7 +36,7 @@ class Server:
         if crash:
             program = ["-m", "tests.containers.crashing", crash, *program[2:]]
         self.directory, self._entered = directory, bool(enter)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         few = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh") if files else ()
         self.process = subprocess.Popen(
             [*enter, *few, sys.executable, "-W", "error", *program],

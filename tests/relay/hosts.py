@@ -92,7 +92,7 @@ class Remote:
 
     def __init__(self, role: str, *, host: Host | None = None, pure: bool = False, **options: Any) -> None:
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.relay.role", role, json.dumps(options)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if pure:
             environment["SHMTENSOR_PURE"] = "1"
         if host is not None:
