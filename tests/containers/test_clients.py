@@ -35,15 +35,6 @@ WAITS_FOR_EVER = (
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """Of this process, too, with nothing decided before."""
-    path = tmp_path / "d"
-    path.mkdir(mode=0o700)
-    monkeypatch.setenv("SHMTENSOR_DIR", str(path))
-    return str(path)
-
-
-@pytest.fixture
 def server(directory):
     with running(directory) as server:
         yield server
@@ -109,15 +100,21 @@ def test_a_sender_that_cannot_be_attached_yet_keeps_nobody_from_the_others(direc
     server.close()
 
 
+def sender_of_one(directory):
+    """A publisher that has sent one message."""
+    member = Member((), directory)
+    member("tx = shmtensor.Publisher('c', slots=4, slot_bytes=4096)")
+    member(f"n = 1; {SEND}")
+    return member
+
+
 def test_it_is_no_end_of_the_stream_that_a_sender_cannot_be_attached_yet(directory):
     """It dies without a server; the next one is given its messages by another receiver."""
     server = Server(directory)
     with Member((), directory) as receiver, Member((), directory) as other:
         for each in (receiver, other):
             each("rx = shmtensor.Subscriber('c')")
-        victim = Member((), directory)
-        victim("tx = shmtensor.Publisher('c', slots=4, slot_bytes=4096)")
-        victim(f"n = 1; {SEND}")
+        victim = sender_of_one(directory)
         assert other(RECV) == 1
         receiver(WAITS_FOR_EVER)
         server.kill()
@@ -138,9 +135,7 @@ def test_a_task_that_receives_leaves_the_loop_to_others_without_a_server(directo
     server = Server(directory)
     with Member((), directory) as receiver:
         receiver("rx = shmtensor.Subscriber('c')")
-        victim = Member((), directory)
-        victim("tx = shmtensor.Publisher('c', slots=4, slot_bytes=4096)")
-        victim(f"n = 1; {SEND}")
+        victim = sender_of_one(directory)
         assert receiver(RECV) == 1
         receiver(WAITS_FOR_EVER)
         server.kill()

@@ -38,15 +38,6 @@ ADD_SEALS = 1033
 SHRINK, GROW, WRITE, SEAL = 2, 4, 8, 1
 
 
-@pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """Of this process, too, with nothing decided before."""
-    path = tmp_path / "d"
-    path.mkdir(mode=0o700)
-    monkeypatch.setenv("SHMTENSOR_DIR", str(path))
-    return str(path)
-
-
 @contextlib.contextmanager
 def running(directory, **options):
     """A server in a thread."""
