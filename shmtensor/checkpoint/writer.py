@@ -404,7 +404,7 @@ class CheckpointWriter(Local):
         if process is None or process.lost:
             if process is not None:
                 self._restarts += process.restarts + 1
-                process.finish()
+                process.finish(has_sent=True)
             if isinstance(self._directory, RankDirectory):
                 self._directory.begin()
             saves = self._saves
@@ -477,7 +477,7 @@ class CheckpointWriter(Local):
             stager.close()
         # crash: close.staged
         if process is not None:
-            process.finish()
+            process.finish(has_sent=stager is not None)
             self._restarts += process.restarts
         self._directory.close()
         self._bar.close()

@@ -345,6 +345,15 @@ def test_the_process_is_warm_polite_one_and_has_no_torch(make):
     assert [child.pid for child in psutil.Process().children() if "checkpoint" in " ".join(child.cmdline())] == [pid]
 
 
+def test_a_writer_that_has_saved_nothing_ends_its_process_without_a_reminder(make, monkeypatch):
+    monkeypatch.setattr(process_handle, "_REMINDER", 2 * PATIENCE)
+    writer = make()
+    writer.start(timeout=PATIENCE)
+    pid = writer.statistics().pid
+    writer.close(timeout=PATIENCE)
+    assert not psutil.pid_exists(pid)
+
+
 def test_ctrl_c_is_not_for_the_writing_process(make):
     writer = make()
     writer.start(timeout=PATIENCE)

@@ -119,4 +119,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(
+            "usage: python -m tests.cuda.table REPORT.json ...: note in docs/internals/cuda-verified.md what passed"
+        )
     main(sys.argv[1:])
