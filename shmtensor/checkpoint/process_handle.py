@@ -152,19 +152,20 @@ class ProcessHandle:
                 return
             time.sleep(0.001)  # it has died, and will be started again
 
-    def finish(self, *, has_sent: bool) -> None:
+    def show_end(self) -> None:
+        """Let the process see the end of a work queue that the trainer has never joined, since it has saved nothing."""
+        if self._ready_or_lost.wait(_REMINDER) and not self.lost:
+            with contextlib.suppress(ShmTensorError):  # then it gets the signal
+                Producer(self.channel).close()
+
+    def finish(self) -> None:
         """Wait for the end of process and thread. Call it when the trainer's end of the work queue is closed.
 
         Nothing is left to be written then. A process that joined too late to see the end gets a signal, and one that
         does not end at all (stopped, or blocked by a dead file system) is killed.
-
-        has_sent: whether there was an end to close: a process to which nothing was sent is shown one here
         """
         self.closing = True
         deadline = time.monotonic() + _PATIENCE
-        if not has_sent and self._ready_or_lost.wait(_REMINDER) and not self.lost:
-            with contextlib.suppress(ShmTensorError):
-                Producer(self.channel).close()
         while True:
             self._thread.join(_REMINDER)
             if not self._thread.is_alive():

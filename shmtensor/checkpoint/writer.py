@@ -404,7 +404,7 @@ class CheckpointWriter(Local):
         if process is None or process.lost:
             if process is not None:
                 self._restarts += process.restarts + 1
-                process.finish(has_sent=True)
+                process.finish()
             if isinstance(self._directory, RankDirectory):
                 self._directory.begin()
             saves = self._saves
@@ -475,9 +475,11 @@ class CheckpointWriter(Local):
             process.closing = True
         if stager is not None:
             stager.close()
+        elif process is not None:
+            process.show_end()
         # crash: close.staged
         if process is not None:
-            process.finish(has_sent=stager is not None)
+            process.finish()
             self._restarts += process.restarts
         self._directory.close()
         self._bar.close()

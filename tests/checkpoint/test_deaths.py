@@ -424,11 +424,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     check(tmp_path / "a", [1], 1)
 
 
+@pytest.mark.parametrize("has_saved", [True, False])
 @pytest.mark.parametrize("point", CLOSE_POINTS)
-def test_trainer_dies_inside_close(tmp_path, point):
+def test_trainer_dies_inside_close(tmp_path, point, has_saved):
     """The writing process is the last one on both channels, whatever the trainer has left before, and removes them."""
-    wait_for_end(trainer(tmp_path / "a", WHOLE, point=point, end="w.close()"))
-    check(tmp_path / "a", [1], 1)
+    first = "w.save(state_of(1)).durable.result(120)" if has_saved else "w.start(timeout=120)"
+    wait_for_end(trainer(tmp_path / "a", WHOLE, point=point, end="w.close()", first=first))
+    check(tmp_path / "a", [1] * has_saved, 1 if has_saved else None)
     assert files(names.PREFIX) == set()
 
 
