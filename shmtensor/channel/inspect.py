@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, overload
 
@@ -19,7 +19,6 @@ import numpy as np
 from ..errors import WireError
 from ..memory import segment as shm
 from ..ring import layout as lay
-from ..wire.record import SIZE
 from . import control as ctl
 from .control import LOCK, Control
 from .info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
@@ -30,21 +29,16 @@ _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
 _ROLE = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver", ctl.TRACER: "tracer"}
 _REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
-_RECORD: Final = np.dtype(
-    {
-        "names": ["seq", "sent", "span", "nbytes"],
-        "formats": ["<u8", "<u8", "<u4", "<u8"],
-        "offsets": [0, 8, 28, 40],
-        "itemsize": SIZE,
-    }
-)
-_FIELDS = list(_RECORD.names or ())
+# word indices in a record (of `_SPAN`, the upper half), and how many words of it are read
+_SEQ, _SENT, _SPAN, _NBYTES, _HEAD = 0, 1, 3, 5, 6
 _ODD: Final = np.uint64(1)
 _MOST_KEPT: Final = 256
 """Control segments and sequence tables that are kept open from one reading to the next; rings never are: of a channel
 that has ended meanwhile, they would keep the memory."""
 _FEW: Final = 32
 """Records to read one by one rather than with all others."""
+_HEAD_WORDS: Final = 3 * shm.PAGE // 8
+"""Of a sequence table or ring: what is read at once. Behind it lies more if there are many slots or members."""
 _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
 _FIRST_MEMBER: Final = ctl.base(0)
 _MEMBER_WORDS: Final = ctl.base(1) - ctl.base(0)
@@ -59,6 +53,8 @@ COUNTERS: Final = {
     "redelivered": ctl.C_REDELIVERED,
 }
 """The fields of a `MemberInfo` that the member counts in its entry."""
+_Files = dict[str, os.stat_result | None]
+"""By name: those of a channel."""
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -115,7 +111,12 @@ class Inspector:
             found = parse_file(name)
             if found and (wanted is None or wanted(found[0])):
                 files.setdefault(found[0], []).append(name)
-        infos = [info for channel in sorted(files) if (info := self._channel(channel, files[channel])).files]
+        known = shm.statuses(name for channel in sorted(files) for name in sorted(files[channel]))
+        infos = [
+            info
+            for channel in sorted(files)
+            if (info := self._channel(channel, {name: known[name] for name in files[channel]})).files
+        ]
         self._processes.forget_all_but({member.uid for info in infos for member in info.members})
         for channel in self._extents.keys() - files.keys():
             del self._extents[channel]
@@ -129,7 +130,7 @@ class Inspector:
         info = self._channel(channel, _files_of(channel))
         return info if info.files else None
 
-    def _channel(self, channel: str, files: list[str]) -> ChannelInfo:
+    def _channel(self, channel: str, files: _Files) -> ChannelInfo:
         return _Look(channel, self._processes, self._messages, self._control, self._extents, self._kept).at(files)
 
 
@@ -143,8 +144,9 @@ def is_of_replies(channel: str) -> bool:
     return _REPLIES.fullmatch(channel) is not None
 
 
-def _files_of(channel: str) -> list[str]:
-    return [name for name in shm.listing() if (found := parse_file(name)) and found[0] == channel]
+def _files_of(channel: str) -> _Files:
+    names = [name for name in shm.listing() if (found := parse_file(name)) and found[0] == channel]
+    return shm.statuses(sorted(names))
 
 
 @dataclass
@@ -158,7 +160,7 @@ class _Queue:
     def add(self, found: _Messages, mask: _Mask) -> None:
         """These messages are not taken."""
         self.unread += int(np.count_nonzero(mask))
-        self.oldest = max(self.oldest, float(found.age[mask].max()))
+        self.oldest = max(self.oldest, found.oldest(mask))
 
 
 @dataclass(frozen=True)
@@ -205,19 +207,16 @@ class _Look:
     holdings: dict[Holder, Holding] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    infos: dict[str, os.stat_result | None] = field(default_factory=dict)
-    regular: set[str] = field(default_factory=set)
-    """The names of its files that are known to be regular ones."""
+    infos: _Files = field(default_factory=dict)
 
     @property
     def ring_kind(self) -> int:
         return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
 
-    def at(self, names: Iterable[str]) -> ChannelInfo:
+    def at(self, infos: _Files) -> ChannelInfo:
         """The state of the channel, which has these files."""
         control = control_name(self.channel)
-        infos = self.infos = shm.statuses(sorted(names))
-        self.regular = {f"/{name}" for name, info in infos.items() if info is not None and stat.S_ISREG(info.st_mode)}
+        self.infos = infos
         main = infos.get(control[1:])
         try:
             _read_control(self, self.look_at(control))
@@ -232,7 +231,7 @@ class _Look:
                 if owner not in (-1, info.st_uid):
                     self.notes.append(f"{shm.path_of(name)} belongs to user {info.st_uid}: not of this channel")
                     continue
-                files.append(shm.path_of(name))
+                files.append(name)
                 nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
         for member in self.members:
             queue = self.queues.get(member.index)
@@ -247,14 +246,15 @@ class _Look:
         return ChannelInfo(
             self.channel, _KIND.get(self.kind, "unknown"),
             self.channel if self.kind == lay.SERVICE else replies[1] if replies else "",
-            owner, nbytes, tuple(files), self.locked, tuple(self.members),
+            owner, nbytes, shm.paths_of(files), self.locked, tuple(self.members),
             tuple(sorted(self.holdings.values(), key=_by_member)), tuple(self.held),
             depth, oldest, (*self.unread, *self.notes), not self.unread,
         )  # fmt: skip
 
     def open(self, name: str) -> shm.Glance:
         """Open one of the channel's segments."""
-        return shm.look_at(name, is_regular=name in self.regular)
+        info = self.infos.get(name[1:])
+        return shm.look_at(name, is_regular=info is not None and stat.S_ISREG(info.st_mode))
 
     def look_at(self, name: str) -> shm.Glance:
         """The same of one that is small: it stays open for the next reading."""
@@ -306,10 +306,12 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
     seen.extents[seen.channel] = _Extent(inode, words[ctl.W_EPOCH], used[-1] + 1 if used else 0)
     entries = [_FIRST_MEMBER + _MEMBER_WORDS * index for index in used]
     entries = [at for at in entries if segment.read(at, 1)[0] == words[at]]  # not just joining or leaving
-    seen.groups = [_group(words, at) for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
-    seen.groups = [group for group in seen.groups if segment.is_locked(ctl.LIFE + group.index)]
-    seen.queues |= {group.index: _Queue() for group in seen.groups}
-    seen.members += [_member(seen, words, at, segment) for at in entries if words[at + ctl.M_ROLE] != ctl.GROUP]
+    others = [at for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
+    for group in [_group(words, at) for at in others]:
+        if segment.is_locked(ctl.LIFE + group.index):
+            seen.groups.append(group)
+            seen.queues[group.index] = _Queue()
+    seen.members += [_member(seen, words, at, segment) for at in entries if at not in others]
     for member in seen.members:
         if member.role == "sender":
             _read_sender(seen, member)
@@ -321,6 +323,8 @@ def _uids(words: memoryview) -> _Words:
 
 
 def _label(words: memoryview, at: int) -> str:
+    if not words[at + _LABEL]:
+        return ""
     return ctl.label_of(words[at + _LABEL : at + _LABEL + ctl.LABEL_MAX // 8].tobytes())
 
 
@@ -346,10 +350,14 @@ def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> Mem
     return MemberInfo(
         index, uid, role, delivery, pid, process.pid, process.name, alive, words[at + ctl.M_LEAVING] != 0,
         words[at + ctl.M_ASLEEP] % 2 == 1, words[at + ctl.M_JOINED] / 1e9, 0, (),
-        label=_label(words, at), group=next((it.name for it in seen.groups if it.uid == words[at + ctl.M_GROUP]), ""),
+        label=_label(words, at), group=_name_of(seen.groups, words[at + ctl.M_GROUP]),
         stopped=alive and processes.is_stopped(process.pid),
         **{name: words[at + _COUNTERS + number] for name, number in COUNTERS.items()},
     )  # fmt: skip
+
+
+def _name_of(groups: list[_Group], uid: int) -> str:
+    return next((group.name for group in groups if group.uid == uid), "") if uid else ""
 
 
 @dataclass(frozen=True)
@@ -380,6 +388,7 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
     size, age = 0, 0.0
     try:
         table = seen.look_at(sequence_table_name(seen.channel, member.uid))
+        table.read_head(_HEAD_WORDS)
         words = table.read(0, _TABLE_WORDS)
         sender = _sender(seen, member, table, words)
         found: list[_Ring] = []
@@ -438,10 +447,10 @@ def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
         entry = sender.table.read(sender.shape.order + sender.published % sender.shape.order_size, 1)[0]
         for ring in rings:
             if ring.index == entry >> 32 and entry & 0xFFFFFFFF < ring.shape.slots:
-                record = ring.source.read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, 6)
-                if record[0] == sender.published:
+                record = ring.source.read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, _HEAD)
+                if record[_SEQ] == sender.published:
                     most = ring.shape.slots * ring.shape.slot_bytes
-                    return min(record[5], most), max(0.0, (time.monotonic_ns() - record[1]) / 1e9)
+                    return min(record[_NBYTES], most), max(0.0, (time.monotonic_ns() - record[_SENT]) / 1e9)
     return 0, 0.0
 
 
@@ -481,6 +490,7 @@ class _Ring:
     def __init__(self, seen: _Look, sender: _Sender, index: int) -> None:
         self.seen, self.sender, self.index = seen, sender, index
         self.source = source = seen.open(ring_name(seen.channel, sender.member.uid, index))
+        source.read_head(_HEAD_WORDS)
         head = source.read(0, lay.R_DEVICE + 1)
         expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
         if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
@@ -515,31 +525,37 @@ class _Ring:
     def info(self, wanted: dict[int, list[int]] | None) -> RingInfo:
         """Add the messages in wanted slots that are still needed to what is seen."""
         slots = None if wanted is None else wanted[self.index]
-        used_slots = used_bytes = 0
+        shape, used_slots, used_bytes = self.shape, 0, 0
+        found = None
         if slots is None or slots:
-            found = _Messages.read(self.shape, self.source, self.sender.published, slots)
+            found = _Messages.read(shape, self.source, self.sender.published, slots)
+        if found is not None:
             used = self._fan_out(found) if self.seen.kind == lay.FAN_OUT else self._work_queue(found)
-            needed = np.zeros(len(found.seq), np.bool_)
+            needed = None
             for mask, holder, _ in used:
-                oldest = float(found.age[mask].max())
-                self.seen.add(holder, int(np.count_nonzero(mask)), int(found.nbytes[mask].sum()), oldest)
-                needed |= mask
+                self.seen.add(holder, int(np.count_nonzero(mask)), int(mask @ found.nbytes), found.oldest(mask))
+                needed = mask if needed is None else needed | mask
             if self.seen.messages:
                 self.seen.held.extend(found.held(self.sender.member.uid, self.index, used))
-            used_slots, used_bytes = int(found.span[needed].sum()), int(found.nbytes[needed].sum())
-        shape = self.shape
+            if needed is not None:
+                used_slots, used_bytes = int(needed @ found.span), int(needed @ found.nbytes)
         return RingInfo(self.index, shape.slots, shape.slot_bytes, shape.nbytes, used_slots, used_bytes)
 
     def _fan_out(self, found: _Messages) -> _Used:
         """Which messages of a fan-out are still needed, and by whom."""
         seen, sender = self.seen, self.sender
         used: _Used = []
+        twice, oldest = 2 * found.seq, int(found.seq[-1])
         for peer, row in self.rows:
-            word, owed = row[found.slot], found.seq >= np.uint64(sender.starts[peer.index])
-            leased = (word == 2 * found.seq) & (owed if not sender.history else True)
+            word, start = row[found.slot], sender.starts[peer.index]
+            leased, unread = word == twice, word < twice
+            if oldest < start:
+                owed = found.seq >= np.uint64(start)
+                unread &= owed
+                if not sender.history:
+                    leased &= owed
             if np.count_nonzero(leased):
                 used.append((leased, Holder(peer.uid, peer.pid, "leased", peer.alive), None))
-            unread = (word < 2 * found.seq) & owed
             if not peer.leaving and np.count_nonzero(unread):
                 used.append((unread, Holder(peer.uid, peer.pid, "unread", peer.alive), None))
                 seen.queues[peer.index].add(found, unread)
@@ -647,31 +663,37 @@ class _Messages:
     slot: Any
     span: Any
     nbytes: Any
-    age: Any
-    """Seconds."""
+    sent: Any
+    now: int
+    """Both on CLOCK_MONOTONIC, in nanoseconds."""
 
     @classmethod
-    def read(cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None) -> _Messages:
-        """Those in the wanted slots; in all, if `wanted` is None."""
+    def read(
+        cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None
+    ) -> _Messages | None:
+        """Those in the wanted slots, in all if `wanted` is None; None if there is none."""
         now = time.monotonic_ns()
         if wanted is not None and len(wanted) <= _FEW:
-            words = [source.read_bytes(lay.HEADER + SIZE * slot, SIZE) for slot in wanted]
-            records, slots = np.frombuffer(b"".join(words), _RECORD), np.array(wanted)
+            heads = [source.read(lay.R_RECORDS + lay.RECORD_WORDS * slot, _HEAD) for slot in wanted]
+            records, slots = np.frombuffer(b"".join(heads), np.uint64).reshape(-1, _HEAD), np.array(wanted)
         else:
-            parts = []
+            records = np.empty((shape.slots, _HEAD), np.uint64)
             for start in range(0, shape.slots, _CHUNK):
                 count = min(_CHUNK, shape.slots - start)
-                part = np.frombuffer(source.read_bytes(lay.HEADER + SIZE * start, SIZE * count), _RECORD)
-                parts.append(part if shape.slots <= _CHUNK else part[_FIELDS].copy())
-            records, slots = np.concatenate(parts) if len(parts) > 1 else parts[0], np.arange(shape.slots)
-            if wanted is not None:
-                records, slots = records[wanted], np.array(wanted)
-        seq = records["seq"]
-        chosen = ((seq > 0) & (seq <= np.uint64(published))).nonzero()[0]
+                words = source.read(lay.R_RECORDS + lay.RECORD_WORDS * start, lay.RECORD_WORDS * count)
+                part = np.frombuffer(words, np.uint64).reshape(-1, lay.RECORD_WORDS)
+                records[start : start + count] = part[:, :_HEAD]
+            slots = np.arange(shape.slots) if wanted is None else np.array(wanted)
+            records = records if wanted is None else records[slots]
+        seq = records[:, _SEQ]
+        chosen = (seq - 1 < np.uint64(published)).nonzero()[0]  # 0, of a record that is being written, wraps around
+        if not len(chosen):
+            return None
         chosen = chosen[np.argsort(seq[chosen])[::-1]]
         records, slots = records[chosen], slots[chosen]
-        span = np.minimum(np.maximum(records["span"].astype(np.int64), 1), shape.slots - slots)
-        if (span > 1).any():
+        span = np.maximum(records[:, _SPAN] >> 32, 1).astype(np.int64)
+        if np.count_nonzero(span > 1):
+            span = np.minimum(span, shape.slots - slots)
             covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
             keep = []
             for number, (first, length) in enumerate(zip(slots.tolist(), span.tolist(), strict=True)):
@@ -679,9 +701,16 @@ class _Messages:
                     covered[first : first + length] = b"\1" * length
                     keep.append(number)
             records, slots, span = records[keep], slots[keep], span[keep]
-        nbytes = np.minimum(records["nbytes"], np.uint64(shape.slots * shape.slot_bytes)).astype(np.int64)
-        age = np.maximum(0.0, (now - records["sent"].astype(np.float64)) / 1e9)
-        return cls(records["seq"].astype(np.uint64), slots, span, nbytes, age)
+        nbytes = np.minimum(records[:, _NBYTES], shape.slots * shape.slot_bytes).astype(np.int64)
+        return cls(records[:, _SEQ], slots, span, nbytes, records[:, _SENT], now)
+
+    def age(self, number: int) -> float:
+        """Seconds since one of them was sent."""
+        return max(0.0, (self.now - int(self.sent[number])) / 1e9)
+
+    def oldest(self, mask: _Mask) -> float:
+        """Seconds since the oldest of these, at least one, was sent."""
+        return self.age(mask.nonzero()[0][-1])
 
     def held(self, sender: int, ring: int, used: _Used) -> list[HeldMessage]:
         """Each message that is held, newest first."""
@@ -694,7 +723,7 @@ class _Messages:
         return [
             HeldMessage(
                 sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
-                float(self.age[at]), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
+                self.age(at), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
             )
             for at, by in sorted(holders.items())
         ]  # fmt: skip

@@ -280,10 +280,11 @@ def attach(name: str) -> Segment:
 class Glance:
     """A segment of any user, opened for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_file", "fd", "info", "name", "nbytes")
+    __slots__ = ("__weakref__", "_file", "_head", "fd", "info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
         self.name, self.fd = name, -1
+        self._head = memoryview(b"").cast("Q")
         self._file = OpenFile()
         lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
         found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
@@ -292,8 +293,19 @@ class Glance:
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
 
+    def read_head(self, count: int) -> None:
+        """Read the first `count` words, or all there are, at once: `read` returns them from now on.
+
+        For what is read in many pieces: each system call costs more than these words.
+        """
+        data = os.pread(self.fd, 8 * count, 0)
+        self._head = memoryview(data)[: len(data) & -8].cast("Q")
+
     def read(self, start: int, count: int) -> memoryview:
         """Read `count` words from word `start` on. Raises `WireError` if there are fewer."""
+        words = self._head[start : start + count]
+        if len(words) == count:
+            return words
         return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
 
     def read_into(self, words: memoryview) -> None:
@@ -418,6 +430,11 @@ def more_room() -> str:
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
     return placement.current().path(file)
+
+
+def paths_of(files: Iterable[str]) -> tuple[str, ...]:
+    """The same of each of these names."""
+    return tuple(map(placement.current().path, files))
 
 
 def _open(name: str, flags: int) -> Segment:
