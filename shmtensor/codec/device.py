@@ -56,10 +56,9 @@ class DeviceJob:
         if at is None:
             source = cuda.dense(source)
             at = source.data_ptr() - source.untyped_storage().data_ptr()
-        run, done = cuda.run(source, at, self.nbytes), 0
-        for buffer, offset, nbytes in parts(base + self.offset, self.nbytes) or ():
-            cuda.copy(_host(buffer, offset, nbytes), run[done : done + nbytes])
-            done += nbytes
+        run, found = cuda.run(source, at, self.nbytes), parts(base + self.offset, self.nbytes) or ()
+        for part, (buffer, offset, nbytes) in zip(_cut(run, found), found, strict=True):
+            cuda.copy(_host(buffer, offset, nbytes), part)
         return source, run
 
 
@@ -78,63 +77,66 @@ def copy_out(value: object, device: int, parts: Parts, held: list[Any]) -> tuple
     """
     cuda = runtime()
     blocks: list[torch.Tensor] = []
-    spans = _spans(value)
-    copies: dict[int, tuple[int, Any]] = {}
+    moved: dict[int, Any] = {}  # by id of the leaf
+    plain: list[torch.Tensor] = []
+    others: list[Any] = []
 
-    def block_of(low: int, high: int, leaf: torch.Tensor) -> tuple[int, Any]:
-        found = copies.get(low)
-        if found is None:
-            block = cuda.empty((high - low,), torch.uint8, device)
-            done = 0
-            for buffer, offset, nbytes in parts(low, high - low) or ():
-                cuda.copy(block[done : done + nbytes], _host(buffer, offset, nbytes))
-                done += nbytes
-            if not done:  # private memory
-                storage = leaf.untyped_storage()
-                source = torch.empty(0, dtype=torch.uint8).set_(storage, low - storage.data_ptr(), (high - low,), (1,))
-                cuda.copy(block, source)
-            blocks.append(block)
-            found = copies[low] = low, block
-        return found
-
-    def move(leaf: Any) -> Any:
+    def sort(leaf: Any) -> None:
         if isinstance(leaf, np.ndarray):
-            return leaf
-        if device_of(leaf) >= 0 or not _is_plain(leaf):
-            held.append(leaf)
-            moved = cuda.move(leaf, device)
-            if moved is not leaf:
-                blocks.extend(_parts_of(moved))
-            return moved
-        if not leaf.numel():
-            return cuda.empty(tuple(leaf.shape), leaf.dtype, device)
-        held.append(leaf)
-        low, high = spans[leaf.data_ptr()]
-        start, block = block_of(low, high, leaf)
-        return cuda.view(block, leaf.data_ptr() - start, leaf.dtype, tuple(leaf.shape), leaf.stride())
+            moved[id(leaf)] = leaf
+        elif not _is_plain(leaf) or device_of(leaf) >= 0:
+            others.append(leaf)
+        elif leaf.numel():
+            plain.append(leaf)
+        else:
+            moved[id(leaf)] = cuda.empty(tuple(leaf.shape), leaf.dtype, device)
 
-    return map_leaves(move, value), blocks
-
-
-def _spans(value: object) -> dict[int, tuple[int, int]]:
-    """Start of each plain leaf -> the run of bytes that is copied for it: its own, or that of all that overlap."""
-    ranges: list[tuple[str, int, int]] = []
-
-    def note(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray) and device_of(leaf) < 0 and _is_plain(leaf) and leaf.numel():
-            last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-            ranges.append(("", leaf.data_ptr(), (last + 1) * leaf.element_size()))
-        return leaf
-
-    map_leaves(note, value)
-    found: dict[int, tuple[int, int]] = {}
-    for group in overlapping(ranges):
+    map_leaves(sort, value)
+    held += plain
+    held += others
+    ranges = [("", leaf.data_ptr(), _extent(leaf)) for leaf in plain]
+    for group in [[0]] if len(plain) == 1 else overlapping(ranges):
         low = ranges[group[0]][1]
-        high = max(start + nbytes for _, start, nbytes in map(ranges.__getitem__, group))
+        high = max([start + nbytes for _, start, nbytes in map(ranges.__getitem__, group)])
         if len(group) > 1:  # rounded down as the group's storage is, so that every member stays aligned
             low -= low % GROUP_ALIGNMENT
-        found.update({ranges[each][1]: (low, high) for each in group})
-    return found
+        block = _copied(plain[group[0]], low, high - low, device, parts)
+        blocks.append(block)
+        for number in group:
+            leaf, at = plain[number], ranges[number][1] - low
+            moved[id(leaf)] = cuda.view(block, at, leaf.dtype, tuple(leaf.shape), leaf.stride())
+    for leaf in others:
+        moved[id(leaf)] = there = cuda.move(leaf, device)
+        if there is not leaf:
+            blocks.extend(_parts_of(there))
+    return map_leaves(lambda leaf: moved[id(leaf)], value), blocks
+
+
+def _copied(leaf: torch.Tensor, start: int, nbytes: int, device: int, parts: Parts) -> Any:
+    """New memory on a device, into which `nbytes` from address `start` of the leaf's storage on are copied."""
+    cuda = runtime()
+    block = cuda.empty((nbytes,), torch.uint8, device)
+    found = parts(start, nbytes)
+    if found is None:  # private memory
+        storage = leaf.untyped_storage()
+        cuda.copy(block, torch.empty(0, dtype=torch.uint8).set_(storage, start - storage.data_ptr(), (nbytes,), (1,)))
+    else:
+        for part, (buffer, offset, count) in zip(_cut(block, found), found, strict=True):
+            cuda.copy(part, _host(buffer, offset, count))
+    return block
+
+
+def _cut(run: torch.Tensor, parts: Sequence[tuple[memoryview, int, int]]) -> list[torch.Tensor]:
+    """A run of bytes, cut where these parts of it meet."""
+    return list(torch.split(run, [nbytes for _, _, nbytes in parts])) if len(parts) > 1 else [run][: len(parts)]
+
+
+def _extent(leaf: torch.Tensor) -> int:
+    """Bytes from a leaf's first element to the end of its last one."""
+    if leaf.is_contiguous():
+        return leaf.numel() * leaf.element_size()
+    last = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+    return (last + 1) * leaf.element_size()
 
 
 def _is_plain(leaf: Any) -> bool:

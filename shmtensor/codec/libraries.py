@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ def torch_views() -> Any:
     return torch
 
 
+@functools.cache  # for each message: an import statement that finds its module takes as long as ten calls
 def device_views() -> Any:
     """The module `shmtensor.codec.device`; imports torch, `DependencyError` where it is not installed."""
     try:

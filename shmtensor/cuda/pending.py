@@ -34,11 +34,15 @@ class Pending:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> None:
-        """Keep `holds` alive until a recorded event has happened, then call `done`, in the thread that finds out."""
+    def add(self, event: Any, holds: Any, done: Callable[[], None] | None = None) -> int:
+        """Keep `holds` alive until a recorded event has happened, then call `done`, in the thread that finds out.
+
+        Returns the number of the copy.
+        """
         number = next(_numbers)
         _busy[number] = self  # first: another thread may release the copy as soon as it is in `_copies`
         self._copies[number] = event, holds, done, None if self._owner is None else self._owner()
+        return number
 
     def poll(self) -> int:
         """Release what is done, here and of owners that may not be used any more. How many copies are left here."""
@@ -58,7 +62,7 @@ class Pending:
                         continue
                 except CudaError:
                     self.failed += 1
-                self._let_go(number)
+                self.let_go(number)
 
     def finish(self) -> None:
         """Wait for all copies."""
@@ -70,14 +74,15 @@ class Pending:
                     runtime().wait(event)
             except CudaError:
                 self.failed += 1
-            self._let_go(number)
+            self.let_go(number)
 
     def _event(self, number: int) -> Any:
         """The event of a copy; None: another thread has released it. (Nothing else of it may be referred to here.)"""
         copy = self._copies.get(number)
         return None if copy is None else copy[0]
 
-    def _let_go(self, number: int) -> None:
+    def let_go(self, number: int) -> None:
+        """Release what a copy held, which is done. Idempotent."""
         _, holds, done, owner = self._copies.pop(number, (None, None, None, None))
         _busy.pop(number, None)
         del holds  # before the owner, which may leave its channel with this last reference: its leases must have ended

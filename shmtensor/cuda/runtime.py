@@ -61,6 +61,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cudaGetLastError": (),
 }
+_NOTHING: Final = contextlib.nullcontext()
 _RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
 _CAPTURE_IMPLICIT: Final = 906  # of the legacy stream, while a stream that it waits for is captured
 
@@ -174,13 +175,14 @@ class Runtime:
     def __init__(self) -> None:
         self._torch: Any = _usable_torch()
         self._library = Library(str(self._torch.version.cuda))
+        self._devices = int(self._torch.cuda.device_count())
         _numbers.update(self._library.texts())
 
     def _there(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
         """Within it, the thread is on this device."""
         cuda = self._torch.cuda
-        if device is None or device == cuda.current_device():
-            return contextlib.nullcontext()
+        if self._devices == 1 or device is None or device == cuda.current_device():
+            return _NOTHING
         return cuda.device(device)  # type: ignore[no-any-return]
 
     def _aside(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
@@ -198,7 +200,7 @@ class Runtime:
 
     def device_count(self) -> int:
         """The number of devices."""
-        return int(self._torch.cuda.device_count())
+        return self._devices
 
     def device(self, device: Any) -> int:
         """The number of the device `"cuda"` (the current one), `"cuda:1"`, a `torch.device` or an int."""
@@ -209,8 +211,8 @@ class Runtime:
         if found.type != "cuda":
             raise ArgumentError(f'device={device!r} is no CUDA device: pass "cuda" or "cuda:<number>"')
         index = self.current_device() if found.index is None else int(found.index)
-        if index >= self.device_count():
-            raise ArgumentError(f"device={device!r}: there are {self.device_count()} CUDA devices here")
+        if index >= self._devices:
+            raise ArgumentError(f"device={device!r}: there are {self._devices} CUDA devices here")
         return index
 
     @_translated("cannot tell the current CUDA device")
@@ -244,12 +246,20 @@ class Runtime:
         that hold other messages by then.
         """
         stream = self._torch.cuda.current_stream(device)
-        if not captured and self.is_capturing(stream):
+        if not captured and self._is_captured(device):
             raise failure(
                 "a CUDA graph is being captured on the current stream", 900, "",
                 "send and receive outside of it, and copy what was received into the graph's own input",
             )  # fmt: skip
         return stream
+
+    def _is_captured(self, device: int) -> bool:
+        """`is_capturing` of the thread's stream of a device: for each message, so without ctypes."""
+        try:
+            with self._there(device):
+                return bool(self._torch.cuda.is_current_stream_capturing())
+        except RuntimeError as error:
+            return _failed("cannot ask about a CUDA stream", error).number == _CAPTURE_IMPLICIT
 
     @_translated("cannot ask about a CUDA stream")
     def is_capturing(self, stream: Any) -> bool:

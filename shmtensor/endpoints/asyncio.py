@@ -340,7 +340,7 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         def begin(out: Encoded, ring: Ring, slot: int) -> int | Sending:
             if out.device_jobs:
-                return self._devices.send(self._writer, self._rings, out, ring, slot, *beside)
+                return self._devices.send(self._writer, self._rings, out, ring, slot, *beside, aside=True)
             return self._fill(out, ring, slot, *beside)
 
         return await self._with_slot(lambda: self._describe(value, meta), begin, timeout)  # type: ignore[no-any-return]

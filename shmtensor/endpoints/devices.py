@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ..codec.libraries import device_views
 from ..cuda.pending import Pending
 from ..cuda.pinning import Part
 from ..cuda.runtime import runtime
@@ -118,16 +119,20 @@ class Devices:
 
         return parts
 
-    def copy_out(self, value: Any, rings: Iterable[Ring], device: int, stream: Any) -> tuple[Any, Any, Any]:
-        """Start to copy a received value to a device, keeping its slot: (value, event after the copies, memory)."""
-        from ..codec import device as views
+    def copy_out(self, value: Any, rings: Iterable[Ring], device: int, stream: Any = None) -> tuple[Any, Any, Any]:
+        """Start to copy a received value to a device, keeping its slot: (value, event after the copies, memory).
 
+        stream: where the copies go; by default the thread's current one
+        """
         cuda = runtime()
+        within = contextlib.nullcontext() if stream is None else cuda.on(stream)
+        if stream is None:
+            stream = cuda.current_stream(device)
         event = cuda.new_event(device)  # before any copy: every copy that was started must be recorded
         held: list[Any] = []
         try:
-            with cuda.on(stream):
-                moved, blocks = views.copy_out(value, device, self.parts(rings, device), held)
+            with within:
+                moved, blocks = device_views().copy_out(value, device, self.parts(rings, device), held)
         finally:  # what was started reads its slot, also if the rest fails
             self._note(event, stream, held)
         return moved, event, blocks
@@ -137,33 +142,47 @@ class Devices:
         cuda = runtime()
         self.poll()
         index = cuda.device(device)
-        moved, event, _ = self.copy_out(value, rings, index, cuda.current_stream(index))
+        moved, event, _ = self.copy_out(value, rings, index)
         if not non_blocking:
             cuda.wait(event)
             self.poll()
         return moved
 
-    def _note(self, event: Any, stream: Any, held: list[Any]) -> None:
-        """Record the event after the copies that were put into a stream, and keep `held` alive until it happens."""
-        cuda = runtime()
+    def _note(self, event: Any, stream: Any, held: list[Any]) -> int:
+        """Record the event after the copies that were put into a stream, and keep `held` alive until it happens.
+
+        Returns the number of the copies in `_pending`; -1 if nothing is held.
+        """
+        cuda, number = runtime(), -1
         try:
             # crash: copy.started
             cuda.record(event, stream)
             if held:
                 if self._pending is None:
                     self._pending = Pending(self._endpoint())
-                self._pending.add(event, held)
+                number = self._pending.add(event, held)
         except BaseException:
             with contextlib.suppress(CudaError):  # there is no event to check later: wait here
                 cuda.synchronize(stream)
             held.clear()  # no frame of a traceback may hold the slot
             raise
         # crash: copy.noted
+        return number
 
-    def send(self, writer: Any, rings: list[Ring], out: Encoded, ring: Ring, slot: int, *beside: Any) -> Sending:
+    def wait(self, sending: Sending) -> None:
+        """Wait until all copies of a message are done, without the interpreter lock. `CudaError` if one failed."""
+        for event, number in sending.copies:
+            runtime().wait(event)
+            if self._pending is not None:
+                self._pending.let_go(number)
+
+    def send(
+        self, writer: Any, rings: list[Ring], out: Encoded, ring: Ring, slot: int, *beside: Any, aside: bool
+    ) -> Sending:
         """Start to copy a described value into free slots, after what the caller's streams hold now.
 
         writer, rings: the sender's; beside: see ring/writer.py
+        aside: on streams of this endpoint, so that what the caller's streams get meanwhile need not wait for the copies
         """
         array = np.ndarray((max(1, out.total),), np.uint8, ring.buffer, slot * ring.slot_bytes)
         # as a loan: whatever happens, the slot is not used again while a device may write to it
@@ -172,51 +191,51 @@ class Devices:
         del array  # no frame of a traceback may hold the slot
         try:
             out.write(ring.buffer, slot * ring.slot_bytes, False)
-            self._start(sending, list(rings))
+            self._start(sending, list(rings), aside)
         except BaseException:
             sending.release()
             raise
         return sending
 
-    def _start(self, sending: Sending, rings: list[Ring]) -> None:
+    def _start(self, sending: Sending, rings: list[Ring], aside: bool) -> None:
         cuda, out = runtime(), sending.out
         base = sending.ring.address + sending.slot * sending.ring.slot_bytes
         by_device: dict[int, list[Any]] = {}
         for job in out.device_jobs:
             by_device.setdefault(job.device, []).append(job)
         for device, jobs in by_device.items():
-            stream, ready, done = self.stream(device), cuda.new_event(device), cuda.new_event(device)
-            parts = self.parts(rings, device)
-            cuda.record(ready, cuda.current_stream(device))
-            cuda.stream_waits(stream, ready)
+            stream, done, parts = cuda.current_stream(device), cuda.new_event(device), self.parts(rings, device)
+            within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if aside:
+                ready = cuda.new_event(device)
+                cuda.record(ready, stream)
+                stream = self.stream(device)
+                cuda.stream_waits(stream, ready)
+                within = cuda.on(stream)
             held: list[Any] = [sending.array, out]
             try:
-                with cuda.on(stream):
+                with within:
                     for job in jobs:
                         held.append(job.start(base, parts))
             finally:
-                self._note(done, stream, held)
+                number = self._note(done, stream, held)
                 del held
-            sending.events.append(done)
+            sending.copies.append((done, number))
 
 
 class Sending:
     """A message that a device is copying into its slot. It is not published yet."""
 
-    __slots__ = ("array", "beside", "events", "out", "ring", "slot")
+    __slots__ = ("array", "beside", "copies", "out", "ring", "slot")
 
     def __init__(self, ring: Ring, slot: int, out: Encoded, array: Any, beside: Any) -> None:
         self.ring, self.slot, self.out, self.array, self.beside = ring, slot, out, array, beside
-        self.events: list[Any] = []
-
-    def wait(self) -> None:
-        """Wait until all copies are done, with the interpreter lock released. `CudaError` if one failed."""
-        for event in self.events:
-            runtime().wait(event)
+        self.copies: list[tuple[Any, int]] = []
+        """The event after those from each device, and their number: see `Pending`."""
 
     def is_done(self) -> bool:
         """Whether all copies are done. `CudaError` if one failed."""
-        return all(map(runtime().is_done, self.events))
+        return all(runtime().is_done(event) for event, _ in self.copies)
 
     def release(self) -> None:
         """End the loan of the slot. If it was not published, it is free when no copy writes to it any more."""

@@ -320,9 +320,9 @@ class Sender(Endpoint):
 
         A copy that fails, or is interrupted, is not published.
         """
-        sending = self._devices.send(self._writer, self._rings, out, ring, slot, *beside)
+        sending = self._devices.send(self._writer, self._rings, out, ring, slot, *beside, aside=False)
         try:
-            sending.wait()
+            self._devices.wait(sending)
             return self._publish_copied(sending)
         finally:
             sending.release()

@@ -171,6 +171,13 @@ class Cudart:
             self.here.device = before
             self.contexts.add(before)  # torch.cuda.set_stream sets the device, which makes a context
 
+    def is_current_stream_capturing(self):
+        self.enter("cudaStreamIsCapturing")
+        found = self.capturing.get(0x5000 + self.device, 0)
+        if found < 0:
+            raise RuntimeError(f"CUDA error: {TEXTS.get(-found, f'text of {-found}')}\nmore")
+        return bool(found)
+
     def as_tensor(self, memory, device):
         self.enter("cudaPointerGetAttributes")
         return memory.__cuda_array_interface__, device
@@ -180,6 +187,7 @@ class Cudart:
             device=self.on, current_device=lambda: self.device, device_count=lambda: 2, Event=Event, stream=self.stream,
             current_stream=lambda device: Stream(self, device),
             get_device_properties=lambda device: SimpleNamespace(name="x"),
+            is_current_stream_capturing=self.is_current_stream_capturing,
         )  # fmt: skip
         return SimpleNamespace(
             cuda=cuda, version=SimpleNamespace(cuda="13.0"), device=torch.device, as_tensor=self.as_tensor
@@ -319,6 +327,7 @@ def test_the_current_stream_is_refused_while_it_is_captured(cudart, used):
             assert raised.value.number == 900
         else:
             assert used.current_stream(1).cuda_stream == stream
+        assert used.current_stream(0).cuda_stream == 0x5000
 
 
 def test_an_error_has_its_number_and_is_not_found_again(cudart, used):

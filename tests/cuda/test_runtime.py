@@ -235,7 +235,7 @@ def add_at(cuda, at):
         return made
 
     def trace(frame, *_):
-        if frame.f_code is Pending._let_go.__code__ and next(steps) == at:
+        if frame.f_code is Pending.let_go.__code__ and next(steps) == at:
             pending.add(late, None)
         return trace
 
