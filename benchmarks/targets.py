@@ -340,7 +340,7 @@ TARGETS: tuple[Target, ...] = (
         for kind in pools.KINDS
     ),
     Target(observing.TOP, ("observing", observing.TOP), "<=", 1.0),
-    Target(observing.DEATH, ("observing", observing.DEATH), None, None),
+    Target(observing.DEATH, ("observing", observing.DEATH), "<=", 1.0),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(
         "Queue, tensor of 1 MiB, one way", _queue("rate", "shmtensor.Queue"), ">=", 5,

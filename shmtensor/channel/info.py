@@ -118,6 +118,9 @@ class Holding:
     """Their payload, bytes."""
     oldest: float
     """Seconds since the oldest of them was sent."""
+    held: float = 0.0
+    """Leased, claimed or done: seconds for which one of them has been held, at least. Nobody writes down when a message
+    is taken, so this is since the first look that saw it: 0 in a single one (`inspect`)."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ COUNTERS: Final = {
 """The fields of a `MemberInfo` that the member counts in its entry."""
 _Files = dict[str, os.stat_result | None]
 """By name: those of a channel."""
+_Held = dict[tuple[int, int, int, int], float]
+"""(uid and pid of a holder, uid of a sender, number of a message) -> when it was first seen, on CLOCK_MONOTONIC."""
+_HELD: Final = ("leased", "claimed", "done")
+"""`how` of messages that a member has taken."""
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -95,13 +99,14 @@ def inspect(channel: str | None = None, *, messages: bool = False) -> ChannelInf
 
 
 class Inspector:
-    """Inspects again and again: it remembers which process each member belongs to."""
+    """Inspects again and again: it remembers which process each member belongs to, and who held what."""
 
     def __init__(self, *, messages: bool = False) -> None:
         self._processes, self._messages = Processes(), messages
         self._control = memoryview(bytearray(Control.nbytes())).cast("Q")
         self._extents: dict[str, _Extent] = {}
         self._kept: dict[str, shm.Glance] = {}
+        self._held: dict[str, _Held] = {}
 
     def channels(self, wanted: Callable[[str], bool] | None = None) -> list[ChannelInfo]:
         """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
@@ -118,8 +123,9 @@ class Inspector:
             if (info := self._channel(channel, {name: known[name] for name in files[channel]})).files
         ]
         self._processes.forget_all_but({member.uid for info in infos for member in info.members})
-        for channel in self._extents.keys() - files.keys():
-            del self._extents[channel]
+        for remembered in (self._extents, self._held):
+            for channel in remembered.keys() - files.keys():
+                del remembered[channel]
         for name in self._kept.keys() - {f"/{name}" for names in files.values() for name in names}:
             self._kept.pop(name).close()
         return infos
@@ -131,7 +137,13 @@ class Inspector:
         return info if info.files else None
 
     def _channel(self, channel: str, files: _Files) -> ChannelInfo:
-        return _Look(channel, self._processes, self._messages, self._control, self._extents, self._kept).at(files)
+        look = _Look(
+            channel, self._processes, self._messages, self._control, self._extents, self._kept,
+            self._held.get(channel, {}),
+        )  # fmt: skip
+        info = look.at(files)
+        self._held[channel] = look.held_since
+        return info
 
 
 def view_of(channel: str) -> ChannelInfo:
@@ -195,6 +207,11 @@ class _Look:
     """By channel, of the reading before."""
     kept: dict[str, shm.Glance] = field(default_factory=dict)
     """By name, what stays open for the next reading."""
+    held_before: _Held = field(default_factory=dict)
+    """Of the reading before."""
+    held_since: _Held = field(default_factory=dict)
+    now: float = 0.0
+    """On CLOCK_MONOTONIC."""
     kind: int = 0
     locked: bool = False
     members: list[MemberInfo] = field(default_factory=list)
@@ -216,7 +233,7 @@ class _Look:
     def at(self, infos: _Files) -> ChannelInfo:
         """The state of the channel, which has these files."""
         control = control_name(self.channel)
-        self.infos = infos
+        self.infos, self.now = infos, time.monotonic()
         main = infos.get(control[1:])
         try:
             _read_control(self, self.look_at(control))
@@ -270,12 +287,24 @@ class _Look:
             self.kept[name] = found
         return found
 
-    def add(self, holder: Holder, messages: int, nbytes: int, oldest: float) -> None:
+    def add(self, holder: Holder, sender: int, found: _Messages, mask: _Mask) -> None:
         """Add to what a holder holds; a holder without a process stands for messages that no member holds."""
+        messages, nbytes, oldest = int(np.count_nonzero(mask)), int(mask @ found.nbytes), found.oldest(mask)
+        held = 0.0
+        if holder.how in _HELD:
+            held = max(self._held_for((holder.uid, holder.pid, sender, seq)) for seq in found.seq[mask].tolist())
         before = self.holdings.get(holder)
         if before is not None:
-            messages, nbytes, oldest = messages + before.messages, nbytes + before.nbytes, max(oldest, before.oldest)
-        self.holdings[holder] = Holding(holder.uid, holder.pid, holder.alive, holder.how, messages, nbytes, oldest)
+            messages, nbytes = messages + before.messages, nbytes + before.nbytes
+            oldest, held = max(oldest, before.oldest), max(held, before.held)
+        self.holdings[holder] = Holding(
+            holder.uid, holder.pid, holder.alive, holder.how, messages, nbytes, oldest, held
+        )  # fmt: skip
+
+    def _held_for(self, what: tuple[int, int, int, int]) -> float:
+        """Seconds since a message was first seen in the hands of a holder."""
+        since = self.held_since[what] = self.held_before.get(what, self.now)
+        return self.now - since
 
 
 def _by_member(it: Holding) -> tuple[bool, int, str, int]:
@@ -533,7 +562,7 @@ class _Ring:
             used = self._fan_out(found) if self.seen.kind == lay.FAN_OUT else self._work_queue(found)
             needed = None
             for mask, holder, _ in used:
-                self.seen.add(holder, int(np.count_nonzero(mask)), int(mask @ found.nbytes), found.oldest(mask))
+                self.seen.add(holder, self.sender.member.uid, found, mask)
                 needed = mask if needed is None else needed | mask
             if self.seen.messages:
                 self.seen.held.extend(found.held(self.sender.member.uid, self.index, used))

@@ -6,6 +6,7 @@ Commands that look at one channel wait until there is one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -25,6 +26,8 @@ from ..memory import segment as shm
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 INTERRUPTED = 130
+LONGEST_S: Final = 1e6
+"""Seconds, more than eleven days: the most that `--interval` and `--seconds` may be. `inf` cannot be slept."""
 _WIDE: Final = 200
 """Columns of a table that is not shown on a terminal."""
 
@@ -55,7 +58,8 @@ def fail(text: str, code: int = 1) -> typer.Exit:
 
 
 def guarded(function: _F) -> _F:
-    """Make Ctrl-C exit with code 130, and print library errors as one line and exit with code 1."""
+    """Make Ctrl-C exit with code 130, and print library errors and that the output has no room as one line, with exit
+    code 1. (Where nobody reads the output any more, typer ends the command quietly.)"""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -66,6 +70,10 @@ def guarded(function: _F) -> _F:
             raise typer.Exit(INTERRUPTED) from None
         except ShmTensorError as error:
             raise fail(str(error)) from None
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise fail(f"cannot write the output: {error.strerror}") from None
 
     return run  # type: ignore[return-value]
 
@@ -97,6 +105,8 @@ def bytes_per_second(value: float) -> str:
             return f"{value / size:.{2 if value < 10 * size else 1 if value < 100 * size else 0}f} {unit}"
     return f"{value:.0f} B/s"
 
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 OK: Final = "ok"
 WARN: Final = "warn"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from typing import Annotated, TextIO
 import typer
 
 from .. import __version__
+from ..errors import ShmTensorError
 from ..observe.trace import Tracer, every_that_fits, write_chrome
-from .output import console, fail, guarded, named, print_json, wait_for_channel
+from .output import LONGEST_S, console, fail, guarded, named, print_json, wait_for_channel
 from .output import seconds as duration
 
 _POLL_S = 0.02
@@ -27,8 +29,10 @@ _OPEN_END_S = 60.0
 @guarded
 def trace(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
-    seconds: Annotated[float, typer.Option(help="Seconds to trace; 0: until Ctrl-C.", min=0.0)] = 5.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; -: to stdout.")] = Path(
+        "trace.json"
+    ),
+    seconds: Annotated[float, typer.Option(help="Seconds to trace; 0: until Ctrl-C.", min=0.0, max=LONGEST_S)] = 5.0,
     every: Annotated[
         int | None,
         typer.Option(
@@ -50,7 +54,10 @@ def trace(
     is traced already.
     """
     named(channel)
-    with _written_to(output) as file:
+    to_stdout = str(output) == "-"
+    if to_stdout and as_json:
+        raise fail("--json prints to stdout as well: choose another --output", 2)
+    with contextlib.nullcontext(sys.stdout) if to_stdout else _written_to(output) as file:
         wait_for_channel(channel, timeout)
         with until_second_interrupt() as interrupted:
             try:
@@ -70,8 +77,9 @@ def trace(
             "every": found.every, "lost": found.lost, "end": end,
         })  # fmt: skip
     else:
-        console().print(
-            f"{output}: {found.count} events of {messages} messages in {duration(lasted)}, {found.lost} lost"
+        console(stderr=to_stdout).print(
+            f"{'stdout' if to_stdout else output}: {found.count} events of {messages} messages in {duration(lasted)}"
+            f", {found.lost} lost"
             + (f"; one of {found.every} messages was traced: see --every" if found.every > 1 else "")
             + (f"; it ended early, after --most {most} events: see --every" if end == "full" else ""),
             soft_wrap=True, markup=False, highlight=False,
@@ -140,10 +148,12 @@ def _written_to(path: Path) -> Iterator[TextIO]:
         if name:
             os.chmod(name, 0o666 & ~_umask())
             os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         if name:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
+        if isinstance(error, OSError) and not isinstance(error, ShmTensorError):
+            raise fail(f"cannot write {path}: {error.strerror}: choose another --output") from None
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fnmatch
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -28,6 +29,7 @@ from ..observe.rates import NONE, Ends, Rate, Rates
 from ..options import format_bytes
 from .ls import program, taken_dict, user_name
 from .output import (
+    LONGEST_S,
     Unreadable,
     bytes_per_second,
     console,
@@ -59,7 +61,7 @@ class Order(str, enum.Enum):
 def top(
     pattern: Annotated[str, typer.Argument(help='Only channels with such names, for example "camera*".')] = "*",
     sort: Annotated[Order, typer.Option(help="What comes first: the largest; or the first name.")] = Order.NAME,
-    interval: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.1)] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.1, max=LONGEST_S)] = 1.0,
     count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
     once: Annotated[bool, typer.Option("--once", help="End after one reading: --count 1.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each reading as one line of JSON.")] = False,
@@ -133,6 +135,8 @@ class Reading:
     """Sorted, without the dead that were shown before."""
     rates: Rates
     has_news_of_deaths: bool
+    watched: float
+    """Seconds since the first reading: what was held then may have been held for longer."""
 
     def pause(self, interval: float) -> float:
         """Seconds until the next reading: shorter if there are dead to be removed."""
@@ -154,17 +158,23 @@ class View:
     def __init__(self, wanted: Callable[[str], bool], sort: Order) -> None:
         self._inspector, self._rates, self._wanted, self._sort = Inspector(), Rates(), wanted, sort
         self._dead: set[int] = set()
+        self._first: float | None = None
 
     def read(self) -> Reading:
         """The next reading."""
+        began = time.monotonic()
         found = self._inspector.channels(self._wanted)
-        self._rates.update(found, time.monotonic())
+        now = time.monotonic()
+        self._first = now if self._first is None else self._first
+        self._rates.update(found, now)
         channels = [left for channel in found if (left := self._without_the_dead(channel)) is not None]
         before, self._dead = self._dead, {it.uid for each in found for it in each.members if not it.alive}
         key = _KEYS.get(self._sort)
         if key is not None:
             channels.sort(key=lambda channel: -key(channel, self._rates.of_channel(channel) or NONE))
-        return Reading(time.time(), channels, self._rates, bool(self._dead - before))
+        return Reading(
+            time.time(), channels, self._rates, bool(self._dead - before), max(0.0, began - self._first)
+        )  # fmt: skip
 
     def _without_the_dead(self, channel: ChannelInfo) -> ChannelInfo | None:
         """The channel without members that were shown as dead before; None if no member is left."""
@@ -189,7 +199,7 @@ def as_dict(reading: Reading) -> dict[str, Any]:
 def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
     holdings: dict[int, list[dict[str, Any]]] = {}
     for it in channel.holdings:
-        found = {"how": it.how, "messages": it.messages, "bytes": it.nbytes, "oldest": it.oldest}
+        found = {"how": it.how, "messages": it.messages, "bytes": it.nbytes, "oldest": it.oldest, "held": it.held}
         holdings.setdefault(it.uid, []).append(found)
     return {
         "name": channel.name, "kind": channel.kind, "service": channel.service or None,
@@ -239,7 +249,7 @@ def lines(reading: Reading, width: int) -> list[Text]:
     columns = _Columns(width, first, counted, rest - first - (counted + 2 if counted else 0))
     found = [columns.line("channel", _HEADINGS, "counted", "held", "dim")]
     for channel in reading.channels:
-        found += _channel_lines(columns, channel, reading.rates)
+        found += _channel_lines(columns, channel, reading)
     if not reading.channels:
         found.append(Text("no channels"))
     return found
@@ -265,7 +275,8 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Iterator[Text]:
+def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) -> Iterator[Text]:
+    rates, watched = reading.rates, reading.watched
     if not channel.readable:
         why = channel.notes[0] if channel.notes else "cannot be read"
         yield Text(_cut(f"{channel.name}: {why}", columns.width), style="yellow")
@@ -274,7 +285,7 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
     yield columns.line(
         f"{channel.name} ({channel.kind})",
         (*_rate_cells(rates.of_channel(channel)), *_waiting_cells(channel.depth, channel.oldest_unread)),
-        "", _holdings_text(nobody), "bold",
+        "", _holdings_text(nobody, watched), "bold",
     )  # fmt: skip
     for member in channel.members:
         arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
@@ -291,7 +302,7 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, rates: Rates) -> Ite
         yield columns.line(
             f" {arrow} {member.pid}{life}{_delivery(member)} {program(member)}",
             (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
-            _counted_text(member), _holdings_text([it for it in held if it.how != "unread"]),
+            _counted_text(member), _holdings_text([it for it in held if it.how != "unread"], watched),
             "" if member.alive and not member.stopped else "red",
         )  # fmt: skip
 
@@ -317,8 +328,15 @@ def _counted_text(member: MemberInfo) -> str:
     return ", ".join(f"{count} {name}" for name, count in counted if count)
 
 
-def _holdings_text(holdings: list[Holding]) -> str:
-    return ", ".join(f"{it.messages} {it.how} {seconds(it.oldest)} {format_bytes(it.nbytes)}" for it in holdings)
+def _holdings_text(holdings: list[Holding], watched: float) -> str:
+    return ", ".join(f"{it.messages} {it.how} {_time_of(it, watched)} {format_bytes(it.nbytes)}" for it in holdings)
+
+
+def _time_of(it: Holding, watched: float) -> str:
+    """How long one of them has been held; of what no member holds, how long the oldest waits."""
+    if not it.uid and not it.pid:
+        return seconds(it.oldest)
+    return (">" if it.held >= watched else "") + seconds(it.held)
 
 
 class _Point(NamedTuple):
@@ -359,7 +377,7 @@ class Windows:
 def hz(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     window: Annotated[float, typer.Option(help="Seconds over which rates are averaged.", min=0.1)] = 10.0,
-    interval: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1)] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1, max=LONGEST_S)] = 1.0,
     count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
@@ -444,26 +462,33 @@ def echo(
     meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot be read.
     """
     named(channel)
-    unreadable, done = Unreadable(), 0
-    with until_interrupted():
-        while not count or done < count:
-            wait_for_channel(channel, timeout)
-            try:
-                with Messages(channel, digests=digest) as messages:
-                    unreadable.over()
-                    last = False
-                    while not last and (not count or done < count):
-                        last = messages.ended  # what was sent before that is read once more
-                        found = messages.new()
-                        for seen in found[: count - done] if count else found:
-                            _print_message(channel, seen, as_json)
-                            done += 1
-                        if not found:
-                            time.sleep(_ECHO_PAUSE_S)
-            except FileNotFoundError:
-                continue  # it has just ended, or is just being made
-            except (OSError, ValueError) as error:
-                unreadable.again(channel, error)
+    with until_interrupted(), contextlib.closing(_messages(channel, digest, timeout)) as messages:
+        for number, seen in enumerate(messages, 1):
+            _print_message(channel, seen, as_json)
+            if number == count:
+                break
+
+
+def _messages(channel: str, digest: bool, timeout: float | None) -> Generator[Seen]:
+    """The messages of a channel, and of the next one of its name when it has ended. (What printing them raises does not
+    come here: it is not about the channel.)"""
+    unreadable = Unreadable()
+    while True:
+        wait_for_channel(channel, timeout)
+        try:
+            with Messages(channel, digests=digest) as messages:
+                unreadable.over()
+                last = False
+                while not last:
+                    last = messages.ended  # what was sent before that is read once more
+                    found = messages.new()
+                    yield from found
+                    if not found:
+                        time.sleep(_ECHO_PAUSE_S)
+        except FileNotFoundError:
+            continue  # it has just ended, or is just being made
+        except (OSError, ValueError) as error:
+            unreadable.again(channel, error)
 
 
 def _print_message(channel: str, seen: Seen, as_json: bool) -> None:

@@ -374,7 +374,8 @@ def check_label(label: str | None) -> str:
     size = len(label.encode("utf-8", "surrogatepass"))
     if not label.isprintable() or size > LABEL_MAX:
         raise ArgumentError(
-            f"label={label!r} ({size} bytes of UTF-8): a label has printable characters, at most {LABEL_MAX} bytes"
+            f"label={label[:LABEL_MAX]!r} ({size} bytes of UTF-8): "
+            f"a label has printable characters, at most {LABEL_MAX} bytes"
         )
     return label
 

@@ -355,7 +355,7 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:
-        raise _not_opened(name, error) from None
+        raise _not_opened(name, error, remedy="only that user and root may look at it") from None
     if not stat.S_ISREG(segment.info.st_mode):
         segment.close()
         raise WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
@@ -456,12 +456,15 @@ def _open(name: str, flags: int) -> Segment:
     return segment
 
 
-def _not_opened(name: str, error: OSError, *, make: bool = False) -> Exception:
-    """The error that says why a segment cannot be opened."""
+_OTHER_NAME: Final = "use another channel name"
+
+
+def _not_opened(name: str, error: OSError, *, make: bool = False, remedy: str = _OTHER_NAME) -> Exception:
+    """The error that says why a segment cannot be opened. `remedy`: if it is another user's."""
     if isinstance(error, ResourceError):
         return error  # a segment server has said why
     if error.errno in (errno.EACCES, errno.EPERM):
-        return (ResourceError if make else Unreadable)(errno.EACCES, _denied(name))
+        return (ResourceError if make else Unreadable)(errno.EACCES, _denied(name, remedy))
     if error.errno in _NO_FILE:
         return WireError(f"{SHM_DIR}{name} is not a shared-memory segment")
     return shortage.explain(error, f"cannot {'make' if make else 'open'} segment {name}")
@@ -481,13 +484,13 @@ def kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "a file of unknown kind")
 
 
-def _denied(name: str) -> str:
+def _denied(name: str, remedy: str = _OTHER_NAME) -> str:
     info = status(name)
     if info is None:
         return f"no permission to open segment {name} in {SHM_DIR}"
     if info.st_uid == os.geteuid():
         return f"segment {name} has mode {stat.S_IMODE(info.st_mode):o}: run chmod 600 {SHM_DIR}{name}"
-    return f"segment {name} belongs to user {info.st_uid}, you are user {os.geteuid()}: use another channel name"
+    return f"segment {name} belongs to user {info.st_uid}, you are user {os.geteuid()}: {remedy}"
 
 
 def guard(data: Mapping, head: Mapping, records: int, slots: int, slot_bytes: int, channel: str) -> None:

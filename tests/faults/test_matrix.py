@@ -204,7 +204,7 @@ def test_receiver_dies(server, channel, pattern, point, action, nth):
         return survivor
 
     survivor = None if point in GROUP_ONLY else survive()
-    victim_options = {"delivery": "latest"} if point == "take.shared" else {}
+    victim_options = {"delivery": "latest", "depth": nth} if point == "take.shared" else {}
     stop_after = None if point in RECEIVER_SPECIAL else COUNT
     victim = Process(server, "receiver", pattern, channel, (point, action, nth), stop_after, 2, **victim_options)
     victim.listen("joined")
@@ -318,7 +318,7 @@ def test_client_dies(server, channel, point, action, nth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("role", ["sender", "receiver"])
 @matrix(TRACED)
 def test_a_traced_member_dies(server, channel, role, pattern, point, action, nth):

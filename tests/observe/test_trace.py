@@ -485,6 +485,22 @@ def test_the_command_ends_by_itself(channel, tmp_path):
         assert not [seq for seq in sent if seq % 2]
 
 
+def test_the_command_writes_to_stdout(channel, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with shmtensor.Publisher(channel):
+        result = run(channel, "--seconds", "0.05", "-o", "-")
+        assert json.loads(result.stdout)["otherData"]["channel"] == channel
+        assert "stdout: 0 events" in result.stderr
+        assert "choose another --output" in run(channel, "-o", "-", "--json", code=2).stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_said(channel):
+    with shmtensor.Publisher(channel):
+        said = run(channel, "--seconds", "0.05", "-o", "/dev/full", code=1).stderr
+        assert "cannot write /dev/full: No space left on device: choose another --output" in said.replace("\n", " ")
+
+
 @once("no endpoint")
 def test_the_command_refuses(channel, tmp_path):
     path = str(tmp_path / "trace.json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -9,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
+from shmtensor.channel import inspect as looking
 from shmtensor.channel.control import LOCK
 from shmtensor.channel.inspect import Inspector
 from shmtensor.channel.processes import name_of
@@ -220,6 +224,105 @@ def wait_until_watched(pid: int) -> None:
     raise AssertionError("it watches no process")
 
 
+def test_how_long_a_message_has_been_held_is_seen_from_the_first_look_on(channel, monkeypatch):
+    """A worker that hangs can be told from one that has just taken an old message."""
+    clock = [1000.0]
+    for module in (looking, watch):
+        fake = SimpleNamespace(monotonic=lambda: clock[0], monotonic_ns=time.monotonic_ns, time=time.time)
+        monkeypatch.setattr(module, "time", fake)
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        tx.send(b"1")
+        tx.send(b"2")
+        view = watch.View(only(channel), watch.Order.NAME)
+        message = rx.recv(timeout=PATIENCE)
+
+        def look() -> tuple[list[tuple[int, float]], str]:
+            shown = view.read()
+            (found,) = shown.channels
+            (members,) = [it["members"] for it in watch.as_dict(shown)["channels"]]
+            times = [it["held"] for member in members for it in member["holds"]]
+            assert times == [it.held for it in found.holdings if it.how == "claimed"]
+            return times, "\n".join(line.plain for line in watch.lines(shown, 140))
+
+        assert look()[0] == [0.0]
+        clock[0] += 5
+        times, text = look()
+        assert times == [5.0]
+        assert "1 claimed >5.0 s" in text
+        message.release()
+        message = rx.recv(timeout=PATIENCE)
+        clock[0] += 2
+        assert look()[0] == [0.0]
+        clock[0] += 3
+        times, text = look()
+        assert times == [3.0]
+        assert "1 claimed 3.0 s" in text
+        assert [it.held for it in shmtensor.inspect(channel).holdings] == [0.0]
+        message.release()
+
+
+def sending(channel: str):
+    """A publisher that sends until the block is left."""
+    ended = threading.Event()
+
+    def send() -> None:
+        with shmtensor.Publisher(channel, slots=4) as pub:
+            while not ended.wait(0.001):
+                pub.send(b"1")
+
+    @contextlib.contextmanager
+    def block():
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    return block()
+
+
+@once("a program")
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("command", ["top", "hz", "echo"])
+def test_it_ends_when_nobody_reads_its_output(channel, command, form):
+    """As in `| head -1`."""
+    full = [sys.executable, "-m", "shmtensor", command, channel, *form]
+    full += [] if command == "echo" else ["--interval", "0.1"]
+    with (
+        sending(channel),
+        subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(PATIENCE) in (0, 1)
+        assert "Traceback" not in process.stderr.read()
+
+
+@once("a program")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["top", "--once"], ["hz", "--count", "1"], ["echo", "--count", "1"]], ids=lambda it: it[0]
+)
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_a_full_disk_is_said(channel, command, form):
+    with sending(channel), open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shmtensor", command[0], channel, *command[1:], *form],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
+
+
+def test_how_long_to_wait_must_be_finite(channel):
+    for command in (["top", "--interval"], ["hz", channel, "--interval"], ["trace", channel, "--seconds"]):
+        for value in ("inf", "1e300"):
+            run = CliRunner().invoke(app, [*command, value], env={"COLUMNS": "200"})
+            assert (run.exit_code, f"Invalid value for '{command[-1]}'" in run.stderr) == (2, True), run.stderr
+
+
 @once("a program")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["top"], ["hz"], ["echo"]], ids="".join)
@@ -251,6 +354,27 @@ def test_hz(channel):
             (sender,) = json.loads(line)["senders"]
             assert (sender["pid"], sender["published"], sender["messages_per_second"]) == (os.getpid(), 1, 0.0)
         assert "0.00 msg/s" in cli("hz", channel, "--count", "1", "--interval", "0.1")
+
+
+def test_rates_are_averaged_over_the_window(channel):
+    windows = watch.Windows(10.0)
+    with shmtensor.Publisher(channel, slots=4, slot_bytes=4096) as pub:
+
+        def reading(at: float, count: int, nbytes: int = 800) -> tuple[float, float] | None:
+            for _ in range(count):
+                pub.send(np.zeros(nbytes // 8))
+            found = shmtensor.inspect(channel)
+            windows.add(found, at)
+            return windows.rate(found.senders[0])
+
+        assert reading(0.0, 1) is None
+        assert reading(5.0, 10) == (2.0, 1600.0)
+        assert reading(10.0, 30) == (4.0, 3200.0)
+        assert reading(20.0, 0) == (0.0, 0.0)  # what was before its beginning counts no more
+        assert reading(25.0, 5, 1600) == pytest.approx((5 / 15, 5 / 15 * (800 + 800 + 1600) / 3))
+        (sender,) = shmtensor.inspect(channel).senders
+        windows.add(dataclasses.replace(shmtensor.inspect(channel), members=()), 30.0)
+        assert windows.rate(sender) is None  # it has left
 
 
 def test_a_channel_that_does_not_come(channel):
