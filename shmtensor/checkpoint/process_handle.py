@@ -28,6 +28,9 @@ from ..shielded import Flag
 
 UPLOAD: Final = "SHMTENSOR_UPLOAD"
 """The variable in the writing process's environment that has the URL of `upload=`."""
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""It computes nothing. Else NumPy would start a thread of OpenBLAS for each core, and these spin for a tenth of a
+second, on the cores of the trainer."""
 LAUNCH: Final = "import sys; from shmtensor.checkpoint.writer_process import main; main(sys.argv[1])"
 DEATHS: Final = 5
 """After so many deaths in a row, with no save finished in between, the process is not started again."""
@@ -259,7 +262,7 @@ class ProcessHandle:
             stdout=subprocess.DEVNULL,  # it may outlive us: readers of our output must see its end
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C in the terminal must reach only the trainer
-            env=python_environment(CUDA_VISIBLE_DEVICES="", **self._more),
+            env={**_ONE_THREAD, **python_environment(CUDA_VISIBLE_DEVICES="", **self._more)},
         )
         if process.stdin is not None:
             with (

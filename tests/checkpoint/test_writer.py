@@ -329,7 +329,8 @@ def test_an_exception_that_is_kept_does_not_keep_the_slots(make, monkeypatch):
 # --- the writing process
 
 
-def test_the_process_is_warm_polite_one_and_has_no_torch(make):
+def test_the_process_is_warm_polite_one_and_has_no_torch(make, monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     writer = make(nice=7)
     assert writer.statistics().pid == 0
     writer.start(2 * MIB, timeout=PATIENCE)
@@ -342,6 +343,7 @@ def test_the_process_is_warm_polite_one_and_has_no_torch(make):
     assert process.environ()["CUDA_VISIBLE_DEVICES"] == ""
     assert not [mapped.path for mapped in process.memory_maps() if "torch" in mapped.path or "cuda" in mapped.path]
     assert os.getsid(pid) != os.getsid(0)
+    assert process.environ()["OPENBLAS_NUM_THREADS"] == "1"
     assert [child.pid for child in psutil.Process().children() if "checkpoint" in " ".join(child.cmdline())] == [pid]
 
 
