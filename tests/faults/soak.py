@@ -113,6 +113,7 @@ class Episode:
         self.notes: dict[int, Notes] = {}
         self.killed: set[int] = set()
         self.receivers: set[int] = set()
+        self.pids: list[int] = []
         self.count = 0
 
     # --- what its processes do
@@ -217,6 +218,7 @@ class Episode:
         role = self.roles()[0 if receives else 1]
         pid = os.fork()
         if pid:
+            self.pids.append(pid)
             return me, pid
         code = 1
         try:
@@ -234,11 +236,23 @@ class Episode:
 
     def run(self, kills: int, until: float, plans: tuple[list[str], list[str]] | None) -> tuple[int, int]:
         """Kill so many; how many there were, and how many died at a crash point of those for senders and receivers."""
+        try:
+            return self._run(kills, until, plans)
+        except BaseException:  # none of its processes may go on: they have the output that its caller reads
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+            raise
+
+    def _run(self, kills: int, until: float, plans: tuple[list[str], list[str]] | None) -> tuple[int, int]:
         chance = self.chance
         witness = self.start(True, witness=True)
         if self.pattern in ("fan-out", "group"):  # of what is sent before there is one, nobody is a recipient
             wait_until(lambda: self.seen[0])
         living = [witness, self.start(False)]
+        wait_until(lambda: self.begun[1])  # else a victim might be the only sender, and its end that of the stream
         victims: dict[int, tuple[int, float]] = {}
         done = at_points = 0
         while (done < kills and time.monotonic() < until) or victims:
