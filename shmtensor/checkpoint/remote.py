@@ -530,6 +530,12 @@ def _status(error: BaseException | None) -> int:
     return status
 
 
+def _has_no_bucket(error: BaseException) -> bool:
+    """Whether S3 says that the bucket does not exist. (What other stores say of it looks as for a missing file.)"""
+    answer = getattr(error, "response", None)
+    return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"
+
+
 def _may_pass(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     status = _status(error)
@@ -544,6 +550,8 @@ def _may_pass(error: BaseException) -> bool:
 def _explained(error: BaseException, shown: str, what: str) -> Exception:
     """The error to raise: with a text of ours, and without the one that caused it, which may name secrets."""
     refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+    if _has_no_bucket(error.__cause__ or error):  # a slip of the pen, and not an empty place
+        return ResourceError(2, f"{shown}: there is no such bucket: make it, or correct the URL")
     if isinstance(error, FileNotFoundError):
         if not _may_pass(error) and _status(error.__cause__) not in _REFUSED:
             return FileNotFoundError(2, "there is no such file", shown)

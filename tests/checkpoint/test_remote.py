@@ -269,6 +269,17 @@ def test_the_command_line(put, tmp_path):
 # --- convert to a URL
 
 
+def test_a_bucket_that_does_not_exist_is_no_empty_directory(request):
+    """A misspelt bucket must not start a training anew."""
+    request.getfixturevalue("s3")
+    for load in (load_newest, load_checkpoint, list_checkpoints, open_checkpoint):
+        with pytest.raises(ResourceError, match="there is no such bucket"):
+            load("s3://bukket/run")
+    assert load_newest("s3://bucket/no-run") is None
+    told = CliRunner().invoke(app, ["checkpoint", "info", "s3://bukket/a.safetensors"], env={"COLUMNS": "200"})
+    assert (told.exit_code, "there is no such bucket" in told.stderr) == (1, True)
+
+
 @pytest.fixture(params=["memory", "s3"])
 def bucket(request, tmp_path):
     """The URL of an empty directory that can be written."""
