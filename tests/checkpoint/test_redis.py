@@ -30,6 +30,7 @@ from shmtensor.checkpoint.remote import Stopped
 from shmtensor.checkpoint.upload import put_file
 from shmtensor.cli.main import app
 
+from ..faults.interrupts import each_boundary, stride
 from ..scenes import ROOT
 from ..waiting import PATIENCE, wait_for_end, wait_until
 from . import servers
@@ -307,6 +308,34 @@ def test_it_is_replaced_while_it_is_read(tcp, small_parts):
 
 
 # --- values of others
+
+
+@pytest.mark.timeout(1800)
+def test_every_boundary_of_a_save_without_a_local_copy(tcp, tmp_path):
+    """The next save is taken; what was reported is durable; each file is whole; nothing is left."""
+    with CheckpointWriter(tmp_path / "a", upload=tcp, local=False, memory="4MiB", keep_last=3) as writer:
+        writer.start(timeout=PATIENCE)
+        state, handles = {"w": np.zeros(20_000), "step": 0}, []
+
+        def save():
+            handles.append(writer.save(state))
+
+        for attempt in each_boundary(save, step=stride(5)):
+            state["w"][:] = state["step"] = attempt.at  # whatever was not taken yet must not reach a file
+            if attempt.at % 20 == 1 or not attempt.reached:
+                writer.save(state, timeout=PATIENCE).durable.result(PATIENCE)
+        for handle in handles:
+            handle.durable.exception(PATIENCE)
+            assert handle.status == "durable"
+        assert attempt.at > 100
+    counts = writer.statistics()
+    assert (counts.failed, counts.restarts) == (0, 0)
+    listed = list_checkpoints(tcp)
+    assert len(listed) == 3
+    for found in listed:
+        back = load_arrays(found.path, verify="all")
+        assert (back["w"] == back["step"]).all()
+    assert sorted(os.listdir(tmp_path / "a")) == [".shmtensor.index", ".shmtensor.lock"]
 
 
 @pytest.mark.parametrize(
