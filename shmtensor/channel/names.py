@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import stat
@@ -63,6 +64,7 @@ def reply_channel(service: str, uid: int) -> str:
     return f"{service}.{uid:016x}"
 
 
+@functools.lru_cache(4096)
 def parse_file(name: str) -> tuple[str, int | None] | None:
     """(channel, uid or None) of a file name in `/dev/shm`; None if it is not this library's."""
     match = _FILE.fullmatch(name)
