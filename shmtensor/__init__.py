@@ -31,6 +31,7 @@ from .endpoints.message import Message, SenderInfo
 from .endpoints.pubsub import Publisher, Subscriber
 from .endpoints.workqueue import Consumer, Producer
 from .errors import (
+    AccessDenied,
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDenied",
     "ArgumentError",
     "ArgumentTypeError",
     "Batch",

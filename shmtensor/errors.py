@@ -12,7 +12,7 @@
 | `WireError` | the operator of the peer: it sends what this version cannot read |
 | `CheckpointError` | the owner of the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
 | `DependencyError` | the installer of the program: an optional package is missing |
-| `ResourceError`, `PlatformError`, `CudaError` | the administrator: memory, permissions, limits, kernel, GPU |
+| `ResourceError`, `AccessDenied`, `PlatformError`, `CudaError` | the administrator: memory, permissions, kernel, GPU |
 """
 
 from __future__ import annotations
@@ -173,6 +173,16 @@ class ResourceError(ShmTensorError, OSError):
     Cause: the message says which resource, how much is needed and how much is free.
     Remedy: it is in the message, too, such as a larger `--shm-size` of a container; `shmtensor doctor` checks the rest.
     The call has changed nothing, and may be repeated.
+    """
+
+
+class AccessDenied(ResourceError, PermissionError):
+    """A server refuses access to a checkpoint at a URL.
+
+    Cause: there are no credentials, or they are wrong or have expired, or the account may not do this: an HTTP or S3
+    server answered 401 or 403, or a Redis server refused the user, the password or a command.
+    Remedy: set the credentials where fsspec, or the provider's own tools, look for them, and what the account may do at
+    the server. It is not tried again by itself.
     """
 
 

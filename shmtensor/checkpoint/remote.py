@@ -35,7 +35,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urljoin
 
-from ..errors import ArgumentError, CheckpointError, DependencyError, ResourceError
+from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyError, ResourceError
 from .bodies import Sink, between, http_answer, receive, s3_answer, scatter
 
 ATTEMPTS: Final = 5
@@ -164,10 +164,6 @@ def at_once(call: Callable[[_A], _B], each_of: Iterable[_A]) -> list[_B]:
         except BaseException:
             stop.set()
             raise
-
-
-class _Refused(ResourceError, PermissionError):
-    """The server refuses it."""
 
 
 class Stat(NamedTuple):
@@ -562,7 +558,7 @@ def _explained(error: BaseException, shown: str, what: str) -> Exception:
     text = " ".join(without_secrets(str(error)).split())
     said = f"{shown}: {what}: {type(error).__name__}{f': {text:.300}' if text else ''}"
     if refused or _status(error) in _REFUSED:
-        return _Refused(13, said)
+        return AccessDenied(13, said)
     return ResourceError(getattr(error, "errno", None) or 5, said)
 
 

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shmtensor import (
+    AccessDenied,
     ArgumentError,
     CheckpointError,
     CheckpointWriter,
@@ -473,7 +474,7 @@ def test_passwords(tmp_path, caplog, redis_server):  # noqa: F811
         place = f"127.0.0.1:{server.port}/0/a"
         for user in ("", "someone:wrong-one@", ":wrong-one@"):
             url = f"redis://{user}{place}"
-            with pytest.raises(PermissionError, match="refuses the user and password") as raised:
+            with pytest.raises(AccessDenied, match="refuses the user and password") as raised:
                 load_checkpoint(url)
             assert "wrong-one" not in f"{raised.value} {raised.value.__context__} {raised.value.__cause__}"
             assert "someone" not in str(raised.value)

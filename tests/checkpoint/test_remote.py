@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 from shmtensor import (
+    AccessDenied,
     ArgumentError,
     CheckpointError,
     CheckpointWriter,
@@ -660,7 +661,7 @@ def test_a_server_that_is_killed(tmp_path, quick, monkeypatch):
         load_checkpoint(f"{first.url}/a.safetensors")
 
 
-@pytest.mark.parametrize(("code", "kind"), [(404, FileNotFoundError), (403, PermissionError), (401, PermissionError)])
+@pytest.mark.parametrize(("code", "kind"), [(404, FileNotFoundError), (403, AccessDenied), (401, AccessDenied)])
 def test_what_does_not_pass_is_not_tried_again(served, tmp_path, code, kind):
     save(state(), tmp_path / "served" / "a.safetensors")
     served.fault = lambda handler, *_: handler.send_error(code)
