@@ -105,8 +105,8 @@ def socket_dir() -> str:
     if info.st_uid != os.geteuid():
         raise ResourceError(
             errno.EPERM,
-            f"socket directory {path} belongs to user {info.st_uid}, you are user {os.geteuid()}: "
-            "remove it, or set SHMTENSOR_DIR to a directory of your own",
+            f"socket directory {path} belongs to user {info.st_uid}, you are user {os.geteuid()}: set SHMTENSOR_DIR to "
+            "a directory of your own; containers that share one all run as its user",
         )
     if info.st_mode & 0o077:
         raise ResourceError(

@@ -296,6 +296,16 @@ def socket_directory() -> Iterator[Finding]:
     except ResourceError as error:
         yield Finding("socket directory", FAIL, str(error), "sockets that wake sleeping receivers lie here")
         return
+    fifo = f"{path}/{secrets.token_hex(8)}"
+    try:
+        os.mkfifo(fifo, 0o600)
+        os.unlink(fifo)
+    except OSError as error:
+        yield Finding(
+            "socket directory", FAIL, f"{path}: {error.strerror}",
+            "no endpoint can make its inbox there: give it room and inodes, mount it writable, or set SHMTENSOR_DIR",
+        )  # fmt: skip
+        return
     info = os.stat(path)
     value = f"{path}, mode {stat.S_IMODE(info.st_mode):o}, user {info.st_uid}"
     yield Finding(

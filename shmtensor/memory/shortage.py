@@ -18,7 +18,7 @@ _REMEDIES: Final = {
     errno.ENOMEM: "no memory or address space is left to map it: raise ulimit -v or vm.max_map_count, or pass fewer "
     "slots or a smaller slot_bytes",
     errno.ENOENT: f"mount a tmpfs at {SHM_DIR}",
-    errno.EROFS: f"mount {SHM_DIR} writable",
+    errno.EROFS: f"mount {SHM_DIR} writable, or the directory that containers share",
 }
 
 

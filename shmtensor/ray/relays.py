@@ -169,7 +169,7 @@ class Relays(Local):
         self._changed = threading.Condition()
         self._stop = self._closed = False
         self._reason = ""
-        self._rounds = 0
+        self._begun = self._seen = 0  # rounds, numbered from 1: the last one that has begun, and that went well
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="shmtensor ray relays", daemon=True)
         self._thread.start()
@@ -180,6 +180,8 @@ class Relays(Local):
     def _run(self) -> None:
         is_well = True
         while not self._stop:
+            with self._changed:
+                self._begun += 1
             try:
                 if not self._is_connected():
                     with self._changed:
@@ -193,7 +195,7 @@ class Relays(Local):
                     log.exception("the relays of this Ray cluster could not be looked after, which is tried again")
                 is_well, pause = False, _IDLE_S
             with self._changed:
-                self._rounds += is_well
+                self._seen = self._begun if is_well else self._seen
                 self._changed.notify_all()
                 if not self._stop:
                     self._changed.wait(pause)
@@ -308,9 +310,13 @@ class Relays(Local):
         check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
+            first = 1 if timeout == 0 else self._begun + 1  # the next round sees who has joined just now
+            self._changed.notify_all()
             while True:
                 self._check()
-                missing = self._missing()
+                missing = self._missing() if self._seen else []
+                if self._seen < first:
+                    missing.append("the nodes were not looked at yet")
                 if not missing:
                     return
                 remaining = _IDLE_S if deadline is None else min(_IDLE_S, deadline - time.monotonic())
@@ -320,8 +326,6 @@ class Relays(Local):
 
     def _missing(self) -> list[str]:
         """What is not as it should be. Raises what will not become better by waiting."""
-        if not self._rounds:
-            return ["no node was looked for yet"]
         table = self._table()
         missing = [] if self._nodes else ["no node is alive" if self._only is None else "none of nodes= is alive"]
         for node in self._nodes.values():

@@ -137,12 +137,15 @@ class Inbound:
             if self._stop:
                 return
             stream, is_there = self._streams.get(frame.near), frame.near in self._alive
-            if stream is None and len(self._streams) < _MOST_STREAMS:
+            is_new = stream is None and len(self._streams) < _MOST_STREAMS
+            if is_new:
                 stream = self._streams[frame.near] = Stream(self, frame)
                 self.connections += 1
                 self.lock.notify_all()
+        if is_new:
+            log.info("relay of channel %s: near relay %016x has come", self.name, frame.near)
         if stream is None:
-            self._refuse(frame.near, frame.attempt, f"{_MOST_STREAMS} near relays are here, more are not taken")
+            self._refuse(frame.near, frame.attempt, f"the far relay has {_MOST_STREAMS} near ones, and takes no more")
         else:
             stream.welcome(frame, is_there)
 
@@ -150,11 +153,14 @@ class Inbound:
         """Why that near relay is not served; empty if it is."""
         if (frame.record, frame.description) != (record.VERSION, spec.VERSION):
             return (
-                f"messages of record version {frame.record} and description version {frame.description} there, "
-                f"{record.VERSION} and {spec.VERSION} here: {ONE_VERSION}"
+                f"the near relay has messages of record version {frame.record} and description version "
+                f"{frame.description}, the far one of {record.VERSION} and {spec.VERSION}: {ONE_VERSION}"
             )
         if frame.user != self.terms.user:
-            return f"user {frame.user!r} there, {self.terms.user!r} here: pass the same user= on both hosts"
+            return (
+                f"the near relay is of user {frame.user!r}, the far one of {self.terms.user!r}: pass the same user= on "
+                "both hosts"
+            )
         return ""
 
     def _refuse(self, near: int, attempt: int, why: str) -> None:
@@ -228,6 +234,7 @@ class Inbound:
         """A stream has left the channel."""
         with self.lock:
             self._ended.discard(stream)
+        log.info("relay of channel %s: near relay %016x has left", self.name, stream.near)
 
     # --- outside
 

@@ -45,7 +45,7 @@ from .keys import Keys, path_hash
 from .near_requests import NearService, Replying, Taken
 from .sending import BATCH, ItemSender
 from .session import Sender as KeySender
-from .session import Session
+from .session import Session, why_silent
 from .window import Outgoing
 
 log = logging.getLogger("shmtensor.relay")
@@ -59,6 +59,8 @@ _HELLO_REFUSED_S: Final = 5.0
 _STATUS_S: Final = 1.0
 _SILENCE_S: Final = 3.0
 """Seconds without STATE, which comes each second, after which a far relay is looked for anew."""
+_EXPLAIN_S: Final = 2.0
+"""Seconds without an answer after which it is said why, as far as that can be found out."""
 _LOOK_S: Final = 0.01
 """How often the requests under way are looked at: a client that cancels one tells nobody."""
 _MOST_LATEST: Final = 8
@@ -115,6 +117,7 @@ class Outbound:
         self._sending: ItemSender[Sent] | None = None  # of this attempt
         self._far_path = 0
         self._heard = self._hello_due = self._status_due = 0.0
+        self._explain_due: float | None = time.monotonic() + _EXPLAIN_S
         self._told: list[Sender] = []
         self._audience, self._gap = 0, False
         self._avoids: dict[SenderInfo, bool] = {}
@@ -290,10 +293,26 @@ class Outbound:
             self._window.end()
             self._sending = None
             self._hello_due = 0.0
+            self._explain_due = time.monotonic() + _EXPLAIN_S
             self._changed.notify_all()
+
+    def _explain(self, attempt: int) -> None:
+        """Say why no far relay answers. In a thread of its own: to look up a host's name may take long."""
+        to = self._session.to
+        why = "; ".join(map(why_silent, to)) if to else "none was found by multicast"
+        with self._changed:
+            if self._stop or self._state != SEEKING or attempt != self._attempt:
+                return
+            self.reason = f"no far relay has answered: {why}"
+        log.warning("relay of channel %s goes on trying: %s", self.name, self.reason)
 
     def _seek(self) -> None:
         now = time.monotonic()
+        if self._explain_due is not None and now >= self._explain_due:
+            self._explain_due = None
+            threading.Thread(
+                target=self._explain, args=(self._attempt,), name=f"shmtensor relay {self.name}, why", daemon=True
+            ).start()
         if self._pattern == SERVICE:
             self._attend(now)
         if now >= self._hello_due:
@@ -638,7 +657,8 @@ class Outbound:
                     raise ClosedError(f'relay of channel "{self.name}" is closed')
                 remaining = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
                 if remaining <= 0:
-                    raise TimedOut(f'relay of channel "{self.name}": no far relay has answered')
+                    why = self.reason if self._state == SEEKING and self.reason else "no far relay has answered"
+                    raise TimedOut(f'relay of channel "{self.name}": {why}')
                 self._changed.wait(remaining)
 
     def drain(self, deadline: float) -> None:

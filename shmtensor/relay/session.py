@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -30,7 +31,14 @@ _ENDPOINT = re.compile(r"(?P<protocol>[a-z][a-z0-9_+.-]*)/(?P<address>[^\s#?]+)(
 _THREADS: Final = "(rx: (worker_threads: 8))"
 """Closing a broken TCP connection keeps one of the threads that read, until what was not sent is acknowledged or 10 s
 are over: of Zenoh's two, the other one often waits for it, and with them the connection that has come in its place."""
+_QUEUED: Final = 16
+"""Batches of 64 KiB, as many as Zenoh allows, that wait for the thread that writes to a connection. With Zenoh's two, a
+put of 1 MiB waits for that thread eight times."""
 _WITH_PORT: Final = {"tcp", "udp", "tls", "quic", "ws"}
+_OVER_TCP: Final = {"tcp", "tls", "ws"}
+_KNOCK_S: Final = 1.0
+_FILES: Final = ("_certificate", "_private_key")
+"""Ends of the settings for TLS that name files."""
 
 OnFrame = Callable[[bytes, Any], None]
 """(head, body): the body has a length and `to_bytes()`."""
@@ -47,6 +55,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "transport/unicast/open_timeout": round(_OPEN_S * 1000),
     "transport/unicast/accept_timeout": round(_OPEN_S * 1000),
     "transport/link/rx/max_message_size": MOST_FRAME,
+    "transport/link/tx/queue/size/data": _QUEUED,
 }
 
 
@@ -79,6 +88,30 @@ def check_endpoint(endpoint: object, what: str) -> str:
     return endpoint
 
 
+def why_silent(endpoint: str) -> str:
+    """Why no relay answers at an endpoint, as far as a connection can tell.
+
+    It takes up to a second, or as long as looking up the host's name does.
+    """
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or match["protocol"] not in _OVER_TCP:
+        return f"nothing has come from {endpoint}"
+    host, _, port = match["address"].rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S):
+            pass
+    except socket.gaierror:
+        return f"{endpoint}: the name of this host is not known"
+    except ConnectionRefusedError:
+        return f"{endpoint}: nothing listens there"
+    except OSError as error:
+        return f"{endpoint} cannot be reached: {error.strerror or error}"
+    return (
+        f"{endpoint}: something listens there, and is no relay of this channel, or speaks another protocol, or its "
+        "certificates are refused"
+    )
+
+
 class Sender:
     """Sends frames under one key."""
 
@@ -109,7 +142,7 @@ class Session:
         self, *, to: Sequence[str], listen: Sequence[str], scout: bool, config: str | os.PathLike[str] | None
     ) -> None:
         zenoh = zenoh_module()
-        self._zenoh = zenoh
+        self._zenoh, self.to = zenoh, tuple(to)
         settings = _configuration(zenoh, to=to, listen=listen, scout=scout, config=config)
         try:
             self._session = zenoh.open(settings)
@@ -221,6 +254,10 @@ def _configuration(
             made = zenoh.Config.from_file(path)
         except zenoh.ZError as error:
             raise ArgumentError(f"config={path!r} is no Zenoh configuration: {_first_line(error)}") from None
+
+        for key, value in (json.loads(made.get_json("transport/link/tls")) or {}).items():
+            if key.endswith(_FILES) and isinstance(value, str) and not os.access(value, os.R_OK):
+                raise ResourceError(errno.ENOENT, f"config={path!r}: {key} names {value!r}, which cannot be read")
 
     def insert(key: str, value: Any) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -307,6 +308,24 @@ def test_doctor_fails_and_survives_broken_checks(monkeypatch):
     monkeypatch.setattr(doctor, "SOFTWARE", ())
     report = json.loads(cli("doctor", "--json", code=1))
     assert [it["status"] for it in report["findings"]] == ["fail", "fail"]
+
+
+def test_doctor_tries_the_socket_directory(monkeypatch, tmp_path):
+    """It may be full: all endpoints fail then."""
+
+    def full(path: str, mode: int) -> None:
+        assert os.path.dirname(path) == str(tmp_path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("SHMTENSOR_DIR", str(tmp_path))
+    assert not [it for it in json.loads(cli("doctor", "--json"))["findings"] if it["status"] == "fail"]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "mkfifo", full)
+    report = json.loads(cli("doctor", "--json", code=1))
+    assert [(it["name"], it["value"]) for it in report["findings"] if it["status"] == "fail"] == [
+        ("socket directory", f"{tmp_path}: No space left on device")
+    ]
 
 
 def test_doctor_bad_socket_directory(monkeypatch, tmp_path):

@@ -243,6 +243,22 @@ def test_a_node_that_does_not_answer_for_a_moment_keeps_its_relay(fake_ray):
     assert len(fake_ray.killed) == 2
 
 
+def test_wait_sees_who_has_joined_just_now(fake_ray, monkeypatch):
+    """It does not go by what was there when the thread looked last."""
+    monkeypatch.setattr(relays_module, "_IDLE_S", 1000.0)
+
+    def joined(node):
+        others = {other: {"frames": QUIET} for other in (A, B, C) if other != node}
+        return dataclasses.replace(report_of(node), sent=others)
+
+    fake_ray.answers = {it: [joined(it)] for it in (A, B)}
+    with Relays(fake_ray, SETTINGS, None) as relays:
+        relays.wait(PATIENCE)
+        fake_ray.answers[C] = [joined(C)]
+        relays.wait(PATIENCE)
+        assert relays.statistics()[C].state == "open"
+
+
 def test_an_error_does_not_end_the_thread(fake_ray, caplog):
     with Relays(fake_ray, SETTINGS, None) as relays:
         relays.wait(PATIENCE)
@@ -264,8 +280,8 @@ def test_an_actor_that_cannot_start_is_tried_less_and_less_often(fake_ray, monke
         wait_until(lambda count=count: A in relays._nodes and relays._nodes[A].failures == count)
         assert fake_ray.started.count(A) == count
         now.now += 100 * 2 ** (count - 1) - 1
-        before = relays._rounds
-        wait_until(lambda before=before: relays._rounds > before + 2)
+        before = relays._seen
+        wait_until(lambda before=before: relays._seen > before + 2)
         assert fake_ray.started.count(A) == count
         now.now += 2
     fake_ray.answers[A] = [report_of(A)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import shmtensor  # noqa: E402
 from shmtensor.codec.encode import encode  # noqa: E402
 from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
-from shmtensor.relay.session import Session  # noqa: E402
+from shmtensor.relay.session import Session, why_silent  # noqa: E402
 from shmtensor.wire import record  # noqa: E402
 
 from ..scenes import HIDDEN  # noqa: E402
@@ -475,6 +476,52 @@ def test_the_far_side_comes_later(channel, caplog):
     assert "looks for its peer" in caplog.text
 
 
+def test_why_nobody_answers_is_said(channel, caplog, monkeypatch):
+    """Once for each attempt, in the log, by `wait`, and in the statistics."""
+    monkeypatch.setattr(outbound, "_EXPLAIN_S", 0.1)
+    caplog.set_level(logging.INFO)
+    where = endpoint()
+    with shmtensor.Relay(channel, to=where, pattern="fan-out", remote=f"{channel}-far") as near:
+        wait_until(lambda: "nothing listens there" in state_of(near).reason)
+        with pytest.raises(shmtensor.TimedOut, match=f"no far relay has answered: {where}: nothing listens there"):
+            near.wait(0)
+        with shmtensor.Relay(f"{channel}-far", listen=where):
+            near.wait(PATIENCE)
+            assert state_of(near).reason == ""
+        wait_until(lambda: "nothing listens there" in state_of(near).reason)
+    assert caplog.text.count("goes on trying: no far relay has answered: ") == 2
+    found = [it.getMessage() for it in caplog.records if "near relay" in it.getMessage()]
+    assert [it.split()[-1] for it in found] == ["come", "left"]
+
+
+def test_why_an_endpoint_is_silent(monkeypatch):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        assert "something listens there, and is no relay" in why_silent(f"tcp/127.0.0.1:{listening.getsockname()[1]}")
+    assert why_silent("udp/127.0.0.1:7447") == "nothing has come from udp/127.0.0.1:7447"
+
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    assert why_silent("tls/camera.invalid:7447") == "tls/camera.invalid:7447: the name of this host is not known"
+
+    def far_away(address, timeout):
+        assert address == ("2001:db8::7", 7447)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", far_away)
+    assert why_silent("tcp/[2001:db8::7]:7447") == "tcp/[2001:db8::7]:7447 cannot be reached: timed out"
+
+
+def test_a_certificate_that_is_not_there(channel, tmp_path):
+    config = tmp_path / "near.json5"
+    config.write_text('{ transport: { link: { tls: { root_ca_certificate: "/nowhere/ca.pem" } } } }')
+    with pytest.raises(shmtensor.ResourceError, match=r"root_ca_certificate names '/nowhere/ca.pem', which cannot be"):
+        shmtensor.Relay(channel, to=endpoint().replace("tcp/", "tls/"), config=config, pattern="fan-out")
+
+
 def test_two_directions_do_not_go_round(channel):
     """a -> b and b -> a: what came from there does not go back."""
     a, b, one, two = f"{channel}-a", f"{channel}-b", endpoint(), endpoint()
@@ -777,7 +824,9 @@ def test_other_users_are_refused(channel, caplog):
         shmtensor.Relay(f"{channel}-far", listen=where, user="them") as far,
         shmtensor.Relay(channel, to=where, remote=f"{channel}-far", user="us") as near,
     ):
-        with pytest.raises(shmtensor.WireError, match=r"user 'us' there, 'them' here: pass the same user="):
+        with pytest.raises(
+            shmtensor.WireError, match=r"near relay is of user 'us', the far one of 'them': pass the same user="
+        ):
             near.wait(PATIENCE)
         assert state_of(near).state == "refused"
         assert state_of(far).refused >= 1
