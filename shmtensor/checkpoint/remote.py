@@ -534,10 +534,10 @@ def _has_no_bucket(error: BaseException) -> bool:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
-    status = _status(error)
+    cause = error.__cause__
+    status = _status(error) or (_status(cause) if type(error) is OSError else 0)  # s3fs's for what is no file's matter
     if status:
         return status >= 500 or status in (408, 425, 429)
-    cause = error.__cause__
     if isinstance(error, FileNotFoundError):  # fsspec's for HTTP hides what the server said, or that there is none
         return cause is not None and not isinstance(cause, FileNotFoundError) and _may_pass(cause)
     return not isinstance(error, (*_FINAL, ImportError)) and "Credentials" not in type(error).__name__
@@ -557,6 +557,8 @@ def _explained(error: BaseException, shown: str, what: str) -> Exception:
             return kind(error.errno or 20, what, shown)
     text = " ".join(without_secrets(str(error)).split())
     said = f"{shown}: {what}: {type(error).__name__}{f': {text:.300}' if text else ''}"
+    if _status(error.__cause__) == 400:
+        said += ": with S3, the credentials have expired, or the bucket is in another region"
     if refused or _status(error) in _REFUSED:
         return AccessDenied(13, said)
     return ResourceError(getattr(error, "errno", None) or 5, said)

@@ -161,6 +161,8 @@ class Inbound:
                 f"the near relay is of user {frame.user!r}, the far one of {self.terms.user!r}: pass the same user= on "
                 "both hosts"
             )
+        if frame.path == self.path:
+            return f'it would lead from channel "{self.name}" to itself: name another one there, by remote='
         return ""
 
     def _refuse(self, near: int, attempt: int, why: str) -> None:

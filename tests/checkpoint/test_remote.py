@@ -670,6 +670,23 @@ def test_what_does_not_pass_is_not_tried_again(served, tmp_path, code, kind):
     assert len(served.requests) <= 2 * len(SUFFIX) * 2 + 4
 
 
+def test_what_s3_calls_a_bad_request():
+    """Credentials that have expired, for example: s3fs makes an error of the machine of it."""
+    asked = []
+
+    class ClientError(Exception):
+        def __init__(self):
+            self.response = {"ResponseMetadata": {"HTTPStatusCode": 400}, "Error": {"Code": "400"}}
+
+    def ask():
+        asked.append(None)
+        raise OSError(22, "Bad Request") from ClientError()
+
+    with pytest.raises(ResourceError, match="Bad Request: with S3, the credentials have expired, or the bucket is in"):
+        remote._call("s3://bucket/x", "it cannot be read", ask)
+    assert len(asked) == 1
+
+
 def test_bytes_that_are_not_those_that_were_saved(served, tmp_path):
     path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
     middle = path.stat().st_size // 2

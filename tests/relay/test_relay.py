@@ -494,6 +494,17 @@ def test_why_nobody_answers_is_said(channel, caplog, monkeypatch):
     assert [it.split()[-1] for it in found] == ["come", "left"]
 
 
+def test_a_relay_from_a_channel_to_itself(channel):
+    where = endpoint()
+    with (
+        shmtensor.Relay(channel, listen=where) as far,
+        shmtensor.Relay(channel, to=where, pattern="fan-out") as near,
+        pytest.raises(shmtensor.WireError, match="to itself: name another one there, by remote="),
+    ):
+        near.wait(PATIENCE)
+    assert state_of(far).connections == 0
+
+
 def test_why_an_endpoint_is_silent(monkeypatch):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
