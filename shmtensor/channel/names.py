@@ -94,7 +94,9 @@ def socket_dir() -> str:
         info = os.lstat(path)
     except OSError as error:
         raise ResourceError(
-            error.errno, f"socket directory {path}: {error.strerror}; set SHMTENSOR_DIR to another directory"
+            error.errno,
+            f"socket directory {path}: {error.strerror}, for user {os.geteuid()}: set SHMTENSOR_DIR to another one; "
+            "containers that share one all run as its user",
         ) from None
     if not stat.S_ISDIR(info.st_mode):
         raise ResourceError(

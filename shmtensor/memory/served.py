@@ -302,7 +302,9 @@ class Served:
                 return reply, found
             except OSError as error:
                 if not isinstance(error, ResourceError) and error.errno in _ABSENT:
-                    why = f"there is none: start it again with shmtensor share {self.directory}"
+                    why = (
+                        f"there is none: is the directory mounted here? Start it with shmtensor share {self.directory}"
+                    )
                     return Reply(0, _NONE, text=why.encode()), Hold(OpenFile())
                 if not isinstance(error, ResourceError) and error.errno in _BROKEN:
                     return Reply(0, _LATER, text=b"it has ended, or has too many connections"), Hold(OpenFile())

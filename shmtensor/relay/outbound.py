@@ -366,7 +366,7 @@ class Outbound:
             self.connections += 1
             self.resent += len(again)
             self._changed.notify_all()
-        log.info("relay of channel %s is connected: %d messages are sent again", self.name, len(again))
+        log.info("relay of channel %s is connected%s", self.name, f", and sends {len(again)} again" if again else "")
 
     # --- while it is connected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from .inbound import Inbound, Terms
 from .keys import user_name
 from .outbound import FAILED, Outbound
 from .session import Session, check_endpoint
+
+log = logging.getLogger("shmtensor.relay")
 
 WINDOW: Final = 256
 WINDOW_BYTES: Final = 32 << 20
@@ -141,6 +144,7 @@ class Relay(Local):
             for number, each in enumerate(self.names):
                 if self.is_far:
                     self._channels.append(Inbound(self._session, each, terms))
+                    log.info("relay of channel %s listens at %s", each, ", ".join(endpoints[1]))
                 else:
                     self._channels.append(
                         Outbound(
