@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +119,10 @@ def render(template: str, run: Mapping[str, Any], drawn: Mapping[str, str], fold
         if name == "summary":
             return _summary(run["targets"])
         if name == "targets":
-            return _targets([one for one in run["targets"] if not argument or one["workload"] in argument.split()])
+            if not argument:
+                return _targets(run["targets"])
+            mine = [one for one in run["targets"] if one["workload"] in argument.split()]
+            return _targets([one for one in mine if one["met"] is not None] or mine)
         if name == "crossover":
             return _crossovers(rows)
         if name == "plot":
@@ -158,6 +162,8 @@ def _about(run: Mapping[str, Any]) -> str:
 
 
 def _targets(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """A table of targets. What is compared with several is one row, with a line for each in its cells."""
+
     def line(one: Mapping[str, Any]) -> list[str]:
         beside = f"{one['against']} {report.number(one['beside'])}" if one["against"] else ""
         ratio = ""
@@ -167,8 +173,13 @@ def _targets(verdicts: Sequence[Mapping[str, Any]]) -> str:
         measured = f"{report.number(one['measured'])} {one['unit']}" if one["measured"] is not None else ""
         return [one["what"], measured, beside, ratio, one["target"], f"open: {one['open']}" if one["open"] else met]
 
+    def together(lines: list[list[str]]) -> list[str]:
+        first, *_ = lines
+        return [*first[:2], *("<br>".join(cells) for cells in zip(*(each[2:] for each in lines), strict=True))]
+
     headings = ("what", "shmtensor", "beside", "ratio (rounds)", "target", "")
-    return table(headings, map(line, verdicts))
+    groups = groupby(map(line, verdicts), lambda cells: cells[:2])
+    return table(headings, (together(list(lines)) for _, lines in groups))
 
 
 def _summary(verdicts: Sequence[Mapping[str, Any]]) -> str:
@@ -177,12 +188,14 @@ def _summary(verdicts: Sequence[Mapping[str, Any]]) -> str:
     said = f"{len(judged) - len(missed)} of the {len(judged)} targets that this run could judge are met"
     if not missed:
         return f"{said}."
-    lines = [
-        f"- {one['what']}" + (f", beside {one['against']}" if one["against"] else "")
-        + f": {report.number(one['value'])}, wanted {one['target']}"
-        for one in missed
-    ]  # fmt: skip
-    return f"{said}. Missed:\n\n" + "\n".join(lines)
+    lines = []
+    for what, each in groupby(missed, lambda one: one["what"]):
+        found = []
+        for one in each:
+            beside = f" beside {one['against']}" if one["against"] else ""
+            found.append(f"{report.number(one['value'])}{beside}, wanted {one['target']}")
+        lines.append(f"- {what}: {'; '.join(found)}")
+    return f"{said}; the others, and what is only reported, are in the tables. Missed:\n\n" + "\n".join(lines)
 
 
 def with_figures(readme: str, run: Mapping[str, Any]) -> str:
