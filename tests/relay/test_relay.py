@@ -642,7 +642,7 @@ def test_what_is_taken_back_was_not_delivered(channel, monkeypatch):
     with (
         shmtensor.Producer(channel) as tx,
         shmtensor.Producer(f"{channel}-far"),  # a member: the channel stays
-        pair(channel, "work-queue", far={"window": 6}) as (near, _),
+        pair(channel, "work-queue", far={"window": 6}) as (near, far),
     ):
         for number in range(10):
             tx.send(np.array(number))
@@ -660,11 +660,12 @@ def test_what_is_taken_back_was_not_delivered(channel, monkeypatch):
                 begun = [there.recv(timeout=PATIENCE) for _ in range(2)]
                 for message in begun:
                     attempts[int(message.value)] += 1
-                wait_until(lambda: sent_and_begun() == (6, 2))
+                wait_until(lambda: sent_and_begun() == (6, 2), lambda: str(sent_and_begun()))
                 del begun, message
             with monkeypatch.context() as patch:
                 patch.setattr(outbound, "_RECALL_S", 0.1)
-                wait_until(lambda: state_of(near).in_flight == 0)
+                # there as well: else the next consumer there could take what is about to be withdrawn
+                wait_until(lambda: state_of(near).in_flight == state_of(far).in_flight == 0)
         near.close(linger=0)
         with shmtensor.Consumer(f"{channel}-far") as there, pytest.raises(shmtensor.TimedOut):
             there.recv(timeout=0.3)
