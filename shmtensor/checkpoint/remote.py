@@ -54,6 +54,7 @@ _BLOCKS: Final = 64
 _WHOLE: Final = 8 << 20
 """Most bytes of a request to a file system that only returns them as a whole."""
 _WITH_HOST: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https")
+_WITH_BUCKET: Final = ("s3", "s3a", "gs", "gcs")
 _LISTED: Final = 1_000_000
 """Most names in a directory."""
 _PAGE: Final = 64 << 20
@@ -72,6 +73,7 @@ _SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
 _FINAL: Final = (PermissionError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, NotImplementedError)
 """Errors that another attempt does not mend."""
 _REFUSED: Final = (401, 403)  # answers of HTTP
+_GONE: Final = (404, 410)
 _TIMES: Final = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created")
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime", "LastModified")
 
@@ -532,6 +534,13 @@ def _has_no_bucket(error: BaseException) -> bool:
     return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"
 
 
+def _is_missing(error: FileNotFoundError) -> bool:
+    """Whether a server says that there is no such file. fsspec's for HTTP raises this for whatever the server says, and
+    for URLs that cannot be asked for."""
+    cause = error.__cause__
+    return cause is None or isinstance(cause, FileNotFoundError) or _status(cause) in _GONE
+
+
 def _may_pass(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     cause = error.__cause__
@@ -549,7 +558,7 @@ def _explained(error: BaseException, shown: str, what: str) -> Exception:
     if _has_no_bucket(error.__cause__ or error):  # a slip of the pen, and not an empty place
         return ResourceError(2, f"{shown}: there is no such bucket: make it, or correct the URL")
     if isinstance(error, FileNotFoundError):
-        if not _may_pass(error) and _status(error.__cause__) not in _REFUSED:
+        if _is_missing(error):
             return FileNotFoundError(2, "there is no such file", shown)
         error = error.__cause__ or error
     for kind in (NotADirectoryError, IsADirectoryError):
@@ -739,6 +748,11 @@ def check_host(url: str) -> None:
     protocol, _, rest = url.partition("://")
     if protocol in _WITH_HOST and (not rest or rest.startswith("/")):
         raise ArgumentError(f"{without_secrets(url)!r} names no bucket or host: it comes after two slashes")
+    if protocol in _WITH_BUCKET and "@" in rest.partition("/")[0]:  # what S3's library says of such a bucket names them
+        raise ArgumentError(
+            f"{without_secrets(url)!r}: a URL of {protocol} has a bucket and no credentials: set these in the "
+            "environment or in fsspec's configuration"
+        )
 
 
 def open_url(path: str | os.PathLike[str]) -> RemotePath | str:

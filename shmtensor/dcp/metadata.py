@@ -90,8 +90,27 @@ class Chunks:
                     raise CheckpointError(
                         f"{self._label}: item {fqn!r:.80} has {math.prod(found.size)} elements, its chunks have {has}"
                     )
+                if _overlap([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]):
+                    raise CheckpointError(f"{self._label}: chunks of item {fqn!r:.80} overlap")
         paths = self._paths if len(self._paths) == len(self._items) else None
         return Metadata(self._items, planner_data=paths, storage_data=self._stored)
+
+
+def _overlap(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two chunks (offsets, shape) have an element in common: a sweep along the dimension that is cut most
+    often, where few are open at a time."""
+    if len(chunks) < 2:
+        return False
+    count = len(chunks[0][0])
+    along = max(range(count), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}), default=0)
+    opened: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, shape in sorted(chunks, key=lambda chunk: chunk[0][along : along + 1]):
+        opened = [(at, size) for at, size in opened if count and at[along] + size[along] > offsets[along]]
+        for at, size in opened:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(at, size, offsets, shape, strict=True)):
+                return True
+        opened.append((offsets, shape))
+    return False
 
 
 OBJECTS: Final = "objects"

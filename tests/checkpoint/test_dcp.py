@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import doctest
 import faulthandler
 import importlib
@@ -830,10 +831,20 @@ def larger_chunk(metadata) -> None:
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([1 << 40])
 
 
+def shifted_chunk(metadata) -> None:
+    """Of two halves, the second lies over the first: as many elements, and the last ones are nowhere."""
+    metadata.state_dict_metadata["w"].size = torch.Size([200])
+    chunks = metadata.state_dict_metadata["w"].chunks
+    (index,) = (it for it in metadata.storage_data if it.fqn == "w")
+    chunks.append(dataclasses.replace(chunks[0], offsets=torch.Size([50])))
+    metadata.storage_data[dataclasses.replace(index, offset=torch.Size([50]))] = metadata.storage_data[index]
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (larger, "its chunks have"),
+        (shifted_chunk, "overlap"),
         (larger_chunk, "in a range of"),
         (lambda metadata: setattr(first_range(metadata), "length", 1 << 50), "truncated|overlap"),
         (lambda metadata: setattr(first_range(metadata), "offset", -1), "in place of a number"),

@@ -661,13 +661,30 @@ def test_a_server_that_is_killed(tmp_path, quick, monkeypatch):
         load_checkpoint(f"{first.url}/a.safetensors")
 
 
-@pytest.mark.parametrize(("code", "kind"), [(404, FileNotFoundError), (403, AccessDenied), (401, AccessDenied)])
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (404, FileNotFoundError), (410, FileNotFoundError), (403, AccessDenied), (401, AccessDenied),
+        (400, ResourceError), (405, ResourceError), (416, ResourceError), (451, ResourceError),
+    ],
+)  # fmt: skip
 def test_what_does_not_pass_is_not_tried_again(served, tmp_path, code, kind):
     save(state(), tmp_path / "served" / "a.safetensors")
     served.fault = lambda handler, *_: handler.send_error(code)
     with pytest.raises(kind):
         load_checkpoint(f"{served.url}/a.safetensors")
     assert len(served.requests) <= 2 * len(SUFFIX) * 2 + 4
+    if kind is FileNotFoundError:
+        assert load_newest(f"{served.url}") is None
+    else:  # a training must not begin anew because of it
+        with pytest.raises(kind):
+            load_newest(f"{served.url}")
+
+
+def test_a_url_that_nobody_can_ask_for_is_no_empty_place():
+    for url in ("http://127.0.0.1:abc/runs", "http://127.0.0.1:99999/runs"):
+        with pytest.raises((ResourceError, ArgumentError)):
+            load_newest(url)
 
 
 def test_what_s3_calls_a_bad_request():
@@ -935,10 +952,10 @@ def test_ctrl_c_ends_the_requests(served, tmp_path):
 # --- what cannot be
 
 
-def test_packages_that_are_missing(monkeypatch):
+def test_packages_that_are_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(DependencyError, match=r"pip install 'shmtensor\[remote\]'") as error:
-        load_checkpoint("s3://user:secret@bucket/a?token=secret")
+        load_checkpoint("https://user:secret@host/a?token=secret")
     assert "secret" not in str(error.value)
     monkeypatch.undo()
     known = {"class": "no_such_package.X", "err": "Install it"}
@@ -949,6 +966,10 @@ def test_packages_that_are_missing(monkeypatch):
         load_checkpoint("quux://bucket/a")
     with pytest.raises(ArgumentError, match="names no bucket or host"):
         load_checkpoint("s3:///bucket/a.safetensors")
+    for call in (load_checkpoint, load_newest, lambda url: CheckpointWriter(tmp_path / "a", upload=url)):
+        with pytest.raises(ArgumentError, match="has a bucket and no credentials") as raised:
+            call("s3://user:secret@bucket/a")
+        assert "secret" not in str(raised.value)
 
 
 def test_a_url_of_this_machine_is_a_path(tmp_path):

@@ -257,7 +257,10 @@ def metadata_of(directory: str, files: Sequence[str]) -> bytes | None:
             items.add(file, table, meta[KEY])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise CheckpointError(f"{path}: invalid items: {type(error).__name__}: {error}") from None
-    return _Pickle(items).dump()
+    try:
+        return _Pickle(items).dump()
+    except (ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        raise CheckpointError(f"{directory}: invalid items: {type(error).__name__}: {error}") from None
 
 
 class _Tensor:
