@@ -302,9 +302,9 @@ class Served:
                 return reply, found
             except OSError as error:
                 if not isinstance(error, ResourceError) and error.errno in _ABSENT:
-                    why = (
-                        f"there is none: is the directory mounted here? Start it with shmtensor share {self.directory}"
-                    )
+                    ended = error.errno == errno.ECONNREFUSED  # its socket is there
+                    why = "it has ended: start it again" if ended else "there is none: is it mounted? Start it"
+                    why = f"{why} with shmtensor share {self.directory}"
                     return Reply(0, _NONE, text=why.encode()), Hold(OpenFile())
                 if not isinstance(error, ResourceError) and error.errno in _BROKEN:
                     return Reply(0, _LATER, text=b"it has ended, or has too many connections"), Hold(OpenFile())

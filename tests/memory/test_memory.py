@@ -134,10 +134,10 @@ def test_a_lock_dies_with_its_process_but_not_by_its_forked_child(name):
                 theirs = again.locks()
             theirs.try_exclusive(1)
             if os.fork() == 0:
+                os.write(tell, b"x")  # from here: this closes its copy of the lock before it goes on from os.fork
                 os.close(let_go)
                 os.read(hold, 1)
                 os._exit(0)
-            os.write(tell, b"x")
             signal.pause()
         os.close(hold)
         os.read(ready, 1)
