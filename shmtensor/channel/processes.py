@@ -75,9 +75,10 @@ class Processes:
 
     def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
         """Whether the process is known to hold a lock on a byte of a file."""
-        return any(first <= byte <= last for first, last in self._locked(pid, file))
+        return any(first <= byte <= last for first, last in self.locked(pid, file))
 
-    def _locked(self, pid: int, file: os.stat_result) -> _Ranges:
+    def locked(self, pid: int, file: os.stat_result) -> _Ranges:
+        """The first and last bytes of the locks that a process is known to hold on a file."""
         if pid not in self._files:
             self._files[pid] = _open_files(pid)
         found: _Ranges = []
@@ -87,6 +88,15 @@ class Processes:
                     if parts[2] == "OFDLCK":
                         found.append((int(parts[-2]), int(parts[-1])))
         return found
+
+
+def holders(file: os.stat_result, first: int, end: int) -> list[Process]:
+    """The processes that are known to hold a lock within `[first, end)` of a file, without this one."""
+    found, processes = [], Processes()
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        if pid != os.getpid() and any(start < end and first <= last for start, last in processes.locked(pid, file)):
+            found.append(Process(pid, name_of(pid)))
+    return found
 
 
 def _open_files(pid: int) -> dict[_File, list[str]]:

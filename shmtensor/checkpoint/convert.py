@@ -17,12 +17,15 @@ import numpy as np
 
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
 from .description import Described, Summer, combine
-from .envelope import SUFFIX, is_encrypted, read_envelope, render_names
+from .directory import Directory
+from .envelope import HIDDEN_DIGEST, SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .formats.base import FileSpec
+from .index import INDEX
 from .keys import MasterKey
 from .load import OnBytes, map_files, raise_damage
 from .locations import Location, location
+from .manifest import MANIFEST
 from .opening import PLAIN, Opener, decrypt_to
 from .output import EncryptedOutput, Output, Sealing, describe
 from .plan import check_structure
@@ -114,10 +117,18 @@ def _to_url(opened: Opened, target: RemotePath, format: str | None, *, overwrite
 
 @contextlib.contextmanager
 def replacing(
-    target: Path, create: Callable[[str], AnyOutput], *, overwrite: bool, is_file: bool = True
+    target: Path,
+    create: Callable[[str], AnyOutput],
+    *,
+    overwrite: bool,
+    is_file: bool = True,
+    original: Original | None = None,
 ) -> Iterator[AnyOutput]:
     """Files under a hidden name, made by `create`, which get the target's name when they are complete and on disk;
-    after an exception they are removed. Raises `ResourceError`."""
+    after an exception they are removed. Raises `ResourceError`.
+
+    original: what the file is made of, byte for byte: it gets its time
+    """
     if os.path.lexists(target):
         if not overwrite:
             raise ResourceError(errno.EEXIST, f"{target} exists: choose another name, or overwrite it")
@@ -131,8 +142,14 @@ def replacing(
     try:
         yield output
         output.finish()
+        if original is not None:
+            original.before(temporary, target)
+        # crash: exchange.recorded
         os.replace(temporary, target)
         _sync(target.parent)
+        # crash: exchange.renamed
+        if original is not None:
+            original.after(target)
     except OSError as error:
         output.discard()
         if isinstance(error, ShmTensorError):  # of what is read
@@ -233,14 +250,16 @@ def encrypt_file(
     *,
     readable_names: bool = False,
     overwrite: bool = False,
+    replace: bool = False,
     progress: OnBytes | None = None,
 ) -> Path:
     """Write a checkpoint file again, encrypted; returns its path, by default the source's with `.encrypted`.
 
-    The source stays. Of files that this library wrote, and of any safetensors file, tensors can be read one by one
-    afterwards; others are decrypted as a whole when they are loaded. Raises `ArgumentError`, `CheckpointError`,
-    `ResourceError`.
+    The source stays, or with `replace` gives its place to the new file (`Original`). Of files that this library wrote,
+    and of any safetensors file, tensors can be read one by one afterwards; others are decrypted as a whole when they
+    are loaded. Raises `ArgumentError`, `CheckpointError`, `ResourceError`.
     """
+    source = source.resolve() if replace else source  # and not a link to it
     if not source.is_file():
         raise ArgumentError(f"{source} is no file: convert a checkpoint of several files with an encrypted target")
     if is_encrypted(source):
@@ -252,11 +271,15 @@ def encrypt_file(
     if opened.files != [source]:
         raise ArgumentError(f"{source} is one file of several: convert the checkpoint with an encrypted target")
     names = render_names(opened.plan) if readable_names else b""
+    original = Original(source, target, HIDDEN_DIGEST, replace=replace)
     files = [FileSpec("", source.stat().st_size)]
     sealing = Sealing(master, opened.format, _contents(opened, files), names, opened.native)
     with (
+        original,
         source.open("rb") as file,
-        replacing(target, lambda path: EncryptedOutput(path, files, sealing), overwrite=overwrite) as output,
+        replacing(
+            target, lambda path: EncryptedOutput(path, files, sealing), overwrite=overwrite, original=original
+        ) as output,
     ):
         for at in range(0, files[0].nbytes, _SEALED_PIECE):
             piece = file.read(min(_SEALED_PIECE, files[0].nbytes - at))
@@ -269,17 +292,72 @@ def encrypt_file(
     return target
 
 
+class Original:
+    """The file that another one is made of, byte for byte. The new one gets its time, and with `replace` its place: in
+    the list of saves, with step and metrics, and as what `latest` and other links lead to. No `CheckpointWriter` may
+    have the directory open then. Raises `ResourceError`, `ArgumentError`.
+    """
+
+    def __init__(self, source: Path, target: Path, digest: str, *, replace: bool) -> None:
+        if (source.parent / MANIFEST).exists():
+            raise ArgumentError(f"{source} is the part of one of several ranks: convert the checkpoint")
+        if replace and source.parent.resolve() != target.parent.resolve():
+            raise ArgumentError(f"only a file of the same directory takes the place of {source}")
+        self._source, self._digest = source, digest
+        self._directory = Directory(str(source.parent)) if replace else None
+        self._is_listed = (source.parent / INDEX).exists()
+
+    def __enter__(self) -> None:
+        if self._directory is not None and self._is_listed:
+            self._directory.own()
+            if not self._directory.try_write():
+                by = self._directory.predecessor()
+                self._directory.close()
+                raise ResourceError(
+                    errno.EBUSY,
+                    f"a writing process is at work in {self._source.parent}: {by or 'it cannot be seen from here'}",
+                )
+
+    def __exit__(self, *_: object) -> None:
+        if self._directory is not None:
+            self._directory.close()
+
+    def before(self, made: Path, target: Path) -> None:
+        """It is complete, under a temporary name."""
+        info = self._source.stat()
+        os.utime(made, ns=(info.st_atime_ns, info.st_mtime_ns))
+        fd = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if self._directory is not None:
+            self._directory.succeed(self._source.name, target.name, str(made), self._digest)
+
+    def after(self, target: Path) -> None:
+        """It has its name."""
+        if self._directory is not None:
+            self._directory.end_of(self._source.name, target.name)
+
+
 def _contents(opened: Opened, files: list[FileSpec]) -> Described | None:
     return None if opened.places is None else describe(opened.plan, files, opened.places)
 
 
 def decrypt_file(
-    source: Path, target: Path | None, opener: Opener, *, overwrite: bool = False, progress: OnBytes | None = None
+    source: Path,
+    target: Path | None,
+    opener: Opener,
+    *,
+    overwrite: bool = False,
+    replace: bool = False,
+    progress: OnBytes | None = None,
 ) -> Path:
     """Write the plain file that is in an encrypted one; returns its path, by default the source's without `.encrypted`.
 
     Every segment is authenticated; the new file appears when all are. Raises as `encrypt_file`.
     """
+    source = source.resolve() if replace else source  # and not a link to it
     if not source.is_file():
         raise ArgumentError(f"{source} is no file: convert a checkpoint of several files")
     if not is_encrypted(source):
@@ -299,7 +377,9 @@ def decrypt_file(
     def create(path: str) -> AnyOutput:
         return Output(path, files)
 
-    with replacing(target, create, overwrite=overwrite) as output:
+    digests = opener.open(source).digests
+    original = Original(source, target, HIDDEN_DIGEST if digests is None else combine(digests), replace=replace)
+    with original, replacing(target, create, overwrite=overwrite, original=original) as output:
 
         def write(offset: int, piece: memoryview) -> None:
             output.patch(0, offset, piece)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from ..channel.processes import holders
 from ..errors import ResourceError
 from ..memory.locks import LockFile
 from . import index
@@ -90,6 +91,19 @@ class Directory:
 
     def _try_write(self, locks: LockFile) -> bool:
         return locks.try_exclusive(_WRITER)
+
+    def predecessor(self) -> str:
+        """Which process keeps `try_write` from succeeding, for messages; "" if it cannot be found."""
+        return self._holders(_WRITER, _WRITER + 1)
+
+    def _holders(self, first: int, end: int) -> str:
+        """The other processes that hold locks on these bytes, for messages; "" if none can be found."""
+        if self._locks is None:
+            return ""
+        found = holders(os.fstat(self._locks.fd), first, end)
+        return ", ".join(f"pid {each.pid} ({each.name})" for each in found[:8]) + (
+            " and more" if len(found) > 8 else ""
+        )
 
     @property
     def has_trainer(self) -> bool:
@@ -228,6 +242,34 @@ class Directory:
                 failed += f"; it leads to an older one and cannot be removed: {stale}"
             return failed
         return ""
+
+    def succeed(self, old: str, new: str, file: str, digest: str) -> None:
+        """Give the place of a checkpoint in the list to another one: `file`, which is renamed to `new` afterwards. Both
+        are in the list until `end_of`. Raises OSError."""
+        entries, info = index.read(self.path), os.stat(file)
+        place = next((at for at, each in enumerate(entries) if each.name == old and each.is_there(self.path)), None)
+        if place is None:
+            return
+        made = replace(
+            entries[place], name=new, nbytes=info.st_size, digest=digest, files=(("", info.st_size, info.st_mtime_ns),),
+            upload=PENDING if entries[place].upload == PENDING else "",
+        )  # fmt: skip
+        entries.insert(place + 1, made)
+        index.write(self.path, [each for each in entries if each.name != new or each is made])
+
+    def end_of(self, old: str, new: str) -> None:
+        """Let the names of a checkpoint lead to the one that has its place, and remove it. Raises OSError."""
+        for name in self.names():
+            if target(self.at(name)) == old and (failed := self._point(name, new)):
+                raise ResourceError(errno.EIO, f"{self.at(old)} stays: {failed}")
+        # crash: exchange.pointed
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.at(old))
+        # crash: exchange.removed
+        entries = index.read(self.path)
+        if any(each.name == old for each in entries):
+            index.write(self.path, [each for each in entries if each.name != old])
+        self.sync()
 
     def retain(
         self, keep_last: int | None, keep_every: int | None, keep_best: Best | None = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from ..endpoints.base import Local
 from ..errors import ArgumentError, PeerDied, ResourceError, TimedOut
 from ..shielded import CallQueue, Flag
-from .ranks import some
+from .ranks import by_state
 
 if TYPE_CHECKING:
     from .slots import Offload
@@ -315,7 +315,8 @@ class SaveHandle(Local):
     @property
     def missing(self) -> dict[int, str]:
         """With `rank=`, once this rank's part is durable: the ranks whose parts are missing, as last seen. Each is
-        `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`) or `"dead"`."""
+        `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`), `"closed"` (it closes
+        its writer, and saves no more) or `"dead"`."""
         return self._save.missing
 
     def wait_stream(self, stream: Any = None) -> None:
@@ -366,6 +367,8 @@ class SavesInFlight:
         self._deaths: dict[int, int] = {}
         self._failed: list[Save] = []
         self._next = 1
+        self._older = ""  # processes of an earlier run that the oldest waits for
+        self._instead: dict[int, str] = {}  # what ranks have saved whose parts it waits for
         self._voted: dict[int, float] = {}  # when the wait for other ranks began; infinity once it was logged
         self.counts = {DURABLE: 0, COMPLETE: 0, FAILED: 0, REPLACED: 0}
         self.deleted = self.uploaded = 0
@@ -411,6 +414,12 @@ class SavesInFlight:
         (monotonic)."""
         return self._wait_while(lambda: bool(self._saves or self._uploading), deadline, is_abandoned)
 
+    def wait_for_writing(self, deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
+        """As `wait`, until each save is over, or waits for the parts of other ranks."""
+        return self._wait_while(
+            lambda: any(save.status != VOTED for save in self._saves.values()), deadline, is_abandoned
+        )
+
     def wait_for_votes(self, most: int, deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
         """As `wait`, until fewer than `most` saves wait for the parts of other ranks."""
 
@@ -433,13 +442,12 @@ class SavesInFlight:
 
     def _awaited(self) -> str:
         """Text for messages: the ranks whose parts are missing."""
-        missing: dict[str, list[int]] = {}
+        missing: dict[int, str] = {}
         for save in self._saves.values():
-            for rank, state in save.missing.items():
-                if rank not in missing.setdefault(state, []):
-                    missing[state].append(rank)
-        found = "; ".join(f"{state}: rank {some(sorted(ranks))}" for state, ranks in sorted(missing.items()))
-        return f": the parts of other ranks are missing ({found})" if found else ""
+            missing |= save.missing
+        if missing:
+            return f": the parts of other ranks are missing ({by_state(missing, self._instead)})"
+        return f": processes of an earlier run are still at work: {self._older}" if self._older else ""
 
     def unreported(self) -> list[tuple[Save, BaseException]]:
         """Failed saves whose error the caller has not seen (`Outcome.error_seen`), with the error."""
@@ -477,8 +485,9 @@ class SavesInFlight:
             return
         if kind == "blocked":
             log.warning(
-                "saves wait since %g s for the process of an earlier CheckpointWriter, which still writes or uploads",
+                "saves wait since %g s for the process of an earlier CheckpointWriter, which writes or uploads: %s",
                 report["seconds"],
+                report["by"] or "it cannot be seen from here",
             )
             return
         if kind == "uploaded":
@@ -528,9 +537,10 @@ class SavesInFlight:
             for each in self.in_flight:  # a rank without a part in this save has none in later ones
                 if each.number >= number:
                     each.last_missing = dict(report["ranks"])
+            self._older, self._instead = report["older"], dict(report["instead"])
             if time.monotonic() - self._voted.get(number, math.inf) >= _LATE:
                 self._voted[number] = math.inf
-                log.warning("%s waits for its other parts%s", save.path, self._awaited())
+                log.warning("%s waits%s", save.path, self._awaited())
 
     def on_death(self, code: int) -> dict[str, Any]:
         """The writing process died: a save that it was writing is tried again, `ATTEMPTS` times in all.

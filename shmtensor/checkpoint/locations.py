@@ -44,8 +44,11 @@ class InputFile(Protocol):
         """Bytes at an offset; fewer at the end of the file. Raises OSError."""
         ...
 
-    def preadv(self, views: Sequence[Any], offset: int) -> int:
-        """Fill views with some consecutive bytes; returns how many, 0 at the end. Raises OSError."""
+    def preadv(self, views: Sequence[Any], offset: int, *, alone: bool = False) -> int:
+        """Fill views with some consecutive bytes; returns how many, 0 at the end. Raises OSError.
+
+        alone: what lies around them is not read soon
+        """
         ...
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -83,8 +86,8 @@ class LocalFile:
     def pread(self, nbytes: int, offset: int) -> bytes:
         return os.pread(self.fd, nbytes, offset)
 
-    def preadv(self, views: Sequence[Any], offset: int) -> int:
-        return os.preadv(self.fd, views, offset)
+    def preadv(self, views: Sequence[Any], offset: int, *, alone: bool = False) -> int:
+        return os.preadv(self.fd, views, offset)  # the kernel knows by itself
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """The kernel reads ahead."""

@@ -64,6 +64,8 @@ class Opener:
         """Open a file, or a directory of a format. Raises `CheckpointError`, `WrongKey`."""
         if path.is_file() and is_encrypted(path):
             return self._open_encrypted(path)
+        if path.name.endswith(SUFFIX) and path.is_file():
+            raise CheckpointError(f"{path} has the name of an encrypted file, and does not begin as one: it is damaged")
         if self._keys is not None:
             raise WrongKey(
                 f"{path} is not encrypted, and key= was given: leave out key= if you trust this file, or encrypt it "

@@ -1,16 +1,5 @@
 """Ranks that save together: their run, and how they make one checkpoint of their parts, or none if a part is missing.
 
-`.shmtensor.run` is a JSON document that is replaced as a whole, by the process that holds byte 2 of the lock file:
-
-| key | value |
-|---|---|
-| `run` | number of the run, larger than that of any before |
-| `world_size` | how many ranks it has |
-| `writers` | per rank that has opened its `CheckpointWriter` the id of that writer |
-| `begun` | the ranks that have begun a save |
-| `outcomes` | the last decisions: `[run, key, name, reason]`, name "" where the checkpoint was given up |
-| `uploaded` | the last checkpoints that are at their URL, `[run, name, time]` as the list has them; some are deleted |
-
 A run begins with the first rank that opens a writer while no trainer of the run before is alive. Other ranks can join
 as long as all that have joined are alive. So a checkpoint never mixes parts of two starts of the training. (A rank that
 has gone before its first save counts as not joined.)
@@ -36,8 +25,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -50,101 +39,18 @@ from .formats import distcp
 from .index import PENDING, Saved
 from .locations import read_regular
 from .manifest import MANIFEST, MAX_RANKS, Manifest, Part
-
-RUN: Final = ".shmtensor.run"
-MAX_RUN: Final = 1 << 45
-"""A run's number is the time of its beginning in milliseconds, so that no number is repeated if the file is lost."""
+from .run_record import MAX_RUN, RUN, Outcome, Run, read, upload_mark, write
 
 _TRAINER, _WRITER, _MUTEX, _COMPLETING = 0, 1, 2, 3
 _TRAINERS: Final = 1 << 17
 """Byte of rank 0's trainer in the lock file; each further rank has the next byte."""
 _WRITERS: Final = 1 << 17
 """Byte of the writing process of rank 0 of run n: `(n + 1) * _WRITERS`, above those of the trainers."""
-_OUTCOMES: Final = 256
-_VERSION: Final = 1
 _PATIENCE: Final = 60.0
 """Seconds to wait for the mutex, which is held while old checkpoints are deleted."""
 _OPENING: Final = 10.0
 """Seconds that a rank waits for the trainers of the run before to end."""
 _PAUSE: Final = 0.02
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A decision: the name of the checkpoint, or "" and the reason why there is none."""
-
-    run: int
-    key: str
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """The contents of the file."""
-
-    number: int
-    world_size: int
-    writers: dict[int, str]
-    begun: frozenset[int] = frozenset()
-    outcomes: tuple[Outcome, ...] = ()
-    uploaded: tuple[tuple[str, str, int], ...] = ()
-
-    def outcome(self, run: int, key: str) -> Outcome | None:
-        """The decision about one checkpoint of a run, or None."""
-        return next((each for each in reversed(self.outcomes) if (each.run, each.key) == (run, key)), None)
-
-    def decided(self, outcome: Outcome) -> Run:
-        """The run with one more decision, which replaces an earlier one about the same checkpoint."""
-        others = [each for each in self.outcomes if (each.run, each.key) != (outcome.run, outcome.key)]
-        return replace(self, outcomes=(*others, outcome)[-_OUTCOMES:])
-
-
-def upload_mark(saved: Saved) -> tuple[str, str, int]:
-    """What `Run.uploaded` has of a checkpoint."""
-    return saved.writer, saved.name, saved.files[0][2]
-
-
-def read(directory: str) -> Run | None:
-    """The file's contents, None if there is none. `OSError` if it cannot be read."""
-    try:
-        found = json.loads(read_regular(Path(directory, RUN), index.MAX_LIST))
-        if found["version"] != _VERSION:
-            raise ValueError(f"version {found['version']!r:.40}")
-        run = Run(
-            found["run"], found["world_size"], {int(rank): writer for rank, writer in found["writers"].items()},
-            frozenset(found["begun"]), tuple(Outcome(*each) for each in found["outcomes"]),
-            tuple((run, name, at) for run, name, at in found.get("uploaded", [])),
-        )  # fmt: skip
-        numbers = [run.number, run.world_size, *run.writers, *run.begun, *(each.run for each in run.outcomes)]
-        texts = [*run.writers.values(), *(text for each in run.outcomes for text in (each.key, each.name, each.reason))]
-        if not all(type(n) is int and 0 <= n < MAX_RUN for n in numbers) or not all(type(t) is str for t in texts):
-            raise ValueError("it has other types")
-        if not all((type(writer), type(name), type(at)) == (str, str, int) for writer, name, at in run.uploaded):
-            raise ValueError("it has other uploads")
-        if not all(
-            index.is_file_name(each.key) and (not each.name or index.is_file_name(each.name)) for each in run.outcomes
-        ):
-            raise ValueError("it has other names")
-        return run
-    except FileNotFoundError:
-        return None
-    except index.UNREADABLE as error:
-        if isinstance(error, OSError):
-            raise
-        raise OSError(errno.EIO, f"{os.path.join(directory, RUN)} is damaged: {error}: remove it") from None
-
-
-def write(directory: str, run: Run) -> None:
-    """Replace the file, durably. Needs the mutex. Raises OSError."""
-    document = {
-        "version": _VERSION, "run": run.number, "world_size": run.world_size,
-        "writers": {str(rank): writer for rank, writer in sorted(run.writers.items())},
-        "begun": sorted(run.begun),
-        "outcomes": [[each.run, each.key, each.name, each.reason] for each in run.outcomes],
-        "uploaded": run.uploaded,
-    }  # fmt: skip
-    index.replace(os.path.join(directory, RUN), json.dumps(document).encode())
 
 
 class RankDirectory(Directory):
@@ -161,6 +67,7 @@ class RankDirectory(Directory):
     def __init__(self, path: str, rank: int, world_size: int, writer: str, run: int = 0) -> None:
         super().__init__(path)
         self.rank, self.world_size, self.writer, self.run = rank, world_size, writer, run
+        self.has_ended = False
 
     # --- the trainer
 
@@ -207,8 +114,8 @@ class RankDirectory(Directory):
                 return None
             if alive and found is not None:
                 return (
-                    f"ranks {some(alive)} of a run of {found.world_size} ranks are open, "
-                    f"{'which this rank had joined before' if self.rank in members else 'and others of it not'}"
+                    f"a run of {found.world_size} ranks is open (by {some(alive)}), "
+                    f"{'which this rank had joined before' if self.rank in members else 'and others of it are gone'}"
                 )
             number = max(time.time_ns() // 1_000_000, 1 if found is None else found.number + 1)
             # crash: run.begun
@@ -238,7 +145,8 @@ class RankDirectory(Directory):
         return {rank: writer for rank, writer in found.writers.items() if rank in there}, alive
 
     def begin(self) -> None:
-        """Note the trainer's first save: from now on this rank belongs to the run for good. Raises `ResourceError`."""
+        """Note the trainer's first save, or that it goes on after `end`: from now on this rank belongs to the run for
+        good. Raises `ResourceError`."""
         if self._locks is None:
             return
         with self.deciding(_PATIENCE) as mine:
@@ -246,15 +154,26 @@ class RankDirectory(Directory):
                 found = read(self.path) if mine else None
                 if found is None or (found.number, found.writers.get(self.rank)) != (self.run, self.writer):
                     raise OSError(errno.EBUSY, "this writer is not one of it any more: all ranks open new ones")
-                write(self.path, replace(found, begun=found.begun | {self.rank}))
+                write(self.path, replace(found, begun=found.begun | {self.rank}, ended=found.ended - {self.rank}))
+                self.has_ended = False
             except OSError as error:
                 raise ResourceError(error.errno, f"the run on {self.path}: {error.strerror or error}") from None
+
+    def end(self) -> None:
+        """Note that every part of this rank is there, and no further one will come: its trainer closes, or is dead. So
+        others need not wait for one. Raises OSError."""
+        with self.deciding(_DECIDING) as mine:
+            found = read(self.path) if mine else None
+            if found is not None and found.number == self.run:
+                write(self.path, replace(found, ended=found.ended | {self.rank}))
+                # crash: ranks.ended
+                self.has_ended = True
 
     def record_uploaded(self, saved: Saved) -> None:
         """As for one process. First in the run, from which the other ranks learn it when it is deleted by then."""
         found = read(self.path)
         if found is not None:
-            write(self.path, replace(found, uploaded=(*found.uploaded, upload_mark(saved))[-_OUTCOMES:]))
+            write(self.path, found.with_upload(saved))
         # crash: upload.noted
         super().record_uploaded(saved)
 
@@ -307,6 +226,10 @@ class RankDirectory(Directory):
         locks = self._locks
         return self.run > 1 and locks is not None and locks.held_by_other(2 * _WRITERS, (self.run - 1) * _WRITERS)
 
+    def older_writers(self) -> str:
+        """Which processes these are, for messages; "" if there are none, or they cannot be found."""
+        return self._holders(2 * _WRITERS, (self.run + 1) * _WRITERS) if self.has_older_writers() else ""
+
     def try_complete(self) -> bool:
         """Get the right to complete a checkpoint at the URL."""
         locks = self._locks
@@ -344,9 +267,18 @@ class RankDirectory(Directory):
         return locks.held_by_other(_TRAINERS + rank)
 
 
-def some(ranks: list[int]) -> str:
-    """The first ranks of a list, for messages."""
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def some(ranks: Iterable[int]) -> str:
+    """The first of these ranks, for messages."""
+    found = sorted(ranks)
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found[:8]))}{more}"
+
+
+def by_state(missing: dict[int, str], instead: dict[int, str]) -> str:
+    """Ranks whose parts are missing by the state of each, and what they have saved instead, for messages."""
+    states = sorted(set(missing.values()))
+    texts = [f"{state}: {some(rank for rank in missing if missing[rank] == state)}" for state in states]
+    return "; ".join(texts + [f"rank {rank} saved {name}" for rank, name in sorted(instead.items())[:8]])
 
 
 _PENDING: Final = re.compile(r"\.(?P<key>[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199})\.(?P<run>[0-9a-f]{16})\.ranks")
@@ -358,6 +290,7 @@ _DECIDING: Final = 10.0
 NOT_OPEN: Final = "not open"
 LATE: Final = "late"
 DEAD: Final = "dead"
+CLOSED: Final = "closed"
 
 
 class Vote(NamedTuple):
@@ -382,10 +315,15 @@ class Vote(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """No decision yet. `missing`: the ranks whose parts are missing, with the state of each; empty if processes of an
-    earlier run have something to finish, or another process decides."""
+    """No decision yet.
+
+    missing: the ranks whose parts are missing, with the state of each; empty if processes of an earlier run have
+             something to finish, or another process decides
+    instead: checkpoints of which such ranks have parts, by rank
+    """
 
     missing: dict[int, str]
+    instead: dict[int, str]
 
 
 class Votes:
@@ -451,16 +389,21 @@ class Votes:
         record = self._record()
         if record.outcome(self._directory.run, key) is None and os.path.isdir(self.pending(key)):
             missing = self._missing(record, key)
-            if missing and not self._is_hopeless(missing, alone=alone):
-                return Waiting(missing)
+            others = self._others(record, key) if missing else {}
+            if missing and not self._is_hopeless(missing, alone=alone) and self._left_out(key, others) is None:
+                return Waiting(missing, _instead(others, missing))
         with self._directory.deciding() as mine:
-            return self._decide(key, alone=alone) if mine else Waiting({})
+            return self._decide(key, alone=alone) if mine else Waiting({}, {})
 
     def finish_older_runs(self) -> bool:
         """Finish or remove what earlier runs have left; False while a process of theirs is at work, or another process
         holds the mutex. Raises OSError."""
         with self._directory.deciding() as mine:
             return mine and self._finish_older_runs()
+
+    def older_writers(self) -> str:
+        """The processes of earlier runs that keep `finish_older_runs` from it, for messages."""
+        return self._directory.older_writers()
 
     def _record(self) -> Run:
         record = read(self._directory.path)
@@ -475,7 +418,9 @@ class Votes:
         for rank in range(self._directory.world_size):
             if rank in there:
                 continue
-            if self._directory.is_alive(rank, record):
+            if record.number == self._directory.run and rank in record.ended:  # which was read before the parts
+                missing[rank] = CLOSED
+            elif self._directory.is_alive(rank, record):
                 missing[rank] = LATE
             elif record.number == self._directory.run and rank not in record.writers:
                 missing[rank] = NOT_OPEN
@@ -488,7 +433,7 @@ class Votes:
         now = time.monotonic()
         self._dead = {rank: self._dead.get(rank, now) for rank, state in missing.items() if state == DEAD}
         gone = any(now - since >= _DEAD for since in self._dead.values())
-        return gone or (alone and NOT_OPEN in missing.values())
+        return gone or CLOSED in missing.values() or (alone and NOT_OPEN in missing.values())
 
     def _decide(self, key: str, *, alone: bool) -> Outcome | Waiting:
         """Decide, if possible, and carry it out. Needs the mutex, as all methods below."""
@@ -497,15 +442,22 @@ class Votes:
         if outcome is None:
             if not os.path.isdir(self.pending(key)):
                 return Outcome(number, key, "", f"{self.pending(key)} is gone: somebody removed it")
+            while (found := self._left_out(key, self._others(record, key))) is not None:
+                outcome = self._give_up(record, number, *found)
+                if outcome.key == key:
+                    return outcome
+                record = self._record()
             missing = self._missing(record, key)
             if missing:
                 if not self._is_hopeless(missing, alone=alone):
-                    return Waiting(missing)
-                gone = [rank for rank, state in missing.items() if state != LATE]
-                reason = f"the parts of {len(gone)} of {self._directory.world_size} ranks are missing, whose processes "
-                return self._give_up(record, number, key, f"{reason}are gone: ranks {some(gone)}")
+                    return Waiting(missing, {})
+                gone = {rank: state for rank, state in missing.items() if state != LATE}
+                reason = f"the parts of {len(gone)} of {self._directory.world_size} ranks will never come"
+                return self._give_up(
+                    record, number, key, f"{reason} ({by_state(gone, _instead(self._others(record, key), gone))})"
+                )
             if not self._finish_older_runs():
-                return Waiting({})
+                return Waiting({}, {})
             votes = _votes(self.pending(key))
             self._decide_older(key, votes)
             outcome = self._commit(self._record(), number, key, votes)
@@ -515,9 +467,36 @@ class Votes:
             self._remove(self.pending(key))
         return outcome
 
+    def _others(self, record: Run, key: str) -> dict[str, dict[int, Vote]]:
+        """The votes of every other checkpoint of the run that is not decided."""
+        return {
+            other: _votes(path)
+            for path, other, run in self._all_pending()
+            if run == self._directory.run and other != key and record.outcome(run, other) is None
+        }
+
+    def _left_out(self, key: str, others: dict[str, dict[int, Vote]]) -> tuple[str, str] | None:
+        """A checkpoint that some rank has left out, this one or another, and the reason to give it up; None if all
+        ranks may still save the same in the same order. key: the oldest in which this rank's part waits for others.
+
+        A rank's parts come in its order: one that is missing here when a later one is there never comes. The others
+        were listed first: parts may come meanwhile, and what is here by then was not left out.
+        """
+        me = self._directory.rank
+        here = _votes(self.pending(key)) if others else {}
+        if me not in here:
+            return None
+        for other, there in others.items():
+            ahead, common = there.keys() - here.keys(), there.keys() & here.keys()
+            if me not in there and any(there[rank].number < here[rank].number for rank in common):
+                return other, _why({me}, other, key)
+            if ahead and common:
+                return key, _why(ahead, key, other)
+        return None
+
     def _decide_older(self, key: str, votes: dict[int, Vote]) -> None:
-        """Decide about checkpoints that a rank voted on before this one. A rank's saves are written in order, so a part
-        that is missing there never comes."""
+        """Carry out what is decided about checkpoints that a rank voted on before this one, and commit those whose
+        parts are all there: `latest` never goes back."""
         older = []
         for pending, other, number in self._all_pending():
             there = _votes(pending)
@@ -527,13 +506,9 @@ class Votes:
         for _, other, there in sorted(older, key=lambda each: each[:2]):
             record = self._record()
             outcome = record.outcome(self._directory.run, other)
-            missing = [rank for rank in range(self._directory.world_size) if rank not in there]
             if outcome is not None:
                 self._complete(outcome)
-            elif missing:
-                reason = f"ranks {some(missing)} have not saved it, and have saved {key} since"
-                self._give_up(record, self._directory.run, other, reason)
-            else:
+            elif len(there) == self._directory.world_size:
                 self._commit(record, self._directory.run, other, there)
 
     def _finish_older_runs(self) -> bool:
@@ -588,7 +563,7 @@ class Votes:
             return self._give_up(record, number, key, f"{self._directory.at(key)} exists: somebody made it meanwhile")
         others = sorted(rank for rank, vote in votes.items() if vote.upload != first.upload)
         if others:
-            reason = f"upload= is not the same on all ranks: rank 0 and ranks {some(others)} have different ones"
+            reason = f"upload= is not the same on all ranks: that of rank 0 is another one than that of {some(others)}"
             return self._give_up(record, number, key, reason)
         parts = tuple(Part(vote.file, vote.nbytes, vote.digest) for _, vote in sorted(votes.items()))
         alias = next((vote.alias for _, vote in sorted(votes.items()) if vote.alias), "")
@@ -681,6 +656,15 @@ class Votes:
         deleted, failed = directory.retain(*self._keep)
         self.deleted += deleted
         self.undeleted = failed
+
+
+def _instead(others: dict[str, dict[int, Vote]], missing: Iterable[int]) -> dict[int, str]:
+    """Of each of these ranks a checkpoint that it has a part in, if there is one that is not decided."""
+    return {rank: key for key, there in others.items() for rank in there if rank in missing}
+
+
+def _why(ranks: Iterable[int], key: str, other: str) -> str:
+    return f"{some(ranks)} saved {other}, and not {key}: all ranks save the same names in the same order"
 
 
 def _vote_name(rank: int) -> str:

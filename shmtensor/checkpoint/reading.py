@@ -442,11 +442,12 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
+    def fill(self, memory: Array, file: int, offset: int, names: str, *, alone: bool = False) -> None:
         """Fill uint8 memory with the bytes at `offset`. Callable from several threads at once.
 
         names: of the tensors, for the `CheckpointError` that is raised if the file ends before, or if what is there is
         not authentic.
+        alone: what lies around it is not read soon
         """
         sealed = self._sealed[file]
         if sealed is not None:
@@ -456,7 +457,7 @@ class Files:
                 raise CheckpointError(f"tensor {names}: {error}") from None
             return
         while len(memory):
-            count = self._read(memory, file, offset)
+            count = self._read(memory, file, offset, alone=alone)
             if not count:
                 raise CheckpointError(
                     f"{self.paths[file]}: the file ends at offset {offset}, inside tensor {names}: it is truncated"
@@ -479,7 +480,7 @@ class Files:
         """Whether neighbours in the file are better read together: each read is a request."""
         return self.is_remote(file) and self._sealed[file] is None
 
-    def _read(self, memory: Any, file: int, offset: int) -> int:
+    def _read(self, memory: Any, file: int, offset: int, *, alone: bool) -> int:
         """Read some of it; returns how many bytes, as `preadv`."""
         if self.reads_directly(memory, file, offset):
             lead = -offset % PAGE
@@ -490,7 +491,7 @@ class Files:
                     return os.preadv(self._direct[file], [memory[: len(memory) // PAGE * PAGE]], offset)
                 except OSError:  # if it is a real error, the plain read raises it too
                     self._refuses[file] = True  # the descriptor stays open: another reader may be using it
-        return self._inputs[file].preadv([memory], offset)
+        return self._inputs[file].preadv([memory], offset, alone=alone)
 
     def reads_directly(self, memory: Any, file: int, offset: int) -> bool:
         """Whether `fill` would read this with direct I/O."""

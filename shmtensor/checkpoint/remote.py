@@ -203,11 +203,14 @@ class RemoteFile:
         start = offset % BLOCK
         return b"".join(parts)[start : start + end - offset]
 
-    def preadv(self, views: Sequence[Any], offset: int) -> int:
-        """Fill views with consecutive bytes; returns how many there were. Raises OSError."""
+    def preadv(self, views: Sequence[Any], offset: int, *, alone: bool = False) -> int:
+        """Fill views with consecutive bytes; returns how many there were. Raises OSError.
+
+        alone: what lies around them is not read soon, so that no whole block is fetched
+        """
         memory = [memoryview(view).cast("B") for view in views]
         total = min(sum(map(len, memory)), self.nbytes - offset)
-        if total < 2 * BLOCK or self._kept(offset, total) is not None:
+        if (total < 2 * BLOCK and not alone) or self._kept(offset, total) is not None:
             data = self.pread(total, offset)
             scatter(data, memory)
             return len(data)

@@ -5,7 +5,8 @@
 
 The tensor's dimensions are sorted by their strides, which is the order of the file. The inner ones, as long as they are
 dense, are one *block*. Blocks are read one by one; if the gap between two is not larger than a block, they are read
-together with the gap, so that at most twice the requested bytes are read.
+together with the gap, so that at most twice the requested bytes are read. From a URL each read is a request, of which
+several are made at once, and gaps of up to `GAP` are read as well.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..wire.spec import extent
 from .formats import Stored
 from .plan import Entry, Plan, Region, tensor_numbers
-from .reading import CHUNK, private
+from .reading import CHUNK, REQUEST_MIN, private
+from .remote import GAP, at_once
 from .structure import key_of
 
 
@@ -267,8 +269,11 @@ def stored_nbytes(entry: Entry) -> int:
 class Source(Protocol):
     """A source of bytes: `Files` or `InMemory`."""
 
-    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
-        """Fill uint8 memory with the bytes at `offset`."""
+    def fill(self, memory: Array, file: int, offset: int, names: str, *, alone: bool = False) -> None:
+        """Fill uint8 memory with the bytes at `offset`. alone: what lies around it is not read soon."""
+
+    def is_remote(self, file: int) -> bool:
+        """Whether each read is a request through the network."""
 
     def check(self, file: int) -> None:
         """Raise `CheckpointError` if a file has become another one since it was opened."""
@@ -280,7 +285,11 @@ class InMemory:
     def __init__(self, data: Array) -> None:
         self._data = data
 
-    def fill(self, memory: Array, file: int, offset: int, names: str) -> None:
+    def is_remote(self, file: int) -> bool:
+        """It is in memory."""
+        return False
+
+    def fill(self, memory: Array, file: int, offset: int, names: str, *, alone: bool = False) -> None:
         """Fill uint8 memory with the bytes at `offset`."""
         memory[:] = self._data[offset : offset + len(memory)]
 
@@ -325,6 +334,9 @@ def _read_part(files: Source, span: Span, readers: int) -> Array:
     axes, block = [(length, stride) for _, length, stride in _axes(entry)], entry.itemsize
     while axes[-1][1] == block:
         block *= axes.pop()[0]
+    if files.is_remote(span.file):
+        _request_blocks(files, span.file, start, axes, memory.reshape(-1, block), label)
+        return memory
     count, step = axes.pop()
     starts = (
         start + sum(at * stride for at, (_, stride) in zip(where, axes, strict=True))
@@ -346,6 +358,43 @@ def _axes(entry: Entry) -> list[tuple[int, int, int]]:
     strides = c_strides(entry.shape, entry.itemsize) if entry.strides is None else entry.strides
     moving = [(axis, n, s) for axis, (n, s) in enumerate(zip(entry.shape, strides, strict=True)) if n > 1 and s]
     return sorted(moving, key=lambda axis: -axis[2])
+
+
+def _request_blocks(
+    files: Source, file: int, start: int, axes: list[tuple[int, int]], target: Array, label: str
+) -> None:
+    """Fill the rows of the target with the blocks of a file at a URL, several requests at once. Blocks with gaps of at
+    most `GAP` come by one request, with the gaps.
+
+    axes: (length, stride) of the dimensions outside of a block
+    """
+    starts = np.full(1, start, np.int64)
+    for length, stride in axes:
+        starts = (starts[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    block = target.shape[1]
+
+    def fetch(group: tuple[int, int]) -> None:
+        begin, end = group
+        first, last = int(starts[begin]), int(starts[end - 1])
+        if last - first == (end - 1 - begin) * block:
+            files.fill(target[begin:end].reshape(-1), file, first, label, alone=True)
+            return
+        piece = np.empty(last + block - first, np.uint8)
+        files.fill(piece, file, first, label, alone=True)
+        windows = np.lib.stride_tricks.sliding_window_view(piece, block)
+        target[begin:end] = windows[starts[begin:end] - first]
+
+    at_once(fetch, _together(starts, block))
+
+
+def _together(starts: Array, block: int) -> Iterator[tuple[int, int]]:
+    """The blocks that come by one request: the first, and the one behind the last."""
+    ends = np.flatnonzero(np.diff(starts) > block + GAP) + 1
+    for begin, end in itertools.pairwise([0, *ends.tolist(), len(starts)]):
+        while begin < end:
+            count = np.searchsorted(starts[begin:end], starts[begin] + REQUEST_MIN, side="right")
+            yield begin, begin + int(count)
+            begin += int(count)
 
 
 def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: int, label: str) -> None:

@@ -37,7 +37,8 @@ from .limits import PAGE
 from .manifest import part_name
 from .output import Disk, EncryptedOutput, Output, Sealing
 from .plan import Plan
-from .ranks import Outcome, Vote, Votes, Waiting
+from .ranks import Vote, Votes, Waiting
+from .run_record import Outcome
 from .slots import Chunk, cut
 
 WRITES: Final = 4

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError, ResourceError
-from . import index, ranks
+from . import index, run_record
 from .description import digest, text
 from .directory import Best, Directory, remove, superfluous
 from .index import PENDING, UPLOADED, Saved
@@ -731,7 +731,7 @@ class RankUploads:
         directory, now = self._directory, time.monotonic()
         if rank == directory.rank:
             return False
-        record = ranks.read(directory.path)
+        record = run_record.read(directory.path)
         if record is None or directory.is_alive(rank, record):
             self._dead.pop(rank, None)
             return False

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
-from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError
+from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError, TimedOut
 from ..memory import lifecycle
 from ..memory.segment import free_bytes, more_room, total_bytes, where
 from ..options import format_bytes, parse_bytes
@@ -27,7 +27,7 @@ from ..statistics import WriterStatistics
 from .directory import Directory
 from .envelope import SUFFIX
 from .formats import get_format
-from .handle import COMPLETE, DURABLE, FAILED, REPLACED, SKIPPED, Bar, Save, SaveHandle, SavesInFlight
+from .handle import COMPLETE, DURABLE, FAILED, REPLACED, SKIPPED, VOTED, Bar, Save, SaveHandle, SavesInFlight
 from .keys import Key, MasterKey
 from .names import (
     Namer,
@@ -56,6 +56,8 @@ _START_TIMEOUT: Final = 30.0
 """Seconds that `save` waits at most for a writing process to start."""
 _MAX_VOTED: Final = 2
 """Saves of a rank that may wait for other ranks' parts. `save` waits before it adds one more: parts take disk space."""
+_SOON: Final = 1.0
+"""Seconds that `close` waits for the parts of other ranks before it says that none of this one follows."""
 
 
 class CheckpointWriter(Local):
@@ -401,12 +403,13 @@ class CheckpointWriter(Local):
     def _running(self) -> ProcessHandle:
         process = self._process
         _track(self)  # from now on there is something to finish at exit
+        directory, is_new = self._directory, process is None or process.lost
+        if isinstance(directory, RankDirectory) and (is_new or directory.has_ended):
+            directory.begin()
         if process is None or process.lost:
             if process is not None:
                 self._restarts += process.restarts + 1
                 process.finish()
-            if isinstance(self._directory, RankDirectory):
-                self._directory.begin()
             saves = self._saves
             process = self._process = ProcessHandle(
                 self._channel, self._settings, self._prefix, saves.live_numbers(),
@@ -459,7 +462,11 @@ class CheckpointWriter(Local):
         self._report_errors(self._saves.unreported(), raises=self._on_error == "raise" and not quietly)
 
     def _shut(self, call: Call[None], deadline: float | None) -> None:
-        if self._closed or not self._saves.wait(deadline, lambda: call.abandoned):
+        if self._closed:
+            return
+        if isinstance(self._directory, RankDirectory):
+            self._end_parts(self._directory, call, deadline)
+        if not self._saves.wait(deadline, lambda: call.abandoned):
             return
         self._closed = True
         _untrack(self)
@@ -467,6 +474,18 @@ class CheckpointWriter(Local):
             self._leave()
         finally:
             self._ended = True
+
+    def _end_parts(self, directory: RankDirectory, call: Call[None], deadline: float | None) -> None:
+        """Let the other ranks know that no further part comes from this one, if they have not saved the same soon."""
+        saves, soon = self._saves, time.monotonic() + _SOON
+        with contextlib.suppress(TimedOut):
+            if not saves.wait_for_writing(deadline, lambda: call.abandoned):
+                return
+            saves.wait(soon if deadline is None else min(soon, deadline), lambda: call.abandoned)
+        is_soon = call.abandoned or time.monotonic() < soon
+        if {save.status for save in saves.in_flight} == {VOTED} and not (is_soon or directory.has_ended):
+            with contextlib.suppress(OSError):  # then they wait for the end of this process
+                directory.end()
 
     def _leave(self) -> None:
         stager, self._stager, self._staging = self._stager, None, None  # so that the memory is freed

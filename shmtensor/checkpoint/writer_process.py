@@ -25,7 +25,8 @@ from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
 from .process_handle import UPLOAD, receive_secret, results_channel
-from .ranks import Outcome, RankDirectory, Votes, finish_older_runs
+from .ranks import RankDirectory, Votes, finish_older_runs
+from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot
 from .streamed import StreamedSnapshot
@@ -66,6 +67,7 @@ class Worker:
         self._directory, self._votes = self._open(settings)
         self._voted: list[PartSnapshot] = []  # durable parts that wait for other ranks, oldest first
         self._awaited = 0.0
+        self._has_all = False  # the trainer has closed or died, and all that it staged is written
         self._snapshots: dict[int, Snapshot] = {}
         self._strays: dict[int, list[Message]] = {}  # chunks of snapshots whose head has not come yet
         self._dropped: set[int] = set()
@@ -115,16 +117,12 @@ class Worker:
             elif self._is_sending():
                 if self._taker.over:  # then it does not wait for messages below
                     time.sleep(_VOTES_INTERVAL)
-            elif self._taker.over:
-                self._drop_all()
-                if not self._voted and not self._uploads_alone():
-                    break
-                time.sleep(_VOTES_INTERVAL)
-            elif self._is_alone():
-                messages = self._taker.take_first()  # everything that the trainer left is there by now
+            elif self._taker.over or self._is_alone():
+                messages = [] if self._taker.over else self._taker.take_first()  # all that a dead trainer has left
                 if messages:
                     continue
                 self._drop_all()
+                self._has_all = True
                 if not self._voted and not self._uploads_alone():
                     break
                 time.sleep(_VOTES_INTERVAL)
@@ -310,7 +308,7 @@ class Worker:
         """Pause while the writing process of an earlier trainer is at work; say so once if that lasts."""
         self._blocked += 1
         if self._blocked == round(_BLOCKED / _PAUSE):
-            self._report(r="blocked", seconds=_BLOCKED)
+            self._report(r="blocked", seconds=_BLOCKED, by=self._directory.predecessor())
         time.sleep(_PAUSE)
 
     def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
@@ -345,10 +343,22 @@ class Worker:
             if isinstance(found, Outcome):
                 self._conclude(snapshot, found)
                 continue
+            if found is not None and found.missing and self._has_all:
+                self._end_parts()  # others may wait for one, too
             if found is not None and time.monotonic() - self._awaited >= _AWAITED_INTERVAL and not self._unsent:
                 self._awaited = time.monotonic()
-                self._report(r="awaited", n=snapshot.number, ranks=sorted(found.missing.items()))
+                older = "" if found.missing or self._votes is None else self._votes.older_writers()
+                self._report(
+                    r="awaited", n=snapshot.number, ranks=sorted(found.missing.items()), older=older,
+                    instead=sorted(found.instead.items()),
+                )  # fmt: skip
             return
+
+    def _end_parts(self) -> None:
+        """Say once that no further part of this rank comes."""
+        if isinstance(self._directory, RankDirectory) and not self._directory.has_ended:
+            with contextlib.suppress(OSError):  # tried again
+                self._directory.end()
 
     def _conclude(self, snapshot: PartSnapshot, outcome: Outcome) -> None:
         votes, entry = self._votes, snapshot.entry

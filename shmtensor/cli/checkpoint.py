@@ -27,8 +27,8 @@ from ..checkpoint.load import check, check_options
 from ..checkpoint.locations import location
 from ..checkpoint.opening import LATEST, Opener, open_path
 from ..checkpoint.plan import Entry
-from ..checkpoint.remote import RemotePath, without_secrets
-from ..errors import ArgumentError, CheckpointError, ShmTensorError
+from ..checkpoint.remote import RemotePath, is_url, without_secrets
+from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
 from ..options import format_bytes, parse_bytes
 from .output import console, fail, guarded, print_json, seconds
 
@@ -36,6 +36,13 @@ app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+_Replace = Annotated[
+    bool,
+    typer.Option(
+        "--replace",
+        help="Remove the source when the new file is on disk, which takes its place: step, metrics, `latest`, `best`.",
+    ),
+]
 _ReadableNames = Annotated[
     bool, typer.Option("--readable-names", help="Names, shapes and dtypes of the tensors are readable without the key.")
 ]
@@ -186,15 +193,18 @@ def encrypt(
     passphrase: _Passphrase = False,
     readable_names: _ReadableNames = False,
     overwrite: _Overwrite = False,
+    replace: _Replace = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Encrypt a checkpoint file. The source stays: remove it when the new one is verified."""
+    """Encrypt a checkpoint file of this machine. The source stays, without --replace."""
     try:
+        _check_local(source, target)
         master = MasterKey.of(_needed_key(key_file, passphrase, confirm=True))
         with _bar("encrypting", source.stat().st_size, shown=not as_json) as progress:
             made = encrypt_file(
-                source, target, master, readable_names=readable_names, overwrite=overwrite, progress=progress
-            )
+                source, target, master, readable_names=readable_names, overwrite=overwrite, replace=replace,
+                progress=progress,
+            )  # fmt: skip
     except ArgumentError as error:
         raise fail(str(error), 2) from None
     _show_written(made, as_json=as_json)
@@ -209,16 +219,25 @@ def decrypt(
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
     overwrite: _Overwrite = False,
+    replace: _Replace = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Decrypt a checkpoint file: byte for byte the one that was encrypted. The source stays."""
+    """Decrypt a checkpoint file of this machine: byte for byte the one that was encrypted. The source stays, without
+    --replace."""
     try:
+        _check_local(source, target)
         opener = Opener(_needed_key(key_file, passphrase))
         with _bar("decrypting", source.stat().st_size, shown=not as_json) as progress:
-            made = decrypt_file(source, target, opener, overwrite=overwrite, progress=progress)
+            made = decrypt_file(source, target, opener, overwrite=overwrite, replace=replace, progress=progress)
     except ArgumentError as error:
         raise fail(str(error), 2) from None
     _show_written(made, as_json=as_json)
+
+
+def _check_local(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and is_url(path):
+            raise ArgumentError("files of this machine are encrypted and decrypted: use convert for a URL")
 
 
 def _show_written(path: Path, *, as_json: bool) -> None:
@@ -263,7 +282,7 @@ def ls(
         values = escape(", ".join(f"{name}={float(value):.6g}" for name, value in row["metrics"].items()))
         table.add_row(
             escape(row["name"]), row["format"] or "", "" if row["step"] is None else str(row["step"]),
-            format_bytes(row["bytes"]) if whole else "", str(row["tensors"]) if whole else "",
+            format_bytes(row["bytes"]) if whole else "", "" if row["tensors"] is None else str(row["tensors"]),
             seconds(max(0.0, time.time() - row["time"])), *[values] * metrics,
             escape(", ".join(row["aliases"])) if whole else "[red]damaged[/]",
         )  # fmt: skip
@@ -275,13 +294,15 @@ def ls(
 
 def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": 0,
+        "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": None,
         "time": info.time, "metrics": {name: _plain(value) for name, value in info.metrics.items()},
         "aliases": list(info.aliases), "latest": LATEST in info.aliases, "error": info.error,
         "encrypted": info.encrypted, "uploaded": info.uploaded,
     }  # fmt: skip
     try:
-        return row if opened is None else row | {"tensors": len(opened.plan.tensors)}
+        if opened is None or (opened.locked and not opened.plan.tensors):
+            return row | {"tensors": None}  # nobody can know
+        return row | {"tensors": len(opened.plan.tensors)}
     except CheckpointError as error:  # of a file of torch's own, which is opened by torch
         return row | {"error": str(error)}
 
@@ -313,6 +334,8 @@ def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, 
         }  # fmt: skip
         with _bar(opened.main.name, nbytes, shown=bar) as progress:
             damaged = check(opened, readers=readers, progress=progress)
+    except ResourceError as error:  # a server or disk that does not answer says nothing of the bytes
+        return report | {"ok": None, "error": str(error)}
     except (CheckpointError, OSError) as error:
         return report | {"error": str(error)}
     report["damaged"] = [
@@ -328,7 +351,7 @@ def _show_report(report: dict[str, Any]) -> None:
         note = "" if report["digests"] else ", [yellow]no digests: only its structure was checked[/]"
         out.print(f"[green]ok[/] {path}  {format_bytes(report['bytes'])}{note}", soft_wrap=True)
         return
-    out.print(f"[red]bad[/] {path}", soft_wrap=True)
+    out.print(f"[red]{'not checked' if report['ok'] is None else 'bad'}[/] {path}", soft_wrap=True)
     for text in [report["error"]] if report["error"] else [each["error"] for each in report["damaged"]]:
         out.print(f"  {escape(text)}", soft_wrap=True)
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
@@ -38,8 +36,8 @@ from ..checkpoint.locations import Location, fresh, location
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.opening import open_part, resolve
 from ..checkpoint.plan import Entry, Plan, Region, build_state
-from ..checkpoint.reading import REQUEST_MIN, Files, default_readers, private, read_regions
-from ..checkpoint.remote import GAP, at_once, is_url
+from ..checkpoint.reading import Files, default_readers, private, read_regions
+from ..checkpoint.remote import is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
@@ -305,11 +303,12 @@ class StoredParts:
         file, start = (opened.places or [])[part.region]
         if nbytes == region.nbytes:
             memory, entry = self._read_region(opened, files, part.region), part
-        elif nbytes == extent(part.shape, part.strides, part.itemsize) or whole.strides is not None:
+        elif (
+            nbytes == extent(part.shape, part.strides, part.itemsize)
+            or whole.strides is not None
+            or files.is_remote(file)
+        ):
             memory, entry = read_part(files, Span(file, start, part), default_readers()), packed(part)
-        elif files.is_remote(file):
-            memory, entry = private(nbytes), part._replace(strides=None, offset=0)
-            _request_rows(files, file, start + whole.offset, _rows(whole, index), memory, f'"{whole.name}"')
         elif (rows := _rows(whole, index)).nbytes >= _ROW:
             memory = private(nbytes)
             for number, at in enumerate(rows.starts):
@@ -369,35 +368,6 @@ def _rows(entry: Entry, index: tuple[slice, ...]) -> _Rows:
             starts = (np.arange(at.start, at.stop, dtype=np.int64)[:, None] * step + starts[None, :]).reshape(-1)
         step *= entry.shape[axis]
     return _Rows(nbytes, starts.tolist())
-
-
-def _request_rows(files: Files, file: int, start: int, rows: _Rows, memory: Array, label: str) -> None:
-    """Fill memory with the rows of a part of a file at a URL. Raises `CheckpointError` if it is another file by now."""
-    starts = np.asarray(rows.starts, np.int64) + start
-    target = memory.reshape(len(starts), rows.nbytes)
-
-    def fetch(group: tuple[int, int]) -> None:
-        if group[1] - group[0] == 1:
-            files.fill(target[group[0]], file, int(starts[group[0]]), label)
-            return
-        first, last = starts[group[0]], starts[group[1] - 1]
-        piece = np.empty(last + rows.nbytes - first, np.uint8)
-        files.fill(piece, file, int(first), label)
-        windows = np.lib.stride_tricks.sliding_window_view(piece, rows.nbytes)
-        target[group[0] : group[1]] = windows[starts[group[0] : group[1]] - first]
-
-    at_once(fetch, _together(starts, rows.nbytes))
-    files.check(file)
-
-
-def _together(starts: Array, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Rows that come by one request, as there are small gaps between them: the first, and the one behind the last."""
-    ends = np.flatnonzero(np.diff(starts) > nbytes + GAP) + 1
-    for begin, end in itertools.pairwise([0, *ends.tolist(), len(starts)]):
-        while begin < end:
-            count = np.searchsorted(starts[begin:end], starts[begin] + REQUEST_MIN, side="right")
-            yield begin, begin + int(count)
-            begin += int(count)
 
 
 def _dtype(entry: Entry) -> torch.dtype:

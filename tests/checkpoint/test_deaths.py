@@ -53,7 +53,8 @@ RANK_POINTS = [
     "ranks.durable", "part.reported", "part.done",
 ]  # fmt: skip
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
-GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun"]
+GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun", "ranks.ended"]
+EXCHANGE_POINTS = ["recorded", "renamed", "pointed", "removed"]  # `encrypt --replace`: test_encryption.py
 SEAL_POINTS = ["seal.begun", "seal.written", "seal.journal", "seal.described"]  # test_encryption.py
 UPLOAD_POINTS = [
     "upload.begun",
@@ -77,7 +78,7 @@ DEVICE_POINTS = ["offload.started", "offload.copied"]  # a trainer's, with a sta
 CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS, *SEAL_POINTS,
     *UPLOAD_POINTS, *(point for point in RANK_UPLOAD_POINTS if point not in UPLOAD_POINTS), *PRUNE_POINTS,
-    *DIRECT_POINTS, *RANK_POINTS, *GIVING_UP_POINTS,
+    *DIRECT_POINTS, *RANK_POINTS, *GIVING_UP_POINTS, *(f"exchange.{point}" for point in EXCHANGE_POINTS),
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""
 

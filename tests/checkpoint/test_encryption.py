@@ -19,10 +19,10 @@ import torch
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.checkpoint import envelope, keys, names, opening, process_handle
+from shmtensor.checkpoint import envelope, index, keys, names, opening, process_handle
 from shmtensor.checkpoint.convert import encrypt_file
 from shmtensor.checkpoint.directory import LOCK
-from shmtensor.checkpoint.envelope import ENTRY, SEGMENT, read_envelope
+from shmtensor.checkpoint.envelope import ENTRY, HIDDEN_DIGEST, SEGMENT, read_envelope
 from shmtensor.checkpoint.index import INDEX
 from shmtensor.checkpoint.keys import KeyWrapper, MasterKey, Passphrase
 from shmtensor.checkpoint.load import load_arrays, load_checkpoint
@@ -32,7 +32,7 @@ from shmtensor.cli.main import app
 
 from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save
-from .test_deaths import arm
+from .test_deaths import EXCHANGE_POINTS, arm
 
 pytest.importorskip("cryptography", reason="needs cryptography: pip install 'shmtensor[crypto]'")
 
@@ -580,6 +580,92 @@ def test_encrypt_and_decrypt(format, state, run, tmp_path, key_file):
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
+def saved_run(path: Path) -> list:
+    """Three checkpoints with metrics, of which the first is the best; what `list_checkpoints` says of them."""
+    with CheckpointWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.save(large(step), metrics={"loss": float(step)}, alias="best" if step == 1 else None)
+    return listed(path)
+
+
+def listed(path: Path) -> list:
+    return [(each.step, each.time, each.metrics, each.aliases) for each in shmtensor.list_checkpoints(path)]
+
+
+def name_of(step: int, sealed: bool) -> str:
+    return f"step-{step:08d}.safetensors{'.encrypted' * sealed}"
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_whole_run_in_whatever_order(replace, run, tmp_path, key_file):
+    """Order and times of the steps stay as they are, with `--replace` also metrics, names and the list of saves."""
+    before, more = saved_run(tmp_path / "a"), ["--key-file", key_file, *["--replace"] * replace]
+    for command, sealed in (("encrypt", False), ("decrypt", True)):
+        for step in (2, 3, 1):
+            run(command, tmp_path / "a" / name_of(step, sealed), *more)
+            if not replace:
+                (tmp_path / "a" / name_of(step, sealed)).unlink()
+        key = None if sealed else KEY
+        assert shmtensor.load_newest(tmp_path / "a", key=key)["step"] == 3
+        if replace:
+            assert listed(tmp_path / "a") == before
+            assert os.readlink(tmp_path / "a" / "best") == name_of(1, not sealed)
+            assert load_checkpoint(tmp_path / "a" / "latest", key=key)["step"] == 3
+        else:
+            assert [each[:2] for each in listed(tmp_path / "a")] == [
+                (None if key else each[0], each[1]) for each in before
+            ]
+    if replace:
+        assert all(each.digest != HIDDEN_DIGEST for each in index.read(str(tmp_path / "a")))
+        with CheckpointWriter(tmp_path / "a", keep_last=1) as writer:
+            writer.save(large(4)).durable.result(PATIENCE)
+        assert {step for step, *_ in listed(tmp_path / "a")} == {1, 4}  # the best stays
+
+
+def test_a_file_is_not_replaced_while_a_writer_is_open(run, tmp_path, key_file):
+    saved_run(tmp_path / "a")
+    path = tmp_path / "a" / name_of(2, False)
+    with CheckpointWriter(tmp_path / "a"):
+        assert "another CheckpointWriter is open" in run("encrypt", path, "--key-file", key_file, "--replace", code=1)
+    assert "same directory" in run(
+        "encrypt", path, tmp_path / "b.encrypted", "--key-file", key_file, "--replace", code=2
+    )
+    assert path.exists()
+    assert not list((tmp_path / "a").glob("*.encrypted"))
+    run("encrypt", tmp_path / "a" / "latest", "--key-file", key_file, "--replace")  # what it leads to
+    assert os.readlink(tmp_path / "a" / "latest") == name_of(3, True)
+
+
+@pytest.mark.parametrize("point", EXCHANGE_POINTS)
+def test_a_command_dies_while_it_replaces_a_file(point, tmp_path, run, key_file):
+    """Nothing is lost, whatever is there loads; the command finishes it, or the next save."""
+    path = tmp_path / "a"
+    saved_run(path)
+    arguments = ["checkpoint", "encrypt", str(path / name_of(1, False)), "--key-file", str(key_file), "--replace"]
+    code = f"""
+        import sys
+        from tests.faults import points
+        points.install("shmtensor.checkpoint")
+        points.arm("exchange.{point}", "kill")
+        from shmtensor.cli.main import app
+        app({arguments!r})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == -9
+    there = {each.name for each in path.iterdir() if each.name.startswith("step-00000001")}
+    assert there
+    for name in there:
+        assert load_arrays(path / name, key=KEY if "encrypted" in name else None)["step"] == 1
+    assert shmtensor.load_newest(path)["step"] == 3
+    if (path / name_of(1, False)).exists():
+        run(*arguments[1:], "--overwrite")
+    assert os.readlink(path / "best") == name_of(1, True)
+    with CheckpointWriter(path, keep_last=1) as writer:
+        writer.save(large(4)).durable.result(PATIENCE)
+    assert [entry.name for entry in index.read(str(path))] == [name_of(1, True), name_of(4, False)]
+    assert {name for name in os.listdir(path) if name.startswith("step")} == {name_of(1, True), name_of(4, False)}
+
+
 def test_a_passphrase_is_asked_for(run, state, tmp_path):
     path = save(state, tmp_path / "a.safetensors")
     assert "hush" not in run("encrypt", path, "--passphrase", input="hush\nhush\n")
@@ -595,6 +681,14 @@ def test_commands_refuse(run, state, sealed, key_file, tmp_path):
     path = save(state, tmp_path / "a.safetensors")
     assert "pass the key by one of" in run("encrypt", path, code=2)
     assert "pass the key by one of" in run("encrypt", path, "--passphrase", "--key-file", key_file, code=2)
+    assert "use convert for a URL" in run("encrypt", "http://127.0.0.1/a.safetensors", "--key-file", key_file, code=2)
+    assert "use convert for a URL" in run("decrypt", sealed, "s3://bucket/a", "--key-file", key_file, code=2)
+    rows = json.loads(run("ls", sealed.parent, "--json"))["checkpoints"]
+    (row,) = (each for each in rows if each["name"] == sealed.name)
+    assert (row["encrypted"], row["tensors"]) == (True, None)  # whose names are not readable
+    empty = tmp_path / "empty.safetensors.encrypted"
+    empty.touch()
+    assert "it is damaged" in run("verify", empty, "--key-file", key_file, code=1)
     assert "encrypted already" in run("encrypt", sealed, "--key-file", key_file, code=2)
     assert "is not encrypted" in run("decrypt", path, "--key-file", key_file, code=2)
     assert "ends in .encrypted" in run("encrypt", path, tmp_path / "b", "--key-file", key_file, code=2)
@@ -629,7 +723,7 @@ def test_convert(run, state, sealed, key_file, tmp_path):
 def test_ls(run, state, key_file, tmp_path):
     write(tmp_path / "a", state)
     (row,) = json.loads(run("ls", tmp_path / "a", "--json"))["checkpoints"]
-    assert (row["encrypted"], row["step"], row["error"], row["tensors"]) == (True, 7, None, 0)
+    assert (row["encrypted"], row["step"], row["error"], row["tensors"]) == (True, 7, None, None)
     (row,) = json.loads(run("ls", tmp_path / "a", "--json", "--key-file", key_file))["checkpoints"]
     assert (row["tensors"], row["error"]) == (3, None)
 

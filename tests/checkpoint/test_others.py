@@ -376,6 +376,11 @@ def test_a_file_of_tensorizer(tmp_path):
     fs.pipe_file("/tensorizer/a.tensors", path.read_bytes())
     assert same(load_checkpoint(url), expected)
     fs.rm("/tensorizer", recursive=True)
+    module = torch.nn.Linear(3, 2)
+    serializer = tensorizer.TensorSerializer(str(tmp_path / "module.tensors"))
+    serializer.write_module(module)
+    serializer.close()
+    torch.nn.Linear(3, 2).load_state_dict(load_checkpoint(tmp_path / "module.tensors"))  # whose names have no dot
     with pytest.raises(ArgumentError, match="not known"):
         convert(open_path(path), tmp_path / "b.tensors", "tensorizer")
     path.write_bytes(path.read_bytes()[:4000])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays
-from shmtensor.checkpoint import index, names, process_handle, ranks
+from shmtensor.checkpoint import index, names, process_handle, ranks, run_record
 from shmtensor.checkpoint import upload as upload_module
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
@@ -89,7 +89,7 @@ def test_the_manifest_is_last(url, s3, tmp_path, monkeypatch):  # noqa: F811
     one, _ = save_all(writers, 2)
     try:
         one.durable.result(PATIENCE)
-        key, run = f"{url.removeprefix('s3://')}/step-00000002", f"{ranks.read(str(path)).number:016x}"
+        key, run = f"{url.removeprefix('s3://')}/step-00000002", f"{run_record.read(str(path)).number:016x}"
         wait_until(lambda: (path / f".step-00000002.{run}.uploads" / "rank-00000.safetensors.done").exists())
         s3.fs.invalidate_cache()
         assert not s3.fs.exists(f"{key}/{MANIFEST}")
@@ -308,8 +308,6 @@ def test_marks_of_what_is_not_pending_are_removed(tmp_path):
 
 @pytest.mark.parametrize("value", ["x", 7, None, "0" * 17])
 def test_a_vote_with_a_wrong_url_counts_as_none(tmp_path, value):
-    from shmtensor.checkpoint import ranks
-
     vote = ranks.Vote(0, 1, 1, "rank-00000.pt", 1, 1, "0" * 16, 1, {}, "", False, "")
     for upload, counts in (("", True), ("0" * 16, True), (value, False)):
         (tmp_path / "rank-00000.vote").write_text(json.dumps({**vote._asdict(), "upload": upload}))
@@ -326,5 +324,5 @@ def test_the_run_file_has_nothing_of_the_url(url, tmp_path):
     writers = open_writers(path, 1, upload=url)
     save_all(writers, 1)[0].uploaded.result(PATIENCE)
     close_all(writers)
-    assert url not in (path / ranks.RUN).read_text()
-    assert process_handle.UPLOAD not in (path / ranks.RUN).read_text()
+    assert url not in (path / run_record.RUN).read_text()
+    assert process_handle.UPLOAD not in (path / run_record.RUN).read_text()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
-from shmtensor.checkpoint import index, names, opening, process_handle, ranks
+from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
@@ -257,9 +258,96 @@ def test_a_checkpoint_that_one_rank_leaves_out_is_given_up(tmp_path):
     writers = open_writers(path, 2)
     alone = writers[0].save(part_of(0, 1))
     save_all(writers, 2)
-    assert "ranks 1 have not saved it" in str(alone.durable.exception(PATIENCE))
+    why = "rank 1 saved step-00000002, and not step-00000001: all ranks save the same names in the same order"
+    assert why in str(alone.durable.exception(PATIENCE))
     close_all(writers)
     check(path, [2], 2)
+
+
+@pytest.mark.parametrize(
+    "names", [["1", "2", "4", "5"], ["1", "3", "2", "5"], ["1", "3", "5"], ["1", "2", "2b", "3", "5"]], ids="-".join
+)
+@pytest.mark.filterwarnings("ignore:checkpoint :RuntimeWarning")
+def test_ranks_that_save_other_names_do_not_wait_for_each_other(tmp_path, names):
+    """Two ranks save 1, 2, 3, 5, the third something else: what all have is durable, the rest fails, whoever looks."""
+    path = tmp_path / "a"
+    usual = ["1", "2", "3", "5"]
+
+    def train(rank: int, writer: CheckpointWriter) -> list:
+        with writer:
+            return [writer.save(part_of(rank, int(name[0])), name=name) for name in (names if rank == 2 else usual)]
+
+    with ThreadPoolExecutor(3) as pool:
+        handles = [
+            handle for saved in pool.map(train, range(3), open_writers(path, 3, on_error="warn")) for handle in saved
+        ]
+    durable = {name for name in names_in(path) if not name.startswith(".")}
+    if names == ["1", "3", "2", "5"]:  # in another order: not both of them
+        assert durable in ({"1", "2", "5"}, {"1", "3", "5"})
+    else:
+        assert durable == set(names).intersection(usual)
+    for error in filter(None, (handle.durable.exception(PATIENCE) for handle in handles)):
+        assert "all ranks save the same names in the same order" in str(error)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_ranks_that_save_other_names_and_die(tmp_path, dies):
+    """Their writing processes end, also if one dies when it has said so, and the next run waits for nobody."""
+    path, launch = tmp_path / "a", once_at("ranks.ended", tmp_path / "flag") if dies else ""
+    end = """
+for w in writers: w.close()
+writers = [CheckpointWriter(path, rank=rank, world_size=2) for rank in range(2)]
+writers[0].save(part_of(0, 13))
+writers[1].save(part_of(1, 14))
+"""
+    for pid in trainers(path, end, launch=launch):
+        wait_for_end(pid)
+    assert (tmp_path / "flag").exists() == dies
+    if dies:  # what only the dead one had a part in is left for the next run
+        assert len(run_record.read(str(path)).outcomes) == 2
+        with CheckpointWriter(path, rank=0, world_size=1) as writer:
+            writer.start(timeout=PATIENCE)
+        check(path, [1], 2)
+        return
+    check(path, [1], 2)
+    reasons = {each.key: each.reason for each in run_record.read(str(path)).outcomes}
+    for rank, step in ((1, 13), (0, 14)):  # one of the two has ended, and the other is gone by then
+        assert re.search(rf"will never come \((closed|dead): rank {rank}", reasons[f"step-{step:08d}"])
+    with CheckpointWriter(path, rank=0, world_size=1) as writer:
+        assert writer.save(part_of(0, 15)).durable.result(PATIENCE).path.endswith("15")
+
+
+def test_ranks_that_save_other_names_and_close(tmp_path):
+    """Neither waits for ever, and they learn what the other one has saved."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    handles = [writer.save(part_of(rank, 13 + rank)) for rank, writer in enumerate(writers)]
+    wait_until(lambda: "late: rank 1; rank 1 saved step-00000014" in _why_not_over(writers[0]))
+    with ThreadPoolExecutor(2) as pool:
+        for closed in [pool.submit(writer.close) for writer in writers]:
+            assert "will never come (closed: rank" in str(closed.exception(PATIENCE))
+    errors = [str(handle.durable.exception(PATIENCE)) for handle in handles]
+    assert "rank 1 saved step-00000014" in errors[0] or "rank 0 saved step-00000013" in errors[1]  # who decides first
+    check(path, [], 2)
+
+
+def test_a_rank_that_closes_fails_what_it_has_not_saved(tmp_path):
+    """Not what it has saved; and it may go on when its `close` has not ended in time."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    first = writers[0].save(part_of(0, 1))
+    with pytest.raises(shmtensor.TimedOut, match="late: rank 1"):
+        writers[0].close(timeout=1.5)
+    assert run_record.read(str(path)).ended == {0}
+    lonely = writers[1].save(part_of(1, 0))
+    assert "closed: rank 0; rank 0 saved step-00000001" in str(lonely.durable.exception(PATIENCE))
+    writers[1].save(part_of(1, 1)).durable.result(PATIENCE)
+    for handle in save_all(writers, 2):
+        handle.durable.result(PATIENCE)
+    assert run_record.read(str(path)).ended == set()
+    assert first.status == "durable"
+    close_all(writers)
+    check(path, [1, 2], 2)
 
 
 def test_a_name_that_somebody_took(tmp_path):
@@ -315,7 +403,7 @@ def test_a_second_launcher_is_refused(tmp_path, monkeypatch):
     with CheckpointWriter(path, rank=0, world_size=2):
         with pytest.raises(shmtensor.ResourceError, match="of rank 0 is open"):
             CheckpointWriter(path, rank=0, world_size=2)
-        with pytest.raises(shmtensor.ResourceError, match="ranks 0 of a run of 2"):
+        with pytest.raises(shmtensor.ResourceError, match=r"a run of 2 ranks is open \(by rank 0\)"):
             CheckpointWriter(path, rank=2, world_size=4)
         with pytest.raises(shmtensor.ResourceError, match="another CheckpointWriter"):
             CheckpointWriter(path)
@@ -350,7 +438,7 @@ def test_ranks_that_open_anew_do_not_wait_for_each_other(tmp_path, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(CheckpointWriter, path, rank=1, world_size=2)
         wait_until(lambda: asked)
-        assert asked == ["ranks 0 of a run of 2 ranks are open, which this rank had joined before"]
+        assert asked == ["a run of 2 ranks is open (by rank 0), which this rank had joined before"]
         writers[0].close()
         writers = [CheckpointWriter(path, rank=0, world_size=2), later.result(PATIENCE)]
     save_all(writers, 2)
@@ -526,7 +614,7 @@ writers[0].save(part_of(0, 2))
     for pid in trainers(path, end, count=1):
         wait_for_end(pid)
     check(path, [1], 1)
-    assert "ranks 1" in ranks.read(str(path)).outcomes[-1].reason
+    assert "not open: rank 1" in run_record.read(str(path)).outcomes[-1].reason
 
 
 def test_a_rank_dies_before_its_part_is_durable(tmp_path):
@@ -536,7 +624,7 @@ def test_a_rank_dies_before_its_part_is_durable(tmp_path):
     for pid in trainers(path, f"stop(writers[1].statistics().pid)\n{kills}"):
         wait_for_end(pid)
     check(path, [1], 2)
-    assert "ranks are missing" in ranks.read(str(path)).outcomes[-1].reason
+    assert "will never come (dead: rank 1)" in run_record.read(str(path)).outcomes[-1].reason
     with CheckpointWriter(path, rank=0, world_size=1) as writer:  # which removes what both left in shared memory
         writer.start(timeout=PATIENCE)
 
@@ -642,6 +730,12 @@ def test_a_trainer_dies_while_it_begins_a_run(tmp_path):
     check(path, [1], 2)
 
 
+def _why_not_over(writer: CheckpointWriter) -> str:
+    with pytest.raises(shmtensor.TimedOut) as caught:
+        writer.close(timeout=0.01)
+    return str(caught.value)
+
+
 def test_the_next_run_waits_for_what_the_one_before_has_to_finish(tmp_path):
     path = tmp_path / "a"
     pids = trainers(path, "for w in writers: stop(w.statistics().pid)\nsave_all(writers, 2)")
@@ -650,6 +744,8 @@ def test_the_next_run_waits_for_what_the_one_before_has_to_finish(tmp_path):
     wait_until(lambda: all(handle.status == "voted" for handle in handles))
     with pytest.raises(TimeoutError):
         handles[0].durable.result(0.3)
+    for pid in pids:
+        wait_until(lambda pid=pid: f"pid {pid} (" in _why_not_over(writers[0]))
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     for handle in handles:
@@ -719,7 +815,7 @@ def test_a_vote_that_cannot_be_read_counts_as_none(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 3}', json.dumps({"version": 1, "run": -1})])
 def test_a_damaged_run_is_said_to_be_so(tmp_path, text):
-    (tmp_path / ranks.RUN).write_text(text)
+    (tmp_path / run_record.RUN).write_text(text)
     with pytest.raises(shmtensor.ResourceError, match="damaged"):
         CheckpointWriter(tmp_path, rank=0, world_size=1)
 

@@ -35,7 +35,7 @@ from shmtensor import (
     open_checkpoint,
 )
 from shmtensor.checkpoint import bodies, reading, remote
-from shmtensor.checkpoint.convert import convert
+from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
 from shmtensor.checkpoint.opening import Opener, open_path
@@ -413,6 +413,26 @@ def test_large_tensors_come_in_chunks_at_once(served, tmp_path):
     assert len(told) >= 36_000_000 // reading.REQUEST_MAX
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize(("columns", "share"), [(5000, 0.011), (1000, 1.1)])
+def test_columns_by_url(served, tmp_path, columns, share, sealed):
+    """Of rows of more than 8 KiB only the bytes of the part; short rows come whole, in few requests."""
+    state = {"w": torch.arange(2_000_000.0).reshape(-1, columns)}
+    path, key = save(state, tmp_path / "served" / "a.safetensors"), KEY if sealed else None
+    path = encrypt_file(path, None, MasterKey.of(KEY)) if sealed else path
+    part = np.s_[:, 7 : 7 + columns // 100]
+    for read in (
+        lambda where: load_checkpoint(where, slices={"w": part}, key=key)["w"],
+        lambda where: open_checkpoint(where, key=key)["w"].read(part),
+    ):
+        served.requests.clear()
+        assert torch.equal(read(f"{served.url}/{path.name}"), state["w"][part])
+        gets = [end - start for method, _, start, end in served.requests if method == "GET"]
+        if not sealed:  # of an encrypted one whole segments
+            assert sum(gets) < share * state["w"].nbytes + (600 << 10)
+            assert len(gets) < 10 or columns == 5000
+
+
 @pytest.mark.parametrize(("readers", "requests"), [(1, 1), (2, 2), (4, 4), (8, 5)])
 def test_a_large_tensor_is_divided_among_the_readers(served, tmp_path, readers, requests):
     """Into equal parts, of 8 MiB or more."""
@@ -735,6 +755,15 @@ def test_another_range_than_was_asked_for(served, tmp_path, quick):
     shifted[0] = 1 << 30
     with pytest.raises(ResourceError, match=r"tried 5 times: OSError: the server sends 'bytes \d+-"):
         load_checkpoint(f"{served.url}/a.safetensors", slices=part)
+
+
+def test_what_a_dead_server_has_is_not_said_to_be_damaged(tmp_path, quick):
+    with servers.Server(tmp_path) as server:
+        url = f"{server.url}/a.safetensors"
+    found = CliRunner().invoke(app, ["checkpoint", "verify", url])
+    assert (found.exit_code, found.output.startswith(f"not checked {url}")) == (1, True)
+    found = CliRunner().invoke(app, ["checkpoint", "verify", url, "--json"])
+    assert json.loads(found.output)["checkpoints"][0]["ok"] is None
 
 
 def test_it_becomes_another_file_while_it_is_read(served, tmp_path):

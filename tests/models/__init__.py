@@ -33,6 +33,7 @@ from .orphans import Orphans
 from .queue_wake import QueueWake
 from .ranks import Ranks
 from .requests import Requests, RequestsOnce
+from .save_order import SaveOrder, SaveOrderOfThree
 from .sleep_wake import SleepWake, SleepWakeDeath, SleepWakeRinger, SleepWakeTick
 from .slot_wait import SlotWait, SlotWaitDeath
 from .streamed import Streamed
@@ -54,5 +55,5 @@ MODELS: tuple[type[Model], ...] = (
     *(Groups, GroupsTwoSlots, GroupsMemberDeath, GroupsAllDie, GroupsPublisherDeath, GroupsPoison),  # 13
     *(GroupsLeave, GroupsLeaveAndDeath),
     Traces,  # 14
-    *(Ranks, Uploads, Streamed),  # docs/internals/checkpoint-protocol.md
+    *(Ranks, SaveOrder, SaveOrderOfThree, Uploads, Streamed),  # docs/internals/checkpoint-protocol.md
 )

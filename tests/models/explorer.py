@@ -44,6 +44,7 @@ class Process:
     killable = False
 
     def __init__(self, name: str, broken: str | None = None, killable: bool | None = None, **settings: Any):
+        assert not {END, DEAD, WAIT}.intersection(dir(self)), "a step has the name of an end"
         self.name, self.broken = name, broken
         if killable is not None:
             self.killable = killable

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
-from ..waiting import wait_for_end, wait_until
+from ..waiting import stop, wait_for_end, wait_until
 from .hosts import ROOT, Network, Remote, networks_refusal
 
 pytestmark = [
@@ -329,8 +329,10 @@ def test_a_server_here_takes_over_in_a_partition(fair, channel):
     with asking(fair, channel) as it:
         stuck = it.serve(1, waits=True)
         client = it.ask(10)
+        stop(it.server.process.pid)  # else it may be the one that takes all
         client.ask("go")
         stuck.wait_for("took")
+        os.kill(it.server.process.pid, signal.SIGCONT)
         fair.set(0, 1, cut=True)
         wait_until(lambda: is_seeking(it.relays[0]))
         here = it.serve(0)

@@ -6,7 +6,7 @@ hashes are compared when the tensors are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -44,12 +44,18 @@ class Tensorizer(Format):
 
         def state(map: bool) -> Any:
             with _read(local, path, verify_hash=True) as found:
-                return {name: found[name].detach() for name in found}
+                return {_name(name, found): found[name].detach() for name in found}
 
         return Opened(
             self.name, lambda: plan(state(False)), [path], [size], None, None, native=False, state=state,
             shown=path, keeps=copy,
         )  # fmt: skip
+
+
+def _name(name: str, names: Container[str]) -> str:
+    """The name in the state: the library puts a dot before those of a module that was written without a prefix."""
+    bare = name.removeprefix(".")
+    return name if bare in names else bare
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""The record of a run of several ranks: `.shmtensor.run`.
+
+It is a JSON document that is replaced as a whole, by the process that holds byte 2 of the lock file:
+
+| key | value |
+|---|---|
+| `run` | number of the run, larger than that of any before |
+| `world_size` | how many ranks it has |
+| `writers` | per rank that has opened its `CheckpointWriter` the id of that writer |
+| `begun` | the ranks that have begun a save |
+| `ended` | the ranks whose parts are all there: their trainers have closed or died, so that no more will come |
+| `outcomes` | the last decisions: `[run, key, name, reason]`, name "" where the checkpoint was given up |
+| `uploaded` | the last checkpoints that are at their URL, `[run, name, time]` as the list has them; some are deleted |
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from . import index
+from .index import Saved
+from .locations import read_regular
+
+RUN: Final = ".shmtensor.run"
+MAX_RUN: Final = 1 << 45
+"""A run's number is the time of its beginning in milliseconds, so that no number is repeated if the file is lost."""
+_LAST: Final = 256
+"""How many outcomes, and uploads, are kept."""
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A decision: the name of the checkpoint, or "" and the reason why there is none."""
+
+    run: int
+    key: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of the file."""
+
+    number: int
+    world_size: int
+    writers: dict[int, str]
+    begun: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+    outcomes: tuple[Outcome, ...] = ()
+    uploaded: tuple[tuple[str, str, int], ...] = ()
+
+    def outcome(self, run: int, key: str) -> Outcome | None:
+        """The decision about one checkpoint of a run, or None."""
+        return next((each for each in reversed(self.outcomes) if (each.run, each.key) == (run, key)), None)
+
+    def decided(self, outcome: Outcome) -> Run:
+        """The run with one more decision, which replaces an earlier one about the same checkpoint."""
+        others = [each for each in self.outcomes if (each.run, each.key) != (outcome.run, outcome.key)]
+        return replace(self, outcomes=(*others, outcome)[-_LAST:])
+
+    def with_upload(self, saved: Saved) -> Run:
+        """The run with one more checkpoint that is at its URL."""
+        return replace(self, uploaded=(*self.uploaded, upload_mark(saved))[-_LAST:])
+
+
+def upload_mark(saved: Saved) -> tuple[str, str, int]:
+    """What `Run.uploaded` has of a checkpoint."""
+    return saved.writer, saved.name, saved.files[0][2]
+
+
+def read(directory: str) -> Run | None:
+    """The file's contents, None if there is none. `OSError` if it cannot be read."""
+    try:
+        found = json.loads(read_regular(Path(directory, RUN), index.MAX_LIST))
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']!r:.40}")
+        run = Run(
+            found["run"], found["world_size"], {int(rank): writer for rank, writer in found["writers"].items()},
+            frozenset(found["begun"]), frozenset(found.get("ended", [])),
+            tuple(Outcome(*each) for each in found["outcomes"]),
+            tuple((run, name, at) for run, name, at in found.get("uploaded", [])),
+        )  # fmt: skip
+        numbers = [
+            run.number,
+            run.world_size,
+            *run.writers,
+            *run.begun,
+            *run.ended,
+            *(each.run for each in run.outcomes),
+        ]
+        texts = [*run.writers.values(), *(text for each in run.outcomes for text in (each.key, each.name, each.reason))]
+        if not all(type(n) is int and 0 <= n < MAX_RUN for n in numbers) or not all(type(t) is str for t in texts):
+            raise ValueError("it has other types")
+        if not all((type(writer), type(name), type(at)) == (str, str, int) for writer, name, at in run.uploaded):
+            raise ValueError("it has other uploads")
+        if not all(
+            index.is_file_name(each.key) and (not each.name or index.is_file_name(each.name)) for each in run.outcomes
+        ):
+            raise ValueError("it has other names")
+        return run
+    except FileNotFoundError:
+        return None
+    except index.UNREADABLE as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(errno.EIO, f"{os.path.join(directory, RUN)} is damaged: {error}: remove it") from None
+
+
+def write(directory: str, run: Run) -> None:
+    """Replace the file, durably. Needs the mutex. Raises OSError."""
+    document = {
+        "version": _VERSION, "run": run.number, "world_size": run.world_size,
+        "writers": {str(rank): writer for rank, writer in sorted(run.writers.items())},
+        "begun": sorted(run.begun), "ended": sorted(run.ended),
+        "outcomes": [[each.run, each.key, each.name, each.reason] for each in run.outcomes],
+        "uploaded": run.uploaded,
+    }  # fmt: skip
+    index.replace(os.path.join(directory, RUN), json.dumps(document).encode())
