@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from queue import Empty
 from typing import Any
 
 from .base import FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Copies, Link, LinkSettings, Receiver, Sender, Transport
@@ -28,8 +29,16 @@ class FasterFifoLink(Link):
 
     def receiver(self, index: int = 0) -> Receiver:
         get, get_many = self.queue.get, self.queue.get_many
+
+        def take_one() -> Any:
+            while True:
+                try:
+                    return get(timeout=PATIENCE)
+                except Empty:  # another consumer was woken as well, and was faster
+                    continue
+
         if self.settings.pattern == WORK_QUEUE:  # a batch would take jobs away from the others
-            return Receiver(lambda: get(timeout=PATIENCE), self.queue.close)
+            return Receiver(take_one, self.queue.close)
         waiting: deque[Any] = deque()
 
         def recv() -> Any:  # as its documentation recommends: take whatever is there at once
