@@ -75,27 +75,45 @@ class Processes:
 
     def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
         """Whether the process is known to hold a lock on a byte of a file."""
-        return any(first <= byte <= last for first, last in self.locked(pid, file))
+        return any(first <= byte <= last for first, last in self._locked(pid, file))
 
-    def locked(self, pid: int, file: os.stat_result) -> _Ranges:
-        """The first and last bytes of the locks that a process is known to hold on a file."""
+    def _locked(self, pid: int, file: os.stat_result) -> _Ranges:
         if pid not in self._files:
             self._files[pid] = _open_files(pid)
-        found: _Ranges = []
-        for number in self._files[pid].get((file.st_dev, file.st_ino), ()):
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/fdinfo/{number}") as lines:
-                for parts in (line.split() for line in lines if line.startswith("lock:")):
-                    if parts[2] == "OFDLCK":
-                        found.append((int(parts[-2]), int(parts[-1])))
-        return found
+        numbers = self._files[pid].get((file.st_dev, file.st_ino), ())
+        return [found for number in numbers for found in _locks(pid, number)]
 
 
-def holders(file: os.stat_result, first: int, end: int) -> list[Process]:
-    """The processes that are known to hold a lock within `[first, end)` of a file, without this one."""
-    found, processes = [], Processes()
+def holders(path: str, first: int, end: int) -> list[Process]:
+    """The processes that are known to hold a lock within `[first, end)` of a file, without this one.
+
+    Descriptors are compared by name, since `stat` of one on a file system that hangs would hang.
+    """
+    found, path = [], os.path.realpath(path)
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        if pid != os.getpid() and any(start < end and first <= last for start, last in processes.locked(pid, file)):
-            found.append(Process(pid, name_of(pid)))
+        with contextlib.suppress(OSError):
+            numbers = [] if pid == os.getpid() else os.listdir(f"/proc/{pid}/fd")
+            names = ((number, _target(f"/proc/{pid}/fd/{number}")) for number in numbers)
+            ranges = [each for number, name in names if name == path for each in _locks(pid, number)]
+            if any(start < end and first <= last for start, last in ranges):
+                found.append(Process(pid, name_of(pid)))
+    return found
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _locks(pid: int, number: str) -> _Ranges:
+    """The first and last bytes of the locks of an open file description."""
+    found: _Ranges = []
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/fdinfo/{number}") as lines:
+        for parts in (line.split() for line in lines if line.startswith("lock:")):
+            if parts[2] == "OFDLCK":
+                found.append((int(parts[-2]), int(parts[-1])))
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,10 @@ import numpy as np
 
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
 from .description import Described, Summer, combine
-from .directory import Directory
+from .directory import LOCK, Directory
 from .envelope import HIDDEN_DIGEST, SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
-from .formats.base import FileSpec
+from .formats.base import FileSpec, find_index
 from .index import INDEX
 from .keys import MasterKey
 from .load import OnBytes, map_files, raise_damage
@@ -259,7 +260,7 @@ def encrypt_file(
     and of any safetensors file, tensors can be read one by one afterwards; others are decrypted as a whole when they
     are loaded. Raises `ArgumentError`, `CheckpointError`, `ResourceError`.
     """
-    source = source.resolve() if replace else source  # and not a link to it
+    source = _not_a_link(source) if replace else source
     if not source.is_file():
         raise ArgumentError(f"{source} is no file: convert a checkpoint of several files with an encrypted target")
     if is_encrypted(source):
@@ -267,11 +268,11 @@ def encrypt_file(
     target = source.with_name(source.name + SUFFIX) if target is None else target
     if target.suffix != SUFFIX:
         raise ArgumentError(f"{target.name}: the name of an encrypted file ends in {SUFFIX}")
+    original = Original(source, target, replace=replace)
     opened = PLAIN.open(source)
     if opened.files != [source]:
         raise ArgumentError(f"{source} is one file of several: convert the checkpoint with an encrypted target")
     names = render_names(opened.plan) if readable_names else b""
-    original = Original(source, target, HIDDEN_DIGEST, replace=replace)
     files = [FileSpec("", source.stat().st_size)]
     sealing = Sealing(master, opened.format, _contents(opened, files), names, opened.native)
     with (
@@ -292,31 +293,48 @@ def encrypt_file(
     return target
 
 
+def _not_a_link(source: Path) -> Path:
+    """The file itself, which is to be replaced."""
+    found = source.resolve()
+    if found.parent != source.parent.resolve():
+        raise ArgumentError(f"{source} is a link into another directory: pass {found}")
+    return found
+
+
 class Original:
-    """The file that another one is made of, byte for byte. The new one gets its time, and with `replace` its place: in
-    the list of saves, with step and metrics, and as what `latest` and other links lead to. No `CheckpointWriter` may
-    have the directory open then. Raises `ResourceError`, `ArgumentError`.
+    """The file that another one is made of, byte for byte. The new one gets its mode and time, and with `replace` its
+    place: in the list of saves, with step and metrics, and as what `latest` and other links of the directory lead to.
+    No `CheckpointWriter` may have the directory open then. Made before the file is read.
+
+    Raises `ArgumentError`, `ResourceError`, and `CheckpointError` if the file has changed meanwhile.
     """
 
-    def __init__(self, source: Path, target: Path, digest: str, *, replace: bool) -> None:
-        if (source.parent / MANIFEST).exists():
+    def __init__(self, source: Path, target: Path, *, replace: bool) -> None:
+        directory = source.parent
+        here = directory.resolve() == target.parent.resolve()
+        if (replace or here) and (directory / MANIFEST).exists():
             raise ArgumentError(f"{source} is the part of one of several ranks: convert the checkpoint")
-        if replace and source.parent.resolve() != target.parent.resolve():
-            raise ArgumentError(f"only a file of the same directory takes the place of {source}")
-        self._source, self._digest = source, digest
-        self._directory = Directory(str(source.parent)) if replace else None
-        self._is_listed = (source.parent / INDEX).exists()
+        if replace and find_index(directory) is not None:
+            raise ArgumentError(f"{source} is one file of several: convert the checkpoint with an encrypted target")
+        if replace and (not here or source.name == target.name):
+            raise ArgumentError(f"only another file of the same directory takes the place of {source}")
+        self.digest = HIDDEN_DIGEST
+        """That of its tensors together, for the list, if it may be known."""
+        self._source, self._info = source, source.stat()
+        self._directory = Directory(str(directory)) if replace else None
+        self._is_managed = (directory / INDEX).exists() or (directory / LOCK).exists()
 
     def __enter__(self) -> None:
-        if self._directory is not None and self._is_listed:
-            self._directory.own()
+        if self._directory is None or not self._is_managed:
+            return
+        self._directory.check_idle()
+        self._directory.own()
+        try:
             if not self._directory.try_write():
-                by = self._directory.predecessor()
-                self._directory.close()
-                raise ResourceError(
-                    errno.EBUSY,
-                    f"a writing process is at work in {self._source.parent}: {by or 'it cannot be seen from here'}",
-                )
+                self._directory.check_idle()
+        except BaseException:
+            self._directory.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         if self._directory is not None:
@@ -324,20 +342,38 @@ class Original:
 
     def before(self, made: Path, target: Path) -> None:
         """It is complete, under a temporary name."""
-        info = self._source.stat()
-        os.utime(made, ns=(info.st_atime_ns, info.st_mtime_ns))
+        self._check()
         fd = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            with contextlib.suppress(OSError):  # a file system that has none
+                os.fchmod(fd, stat.S_IMODE(self._info.st_mode))
+                os.utime(fd, ns=(self._info.st_atime_ns, self._info.st_mtime_ns))
             os.fsync(fd)
         finally:
             os.close(fd)
         if self._directory is not None:
-            self._directory.succeed(self._source.name, target.name, str(made), self._digest)
+            self._directory.succeed(self._source.name, target.name, str(made), self.digest)
 
     def after(self, target: Path) -> None:
         """It has its name."""
-        if self._directory is not None:
+        if self._directory is None:
+            return
+        try:
+            self._check()
             self._directory.end_of(self._source.name, target.name)
+        except OSError as error:
+            if isinstance(error, ShmTensorError):
+                raise
+            raise ResourceError(
+                error.errno or errno.EIO, f"{target} is there, and {self._source} stays: {error}"
+            ) from None
+
+    def _check(self) -> None:
+        now = self._source.stat()
+        if (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) != (
+            self._info.st_dev, self._info.st_ino, self._info.st_size, self._info.st_mtime_ns,
+        ):  # fmt: skip
+            raise CheckpointError(f"{self._source} changed while it was read: it stays")
 
 
 def _contents(opened: Opened, files: list[FileSpec]) -> Described | None:
@@ -357,7 +393,7 @@ def decrypt_file(
 
     Every segment is authenticated; the new file appears when all are. Raises as `encrypt_file`.
     """
-    source = source.resolve() if replace else source  # and not a link to it
+    source = _not_a_link(source) if replace else source
     if not source.is_file():
         raise ArgumentError(f"{source} is no file: convert a checkpoint of several files")
     if not is_encrypted(source):
@@ -377,8 +413,9 @@ def decrypt_file(
     def create(path: str) -> AnyOutput:
         return Output(path, files)
 
-    digests = opener.open(source).digests
-    original = Original(source, target, HIDDEN_DIGEST if digests is None else combine(digests), replace=replace)
+    original = Original(source, target, replace=replace)
+    if replace and readable.envelope.contents and (digests := opener.open(source).digests) is not None:
+        original.digest = combine(digests)
     with original, replacing(target, create, overwrite=overwrite, original=original) as output:
 
         def write(offset: int, piece: memoryview) -> None:

@@ -92,15 +92,23 @@ class Directory:
     def _try_write(self, locks: LockFile) -> bool:
         return locks.try_exclusive(_WRITER)
 
+    def check_idle(self) -> None:
+        """Raise `ResourceError` if a writing process is at work. `own` does not look: it would not be for long."""
+        locks = self._open_locks()
+        try:
+            if locks.held_by_other(_WRITER):
+                by = self.predecessor() or "it cannot be seen from here"
+                raise ResourceError(errno.EBUSY, f"a writing process is at work in {self.path}, wait for its end: {by}")
+        finally:
+            locks.close()
+
     def predecessor(self) -> str:
         """Which process keeps `try_write` from succeeding, for messages; "" if it cannot be found."""
         return self._holders(_WRITER, _WRITER + 1)
 
     def _holders(self, first: int, end: int) -> str:
         """The other processes that hold locks on these bytes, for messages; "" if none can be found."""
-        if self._locks is None:
-            return ""
-        found = holders(os.fstat(self._locks.fd), first, end)
+        found = holders(self.at(LOCK), first, end)
         return ", ".join(f"pid {each.pid} ({each.name})" for each in found[:8]) + (
             " and more" if len(found) > 8 else ""
         )
@@ -259,8 +267,10 @@ class Directory:
 
     def end_of(self, old: str, new: str) -> None:
         """Let the names of a checkpoint lead to the one that has its place, and remove it. Raises OSError."""
+        place = os.path.realpath(self.at(old))
         for name in self.names():
-            if target(self.at(name)) == old and (failed := self._point(name, new)):
+            link = self.at(name)
+            if os.path.islink(link) and os.path.realpath(link) == place and (failed := self._point(name, new)):
                 raise ResourceError(errno.EIO, f"{self.at(old)} stays: {failed}")
         # crash: exchange.pointed
         with contextlib.suppress(FileNotFoundError):

@@ -399,6 +399,7 @@ class SavesInFlight:
             self._saves.pop(number, None)
             self._deaths.pop(number, None)
             self._voted.pop(number, None)
+            self._older, self._instead = "", {}
             if save is not None and is_first:
                 self.counts[status] += 1
                 if status == DURABLE and save.uploads:
@@ -413,12 +414,6 @@ class SavesInFlight:
         """Wait until none is in flight or being uploaded; False if the caller has given up. `TimedOut` at the deadline
         (monotonic)."""
         return self._wait_while(lambda: bool(self._saves or self._uploading), deadline, is_abandoned)
-
-    def wait_for_writing(self, deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
-        """As `wait`, until each save is over, or waits for the parts of other ranks."""
-        return self._wait_while(
-            lambda: any(save.status != VOTED for save in self._saves.values()), deadline, is_abandoned
-        )
 
     def wait_for_votes(self, most: int, deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
         """As `wait`, until fewer than `most` saves wait for the parts of other ranks."""

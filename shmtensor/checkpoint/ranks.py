@@ -125,6 +125,7 @@ class RankDirectory(Directory):
                     number, self.world_size, {self.rank: self.writer},
                     outcomes=found.outcomes if found is not None else (),
                     uploaded=found.uploaded if found is not None else (),
+                    ended=found.ended if found is not None else frozenset(),
                 ),
             )  # fmt: skip
             self.run = number
@@ -154,7 +155,10 @@ class RankDirectory(Directory):
                 found = read(self.path) if mine else None
                 if found is None or (found.number, found.writers.get(self.rank)) != (self.run, self.writer):
                     raise OSError(errno.EBUSY, "this writer is not one of it any more: all ranks open new ones")
-                write(self.path, replace(found, begun=found.begun | {self.rank}, ended=found.ended - {self.rank}))
+                write(
+                    self.path,
+                    replace(found, begun=found.begun | {self.rank}, ended=found.ended - {(self.run, self.rank)}),
+                )
                 self.has_ended = False
             except OSError as error:
                 raise ResourceError(error.errno, f"the run on {self.path}: {error.strerror or error}") from None
@@ -164,8 +168,8 @@ class RankDirectory(Directory):
         others need not wait for one. Raises OSError."""
         with self.deciding(_DECIDING) as mine:
             found = read(self.path) if mine else None
-            if found is not None and found.number == self.run:
-                write(self.path, replace(found, ended=found.ended | {self.rank}))
+            if found is not None:  # perhaps that of the next run, which waits for this one
+                write(self.path, replace(found, ended=found.ended | {(self.run, self.rank)}))
                 # crash: ranks.ended
                 self.has_ended = True
 
@@ -418,7 +422,7 @@ class Votes:
         for rank in range(self._directory.world_size):
             if rank in there:
                 continue
-            if record.number == self._directory.run and rank in record.ended:  # which was read before the parts
+            if (self._directory.run, rank) in record.ended:  # which was read before the parts
                 missing[rank] = CLOSED
             elif self._directory.is_alive(rank, record):
                 missing[rank] = LATE
@@ -529,6 +533,9 @@ class Votes:
             else:
                 self._remove(pending)
         record = self._record()
+        if any(run < directory.run for run, _ in record.ended):  # whom nobody waits for any more
+            record = replace(record, ended=frozenset(each for each in record.ended if each[0] >= directory.run))
+            write(directory.path, record)
         if record.number <= directory.run:  # no later run has begun: a writer that is not in it is gone
             for path, owner, _ in list(directory.leftovers()):
                 if owner not in record.writers.values():

@@ -8,7 +8,7 @@ It is a JSON document that is replaced as a whole, by the process that holds byt
 | `world_size` | how many ranks it has |
 | `writers` | per rank that has opened its `CheckpointWriter` the id of that writer |
 | `begun` | the ranks that have begun a save |
-| `ended` | the ranks whose parts are all there: their trainers have closed or died, so that no more will come |
+| `ended` | `[run, rank]` of ranks whose parts are all there: their trainers close or have died, no more will come |
 | `outcomes` | the last decisions: `[run, key, name, reason]`, name "" where the checkpoint was given up |
 | `uploaded` | the last checkpoints that are at their URL, `[run, name, time]` as the list has them; some are deleted |
 """
@@ -16,6 +16,7 @@ It is a JSON document that is replaced as a whole, by the process that holds byt
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class Run:
     world_size: int
     writers: dict[int, str]
     begun: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
+    ended: frozenset[tuple[int, int]] = frozenset()
     outcomes: tuple[Outcome, ...] = ()
     uploaded: tuple[tuple[str, str, int], ...] = ()
 
@@ -83,7 +84,7 @@ def read(directory: str) -> Run | None:
             raise ValueError(f"version {found['version']!r:.40}")
         run = Run(
             found["run"], found["world_size"], {int(rank): writer for rank, writer in found["writers"].items()},
-            frozenset(found["begun"]), frozenset(found.get("ended", [])),
+            frozenset(found["begun"]), frozenset((run, rank) for run, rank in found.get("ended", [])),
             tuple(Outcome(*each) for each in found["outcomes"]),
             tuple((run, name, at) for run, name, at in found.get("uploaded", [])),
         )  # fmt: skip
@@ -92,7 +93,7 @@ def read(directory: str) -> Run | None:
             run.world_size,
             *run.writers,
             *run.begun,
-            *run.ended,
+            *itertools.chain(*run.ended),
             *(each.run for each in run.outcomes),
         ]
         texts = [*run.writers.values(), *(text for each in run.outcomes for text in (each.key, each.name, each.reason))]

@@ -6,7 +6,7 @@
 The tensor's dimensions are sorted by their strides, which is the order of the file. The inner ones, as long as they are
 dense, are one *block*. Blocks are read one by one; if the gap between two is not larger than a block, they are read
 together with the gap, so that at most twice the requested bytes are read. From a URL each read is a request, of which
-several are made at once, and gaps of up to `GAP` are read as well.
+several are made at once, and gaps of up to `BLOCK` are read as well: they take less time than another request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..wire.spec import extent
 from .formats import Stored
 from .plan import Entry, Plan, Region, tensor_numbers
 from .reading import CHUNK, REQUEST_MIN, private
-from .remote import GAP, at_once
+from .remote import BLOCK, at_once
 from .structure import key_of
 
 
@@ -190,6 +190,8 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 Slices = Mapping[str, Index] | None
 
 _SEVERAL: Final = 8 << 20  # bytes; for more, several threads read
+_STARTS: Final = 1 << 18  # blocks whose places are computed together
+_BATCH: Final = 64  # requests that are made together
 _LARGE: Final = 64 << 10  # bytes of a block; for less, threads only wait for each other
 
 
@@ -316,14 +318,17 @@ def packed(entry: Entry) -> Entry:
     return entry._replace(offset=0, strides=tuple(found))
 
 
-def read_part(files: Source, span: Span, readers: int) -> Array:
-    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early, or is another one."""
-    memory = _read_part(files, span, readers)
+def read_part(files: Source, span: Span, readers: int, gap: int = BLOCK) -> Array:
+    """Read the bytes of a part into fresh memory. Raises `CheckpointError` if a file ends early, or is another one.
+
+    gap: bytes between two blocks of a file at a URL that one request brings as well
+    """
+    memory = _read_part(files, span, readers, gap)
     files.check(span.file)
     return memory
 
 
-def _read_part(files: Source, span: Span, readers: int) -> Array:
+def _read_part(files: Source, span: Span, readers: int, gap: int) -> Array:
     entry, label = span.entry, f'"{span.entry.name}"'
     start, nbytes = span.start + entry.offset, stored_nbytes(entry)
     memory = private(nbytes, start)
@@ -334,8 +339,8 @@ def _read_part(files: Source, span: Span, readers: int) -> Array:
     axes, block = [(length, stride) for _, length, stride in _axes(entry)], entry.itemsize
     while axes[-1][1] == block:
         block *= axes.pop()[0]
-    if files.is_remote(span.file):
-        _request_blocks(files, span.file, start, axes, memory.reshape(-1, block), label)
+    if files.is_remote(span.file) and _is_in_order(axes, block):
+        _request_blocks(files, span.file, start, axes, memory.reshape(-1, block), label, gap)
         return memory
     count, step = axes.pop()
     starts = (
@@ -361,40 +366,69 @@ def _axes(entry: Entry) -> list[tuple[int, int, int]]:
 
 
 def _request_blocks(
-    files: Source, file: int, start: int, axes: list[tuple[int, int]], target: Array, label: str
+    files: Source, file: int, start: int, axes: list[tuple[int, int]], target: Array, label: str, gap: int
 ) -> None:
     """Fill the rows of the target with the blocks of a file at a URL, several requests at once. Blocks with gaps of at
-    most `GAP` come by one request, with the gaps.
+    most `gap` bytes come by one request, with the gaps.
 
     axes: (length, stride) of the dimensions outside of a block
     """
-    starts = np.full(1, start, np.int64)
-    for length, stride in axes:
-        starts = (starts[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
     block = target.shape[1]
 
-    def fetch(group: tuple[int, int]) -> None:
-        begin, end = group
-        first, last = int(starts[begin]), int(starts[end - 1])
-        if last - first == (end - 1 - begin) * block:
-            files.fill(target[begin:end].reshape(-1), file, first, label, alone=True)
+    def fetch(request: tuple[int, Array]) -> None:
+        begin, starts = request
+        rows, first = target[begin : begin + len(starts)], int(starts[0])
+        nbytes = int(starts[-1]) + block - first
+        if nbytes == rows.nbytes:  # without gaps
+            files.fill(rows.reshape(-1), file, first, label, alone=True)
             return
-        piece = np.empty(last + block - first, np.uint8)
+        piece = np.empty(nbytes, np.uint8)
         files.fill(piece, file, first, label, alone=True)
-        windows = np.lib.stride_tricks.sliding_window_view(piece, block)
-        target[begin:end] = windows[starts[begin:end] - first]
+        rows[:] = np.lib.stride_tricks.sliding_window_view(piece, block)[starts - first]
 
-    at_once(fetch, _together(starts, block))
+    requests = _requests(start, axes, block, gap)
+    while batch := list(itertools.islice(requests, _BATCH)):
+        at_once(fetch, batch)
 
 
-def _together(starts: Array, block: int) -> Iterator[tuple[int, int]]:
-    """The blocks that come by one request: the first, and the one behind the last."""
-    ends = np.flatnonzero(np.diff(starts) > block + GAP) + 1
-    for begin, end in itertools.pairwise([0, *ends.tolist(), len(starts)]):
-        while begin < end:
-            count = np.searchsorted(starts[begin:end], starts[begin] + REQUEST_MIN, side="right")
-            yield begin, begin + int(count)
-            begin += int(count)
+def _requests(start: int, axes: list[tuple[int, int]], block: int, gap: int) -> Iterator[tuple[int, Array]]:
+    """The number of the first block of each request, and where its blocks start."""
+    number, pending = 0, np.empty(0, np.int64)
+    for starts in _starts(start, axes):
+        found = np.concatenate([pending, starts])
+        ends = [*(np.flatnonzero(np.diff(found) > block + gap) + 1).tolist(), len(found)]
+        begin = 0
+        for end in ends:
+            while begin < end:
+                count = int(np.searchsorted(found[begin:end], found[begin] + REQUEST_MIN, side="right"))
+                if begin + count == len(found):  # more may follow
+                    break
+                yield number, found[begin : begin + count]
+                number, begin = number + count, begin + count
+        pending = found[begin:]
+    yield number, pending
+
+
+def _starts(start: int, axes: list[tuple[int, int]]) -> Iterator[Array]:
+    """Where blocks start, in order, some thousand at a time."""
+    shape = [length for length, _ in axes]
+    total = math.prod(shape)
+    for at in range(0, total, _STARTS):
+        numbers = np.arange(at, min(at + _STARTS, total))
+        starts = np.full(len(numbers), start, np.int64)
+        for index, (_, stride) in zip(np.unravel_index(numbers, shape), axes, strict=True):
+            starts += index * stride
+        yield starts
+
+
+def _is_in_order(axes: list[tuple[int, int]], block: int) -> bool:
+    """Whether no two blocks overlap, and those of a later index lie behind: not so of some views of `as_strided`."""
+    extent = block
+    for length, stride in reversed(axes):
+        if stride < extent:
+            return False
+        extent += (length - 1) * stride
+    return True
 
 
 def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: int, label: str) -> None:

@@ -464,9 +464,14 @@ class CheckpointWriter(Local):
     def _shut(self, call: Call[None], deadline: float | None) -> None:
         if self._closed:
             return
-        if isinstance(self._directory, RankDirectory):
-            self._end_parts(self._directory, call, deadline)
-        if not self._saves.wait(deadline, lambda: call.abandoned):
+        directory, is_over = self._directory, False
+        try:
+            is_over = self._wait_for_saves(call, deadline)
+        finally:
+            if not is_over and isinstance(directory, RankDirectory) and directory.has_ended:  # it may save again
+                with contextlib.suppress(OSError):  # then before the next save
+                    directory.begin()
+        if not is_over:
             return
         self._closed = True
         _untrack(self)
@@ -475,17 +480,21 @@ class CheckpointWriter(Local):
         finally:
             self._ended = True
 
-    def _end_parts(self, directory: RankDirectory, call: Call[None], deadline: float | None) -> None:
-        """Let the other ranks know that no further part comes from this one, if they have not saved the same soon."""
-        saves, soon = self._saves, time.monotonic() + _SOON
-        with contextlib.suppress(TimedOut):
-            if not saves.wait_for_writing(deadline, lambda: call.abandoned):
-                return
-            saves.wait(soon if deadline is None else min(soon, deadline), lambda: call.abandoned)
-        is_soon = call.abandoned or time.monotonic() < soon
-        if {save.status for save in saves.in_flight} == {VOTED} and not (is_soon or directory.has_ended):
-            with contextlib.suppress(OSError):  # then they wait for the end of this process
-                directory.end()
+    def _wait_for_saves(self, call: Call[None], deadline: float | None) -> bool:
+        """Wait for all saves; False if the caller has given up. After `_SOON`, other ranks need not wait for parts that
+        this one has not saved. Raises `TimedOut`."""
+        saves, directory = self._saves, self._directory
+        while isinstance(directory, RankDirectory) and not directory.has_ended:
+            soon = time.monotonic() + _SOON
+            try:
+                return saves.wait(soon if deadline is None else min(soon, deadline), lambda: call.abandoned)
+            except TimedOut:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            if all(save.status == VOTED for save in saves.in_flight):
+                with contextlib.suppress(OSError):  # tried again
+                    directory.end()
+        return saves.wait(deadline, lambda: call.abandoned)
 
     def _leave(self) -> None:
         stager, self._stager, self._staging = self._stager, None, None  # so that the memory is freed

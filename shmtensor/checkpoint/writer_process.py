@@ -125,6 +125,8 @@ class Worker:
                 self._has_all = True
                 if not self._voted and not self._uploads_alone():
                     break
+                if not self._voted:
+                    self._end_parts()  # uploads may take long
                 time.sleep(_VOTES_INTERVAL)
             self._check_votes()
             self._check_uploads()

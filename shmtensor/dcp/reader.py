@@ -37,7 +37,7 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.opening import open_part, resolve
 from ..checkpoint.plan import Entry, Plan, Region, build_state
 from ..checkpoint.reading import Files, default_readers, private, read_regions
-from ..checkpoint.remote import is_url
+from ..checkpoint.remote import GAP, is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
@@ -308,7 +308,7 @@ class StoredParts:
             or whole.strides is not None
             or files.is_remote(file)
         ):
-            memory, entry = read_part(files, Span(file, start, part), default_readers()), packed(part)
+            memory, entry = read_part(files, Span(file, start, part), default_readers(), GAP), packed(part)
         elif (rows := _rows(whole, index)).nbytes >= _ROW:
             memory = private(nbytes)
             for number, at in enumerate(rows.starts):

@@ -327,7 +327,7 @@ def test_every_part_of_a_tensor_at_a_url(tmp_path, monkeypatch, gap, most):
     from shmtensor.checkpoint.locations import location
     from shmtensor.dcp import reader
 
-    monkeypatch.setattr(selection, "GAP", gap)
+    monkeypatch.setattr(reader, "GAP", gap)
     monkeypatch.setattr(selection, "REQUEST_MIN", most)
     tensors = [torch.randn(7, 5, 300), torch.randn(9, 40, dtype=torch.float64), torch.arange(11, dtype=torch.int8)]
     with StorageWriter(tmp_path) as writer:

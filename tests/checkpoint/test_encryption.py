@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.checkpoint import envelope, index, keys, names, opening, process_handle
-from shmtensor.checkpoint.convert import encrypt_file
+from shmtensor.checkpoint.convert import Original, encrypt_file
 from shmtensor.checkpoint.directory import LOCK
 from shmtensor.checkpoint.envelope import ENTRY, HIDDEN_DIGEST, SEGMENT, read_envelope
 from shmtensor.checkpoint.index import INDEX
@@ -634,6 +634,42 @@ def test_a_file_is_not_replaced_while_a_writer_is_open(run, tmp_path, key_file):
     assert not list((tmp_path / "a").glob("*.encrypted"))
     run("encrypt", tmp_path / "a" / "latest", "--key-file", key_file, "--replace")  # what it leads to
     assert os.readlink(tmp_path / "a" / "latest") == name_of(3, True)
+
+
+def test_what_is_not_replaced(run, state, tmp_path, key_file, monkeypatch):
+    """A file by itself, one of several, a link from elsewhere, one that changes meanwhile."""
+    path = save(state, tmp_path / "a.safetensors")
+    sealed = encrypt_file(path, tmp_path / "model.bin.encrypted", MasterKey.of(KEY)).rename(tmp_path / "model.bin")
+    more = ["--key-file", key_file, "--replace"]
+    assert "only another file" in run("decrypt", sealed, sealed, *more, "--overwrite", code=2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.safetensors").symlink_to(path)
+    assert "a link into another directory" in run("encrypt", tmp_path / "elsewhere" / "b.safetensors", *more, code=2)
+    shards = save({"small": np.arange(5)}, tmp_path / "shards", max_shard=500_000)
+    assert "one file of several" in run("encrypt", min(shards.glob("*-00001-of-*")), *more, code=2)
+
+    def replaced(made, *_):
+        path.with_name("new").write_bytes(b"new")
+        os.replace(path.with_name("new"), path)
+        return before(made, *_)
+
+    before = Original.before
+    monkeypatch.setattr(Original, "before", replaced)
+    assert "changed while it was read" in run("encrypt", path, *more, code=1)
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith((".", "a."))] == ["a.safetensors"]
+
+
+def test_links_and_mode_follow(run, state, tmp_path, key_file):
+    path = save(state, tmp_path / "a.safetensors")
+    path.chmod(0o600)
+    (tmp_path / "absolute").symlink_to(path)
+    (tmp_path / "relative").symlink_to("./a.safetensors")
+    run("encrypt", tmp_path / "absolute", "--key-file", key_file, "--replace")
+    made = tmp_path / "a.safetensors.encrypted"
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert {os.readlink(tmp_path / link) for link in ("absolute", "relative")} == {made.name}
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("point", EXCHANGE_POINTS)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -34,7 +35,7 @@ from shmtensor import (
     load_newest,
     open_checkpoint,
 )
-from shmtensor.checkpoint import bodies, reading, remote
+from shmtensor.checkpoint import bodies, reading, remote, selection
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
@@ -413,10 +414,41 @@ def test_large_tensors_come_in_chunks_at_once(served, tmp_path):
     assert len(told) >= 36_000_000 // reading.REQUEST_MAX
 
 
+@pytest.mark.parametrize("view", ["im2col", "overlapping", "transposed"])
+def test_a_part_of_a_view_by_url(served, tmp_path, monkeypatch, view):
+    """What overlaps, or is in another order than the file, beside the tensor that it is a view of."""
+    monkeypatch.setattr(selection, "_STARTS", 7)
+    base = torch.arange(3 << 18)
+    w, part = {
+        "im2col": (base[: 2 * 40 * 4096].reshape(2, 40, 4096).unfold(1, 3, 1).unfold(2, 3, 1), np.s_[:, :, :2]),
+        "overlapping": (base.as_strided((2, 2, 2, 4), (1 << 18, 10, 2, 1)), np.s_[:]),
+        "transposed": (base.reshape(3, 512, 512).permute(2, 0, 1), np.s_[3:9, :, 5:90]),
+    }[view]
+    save({"base": base, "w": w}, tmp_path / "served" / "a.safetensors")
+    with open_checkpoint(f"{served.url}/a.safetensors") as found:
+        assert torch.equal(found["w"].read(part), w[part])
+
+
+@pytest.mark.parametrize("shape", [(7, 11, 13, 5), (3, 1, 50, 40), (1000, 6)])
+@pytest.mark.parametrize("gap", [0, 40, 1 << 18])
+def test_parts_by_url_at_random(served, tmp_path, monkeypatch, shape, gap):
+    monkeypatch.setattr(selection, "_STARTS", 5)
+    monkeypatch.setattr(selection, "_BATCH", 3)
+    monkeypatch.setattr(selection, "REQUEST_MIN", 900)
+    monkeypatch.setattr(selection.read_part, "__defaults__", (gap,))
+    w, generator = torch.arange(math.prod(shape)).reshape(shape), np.random.default_rng(gap)
+    save({"w": w}, tmp_path / "served" / "a.safetensors")
+    with open_checkpoint(f"{served.url}/a.safetensors") as found:
+        for _ in range(10):
+            ends = [sorted(generator.integers(0, length + 1, 2)) for length in shape]
+            part = tuple(slice(int(a), int(b), int(generator.integers(1, 3))) for a, b in ends)
+            assert torch.equal(found["w"].read(part), w[part])
+
+
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize(("columns", "share"), [(5000, 0.011), (1000, 1.1)])
+@pytest.mark.parametrize(("columns", "share"), [(100_000, 0.011), (1000, 1.1)])
 def test_columns_by_url(served, tmp_path, columns, share, sealed):
-    """Of rows of more than 8 KiB only the bytes of the part; short rows come whole, in few requests."""
+    """Of rows of more than 256 KiB only the bytes of the part; short rows come whole, in few requests."""
     state = {"w": torch.arange(2_000_000.0).reshape(-1, columns)}
     path, key = save(state, tmp_path / "served" / "a.safetensors"), KEY if sealed else None
     path = encrypt_file(path, None, MasterKey.of(KEY)) if sealed else path
@@ -430,7 +462,7 @@ def test_columns_by_url(served, tmp_path, columns, share, sealed):
         gets = [end - start for method, _, start, end in served.requests if method == "GET"]
         if not sealed:  # of an encrypted one whole segments
             assert sum(gets) < share * state["w"].nbytes + (600 << 10)
-            assert len(gets) < 10 or columns == 5000
+            assert len(gets) < 10 or columns == 100_000
 
 
 @pytest.mark.parametrize(("readers", "requests"), [(1, 1), (2, 2), (4, 4), (8, 5)])

@@ -158,6 +158,16 @@ class Writing(Process):
         return self._next(me)
 
 
+class NextRun(Process):
+    """It replaces the record of the run at some time, and waits for the processes of the run before."""
+
+    def begin(self, mem, me):
+        files = mem.sys
+        if self.broken == "forgets":
+            files["ended"] = NOBODY
+        return END
+
+
 class SaveOrder(Model):
     """Two ranks, each with one or both of two names in either order, and one death."""
 
@@ -165,6 +175,7 @@ class SaveOrder(Model):
         own_first="its own directory is read first: parts that come to both meanwhile look like another order",
         waits="what a rank has left out that has ended, or is dead, is waited for",
         votes_before="who has ended is read after the parts: the last one may come in between",
+        forgets="the record of the next run has no notes of this one",
         guess="of two that have no rank in common, each rank gives up its own",
     )
     CHOICES = ((A, B), (B, A), (A,), (B,)), ((A, B), (B, A), (A,), (B,))
@@ -180,7 +191,7 @@ class SaveOrder(Model):
         self.locks = {(("life", r), f"W{r}") for r in ranks}
         self.processes = [
             Writing(f"W{r}", broken, r=r, count=len(self.CHOICES), choices=self.CHOICES[r]) for r in ranks
-        ]
+        ] + [NextRun("N", broken)]
 
     def invariant(self, s: State):
         saves = {s.ghost["saves", r] for r in range(len(self.CHOICES))}
