@@ -359,6 +359,28 @@ def test_a_rank_that_closes_fails_what_it_has_not_saved(tmp_path):
     check(path, [1, 2, 3], 2)
 
 
+def test_ctrl_c_in_close_takes_the_note_of_the_end_back(tmp_path):
+    """A notebook's user who interrupts it may save again, and the other rank has given nothing up."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    first = writers[0].save(part_of(0, 1))
+
+    def interrupt() -> None:
+        wait_until(lambda: run_record.read(str(path)).ended)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writers[0].close()
+        sent.result(PATIENCE)
+    wait_until(lambda: not run_record.read(str(path)).ended)
+    for handle in [first, writers[1].save(part_of(1, 1)), *save_all(writers, 2)]:
+        handle.durable.result(PATIENCE)
+    close_all(writers)
+    check(path, [1, 2], 2)
+
+
 def test_a_note_of_the_end_that_fails_is_tried_again(tmp_path, monkeypatch):
     path, failed, end = tmp_path / "a", [], ranks.RankDirectory.end
 
