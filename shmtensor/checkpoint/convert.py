@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import stat
 import tempfile
@@ -17,8 +18,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
+from ..memory.locks import LockFile
 from .description import Described, Summer, combine
-from .directory import LOCK, Directory
+from .directory import LOCK, Directory, remove
 from .envelope import HIDDEN_DIGEST, SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .formats.base import FileSpec, find_index
@@ -126,7 +128,7 @@ def replacing(
     original: Original | None = None,
 ) -> Iterator[AnyOutput]:
     """Files under a hidden name, made by `create`, which get the target's name when they are complete and on disk;
-    after an exception they are removed. Raises `ResourceError`.
+    after an exception they are removed, and after a death by the next one with this target. Raises `ResourceError`.
 
     original: what the file is made of, byte for byte: it gets its time
     """
@@ -135,12 +137,15 @@ def replacing(
             raise ResourceError(errno.EEXIST, f"{target} exists: choose another name, or overwrite it")
         if target.is_dir() or not is_file:
             raise ResourceError(errno.EEXIST, f"{target} exists, and only a file is replaced by a file: remove it")
-    temporary = target.with_name(f".{target.name}.convert-{os.getpid()}.tmp")
+    temporary, lock = target.with_name(f".{target.name}.convert-{os.getpid()}.tmp"), None
     try:
+        _remove_leftovers(target)
         output = create(str(temporary))
+        # crash: convert.begun
     except OSError as error:
         raise _explain(error, target) from None
     try:
+        lock = _lock(Path(output.at(0)))
         yield output
         output.finish()
         if original is not None:
@@ -159,7 +164,34 @@ def replacing(
     except BaseException:
         output.discard()
         raise
+    finally:
+        if lock is not None:
+            lock.close()
     output.close()
+
+
+def _lock(file: Path) -> LockFile | None:
+    """Hold the lock that says that a file under a hidden name is being written; None where files have no locks."""
+    lock = LockFile(str(file))
+    try:
+        if lock.try_exclusive(0) and lock.is_at(str(file)):
+            return lock
+    except OSError:
+        lock.close()
+        return None
+    lock.close()
+    raise ResourceError(errno.EBUSY, f"{file} was just removed by another process with the same target")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what dead processes have left under hidden names of this target."""
+    for found in target.parent.glob(f".{glob.escape(target.name)}.convert-*.tmp"):
+        with contextlib.suppress(OSError):
+            first = min(found.iterdir(), default=None) if found.is_dir() else found
+            if first is not None:  # else it was made just now
+                with contextlib.closing(LockFile(str(first))) as lock:
+                    if lock.try_exclusive(0):
+                        remove(str(found))
 
 
 def _format_of(target: Path, name: str | None, max_shard: int | None, *, encrypted: bool) -> Format:

@@ -79,6 +79,7 @@ CHECKPOINT_POINTS = [
     *WRITER_POINTS, *STREAM_POINTS, *TRAINER_POINTS, *OTHER_POINTS, *CLOSE_POINTS, *DEVICE_POINTS, *SEAL_POINTS,
     *UPLOAD_POINTS, *(point for point in RANK_UPLOAD_POINTS if point not in UPLOAD_POINTS), *PRUNE_POINTS,
     *DIRECT_POINTS, *RANK_POINTS, *GIVING_UP_POINTS, *(f"exchange.{point}" for point in EXCHANGE_POINTS),
+    "convert.begun",  # test_encryption.py
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.checkpoint import envelope, index, keys, names, opening, process_handle
 from shmtensor.checkpoint.convert import Original, encrypt_file
-from shmtensor.checkpoint.directory import LOCK
+from shmtensor.checkpoint.directory import LOCK, remove
 from shmtensor.checkpoint.envelope import ENTRY, HIDDEN_DIGEST, SEGMENT, read_envelope
 from shmtensor.checkpoint.index import INDEX
 from shmtensor.checkpoint.keys import KeyWrapper, MasterKey, Passphrase
@@ -29,6 +30,7 @@ from shmtensor.checkpoint.load import load_arrays, load_checkpoint
 from shmtensor.checkpoint.opening import Opener
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
+from shmtensor.memory.locks import LockFile
 
 from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save
@@ -672,34 +674,60 @@ def test_links_and_mode_follow(run, state, tmp_path, key_file):
     assert not path.exists()
 
 
+def run_and_die(point, *arguments):
+    """`shmtensor checkpoint` with these arguments, in a process that is killed at a crash point."""
+    code = f"""
+        from tests.faults import points
+        points.install("shmtensor.checkpoint")
+        points.arm({point!r}, "kill")
+        from shmtensor.cli.main import app
+        app({["checkpoint", *map(str, arguments)]!r})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == -9
+
+
 @pytest.mark.parametrize("point", EXCHANGE_POINTS)
 def test_a_command_dies_while_it_replaces_a_file(point, tmp_path, run, key_file):
     """Nothing is lost, whatever is there loads; the command finishes it, or the next save."""
     path = tmp_path / "a"
     saved_run(path)
-    arguments = ["checkpoint", "encrypt", str(path / name_of(1, False)), "--key-file", str(key_file), "--replace"]
-    code = f"""
-        import sys
-        from tests.faults import points
-        points.install("shmtensor.checkpoint")
-        points.arm("exchange.{point}", "kill")
-        from shmtensor.cli.main import app
-        app({arguments!r})
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
-    assert done.returncode == -9
+    arguments = ["encrypt", path / name_of(1, False), "--key-file", key_file, "--replace"]
+    run_and_die(f"exchange.{point}", *arguments)
     there = {each.name for each in path.iterdir() if each.name.startswith("step-00000001")}
     assert there
     for name in there:
         assert load_arrays(path / name, key=KEY if "encrypted" in name else None)["step"] == 1
     assert shmtensor.load_newest(path)["step"] == 3
     if (path / name_of(1, False)).exists():
-        run(*arguments[1:], "--overwrite")
+        run(*arguments, "--overwrite")
     assert os.readlink(path / "best") == name_of(1, True)
     with CheckpointWriter(path, keep_last=1) as writer:
         writer.save(large(4)).durable.result(PATIENCE)
     assert [entry.name for entry in index.read(str(path))] == [name_of(1, True), name_of(4, False)]
     assert {name for name in os.listdir(path) if name.startswith("step")} == {name_of(1, True), name_of(4, False)}
+
+
+@pytest.mark.parametrize("command", ["encrypt", "decrypt", "convert"])
+def test_what_a_dead_command_has_left_goes_with_the_next_one(command, tmp_path, run, key_file):
+    """And what another one is writing stays, as the files of other targets do."""
+    path = save({"w": np.zeros(1000), "v": np.ones(1000)}, tmp_path / "a.safetensors")
+    if command == "decrypt":
+        path = encrypt_file(path, None, MasterKey.of(KEY))
+    arguments = [command, path, tmp_path / ("b.encrypted" if command == "encrypt" else "b")]
+    arguments += ["--max-shard", "4KiB"] if command == "convert" else ["--key-file", key_file]
+    before = set(tmp_path.iterdir())
+    run_and_die("convert.begun", *arguments)
+    (left,) = set(tmp_path.iterdir()) - before
+    of_another = tmp_path / ".bb.convert-1.tmp"
+    of_another.touch()
+    with contextlib.closing(LockFile(str(min(left.iterdir()) if left.is_dir() else left))) as writing:
+        assert writing.try_exclusive(0)
+        run(*arguments)
+        assert left.exists()
+    remove(str(arguments[2]))
+    run(*arguments)
+    assert set(tmp_path.iterdir()) - before == {arguments[2], of_another}
 
 
 def test_a_passphrase_is_asked_for(run, state, tmp_path):
