@@ -17,6 +17,9 @@ from .base import FAN_IN, FAN_OUT, PAIR, Link, LinkSettings, Receiver, Sender, T
 
 
 class Iceoryx2Link(Link):
+    overwrites = False
+    """Whether a full subscriber loses its oldest message; else the publisher waits, and nothing is lost."""
+
     def _service(self) -> tuple[Any, Any]:
         import iceoryx2 as iox
 
@@ -26,7 +29,7 @@ class Iceoryx2Link(Link):
             node.service_builder(iox.ServiceName.new(self.settings.name))
             .publish_subscribe(iox.Slice[ctypes.c_uint8])
             .payload_alignment(iox.Alignment.new(64))
-            .enable_safe_overflow(False)  # lossless: nothing that waits is overwritten
+            .enable_safe_overflow(self.overwrites)
             .subscriber_max_buffer_size(self.settings.in_flight)
             .subscriber_max_borrowed_samples(4)
             .max_publishers(max(2, self.settings.peers))
@@ -67,6 +70,12 @@ class Iceoryx2Link(Link):
             return frombuffer(array, dtype=float32)
 
         return Receiver(recv, lambda: (subscriber.delete(), node))
+
+
+class Overwriting(Iceoryx2Link):
+    """For a subscriber that wants the newest `in_flight` messages."""
+
+    overwrites = True
 
 
 class Iceoryx2(Transport):

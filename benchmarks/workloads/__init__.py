@@ -21,6 +21,7 @@ from . import (
     memory,
     messages,
     mixed_dict,
+    newest,
     observing,
     pipeline,
     pools,
@@ -43,7 +44,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     module.WORKLOAD
     for module in (
         round_trip, asleep, throughput, default_arguments, messages, large, mixed_dict,
-        fan_out, fan_in, work_queue, request_reply, loan, reading,
+        fan_out, newest, fan_in, work_queue, request_reply, loan, reading,
         cold, idle, observing, memory, queue, queue_items, pools, dataloader, executor, saving, loading, remote, relay,
         serialize_tensor, serialize_array, pipeline,
         cuda_copies, cuda_handover, cuda_prefetch, cuda_saving,
