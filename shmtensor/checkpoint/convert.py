@@ -375,14 +375,11 @@ class Original:
     def before(self, made: Path, target: Path) -> None:
         """It is complete, under a temporary name."""
         self._check()
-        fd = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with made.open("rb") as file:
             with contextlib.suppress(OSError):  # a file system that has none
-                os.fchmod(fd, stat.S_IMODE(self._info.st_mode))
-                os.utime(fd, ns=(self._info.st_atime_ns, self._info.st_mtime_ns))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+                os.fchmod(file.fileno(), stat.S_IMODE(self._info.st_mode))
+                os.utime(file.fileno(), ns=(self._info.st_atime_ns, self._info.st_mtime_ns))
+            os.fsync(file.fileno())
         if self._directory is not None:
             self._directory.succeed(self._source.name, target.name, str(made), self.digest)
 

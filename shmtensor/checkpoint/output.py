@@ -29,6 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
+from ..memory.descriptors import OpenFile
 from ..memory.mapped_file import fresh
 from .description import Described
 from .directory import remove, sync
@@ -54,8 +55,8 @@ class Output:
     def __init__(self, path: str, files: Sequence[tuple[str, int]], *, resume: bool = False) -> None:
         self.path, self.files = path, tuple(files)
         self.is_directory = bool(self.files[0][0])
-        self._plain: list[int] = []
-        self._direct: list[int] = []
+        self._plain: list[OpenFile] = []
+        self._direct: list[OpenFile] = []  # -1 where that is refused
         self._refuses: list[bool] = []  # direct I/O; set by any writing thread, never reset
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
@@ -65,13 +66,13 @@ class Output:
                     os.mkdir(path)
                 flags |= os.O_CREAT | os.O_EXCL
             for index, (_, nbytes) in enumerate(self.files):
-                self._plain.append(os.open(self.at(index), flags, 0o644))
+                self._plain.append(_opened(self.at(index), flags))
                 if resume:
                     self._check_size(index)
                 else:  # to its full size: writes that extend a file wait for each other
-                    os.ftruncate(self._plain[-1], -(-nbytes // PAGE) * PAGE)
+                    os.ftruncate(self._plain[-1].fd, -(-nbytes // PAGE) * PAGE)
                 self._direct.append(self._open_direct(self.at(index)))
-                self._refuses.append(self._direct[-1] < 0)
+                self._refuses.append(self._direct[-1].fd < 0)
         except BaseException:
             self.close()
             raise
@@ -82,19 +83,19 @@ class Output:
         return os.path.join(self.path, name) if name else self.path
 
     def _check_size(self, index: int) -> None:
-        expected, found = self.files[index][1], os.fstat(self._plain[index]).st_size
+        expected, found = self.files[index][1], os.fstat(self._plain[index].fd).st_size
         if found < expected:
             raise OSError(errno.EIO, f"{self.at(index)} was truncated by somebody, from {expected} bytes to {found}")
 
     @staticmethod
-    def _open_direct(path: str) -> int:
+    def _open_direct(path: str) -> OpenFile:
         if not _DIRECT:
-            return -1
+            return OpenFile()
         try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+            return _opened(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
         except OSError as error:
             if error.errno in _REFUSED:
-                return -1
+                return OpenFile()
             raise
 
     def write(self, index: int, offset: int, view: memoryview) -> None:
@@ -104,22 +105,22 @@ class Output:
         """
         if not self._refuses[index] and not offset % PAGE and not len(view) % PAGE:
             try:
-                _write(self._direct[index], view, offset)
+                _write(self._direct[index].fd, view, offset)
                 return
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
                 self._refuses[index] = True  # its descriptor stays open: another thread may be using it
-        _write(self._plain[index], view, offset)
+        _write(self._plain[index].fd, view, offset)
 
     def patch(self, index: int, offset: int, data: Any) -> None:
         """Write a small piece at any offset."""
-        _write(self._plain[index], memoryview(data), offset)
+        _write(self._plain[index].fd, memoryview(data), offset)
 
     def read(self, index: int, offset: int, into: memoryview) -> None:
         """Read back what was written. `OSError` if it is not there."""
         while into:
-            count = os.preadv(self._plain[index], [into], offset)
+            count = os.preadv(self._plain[index].fd, [into], offset)
             if not count:
                 raise OSError(errno.EIO, "the file under its temporary name is shorter than what was written")
             into, offset = into[count:], offset + count
@@ -135,11 +136,11 @@ class Output:
     def finish(self) -> list[tuple[str, int, int]]:
         """Set the exact size of each file and sync it; returns (name, bytes, mtime in ns) of each."""
         found = []
-        for fd, (name, nbytes) in zip(self._plain, self.files, strict=True):
-            os.ftruncate(fd, nbytes)
+        for file, (name, nbytes) in zip(self._plain, self.files, strict=True):
+            os.ftruncate(file.fd, nbytes)
             # crash: write.sized
-            os.fsync(fd)
-            found.append((name, nbytes, os.fstat(fd).st_mtime_ns))
+            os.fsync(file.fd)
+            found.append((name, nbytes, os.fstat(file.fd).st_mtime_ns))
         # crash: write.synced
         if self.is_directory:
             sync(self.path)
@@ -147,10 +148,9 @@ class Output:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        for fd in (*self._plain, *self._direct):
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+        for file in (*self._plain, *self._direct):
+            with contextlib.suppress(OSError):
+                file.close()
         self._plain, self._direct, self._refuses = [], [], []
 
     def discard(self) -> None:
@@ -158,6 +158,12 @@ class Output:
         self.close()
         with contextlib.suppress(OSError):
             remove(self.path)
+
+
+def _opened(path: str, flags: int) -> OpenFile:
+    file = OpenFile()
+    file.open(os.open, path, flags, 0o644)
+    return file
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
@@ -272,12 +278,12 @@ class EncryptedOutput:
         self.path, self.files, self.is_directory = path, self._output.files, self._output.is_directory
         self._own = threading.local()
         self._sealed: list[SealedFile] = []
-        self._fds: list[int] = []
+        self._reading: list[OpenFile] = []
         self._ciphers: list[Cipher] = []
         try:
             for number, envelope in enumerate(envelopes):
                 names = sealing.names if envelope.names else b""
-                self._fds.append(os.open(self.at(number), os.O_RDONLY | os.O_CLOEXEC))
+                self._reading.append(_opened(self.at(number), os.O_RDONLY | os.O_CLOEXEC))
                 if resume:
                     envelope, cipher = self._resume(number, envelope, sealing.master)
                 else:
@@ -307,7 +313,7 @@ class EncryptedOutput:
 
     def _resume(self, number: int, expected: Envelope, master: MasterKey) -> tuple[Envelope, Cipher]:
         path = Path(self.at(number))
-        found = read_envelope(path, file=LocalFile(self._fds[number], owned=False), is_complete=False)
+        found = read_envelope(path, file=LocalFile(self._reading[number].fd, owned=False), is_complete=False)
         data_key = master.unwrap(found.wrapped, found.digest)
         if data_key is None or found.envelope.file_bytes != expected.file_bytes:
             raise OSError(errno.EIO, f"{path} was changed by somebody: it does not open with the key of the save")
@@ -317,7 +323,7 @@ class EncryptedOutput:
         """Write the segment in the journal again, if one is there."""
         envelope, at = self._sealed[index].envelope, self._journal_at(index)
         head, sealed = bytearray(_JOURNAL.size), bytearray(SEGMENT)
-        room = os.fstat(self._fds[index]).st_size - at - len(head)
+        room = os.fstat(self._reading[index].fd).st_size - at - len(head)
         if room <= 0:
             return
         self._output.read(index, at, memoryview(head))
@@ -414,7 +420,7 @@ class EncryptedOutput:
         """Read back what was written. Raises `CheckpointError` if it is not there."""
         sealed = self._sealed[index]
         reader = SealedFile(sealed.path, sealed.envelope, self._ciphers[index])  # which keeps no segment
-        reader.read(LocalFile(self._fds[index], owned=False), DATA, offset, into)
+        reader.read(LocalFile(self._reading[index].fd, owned=False), DATA, offset, into)
 
     def describe(self, digests: Sequence[int]) -> None:
         """Write the contents, with the digests of the regions. Call it once, after everything else."""
@@ -430,8 +436,9 @@ class EncryptedOutput:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
+        for file in self._reading:
+            file.close()
+        self._reading = []
         self._output.close()
 
     def discard(self) -> None:

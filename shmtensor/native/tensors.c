@@ -68,6 +68,16 @@ static void free_holder(Holder *holder) {
     PyMem_RawFree(holder);
 }
 
+/* Whether this thread holds the interpreter lock. `PyGILState_Check` says yes to all once there was a subinterpreter. */
+static int holds_lock(void) {
+    PyThreadState *own = PyGILState_GetThisThreadState();
+#if PY_VERSION_HEX >= 0x030D0000
+    return own && own == PyThreadState_GetUnchecked();
+#else
+    return own && own == _PyThreadState_UncheckedGet();
+#endif
+}
+
 /* torch calls this when it frees the storage, in any thread, with or without the interpreter lock. */
 static void release_holder(Holder *holder) {
     if (holder->is_offered) { /* in `make_tensor`, which frees it */
@@ -77,8 +87,8 @@ static void release_holder(Holder *holder) {
     /* counted before `is_ending` is read, which `stop_releasing` stores before it reads the count */
     atomic_fetch_add(&releasing, 1);
     if (atomic_load(&is_ending)) {
-        if (pthread_equal(pthread_self(), ender) && Py_IsInitialized() && PyGILState_Check()) free_holder(holder);
-    } else if (PyGILState_Check()) free_holder(holder);
+        if (pthread_equal(pthread_self(), ender) && Py_IsInitialized() && holds_lock()) free_holder(holder);
+    } else if (holds_lock()) free_holder(holder);
     else {
         PyGILState_STATE state = PyGILState_Ensure();
         free_holder(holder);

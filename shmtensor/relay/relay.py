@@ -28,6 +28,9 @@ WINDOW: Final = 256
 WINDOW_BYTES: Final = 32 << 20
 AWAY: Final = 30.0
 _LINGER_S: Final = 5.0
+_MAKING_S: Final = 2.0
+"""Seconds that the first member of a channel may take to make it."""
+_PAUSE_S: Final = 0.005
 
 
 class Relay(Local):
@@ -252,8 +255,13 @@ def _endpoints(given: str | Sequence[str] | None, what: str) -> list[str]:
 
 def _pattern_of(name: str, pattern: str | None) -> int:
     """The pattern of a channel, as frames name it. Raises `ArgumentError` if it is not known."""
-    info = Inspector().channel(name)
-    kind = None if info is None else info.kind.replace(" ", "-")
+    inspector, until = Inspector(), time.monotonic() + _MAKING_S
+    while (info := inspector.channel(name)) is not None and not info.readable and time.monotonic() < until:
+        time.sleep(_PAUSE_S)  # it is just being made
+    if info is not None and not info.readable:
+        raise ArgumentError(f'channel "{name}" cannot be read: {info.notes[0]}')
+    exists = info is not None and info.kind != "unknown"  # else nothing but leftovers
+    kind = info.kind.replace(" ", "-") if info is not None and exists else None
     if kind is None and pattern is None:
         raise ArgumentError(
             f'channel "{name}" does not exist yet: pass pattern="fan-out", "work-queue" or "service", or start a '

@@ -15,9 +15,11 @@ halfway is done there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -32,6 +34,8 @@ from ..endpoints.message import Message
 from ..errors import ArgumentTypeError, ClosedError, DependencyError, PeerDied, RemoteError, TimedOut, WireError
 from ..shielded import Condition
 from .endpoints import DIED, DROPPED, FOREVER, NO_ROOM, ONCE, Answers, Requests
+
+log = logging.getLogger("shmtensor.rpc")
 
 
 class AutoResetEvent:
@@ -202,7 +206,7 @@ def from_reply(value: Any, meta: Any) -> Exception:
         return DependencyError(f"the reply cannot be read: {meta}", name="torch")
     try:
         return RemoteError(str(value["type"]), str(value["text"]), str(value["traceback"]))
-    except (KeyError, TypeError, IndexError):
+    except Exception:  # whatever a peer has sent
         return WireError("a reply says that it is an error, and is none")
 
 
@@ -273,9 +277,18 @@ class _ClientThread(ABC):
             if self._thread is not None:  # it was started twice, by a thread that did not see the first one yet
                 return
             self._thread = threading.current_thread()
+        said = ""
         while not self._stopped and self._in_flight() is not None:
             self._wanted.wait(self._patience())
-            self._work()
+            try:
+                self._work()
+                said = ""
+            except BaseException as error:  # a shortage, or a callback's: other calls need this thread all the same
+                if said != (said := f"{self._name}: {error!r}"):
+                    where = "".join(traceback.format_exception(error))  # text: a record would keep the frames
+                    log.warning("thread %s; it goes on\n%s", said, where)
+                self._wanted.set()
+                time.sleep(_POLL_S)
 
     @abstractmethod
     def _patience(self) -> float:
@@ -436,6 +449,8 @@ class CallsInFlight:
                     if self.followers or self.has_submitted:
                         self.promote()
             if not leads[0] and (now := monotonic()) < ends:
+                if self.requests.is_forked:  # the thread that receives is the parent's
+                    self.requests.check_open()
                 self._follow(call, min(LIVENESS_INTERVAL, ends - now))
             if not call.done and (now := monotonic()) >= ends:
                 if now >= until:

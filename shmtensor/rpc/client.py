@@ -262,6 +262,8 @@ async def _wait(in_flight: CallsInFlight, call: Call) -> None:
     wait_queue = wait_queue_of(answers)
     waiter = Waiter(wait_queue.loop, answers.has_news)
     call.event = LoopEvent(wait_queue.loop, waiter)  # type: ignore[assignment]
+    if call.done:  # a thread has finished it before it saw the event
+        return
     timeout = None if not call.deadline else max(0.0, (call.deadline - time.monotonic_ns()) * 1e-9)
     ended = await wait_queue.attend(_attempt(in_flight, call), answers.has_news, timeout, waiter)
     if ended is NOTHING:

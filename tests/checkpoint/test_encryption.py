@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import shmtensor
 from shmtensor.checkpoint import envelope, index, keys, names, opening, process_handle
 from shmtensor.checkpoint.convert import Original, encrypt_file
 from shmtensor.checkpoint.directory import LOCK, remove
-from shmtensor.checkpoint.envelope import ENTRY, HIDDEN_DIGEST, SEGMENT, read_envelope
+from shmtensor.checkpoint.envelope import ENTRY, HIDDEN_DIGEST, SEGMENT, is_encrypted, read_envelope
 from shmtensor.checkpoint.index import INDEX
 from shmtensor.checkpoint.keys import KeyWrapper, MasterKey, Passphrase
 from shmtensor.checkpoint.load import load_arrays, load_checkpoint
@@ -32,6 +33,7 @@ from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
 from shmtensor.memory.locks import LockFile
 
+from ..faults.interrupts import each_boundary, stride
 from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save
 from .test_deaths import EXCHANGE_POINTS, arm
@@ -622,6 +624,34 @@ def test_a_whole_run_in_whatever_order(replace, run, tmp_path, key_file):
         with CheckpointWriter(tmp_path / "a", keep_last=1) as writer:
             writer.save(large(4)).durable.result(PATIENCE)
         assert {step for step, *_ in listed(tmp_path / "a")} == {1, 4}  # the best stays
+
+
+def test_boundaries_of_a_replacement(tmp_path):
+    """Whenever it is interrupted, every step can be loaded by the names that led to it; repeated, it is complete."""
+    saved_run(tmp_path / "a")
+    path = tmp_path / "b" / name_of(1, False)
+
+    def again():
+        shutil.rmtree(path.parent, ignore_errors=True)
+        shutil.copytree(tmp_path / "a", path.parent, symlinks=True)
+
+    again()
+    for attempt in each_boundary(lambda: encrypt_file(path, None, MasterKey.of(KEY), replace=True), step=stride(29)):
+        for name in ("best", path.name, name_of(1, True)):
+            if os.path.lexists(path.parent / name):
+                key = KEY if is_encrypted(path.parent / name) else None
+                assert load_arrays(path.parent / name, key=key)["w"][0] == 1
+        assert load_arrays(path.parent / "latest")["step"] == 3
+        if path.exists():
+            assert attempt.raised
+            encrypt_file(path, None, MasterKey.of(KEY), replace=True, overwrite=True)
+        assert sorted(os.listdir(path.parent)) == sorted(
+            [name_of(1, True), name_of(2, False), name_of(3, False), "best", "latest", INDEX, LOCK]
+        )
+        assert os.readlink(path.parent / "best") == name_of(1, True)
+        assert [each.step for each in index.read(str(path.parent)) if each.is_there(str(path.parent))] == [1, 2, 3]
+        again()
+    assert attempt.at > 1000
 
 
 def test_a_file_is_not_replaced_while_a_writer_is_open(run, tmp_path, key_file):

@@ -709,6 +709,29 @@ def test_a_thread_may_free_memory_while_the_interpreter_ends(codec, ending):
     assert (done.returncode, done.stdout) == (0, "released\n"), done.stderr
 
 
+BESIDE_ANOTHER = """
+import os, shmtensor, torch
+try:
+    import _xxsubinterpreters as interpreters
+except ImportError:
+    import _interpreters as interpreters
+interpreters.create()
+name = f"sub-{os.getpid()}"
+with shmtensor.Publisher(name) as pub, shmtensor.Subscriber(name) as sub:
+    for number in range(3):
+        pub.send(torch.full((3,), number))
+        value = sub.recv(timeout=60).value
+        assert value.tolist() == [number] * 3
+        del value
+"""
+
+
+def test_memory_is_freed_where_there_is_a_second_interpreter():
+    """Once there was one, `PyGILState_Check` says of each thread that it holds the lock."""
+    done = subprocess.run([sys.executable, "-c", BESIDE_ANOTHER], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
 class Passing(torch.overrides.TorchFunctionMode):
     """A mode that lets everything through, by way of Python code."""
 

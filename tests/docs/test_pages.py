@@ -234,8 +234,9 @@ def test_every_error_says_its_cause_and_its_remedy():
             and issubclass(kind, shmtensor.ShmTensorError)
             and kind is not shmtensor.ShmTensorError
         ):
-            assert re.search(r"^    Cause: ", kind.__doc__, re.MULTILINE), name
-            assert re.search(r"^    Remedy: ", kind.__doc__, re.MULTILINE), name
+            text = inspect.getdoc(kind)
+            assert re.search(r"^Cause: ", text, re.MULTILINE), name
+            assert re.search(r"^Remedy: ", text, re.MULTILINE), name
 
 
 def test_every_field_of_statistics_is_described():

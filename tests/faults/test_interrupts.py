@@ -109,7 +109,7 @@ class WorkQueue(FanOut):
 
 
 class Group(FanOut):
-    receiver = functools.partial(shmtensor.Subscriber, group="them")
+    receiver = staticmethod(functools.partial(shmtensor.Subscriber, group="them"))
 
 
 PATTERNS = {"fan-out": FanOut, "work-queue": WorkQueue, "group": Group}

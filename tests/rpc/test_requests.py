@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import gc
@@ -25,6 +26,7 @@ from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOu
 from shmtensor.channel.names import control_name, reply_channel
 from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
+from shmtensor.rpc import client as rpc_client
 from shmtensor.rpc.calls import late
 from shmtensor.rpc.request import record_of
 
@@ -199,6 +201,61 @@ def test_futures_work_with_the_standard_library(pair):
         client.submit(np.ones(1)).add_done_callback(lambda future: called.set())
         assert called.wait(PATIENCE)
         assert len(list(concurrent.futures.as_completed([client.submit(1) for _ in range(5)], PATIENCE))) == 5
+
+
+def test_the_threads_of_a_client_outlive_errors(pair, monkeypatch, caplog):
+    """That of a callback, and that of a shortage of descriptors while a reply is received."""
+    client, server = pair
+    with serving(server, lambda value: value):
+        client.submit(1).add_done_callback(lambda _: sys.exit("of a callback"))
+        wait_until(lambda: "of a callback" in caplog.text)
+        assert concurrent.futures.wait([client.submit(2)], timeout=PATIENCE).done
+
+        def fail(until):
+            monkeypatch.undo()
+            raise shmtensor.ResourceError(24, "no descriptor is left")
+
+        monkeypatch.setattr(client._in_flight, "receive", fail)
+        assert concurrent.futures.wait([client.submit(3)], timeout=PATIENCE).done
+        assert "no descriptor is left" in caplog.text
+
+
+def test_a_reply_before_its_task_waits(pair, monkeypatch):
+    """A thread finishes the call between two steps of the task, which is not the first one in the queue."""
+    client, server = pair
+    begin = rpc_client.wait_queue_of
+
+    def preempted(endpoint):
+        queue = begin(endpoint)
+        wait_until(lambda: not client._in_flight.calls.keys() - waiting)
+        return queue
+
+    async def main():
+        first = asyncio.create_task(client.arequest("never", timeout=PATIENCE))
+        client.submit("never", timeout=PATIENCE)  # its thread receives
+        await asyncio.to_thread(wait_until, lambda: len(taken) == 2)
+        waiting.update(client._in_flight.calls)
+        monkeypatch.setattr(rpc_client, "wait_queue_of", preempted)
+        assert await client.arequest(1, timeout=PATIENCE) == 1
+        first.cancel()
+
+    taken, waiting = [], set()
+
+    def serve():
+        for req in server:
+            if req.value == "never":
+                taken.append(req)
+            else:
+                req.reply(req.value)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        asyncio.run(main())
+    finally:
+        taken.clear()
+        server.stop()
+        thread.join()
 
 
 def test_a_callback_may_ask_again(pair):
@@ -719,6 +776,7 @@ def test_a_forked_child_has_no_client_and_no_server(pair):
     client, server = pair
     future = client.submit(1)
     req = server.recv(timeout=PATIENCE)
+    wait_until(client._in_flight.leading.locked)  # its thread receives
     child = os.fork()
     if not child:
         code = 1
@@ -728,6 +786,7 @@ def test_a_forked_child_has_no_client_and_no_server(pair):
                 lambda: client.submit(1),
                 lambda: server.recv(timeout=0),
                 client.statistics,
+                lambda: future.result(timeout=PATIENCE),
             )
             refused = 0
             for call in calls:
