@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
 from ..memory.locks import LockFile
 from .description import Described, Summer, combine
-from .directory import LOCK, Directory, remove
+from .directory import LOCK, Directory, remove, sync
 from .envelope import HIDDEN_DIGEST, SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .formats.base import FileSpec, find_index
@@ -152,7 +152,7 @@ def replacing(
             original.before(temporary, target)
         # crash: exchange.recorded
         os.replace(temporary, target)
-        _sync(target.parent)
+        sync(str(target.parent))
         # crash: exchange.renamed
         if original is not None:
             original.after(target)
@@ -260,15 +260,6 @@ def _read_piece(opened: Opened, files: Files, region: int, at: int, nbytes: int)
     file, offset = (opened.places or [])[region]
     files.fill(memory, file, offset + at, opened.plan.names(region))
     return memoryview(memory)
-
-
-def _sync(directory: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _explain(error: OSError, target: Path) -> ResourceError:

@@ -362,14 +362,18 @@ def sync(path: str) -> None:
 
     Some file systems do not support this: they write such changes by themselves, or have no durability.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    opened: list[int] = []
     try:
-        os.fsync(fd)
+        opened.extend(
+            map(os.open, (path,), (os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC,))
+        )  # opened and recorded at once
+        os.fsync(opened[0])
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if not opened or error.errno not in _NO_SYNC:
             raise
     finally:
-        os.close(fd)
+        for fd in opened:
+            os.close(fd)
 
 
 def _make(path: str) -> None:

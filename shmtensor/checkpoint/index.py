@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..memory.descriptors import open_file
 from .locations import Location, read_regular
 from .remote import RemotePath, is_outage
 
@@ -209,14 +210,11 @@ def replace(path: str, data: bytes) -> None:
     """Replace a small file as a whole and sync it, but not its directory. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path + ".tmp")
-    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+    with contextlib.closing(open_file(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            view = view[os.write(file.fd, view) :]
+        os.fsync(file.fd)
     os.replace(path + ".tmp", path)
 
 

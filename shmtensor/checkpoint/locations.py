@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, cast
 
+from ..memory.descriptors import OpenFile, open_file
 from .remote import RemotePath, at_once, is_url, open_url
 
 Location = Path | RemotePath
@@ -73,11 +75,11 @@ class InputFile(Protocol):
 class LocalFile:
     """An open file of this machine.
 
-    owned: close the descriptor on `close`
+    owner: closes the descriptor, when this is closed; None if that is left to others
     """
 
-    def __init__(self, fd: int, *, owned: bool = True) -> None:
-        self.fd, self._owned = fd, owned
+    def __init__(self, fd: int, owner: OpenFile | None = None) -> None:
+        self.fd, self._owner = fd, owner
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +102,8 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        if self._owned and self.fd >= 0:
-            os.close(self.fd)
+        if self._owner is not None:
+            self._owner.close()
             self.fd = -1
 
     def __enter__(self) -> LocalFile:
@@ -115,7 +117,8 @@ def open_input(path: Location) -> InputFile:
     """Open a file for reading by position. Raises OSError."""
     if isinstance(path, RemotePath):
         return path.open_input()
-    return LocalFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    file = open_file(str(path), os.O_RDONLY)
+    return LocalFile(file.fd, file)
 
 
 class _Stream(io.RawIOBase):
@@ -181,16 +184,10 @@ def read_regular(path: Location, most: int) -> bytes:
         with path.open_input() as remote:
             data = remote.pread(most + 1, 0)
     else:
-        with open(path, "rb", opener=_open_regular) as file:
-            data = file.read(most + 1)
+        with contextlib.closing(open_file(str(path), os.O_RDONLY | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+                raise ValueError("it is no regular file")
+            data = as_stream(LocalFile(file.fd)).read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
-
-
-def _open_regular(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise ValueError("it is no regular file")

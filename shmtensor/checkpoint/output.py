@@ -29,7 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
-from ..memory.descriptors import OpenFile
+from ..memory.descriptors import OpenFile, open_file
 from ..memory.mapped_file import fresh
 from .description import Described
 from .directory import remove, sync
@@ -58,7 +58,7 @@ class Output:
         self._plain: list[OpenFile] = []
         self._direct: list[OpenFile] = []  # -1 where that is refused
         self._refuses: list[bool] = []  # direct I/O; set by any writing thread, never reset
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR
         try:
             if not resume:
                 remove(path)
@@ -66,7 +66,7 @@ class Output:
                     os.mkdir(path)
                 flags |= os.O_CREAT | os.O_EXCL
             for index, (_, nbytes) in enumerate(self.files):
-                self._plain.append(_opened(self.at(index), flags))
+                self._plain.append(open_file(self.at(index), flags))
                 if resume:
                     self._check_size(index)
                 else:  # to its full size: writes that extend a file wait for each other
@@ -92,7 +92,7 @@ class Output:
         if not _DIRECT:
             return OpenFile()
         try:
-            return _opened(path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+            return open_file(path, os.O_WRONLY | _DIRECT)
         except OSError as error:
             if error.errno in _REFUSED:
                 return OpenFile()
@@ -158,12 +158,6 @@ class Output:
         self.close()
         with contextlib.suppress(OSError):
             remove(self.path)
-
-
-def _opened(path: str, flags: int) -> OpenFile:
-    file = OpenFile()
-    file.open(os.open, path, flags, 0o644)
-    return file
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
@@ -283,7 +277,7 @@ class EncryptedOutput:
         try:
             for number, envelope in enumerate(envelopes):
                 names = sealing.names if envelope.names else b""
-                self._reading.append(_opened(self.at(number), os.O_RDONLY | os.O_CLOEXEC))
+                self._reading.append(open_file(self.at(number), os.O_RDONLY))
                 if resume:
                     envelope, cipher = self._resume(number, envelope, sealing.master)
                 else:
@@ -313,7 +307,7 @@ class EncryptedOutput:
 
     def _resume(self, number: int, expected: Envelope, master: MasterKey) -> tuple[Envelope, Cipher]:
         path = Path(self.at(number))
-        found = read_envelope(path, file=LocalFile(self._reading[number].fd, owned=False), is_complete=False)
+        found = read_envelope(path, file=LocalFile(self._reading[number].fd), is_complete=False)
         data_key = master.unwrap(found.wrapped, found.digest)
         if data_key is None or found.envelope.file_bytes != expected.file_bytes:
             raise OSError(errno.EIO, f"{path} was changed by somebody: it does not open with the key of the save")
@@ -420,7 +414,7 @@ class EncryptedOutput:
         """Read back what was written. Raises `CheckpointError` if it is not there."""
         sealed = self._sealed[index]
         reader = SealedFile(sealed.path, sealed.envelope, self._ciphers[index])  # which keeps no segment
-        reader.read(LocalFile(self._reading[index].fd, owned=False), DATA, offset, into)
+        reader.read(LocalFile(self._reading[index].fd), DATA, offset, into)
 
     def describe(self, digests: Sequence[int]) -> None:
         """Write the contents, with the digests of the regions. Call it once, after everything else."""

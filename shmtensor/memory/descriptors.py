@@ -65,6 +65,13 @@ class OpenFile:
             self.close()
 
 
+def open_file(path: str, flags: int, mode: int = 0o644) -> OpenFile:
+    """`os.open`, close-on-exec, as an object that closes the file when nobody refers to it. Raises OSError."""
+    file = OpenFile()
+    file.open(os.open, path, flags | os.O_CLOEXEC, mode)
+    return file
+
+
 class InheritedFile(OpenFile):
     """One descriptor that forked children keep, with the locks of its description."""
 
