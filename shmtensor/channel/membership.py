@@ -175,10 +175,12 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     cleanup.sweep_all(directory, skip=channel, patience=_MOMENT)
     held: list[LockFile] = []
     try:
-        while (member := _join(channel, kind, part, directory, prepare, held)) is None:
-            pass  # swept between opening and locking
-        # crash: join.done
-        return member
+        member = _join(channel, kind, part, directory, prepare, held)
+        while True:
+            if member is not None:
+                # crash: join.done
+                return member
+            member = _join(channel, kind, part, directory, prepare, held)  # it was swept between opening and locking
     except BaseException as error:
         _die(held[-1] if held else None, channel, directory, error)
         raise

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
+from ..memory.descriptors import open_file
 from ..memory.locks import LockFile
 from .description import Described, Summer, combine
 from .directory import LOCK, Directory, remove, sync
@@ -27,7 +28,7 @@ from .formats.base import FileSpec, find_index
 from .index import INDEX
 from .keys import MasterKey
 from .load import OnBytes, map_files, raise_damage
-from .locations import Location, location
+from .locations import Location, location, open_input
 from .manifest import MANIFEST
 from .opening import PLAIN, Opener, decrypt_to
 from .output import EncryptedOutput, Output, Sealing, describe
@@ -215,6 +216,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
     plan = opened.plan
     in_pieces = opened.places is not None and not opened.mappable
     mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None and not in_pieces else {}
+    tell = progress or _say_nothing
     summers = [Summer(crc=layout.needs_crc) for _ in plan.regions]
     with (
         ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool,
@@ -238,8 +240,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
                     writing = pool.submit(output.patch, file, piece.offset + at, part)
                     summers[piece.region].update(part)
                     writing.result()
-                    if progress is not None:
-                        progress(len(part))
+                    tell(len(part))
     digests = [summer.digest for summer in summers]
     if opened.digests is not None and opened.places is not None:
         raise_damage(
@@ -253,6 +254,10 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
     for file, offset, last in layout.finish(digests, [summer.crc for summer in summers]):
         output.patch(file, offset, last)
     return digests
+
+
+def _say_nothing(nbytes: int) -> None:
+    """What `progress` is where there is none."""
 
 
 def _read_piece(opened: Opened, files: Files, region: int, at: int, nbytes: int) -> memoryview:
@@ -295,23 +300,23 @@ def encrypt_file(
     opened = PLAIN.open(source)
     if opened.files != [source]:
         raise ArgumentError(f"{source} is one file of several: convert the checkpoint with an encrypted target")
+    tell = progress or _say_nothing
     names = render_names(opened.plan) if readable_names else b""
     files = [FileSpec("", source.stat().st_size)]
     sealing = Sealing(master, opened.format, _contents(opened, files), names, opened.native)
     with (
         original,
-        source.open("rb") as file,
+        open_input(source) as file,
         replacing(
             target, lambda path: EncryptedOutput(path, files, sealing), overwrite=overwrite, original=original
         ) as output,
     ):
         for at in range(0, files[0].nbytes, _SEALED_PIECE):
-            piece = file.read(min(_SEALED_PIECE, files[0].nbytes - at))
+            piece = file.pread(min(_SEALED_PIECE, files[0].nbytes - at), at)
             if at + len(piece) != min(at + _SEALED_PIECE, files[0].nbytes):
                 raise CheckpointError(f"{source}: it ends at offset {at + len(piece)}: it changed while it was read")
             output.write(0, at, memoryview(piece))
-            if progress is not None:
-                progress(len(piece))
+            tell(len(piece))
         output.describe(opened.digests or [0] * len(opened.plan.regions) if opened.places is not None else [])
     return target
 
@@ -366,11 +371,11 @@ class Original:
     def before(self, made: Path, target: Path) -> None:
         """It is complete, under a temporary name."""
         self._check()
-        with made.open("rb") as file:
+        with contextlib.closing(open_file(str(made), os.O_RDONLY)) as file:
             with contextlib.suppress(OSError):  # a file system that has none
-                os.fchmod(file.fileno(), stat.S_IMODE(self._info.st_mode))
-                os.utime(file.fileno(), ns=(self._info.st_atime_ns, self._info.st_mtime_ns))
-            os.fsync(file.fileno())
+                os.fchmod(file.fd, stat.S_IMODE(self._info.st_mode))
+                os.utime(file.fd, ns=(self._info.st_atime_ns, self._info.st_mtime_ns))
+            os.fsync(file.fd)
         if self._directory is not None:
             self._directory.succeed(self._source.name, target.name, str(made), self.digest)
 
@@ -433,6 +438,7 @@ def decrypt_file(
     def create(path: str) -> AnyOutput:
         return Output(path, files)
 
+    tell = progress or _say_nothing
     original = Original(source, target, replace=replace)
     if replace and readable.envelope.contents and (digests := opener.open(source).digests) is not None:
         original.digest = combine(digests)
@@ -440,8 +446,7 @@ def decrypt_file(
 
         def write(offset: int, piece: memoryview) -> None:
             output.patch(0, offset, piece)
-            if progress is not None:
-                progress(len(piece))
+            tell(len(piece))
 
         decrypt_to(sealed, write)
     return target

@@ -357,6 +357,10 @@ _LATE: Final = 30.0
 """Seconds after which the log names the ranks whose parts are missing."""
 
 
+def _is_unseen(save: Save) -> bool:
+    return not save.durable.error_seen
+
+
 class SavesInFlight:
     """Saves by number. Thread-safe; the thread of `ProcessHandle` calls the methods named `on_...`."""
 
@@ -425,7 +429,9 @@ class SavesInFlight:
 
     def _wait_while(self, holds: Callable[[], bool], deadline: float | None, is_abandoned: Callable[[], bool]) -> bool:
         with self._changed:
-            while holds():
+            while True:
+                if not holds():
+                    return True
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     uploads = f" and {len(self._uploading)} uploaded" if self._uploading else ""
@@ -433,7 +439,6 @@ class SavesInFlight:
                 if is_abandoned():
                     return False
                 self._changed.wait(_CHECK_INTERVAL if left is None else min(left, _CHECK_INTERVAL))
-        return True
 
     def _awaited(self) -> str:
         """Text for messages: the ranks whose parts are missing."""
@@ -447,8 +452,8 @@ class SavesInFlight:
     def unreported(self) -> list[tuple[Save, BaseException]]:
         """Failed saves whose error the caller has not seen (`Outcome.error_seen`), with the error."""
         with self._changed:
-            self._failed = [save for save in self._failed if not save.durable.error_seen]
-            return [(save, error) for save in self._failed if (error := save.durable.error) is not None]
+            self._failed = failed = list(filter(_is_unseen, self._failed))
+        return [(save, error) for save in failed if (error := save.durable.error) is not None]
 
     def live_numbers(self) -> dict[str, Any]:
         """For a new writing process: which of the numbers below `next` have not ended."""

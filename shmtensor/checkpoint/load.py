@@ -447,7 +447,7 @@ def load_into(
         memory = map_files(opened, regions)
     with Files(opened.files, opened.sizes, opened.sealed) as files:
         for on_device in (False, True):
-            direct = {target.region: target.memory for target in targets if target.on_device == on_device}
+            direct = _memory_of(targets, on_device)
             raise_damage(
                 read_regions(
                     opened, files, list(direct), direct.__getitem__, readers=count, verify=bool(verify),
@@ -514,6 +514,10 @@ class _Target(NamedTuple):
     tensor: Any
     memory: Any
     on_device: bool
+
+
+def _memory_of(targets: list[_Target], on_device: bool) -> dict[int, Any]:
+    return {target.region: target.memory for target in targets if target.on_device == on_device}
 
 
 def _targets(plan: Plan, tree: Any, own: dict[str, Any], *, is_mapped: bool) -> list[_Target]:
@@ -592,7 +596,7 @@ def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> l
         Files(opened.files, opened.sizes, opened.sealed) as files,
         ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool,
     ):
-        return [damage for damage in pool.map(check_region, order) if damage is not None]
+        return list(filter(None, pool.map(check_region, order)))
 
 
 def _check_rest(opened: Opened, *, all_of_it: bool) -> None:

@@ -287,8 +287,8 @@ class EncryptedOutput:
                     self._output.patch(number, 0, head)
                 self._ciphers.append(cipher)
                 self._sealed.append(SealedFile(Path(self.at(number)), envelope, cipher))
-                if resume:
-                    self._repeat(number)
+            for number in range(len(files) if resume else 0):
+                self._repeat(number)
         except BaseException:
             if resume:
                 self.close()

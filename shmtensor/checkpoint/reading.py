@@ -36,6 +36,7 @@ import numpy as np
 
 from ..codec.numpy import Array
 from ..errors import CheckpointError
+from ..memory.descriptors import OpenFile, open_file
 from ..memory.mapped_file import fresh, is_cached, populate
 from .description import Summer, text
 from .devices import PIECE, Lane, Lanes
@@ -295,13 +296,16 @@ def read_regions(
     runs = _cut(targets, readers, limit)
     turns = _Turns()
 
+    def work_off(own: Any, lane: Lane | None) -> None:
+        while jobs := _next(own, runs):
+            read_jobs(jobs, lane)
+
     def work(number: int) -> None:
         own = runs[number] if number < len(runs) else None
         try:
             with contextlib.ExitStack() as stack:
                 lane = None if lanes is None else stack.enter_context(lanes.lane())
-                while jobs := _next(own, runs):
-                    read_jobs(jobs, lane)
+                work_off(own, lane)
         except BaseException:
             turns.fail()
             raise
@@ -351,10 +355,10 @@ def read_regions(
             finally:
                 for run in runs:
                     run.clear()  # after an error or Ctrl-C no reader begins another chunk
-            errors = [error for done in at_work if (error := done.exception()) is not None]
-            for error in errors:
-                if not isinstance(error, Stopped) or error is errors[-1]:
-                    raise error
+        errors = [error for done in at_work if (error := done.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, Stopped) or error is errors[-1]:
+                raise error
     if digests is None:
         for file in {target.file for target in targets}:
             files.check(file)
@@ -392,20 +396,23 @@ class Files:
         self.paths = list(paths)
         self._sealed = sealed or [None] * len(self.paths)
         self._inputs: list[InputFile] = []
-        self._direct: dict[int, int] = {}  # for direct I/O, opened at first use
+        self._direct: dict[int, OpenFile] = {}  # for direct I/O, opened at first use
         self._sizes = list(sizes)
         self._lock = threading.Lock()
         self._cached: dict[tuple[int, int], bool] = {}  # by file and number of a stretch; checked once
         self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
         try:
             for path, size in zip(paths, sizes, strict=True):
-                self._inputs.append(open_input(path))
-                now = self._inputs[-1].nbytes
-                if now != size:
-                    raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
+                self._open(path, size)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, path: Location, size: int) -> None:
+        self._inputs.append(open_input(path))
+        now = self._inputs[-1].nbytes
+        if now != size:
+            raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
@@ -414,7 +421,7 @@ class Files:
             opened.drop()
             opened.close()
         while self._direct:
-            os.close(self._direct.popitem()[1])
+            self._direct.popitem()[1].close()
 
     def fd(self, file: int) -> int:
         """The descriptor of a file of this machine."""
@@ -488,7 +495,7 @@ class Files:
                 memory = memory[:lead]  # through the cache up to the next page, where direct I/O begins
             else:
                 try:
-                    return os.preadv(self._direct[file], [memory[: len(memory) // PAGE * PAGE]], offset)
+                    return os.preadv(self._direct[file].fd, [memory[: len(memory) // PAGE * PAGE]], offset)
                 except OSError:  # if it is a real error, the plain read raises it too
                     self._refuses[file] = True  # the descriptor stays open: another reader may be using it
         return self._inputs[file].preadv([memory], offset, alone=alone)
@@ -517,7 +524,7 @@ class Files:
                 found = is_cached(fd, at)
                 if not found and file not in self._direct:
                     direct = _open_direct(fd)
-                    if direct < 0:
+                    if direct is None:
                         self._refuses[file] = found = True
                     else:
                         self._direct[file] = direct
@@ -528,11 +535,11 @@ class Files:
             return found
 
 
-def _open_direct(fd: int) -> int:
-    """Open the same file again for direct I/O, whatever has its path now; -1 if that is impossible."""
+def _open_direct(fd: int) -> OpenFile | None:
+    """Open the same file again for direct I/O, whatever has its path now; None if that is impossible."""
     if not _DIRECT:
-        return -1
+        return None
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+        return open_file(f"/proc/self/fd/{fd}", os.O_RDONLY | _DIRECT)
     except OSError:
-        return -1
+        return None

@@ -189,7 +189,10 @@ def _write(remote: RemotePath, reader: Reader, nbytes: int, tell: Callable[[int]
     part = max(PART, -(-nbytes // _PARTS))
     file = within(0, partial(remote.fs.open, remote.key, "wb", block_size=part))
     try:
-        while data := reader.read(PART):
+        while True:
+            data = reader.read(PART)
+            if not data:
+                break
             within(part, partial(file.write, data))
             tell(len(data))
         within(part, file.close)

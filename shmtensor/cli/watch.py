@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fnmatch
+import itertools
 import signal
 import sys
 import threading
@@ -391,23 +392,29 @@ def hz(
     it; exit code 1 if there is no channel in time, or it cannot be read.
     """
     named(channel)
-    inspector, windows, unreadable, done = Inspector(), Windows(window), Unreadable(), -1
     with until_interrupted():
-        while not count or done < count:
-            wait_for_channel(channel, timeout)
-            info = inspector.channel(channel)
-            if info is None:
-                continue
-            if not info.readable:
-                unreadable.again(channel, info.notes[0])
-                continue
-            unreadable.over()
-            windows.add(info, time.monotonic())
-            done += 1
-            if done:
-                _print_rates(info, windows, as_json)
-            if not count or done < count:
-                time.sleep(interval)
+        _watch_rates(channel, Windows(window), interval, count, timeout, as_json)
+
+
+def _watch_rates(
+    channel: str, windows: Windows, interval: float, count: int, timeout: float | None, as_json: bool
+) -> None:
+    inspector, unreadable, done = Inspector(), Unreadable(), -1
+    while not count or done < count:
+        wait_for_channel(channel, timeout)
+        info = inspector.channel(channel)
+        if info is None:
+            continue
+        if not info.readable:
+            unreadable.again(channel, info.notes[0])
+            continue
+        unreadable.over()
+        windows.add(info, time.monotonic())
+        done += 1
+        if done:
+            _print_rates(info, windows, as_json)
+        if not count or done < count:
+            time.sleep(interval)
 
 
 def _print_rates(info: ChannelInfo, windows: Windows, as_json: bool) -> None:
@@ -463,10 +470,8 @@ def echo(
     """
     named(channel)
     with until_interrupted(), contextlib.closing(_messages(channel, digest, timeout)) as messages:
-        for number, seen in enumerate(messages, 1):
+        for seen in itertools.islice(messages, count or None):
             _print_message(channel, seen, as_json)
-            if number == count:
-                break
 
 
 def _messages(channel: str, digest: bool, timeout: float | None) -> Generator[Seen]:
@@ -478,17 +483,21 @@ def _messages(channel: str, digest: bool, timeout: float | None) -> Generator[Se
         try:
             with Messages(channel, digests=digest) as messages:
                 unreadable.over()
-                last = False
-                while not last:
-                    last = messages.ended  # what was sent before that is read once more
-                    found = messages.new()
-                    yield from found
-                    if not found:
-                        time.sleep(_ECHO_PAUSE_S)
+                yield from _until_ended(messages)
         except FileNotFoundError:
             continue  # it has just ended, or is just being made
         except (OSError, ValueError) as error:
             unreadable.again(channel, error)
+
+
+def _until_ended(messages: Messages) -> Generator[Seen]:
+    last = False
+    while not last:
+        last = messages.ended  # what was sent before that is read once more
+        found = messages.new()
+        yield from found
+        if not found:
+            time.sleep(_ECHO_PAUSE_S)
 
 
 def _print_message(channel: str, seen: Seen, as_json: bool) -> None:

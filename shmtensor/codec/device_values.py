@@ -52,19 +52,24 @@ class ResidentEncoded(Encoded):
             with used.on(stream):
                 payload = slots.block(slot, self.nbytes).tensor()
                 for leaf, entry in zip(self._leaves, self._entries, strict=True):
-                    if leaf.nbytes:
-                        target = _view(payload, entry)
-                        source = leaf.source
-                        if entry.dtype is not None and entry.dtype.name == "bool":
-                            target, source = _bytes(target), _bytes(source)  # a bool may be any byte
-                        elif source.dtype != target.dtype:
-                            source = source.view(target.dtype)
-                        used.copy(target, source)
-                        waits = waits or used.device_of(leaf.source) < 0
+                    waits = _copy(used, payload, leaf, entry) or waits
         # crash: device.queued
         event = slots.written(slot, stream)
         if waits:  # the caller may change what lies in host memory as soon as this returns
             used.wait(event)
+
+
+def _copy(used: Any, payload: Any, leaf: Any, entry: Any) -> bool:
+    """Copy a leaf into the payload; whether it lies in host memory."""
+    if not leaf.nbytes:
+        return False
+    target, source = _view(payload, entry), leaf.source
+    if entry.dtype is not None and entry.dtype.name == "bool":
+        target, source = _bytes(target), _bytes(source)  # a bool may be any byte
+    elif source.dtype != target.dtype:
+        source = source.view(target.dtype)
+    used.copy(target, source)
+    return bool(used.device_of(leaf.source) < 0)
 
 
 def encode(value: Any, meta: Any) -> ResidentEncoded:

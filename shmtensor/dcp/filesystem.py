@@ -425,22 +425,32 @@ def load_archive(data: bytes, label: str) -> Any:
     """The value of an archive, from its bytes. Raises `CheckpointError`."""
     fd = os.memfd_create("shmtensor-archive", os.MFD_CLOEXEC)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        _write(fd, data)
         return _load(fd, label)
     finally:
         os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _send_range(source: LocalFile, offset: int, nbytes: int, fd: int) -> int:
+    """As `copy_range`, within the kernel."""
+    copied = 0
+    while copied < nbytes and (count := os.sendfile(fd, source.fd, offset + copied, nbytes - copied)):
+        copied += count
+    return copied
 
 
 def load_archive_at(source: InputFile, offset: int, nbytes: int, label: str) -> Any:
     """The value of an archive that lies in an open file. Raises `CheckpointError`."""
     fd = os.memfd_create("shmtensor-archive", os.MFD_CLOEXEC)
     try:
-        copied = count = 0
         if isinstance(source, LocalFile):
-            while copied < nbytes and (count := os.sendfile(fd, source.fd, offset + copied, nbytes - copied)):
-                copied += count
+            copied = _send_range(source, offset, nbytes, fd)
         else:
             copied = copy_range(source, offset, nbytes, fd)
         if copied < nbytes:

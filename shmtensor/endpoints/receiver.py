@@ -303,8 +303,7 @@ class Receiver(Endpoint):
         """A message that a receiver claimed and did not finish, found by a scan of all records; or None."""
         for reader in self._readers:
             reader.map_all()
-            message = self._taken(reader, reader.take_unfinished)
-            if message is not None:
+            if (message := self._taken(reader, reader.take_unfinished)) is not None:
                 return message
         return None
 
@@ -325,11 +324,12 @@ class Receiver(Endpoint):
                 if claims.is_still_refused():
                     raise self._unreadable(seq, why)
                 claims.refused, self._epoch = None, -1  # `_refresh` sets `_direct` again
-            while type(found := take(self, self._undelivered, *patience)) is tuple:
+            found = take(self, self._undelivered, *patience)
+            while True:
+                if type(found) is not tuple:
+                    return found  # type: ignore[no-any-return]
                 self._handle(reader, found)
-                if reader.closing:
-                    return None
-            return found  # type: ignore[no-any-return]
+                found = None if reader.closing else take(self, self._undelivered, *patience)
         except BaseException:
             reader.abandon()
             if claims is not None:

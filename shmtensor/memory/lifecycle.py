@@ -47,7 +47,9 @@ def _after_fork() -> None:
     again = False  # an exception of a signal handler may come between any two calls: each call gets a second try
     while left:
         try:
-            while left:
+            while True:
+                if not left:
+                    break
                 left[-1]()
                 left.pop()
                 again = False

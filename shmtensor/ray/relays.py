@@ -375,17 +375,19 @@ class Relays(Local):
                 self._changed.notify_all()
             self._thread.join()
             if self._is_connected():
-                actors = [node.actor for node in self._nodes.values() if node.actor is not None]
+                actors = list(filter(None, [node.actor for node in self._nodes.values()]))
                 deadline = time.monotonic() + linger + _GRACE_S
                 for step, seconds in (("drain", linger), ("close", 0.0)):  # all are drained before any of them is gone
                     calls = [getattr(actor, step).remote(seconds) for actor in actors]
-                    if calls:
-                        remaining = max(0.0, deadline - time.monotonic())
-                        self._ray.wait(calls, num_returns=len(calls), timeout=remaining)
+                    self._await(calls, deadline)
                 for node in self._nodes.values():
                     self._drop_actor(node)
             self._closed = True
             atexit.unregister(self.close)
+
+    def _await(self, calls: list[Any], deadline: float) -> None:
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=max(0.0, deadline - time.monotonic()))
 
     def _check(self) -> None:
         if self._pid != os.getpid():

@@ -253,7 +253,9 @@ class Inbound:
     def wait(self, deadline: float | None) -> None:
         """Wait until a near relay is there. Raises `TimedOut`."""
         with self.lock:
-            while not self._streams:
+            while True:
+                if self._streams:
+                    return
                 remaining = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
                 if remaining <= 0:
                     raise TimedOut(f'relay of channel "{self.name}": no near relay has come')

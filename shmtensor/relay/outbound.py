@@ -650,7 +650,9 @@ class Outbound:
     def wait(self, deadline: float | None) -> None:
         """Wait until it is connected. Raises `WireError` if it is refused or has failed, `TimedOut`."""
         with self._changed:
-            while self._state != OPEN:
+            while True:
+                if self._state == OPEN:
+                    return
                 if self._state in (REFUSED, FAILED):
                     raise WireError(f'relay of channel "{self.name}": {self.reason}')
                 if self._state == CLOSED:
@@ -665,7 +667,10 @@ class Outbound:
         """Take nothing more; wait until everything under way is acknowledged, or the time is up."""
         with self._changed:
             self._is_draining = True
-            while len(self._window) and self._state not in (FAILED, CLOSED, REFUSED) and time.monotonic() < deadline:
+            while True:
+                is_over = not len(self._window) or self._state in (FAILED, CLOSED, REFUSED)
+                if is_over or time.monotonic() >= deadline:
+                    return
                 self._changed.wait(min(_TICK_S, max(0.0, deadline - time.monotonic())))
 
     def stop(self) -> None:

@@ -222,11 +222,15 @@ def _mapped(
     waiting: deque[Call] = deque()
     try:
         for value in values:
-            while len(waiting) >= (window or requests.window):
+            while True:
+                if len(waiting) < (window or requests.window):
+                    break
                 yield _first(in_flight, waiting)
             waiting.append(in_flight.begin(timeout, retry))
             requests.post(waiting[-1], value, None, timeout)
-        while waiting:
+        while True:
+            if not waiting:
+                break
             yield _first(in_flight, waiting)
     finally:
         in_flight.given_up.extend(waiting)
