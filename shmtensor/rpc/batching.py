@@ -8,6 +8,7 @@ shape, and every leaf that is not a tensor or array.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,35 +17,31 @@ from typing import Any, Final
 import numpy as np
 
 from ..codec.leaf import is_tensor
-from ..errors import ArgumentError, ClosedError, ReleasedError, ShmTensorError
+from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ReleasedError, ResourceError, RingFull
 from .request import Request
+
+log = logging.getLogger("shmtensor.rpc")
 
 Layout = Any
 
 
 def layout_of(value: Any) -> Layout:
-    """A hashable description of a value. Values of equal layouts can be stacked."""
+    """A hashable description of a value. Values of equal layouts can be stacked.
+
+    Raises `ArgumentTypeError` for a value that is not stacked with others: with a sparse, quantized or nested tensor.
+    """
     if isinstance(value, np.ndarray):
-        return "a", value.dtype.str if value.dtype.names is None else str(value.dtype.descr), value.shape
+        return "a", value.dtype, value.shape
     if is_tensor(value):
-        return "T", value.dtype, tuple(value.shape), str(value.layout), bool(value.is_quantized), bool(value.is_nested)
+        if str(value.layout) != "torch.strided" or value.is_quantized or value.is_nested:
+            raise ArgumentTypeError("sparse, quantized and nested tensors are not stacked with others")
+        return "T", value.dtype, tuple(value.shape)
     if isinstance(value, dict):
         return "d", tuple((type(key), key, layout_of(child)) for key, child in value.items())
     if isinstance(value, (list, tuple)):
         return "l" if isinstance(value, list) else "t", tuple(layout_of(child) for child in value)
-    return "s", type(value), value if isinstance(value, bytes) else repr(value)
-
-
-def is_stackable(layout: Layout) -> bool:
-    """Whether torch or NumPy can stack such leaves: not sparse, quantized or nested tensors."""
-    kind = layout[0]
-    if kind == "T":
-        return bool(layout[3] == "torch.strided" and not layout[4] and not layout[5])
-    if kind == "d":
-        return all(is_stackable(child) for _, _, child in layout[1])
-    if kind in ("l", "t"):
-        return all(is_stackable(child) for child in layout[1])
-    return True
+    # by its text: NaN does not equal itself. Of an `int` with thousands of digits Python makes no text
+    return "s", type(value), value if isinstance(value, (bytes, int)) else repr(value)
 
 
 def stack(values: Sequence[Any]) -> Any:
@@ -65,7 +62,13 @@ def stack(values: Sequence[Any]) -> Any:
 def _stack_tensors(tensors: Sequence[Any]) -> Any:
     import torch
 
-    return torch.stack(list(tensors))
+    try:
+        return torch.stack(list(tensors))
+    except RuntimeError as error:
+        raise ArgumentTypeError(
+            f"torch cannot stack tensors of layout {tensors[0].layout} for a batch ({error}): ask a server without "
+            "max_batch=, or send the parts of such a tensor"
+        ) from None
 
 
 def split(value: Any, count: int) -> list[Any]:
@@ -127,11 +130,16 @@ class Batch:
     def reply(self, value: Any) -> None:
         """Answer every request that has no answer yet with its part of the value, along the first dimension.
 
+        A request whose part finds no room, as its client keeps earlier replies, fails; the others are answered.
+
         Raises `ArgumentError` if a tensor or array in it has another first dimension; nothing is answered then.
         """
         for request, part in self._open_with(value):
             if not request.answered:
-                request.reply(part)
+                try:
+                    request.reply(part)
+                except (ResourceError, RingFull) as error:
+                    _fail_alone(request, error)
 
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run where it has to wait for room.
@@ -140,7 +148,10 @@ class Batch:
         """
         for request, part in self._open_with(value):
             if not request.answered:
-                await request.areply(part)
+                try:
+                    await request.areply(part)
+                except (ResourceError, RingFull) as error:
+                    _fail_alone(request, error)
 
     def _open_with(self, value: Any) -> list[tuple[Request, Any]]:
         """The requests that have no answer yet, with their parts of a value."""
@@ -172,6 +183,12 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self.requests)}>"
+
+
+def _fail_alone(request: Request, error: Exception) -> None:
+    """Fail a request of a batch whose reply has no room."""
+    log.warning("%s", str(error))  # not the error itself: its traceback would keep the request's slot
+    request.fail(error)
 
 
 class Group:
@@ -258,7 +275,7 @@ def batch_of(requests: list[Request]) -> Batch | None:
     """A batch of these requests. None if there are none, or if they cannot be stacked: they fail then."""
     try:
         return Batch(requests) if requests else None
-    except (ShmTensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         for request in requests:
             request.fail(error)
         return None
@@ -269,7 +286,8 @@ def _key(request: Request) -> tuple[Any, bool]:
 
     It is one if it cannot be stacked, or if it was taken before: a server that dies with it must not lose others.
     """
-    layout = layout_of(request.value)
-    if request.attempt == 1 and is_stackable(layout):
-        return layout, False
+    value = request.value
+    if request.attempt == 1:
+        with contextlib.suppress(Exception):  # whatever a value is, it must not end the server
+            return layout_of(value), False
     return (request.seq, id(request)), True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, Final
 
@@ -139,12 +140,19 @@ def describe(error: BaseException | str) -> dict[str, str]:
         return {"type": "Failed", "text": error[:MOST_TEXT], "traceback": ""}
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        text = str(error)
-    except Exception as failure:
-        text = f"(its text cannot be made: {type(failure).__name__})"
-    trace = "".join(traceback.format_exception(kind, error, error.__traceback__)) if error.__traceback__ else ""
+    text = _made("text", lambda: str(error))
+    trace = ""
+    if error.__traceback__:
+        trace = _made("traceback", lambda: "".join(traceback.format_exception(kind, error, error.__traceback__)))
     return {"type": name[:MOST_TEXT], "text": text[:MOST_TEXT], "traceback": trace[-MOST_TEXT:]}
+
+
+def _made(what: str, make: Callable[[], str]) -> str:
+    """A text about an error; why there is none, if a method of the error raises."""
+    try:
+        return make()
+    except Exception as failure:
+        return f"(its {what} cannot be made: {type(failure).__name__})"
 
 
 ROOM_S: Final = 1.0
@@ -289,9 +297,10 @@ class TakenRequests:
         """Send a reply and finish its request. With `error`, the reply describes that, and `value` is not used."""
         replies, sent = self.replies_for(record), False
         meta = None if error is None else {FAILED: True}
+        patience = 0.0 if isinstance(error, RingFull) else record.patience  # the reply has waited for room before
         try:
             if replies is not None:
-                replies.post(record.seq, value if error is None else describe(error), meta, record.patience)
+                replies.post(record.seq, value if error is None else describe(error), meta, patience)
                 sent = True
         except ClosedError:
             self._check_open(replies)

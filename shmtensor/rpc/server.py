@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -324,9 +325,9 @@ class Server(Local):
             begun: list[bool] = []
             try:
                 self._answer(request, handler, begun)
-            except BaseException:
+            except BaseException as error:
                 (self._unfinished if begun else self._left).append(request)  # the first call
-                self._give_back()
+                self._give_back(error)
                 raise
 
     def run_each(self, answer: Callable[[Any], object]) -> None:
@@ -338,9 +339,9 @@ class Server(Local):
         for request in self:
             try:
                 answer(request)
-            except BaseException:
+            except BaseException as error:
                 self._unfinished.append(request)  # the first call
-                self._give_back()
+                self._give_back(error)
                 raise
 
     def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> str | None:
@@ -367,8 +368,12 @@ class Server(Local):
                 request.fail(error)
             return f"{text['type']}: {text['text']}" if text["text"] else text["type"]
 
-    def _give_back(self) -> None:
-        """Leave requests whose handlers were interrupted to other servers, as if this one had died with them."""
+    def _give_back(self, error: BaseException | None = None) -> None:
+        """Leave requests whose handlers were interrupted to other servers, as if this one had died with them.
+
+        `error`: what interrupted one. Whoever keeps it keeps its traceback, and so the handlers' local variables, whose
+        views would hold the request. They are cleared.
+        """
         while self._unfinished:
             try:
                 interrupted = self._unfinished[0]
@@ -378,6 +383,8 @@ class Server(Local):
                 self._taken.give_back(request)
             with contextlib.suppress(ValueError):
                 self._unfinished.remove(interrupted)
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
 
     def stop(self) -> None:
         """Take no more requests: iteration ends, once what was taken is answered. Safe in a signal handler."""
@@ -388,8 +395,8 @@ class Server(Local):
     def close(self) -> None:
         """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
         self._stopping = True
-        del self._left[:]
         self._taken.close()
+        del self._left[:]  # afterwards: a request that is dropped by an open server fails
 
     async def aclose(self) -> None:
         """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""

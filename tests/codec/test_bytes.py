@@ -143,13 +143,12 @@ def test_requests_and_batches(channel):
         assert client.request(b"", timeout=100) == {"echo": b"", "length": 0}
         server.stop()
         thread.join(100)
-    from shmtensor.rpc.batching import is_stackable, layout_of, split, stack
+    from shmtensor.rpc.batching import layout_of, split, stack
 
     one, two = {"x": torch.zeros(2), "key": b"a"}, {"x": torch.ones(2), "key": b"a"}
     other = {"x": torch.ones(2), "key": b"b"}
     assert layout_of(one) == layout_of(two) != layout_of(other)
     assert layout_of(b"a") != layout_of("a")
-    assert is_stackable(layout_of(one))
     assert hash(layout_of(LARGE)) == hash(layout_of(bytes(LARGE)))
     batch = stack([one, two])
     assert batch["key"] == b"a"

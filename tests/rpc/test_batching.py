@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import threading
@@ -344,3 +345,71 @@ def test_looks_are_equal_exactly_when_values_can_be_stacked():
         assert first != second
         assert first == batching.layout_of(values[0])
     assert batching.layout_of([1.0]) != batching.layout_of([1])
+
+
+OUT_OF_ORDER = np.dtype({"names": ["a", "b"], "formats": ["f4", "i4"], "offsets": [4, 0]})
+
+
+@pytest.mark.parametrize("value", [{"n": 10**5000, "x": np.ones(2)}, np.zeros(3, OUT_OF_ORDER)], ids=["int", "dtype"])
+def test_values_that_are_hard_to_describe_are_stacked(make, value):
+    client, server = make(max_batch=2, max_wait=PATIENCE)
+    futures = [client.submit(value) for _ in range(2)]
+    batch = server.recv(timeout=PATIENCE)
+    assert len(batch) == 2
+    batch.reply("both")
+    assert [future.result(timeout=PATIENCE) for future in futures] == ["both"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+def test_a_nested_tensor_is_refused_and_the_server_goes_on(make, layout):
+    """torch stacks none, not even one."""
+    client, server = make(max_batch=2, max_wait=0)
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    refused = client.submit(torch.nested.nested_tensor(parts, layout=getattr(torch, layout)))
+    future = client.submit(1)
+    server.recv(timeout=PATIENCE).reply(2)
+    assert future.result(timeout=PATIENCE) == 2
+    all_fail([refused], f"cannot stack tensors of layout torch.{layout}")
+
+
+def test_a_value_whose_layout_cannot_be_found_goes_alone(make, monkeypatch):
+    """Whatever the reason: the server goes on."""
+
+    def layout_of(value):
+        raise LookupError
+
+    client, server = make(max_batch=2, max_wait=PATIENCE)
+    futures = [client.submit(1) for _ in range(2)]
+    monkeypatch.setattr(batching, "layout_of", layout_of)
+    for number in range(2):
+        batch = server.recv(timeout=PATIENCE)
+        assert len(batch) == 1
+        batch.reply(number)
+    assert [future.result(timeout=PATIENCE) for future in futures] == [0, 1]
+
+
+@pytest.mark.parametrize("on_a_loop", [False, True], ids=["reply", "areply"])
+def test_a_client_without_room_fails_alone(make, channel, monkeypatch, on_a_loop):
+    """It keeps every reply; the other one, which is in the same batches, keeps none."""
+    monkeypatch.setattr("shmtensor.rpc.request.ROOM_S", 0.01)
+    keeps, server = make(max_batch=2, max_wait=PATIENCE, slots=1, max_bytes="64KiB")
+    value, kept = np.zeros(4), []
+
+    async def answer(batch):
+        await batch.areply(batch.value)
+
+    with shmtensor.Client(channel) as other:
+        failed = None
+        while failed is None:
+            asked = [client.submit(value, timeout=PATIENCE) for client in (keeps, other)]
+            batch = server.recv(timeout=PATIENCE)
+            asyncio.run(answer(batch)) if on_a_loop else batch.reply(batch.value)
+            assert asked[1].result(PATIENCE).shape == (4,)
+            failed = asked[0].exception(PATIENCE)
+            if failed is None:
+                kept.append(asked[0].result())
+    assert isinstance(failed, RemoteError)
+    assert failed.type_name == "NoRoom"
+    assert kept
+    assert server.statistics().dropped == 1

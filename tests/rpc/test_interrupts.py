@@ -349,3 +349,45 @@ def test_a_server_at_random_times(channel):
         server._stopping = False
         answer_again(server)
         assert_idle(server)
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["one", "batch"])
+def test_close_gives_back_what_an_interrupted_recv_had_taken(channel, monkeypatch, batch):
+    """It had accepted the request, and could not return it."""
+    server = shmtensor.Server(channel, max_batch=batch)
+    accept = server._taken.accept
+
+    def interrupted_accept(message, taken):
+        accept(message, taken)
+        raise KeyboardInterrupt
+
+    with server, shmtensor.Server(channel) as other, shmtensor.Client(channel) as client:
+        future = client.submit(plain(1), timeout=PATIENCE)
+        monkeypatch.setattr(server._taken, "accept", interrupted_accept)
+        with pytest.raises(KeyboardInterrupt):
+            server.recv(timeout=PATIENCE)
+        server.close()
+        taken_by_hand(other)
+        assert number_of(future.result(PATIENCE)) == 1
+
+
+def keeps_it(value) -> None:
+    kept = value[1:]
+    raise KeyboardInterrupt(len(kept))
+
+
+@pytest.mark.parametrize("call", ["run", "run_each"])
+def test_an_exception_that_is_kept_does_not_keep_its_request(channel, call):
+    """Its traceback has the frames of the handler, whose variables are views of the request."""
+    with shmtensor.Server(channel) as server, shmtensor.Server(channel) as other, shmtensor.Client(channel) as client:
+        future = client.submit(plain(1), timeout=PATIENCE)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            if call == "run":
+                server.run(keeps_it)
+            else:
+                server.run_each(lambda request: keeps_it(request.value))
+        with other.recv(timeout=PATIENCE) as request:
+            assert request.attempt == 2
+            request.reply(request.value)
+        assert number_of(future.result(PATIENCE)) == 1
+        assert "keeps_it" in [entry.name for entry in caught.traceback]

@@ -28,6 +28,7 @@ from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc import client as rpc_client
 from shmtensor.rpc.calls import late
+from shmtensor.rpc.endpoints import Replies
 from shmtensor.rpc.request import record_of
 
 from ..conftest import left_files, shared_files
@@ -1102,3 +1103,58 @@ def test_a_busy_server_gets_what_a_dead_one_had(channel):
                 serve(server)
             for future in waiting:
                 future.result(PATIENCE)
+
+
+class BadNotes(Exception):
+    """Only its type can be told."""
+
+    def __str__(self):
+        raise LookupError
+
+    @property
+    def __notes__(self):
+        raise LookupError
+
+
+@pytest.mark.parametrize("error", [SyntaxError("bad", ("f", "x", "y", 5)), BadNotes()], ids=["SyntaxError", "BadNotes"])
+def test_an_error_without_a_traceback_that_can_be_printed_is_answered(pair, error):
+    client, server = pair
+
+    def handler(value):
+        raise error
+
+    future = client.submit(1)
+    try:
+        noted = server.answer(server.recv(timeout=PATIENCE), handler)
+    except Exception:  # pytest could not print it either
+        noted = None
+    assert noted is not None
+    assert type(error).__name__ in noted
+    with pytest.raises(RemoteError) as caught:
+        future.result(timeout=PATIENCE)
+    assert caught.value.type_name.endswith(type(error).__name__)
+    error.__traceback__ = None  # the parameter outlives the test
+
+
+def test_an_error_for_want_of_room_does_not_wait_again(channel, monkeypatch):
+    waited, post = [], Replies.post
+
+    def recorded(replies, seq, value, meta, timeout):
+        waited.append(timeout)
+        post(replies, seq, value, meta, timeout)
+
+    monkeypatch.setattr("shmtensor.rpc.request.ROOM_S", 0.01)
+    monkeypatch.setattr(Replies, "post", recorded)
+    kept = []
+    with shmtensor.Server(channel, max_bytes="64KiB", slots=1) as server, shmtensor.Client(channel) as client:
+        error = None
+        while error is None:
+            waited.clear()
+            future = client.submit(10)
+            server.answer(server.recv(timeout=PATIENCE), lambda value: np.zeros(value, np.uint8))
+            error = future.exception(PATIENCE)
+            if error is None:
+                kept.append(future.result())
+        assert error.type_name == "NoRoom"
+        assert waited == [0.01, 0]
+        assert kept
