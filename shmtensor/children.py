@@ -9,7 +9,6 @@ not at all.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -35,12 +34,16 @@ class ParentWatch:
         self._poll, parent = select.poll(), parent_process()
         for each in others:
             self._poll.register(each, select.POLLIN)
+        self._is_orphan = parent is None
         if parent is not None:
             self._poll.register(parent.sentinel, select.POLLIN)
-            with contextlib.suppress(OSError, AttributeError):  # a kernel, or a sandbox, without it
+            try:
                 self._pidfd = FileIO(os.pidfd_open(parent.pid or -1))
                 self._poll.register(self._pidfd, select.POLLIN)
-        self._is_orphan = parent is None
+            except ProcessLookupError:  # it has ended already
+                self._is_orphan = True
+            except (OSError, AttributeError):  # a kernel, or a sandbox, without it
+                pass
 
     def has_ended(self) -> bool:
         """Whether the parent has ended. Some 1 µs."""

@@ -221,6 +221,7 @@ class Endpoint(Local, ABC):
     def _drop_in_child(self) -> None:
         """In a forked child: mark the endpoint as the parent's."""
         self._state = FORKED
+        lingering.discard(self)
         if self._wait_queue is not None:
             self._wait_queue.drop_in_child()
         self._mutex = threading.Lock()
@@ -427,5 +428,6 @@ def _close_all() -> None:
             with contextlib.suppress(Exception):
                 endpoint._at_exit()
     for endpoint in list(lingering):
-        endpoint._outlast()
+        with contextlib.suppress(Exception):
+            endpoint._outlast()
     wakeup.close_context()

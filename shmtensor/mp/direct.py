@@ -74,9 +74,9 @@ def unfold(packed: bytes) -> Any:
     return loads([np.frombuffer(packed, np.uint8)])
 
 
-def value_of(message: Message) -> Any:
-    """A message's pickled value: a copy if it is small, else views of its slot."""
-    return message.copy() if message.nbytes <= COPY_MOST else message.value
+def value_of(message: Message, copies: bool = False) -> Any:
+    """A message's pickled value: a copy if it is small or `copies` is set, else views of its slot."""
+    return message.copy() if copies or message.nbytes <= COPY_MOST else message.value
 
 
 class _FittedPool(Pool):

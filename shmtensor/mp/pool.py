@@ -31,7 +31,7 @@ from ..endpoints.workqueue import Consumer
 from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, ResourceError, TimedOut
 from ..memory.segment import free_bytes
 from ..options import context_of, parse_bytes
-from .direct import COPY_MOST, DirectProducer, Patience, ThreadLocks, value_of
+from .direct import DirectProducer, Patience, ThreadLocks, value_of
 from .pickling import dumps, loads
 from .queue_handle import default_limit
 
@@ -185,8 +185,16 @@ class _WorkerEnds:
     def _answer(self, job: int, number: int, value: list[Any], deaths: int = 0) -> None:
         limit, producer = self._channels.max_bytes, self._producer
         scarce = limit is not None and producer.statistics().ring_bytes > limit // 2
-        holder = "results that the pool's process keeps"
-        producer.post(value, Patience(producer), "a result", holder, (job, number, deaths, scarce))
+        holder, patience = "results that the pool's process keeps", Patience(producer)
+
+        def may_get_room() -> bool:
+            self._check_parent()
+            return patience()
+
+        try:
+            producer.post(value, may_get_room, "a result", holder, (job, number, deaths, scarce))
+        except EOFError:  # no process will take it: the next `get` ends this worker
+            return
         # crash: task.answered
         task, self._task = self._task, None
         if task is not None:
@@ -215,8 +223,10 @@ class _Shortage:
 class _ParentEnds:
     """The parent's ends of both queues: for its task handler and its result handler, each a thread."""
 
-    def __init__(self, channels: _Channels, workers: int) -> None:
+    def __init__(self, channels: _Channels, workers: int, copies: bool) -> None:
         self._most = _PER_WORKER * workers
+        self._copies = copies
+        """Whether no result is a view of its slot."""
         self._running: set[tuple[int, int]] = set()
         """Job and number of tasks that were sent and whose results have not come."""
         self._room = threading.Condition()
@@ -272,7 +282,7 @@ class _ParentEnds:
             except ResourceError as error:  # no room to map a worker's ring, or too few open files: its result stays
                 self._shortage.wait(error)
                 continue
-            job, number, deaths, scarce, *value = message.value
+            job, number, deaths, scarce = message.value[:4]
             if job is None:
                 message.release()
                 return None
@@ -280,13 +290,13 @@ class _ParentEnds:
             if deaths:
                 result = False, PeerDied(_DIED.format(deaths))
             else:
-                copies = scarce or message.nbytes <= COPY_MOST or free_bytes() < default_limit()
+                copies = self._copies or scarce or free_bytes() < default_limit()
                 try:
-                    result = loads(message.copy()[4:] if copies else value)
+                    result = loads(value_of(message, copies)[4:])
                 except Exception as error:
                     result = False, error
             message.release()
-            del message, value
+            del message
             with self._room:
                 first = (job, number) in self._running  # else its worker died after it had sent the result
                 self._running.discard((job, number))
@@ -329,7 +339,8 @@ class Pool(pool.Pool):
 
     Tensors and arrays in a result are writable views of the worker's slot, which is reused when the last view has died.
     Values up to 64 KiB are copied out; so are larger ones when memory is scarce: `/dev/shm` less than half free, or a
-    worker's rings more than half of `max_bytes`. A task gets its arguments in the same way.
+    worker's rings more than half of `max_bytes`; and all results with `maxtasksperchild`, as views would keep files of
+    ended workers open. A task gets its arguments in the same way.
 
     A task raises what unpickling its call raises; what pickling its result raises, as `MaybeEncodingError`; and
     `ResourceError` if there is no room for it or its result.
@@ -363,6 +374,8 @@ class Pool(pool.Pool):
         limit = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._channels = _Channels(f"{name}.tasks", f"{name}.results", limit, retry_on_death)
         self._workers = processes
+        # the caller of `map` keeps all results: as views, they would keep four open files of each ended worker
+        self._copies = maxtasksperchild is not None
         try:
             locks = ThreadLocks(context_of(context, "context"))
             super().__init__(processes, initializer, initargs, maxtasksperchild, locks)
@@ -372,7 +385,7 @@ class Pool(pool.Pool):
             raise
 
     def _setup_queues(self) -> None:
-        self._ends = _ParentEnds(self._channels, self._workers)
+        self._ends = _ParentEnds(self._channels, self._workers, self._copies)
         self._inqueue = self._outqueue = _WorkerEnds(self._channels)
         self._inqueue.parent = self._ends
         self._quick_put, self._quick_get = self._ends.put, self._ends.get

@@ -27,7 +27,7 @@ from ..memory.descriptors import InheritedFile
 from ..options import context_of, parse_bytes
 from . import pickling
 from .pickling import Transfers
-from .queue_handle import ONCE, QueueHandle, deadline_of, hold, locked, remaining
+from .queue_handle import ONCE, ClosedQueueError, QueueHandle, deadline_of, hold, locked, remaining
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # with a default, so that `Queue()` needs no annotation
@@ -39,6 +39,9 @@ else:
     T = TypeVar("T")
 
 _MISSING: Final = object()
+
+_ROOM_CHECK: Final = 0.01
+"""Seconds after which a put that may not wait for room checks again whether another thread's put does."""
 
 _queues: weakref.WeakSet[SimpleQueue[Any]] = weakref.WeakSet()
 
@@ -108,6 +111,10 @@ class SimpleQueue(Generic[T]):
     def _begin(self) -> None:
         """Set the state of this process; a forked child calls it again."""
         self._putting = threading.Lock()
+        self._putter_thread = 0
+        """The thread that holds `_putting`."""
+        self._waits_for_room = False
+        """Whether it waits for room. Another put may not overtake it, so there is none for that either."""
         self._transfers = None
         self._spin, self._spin_for_room = Spin(), Spin()
         self._pending: list[PendingGet] = []
@@ -143,7 +150,7 @@ class SimpleQueue(Generic[T]):
         Raises:
             Exception: whatever pickling the object raises.
             ResourceError: the item is larger than `max_bytes`, or tensors that were got keep all of it.
-            ValueError: the queue is closed.
+            ClosedError: the queue is closed (a `ValueError`, and an `OSError`).
         """
         self._check_open()
         self._send(pickling.pack(obj), None)
@@ -155,7 +162,7 @@ class SimpleQueue(Generic[T]):
             Exception: whatever unpickling the item raises; it is gone then.
             WireError: the only putters left run another version of the library, and cannot be read; their items stay.
             DependencyError: the item has torch tensors, and torch is not installed here; it stays for another process.
-            ValueError: the queue is closed.
+            ClosedError: the queue is closed (a `ValueError`, and an `OSError`).
         """
         self._check_open()
         while True:
@@ -173,18 +180,31 @@ class SimpleQueue(Generic[T]):
         return not left and not self._undelivered and self._handle.getter.is_empty()
 
     def _send(self, value: Any, deadline: float | None) -> None:
-        entered = False
         if has_left():  # called by a finalizer at exit: as the standard queue once its feeder thread has ended
             return
-        try:
-            with locked(self._putting, deadline):
-                entered = True
-                self._check_open()
-                self._put(value, deadline)
-        except StopIteration:
-            if entered:
-                raise
-            raise Full("another thread of this process waits for room") from None
+        me = threading.get_ident()
+        while self._putter_thread != me:
+            if self._waits_for_room and deadline is not None and time.monotonic() >= deadline:
+                raise Full("another thread of this process waits for room")
+            entered = False
+            try:
+                # a thread that only copies its item makes no queue full
+                with locked(self._putting, None if deadline is None else max(deadline, time.monotonic() + _ROOM_CHECK)):
+                    self._putter_thread, entered = me, True  # no boundary before it, nor from the reset to the release
+                    try:
+                        self._check_open()
+                        self._put(value, deadline)
+                        return
+                    finally:
+                        self._putter_thread, self._waits_for_room = 0, False
+            except StopIteration:
+                if entered:
+                    raise
+        raise Full("called by a signal handler or a finalizer that interrupted a put of this thread")
+
+    def _wait_for_room(self) -> None:
+        """Called when the put that goes on finds no room, and waits."""
+        self._waits_for_room = True
 
     def _put(self, value: Any, deadline: float | None) -> None:
         """Put an item and count it; whatever is raised, both are done or neither."""
@@ -192,7 +212,8 @@ class SimpleQueue(Generic[T]):
         before, reserved = putter.published, []  # type: ignore[var-annotated]
         try:
             self._reserve(reserved, deadline)
-            putter.put(value, deadline)
+            self._waits_for_room = False
+            putter.put(value, deadline, self._wait_for_room)
         except BaseException:
             if putter.published == before:
                 self._undo(reserved)
@@ -334,7 +355,7 @@ class SimpleQueue(Generic[T]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"{type(self).__name__} {self!r} is closed")
+            raise ClosedQueueError(f"{type(self).__name__} {self!r} is closed")
 
     def __repr__(self) -> str:
         return f'<{type(self).__name__} "{self._handle.name}" {"closed" if self._closed else "open"}>'
@@ -396,7 +417,7 @@ class Queue(SimpleQueue[T]):
             queue.Full: there was no room, by `maxsize` or by `max_bytes`.
             Exception: whatever pickling the object raises; nothing is put.
             ResourceError: the item is larger than `max_bytes`, or tensors that were got keep all of it.
-            ValueError: the queue is closed.
+            ClosedError: the queue is closed (a `ValueError`, and an `OSError`).
         """
         self._check_open()
         self._send(pickling.pack(obj), deadline_of(block, timeout))
@@ -412,7 +433,7 @@ class Queue(SimpleQueue[T]):
             queue.Empty: there was none.
             Exception: whatever unpickling the item raises; it is gone then.
             WireError, DependencyError: as for `SimpleQueue.get`.
-            ValueError: the queue is closed.
+            ClosedError: the queue is closed (a `ValueError`, and an `OSError`).
         """
         self._check_open()
         deadline = deadline_of(block, timeout)
@@ -431,6 +452,7 @@ class Queue(SimpleQueue[T]):
 
         if take(0) or (deadline != 0 and self._spin_for_room.wait(take)):
             return
+        self._wait_for_room()
         while True:
             reserved[:] = map(self._room.acquire, (True,), (remaining(deadline, LIVENESS_INTERVAL),))
             if reserved[0]:

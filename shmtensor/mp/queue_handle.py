@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class ClosedQueueError(ClosedError, OSError):
+    """Of the standard library's queues, closed ones raise `ValueError` or `OSError`, depending on the call."""
+
+
 def _age(reader: Any) -> int:
     """When a putter's next item was put; its rings are attached for that, or 0 would put it before all others."""
     found: int = reader.age()
@@ -236,12 +240,13 @@ class Putter(Producer):
         """How many items were put."""
         return self._published
 
-    def put(self, value: Any, deadline: float | None) -> None:
+    def put(self, value: Any, deadline: float | None, when_full: Callable[[], object]) -> None:
         """Send what `pickling.pack` made, waiting for memory.
 
         Args:
             value: the packed item.
             deadline: when to give up, in monotonic seconds; None waits as long as it takes.
+            when_full: called when there is no memory at once.
 
         Raises:
             queue.Full: the deadline has passed.
@@ -259,6 +264,7 @@ class Putter(Producer):
             return
         except RingFull:
             self._pool.eager = True
+        when_full()
         wait, held_since, given_back = 0.0, 0.0, -1
         while True:
             try:
@@ -395,7 +401,7 @@ class QueueHandle:
         try:
             with self._joining:
                 if self._keeper.fd < 0:  # another thread has closed it meanwhile
-                    raise ClosedError(f'queue "{self.name}" is closed')
+                    raise ClosedQueueError(f'queue "{self.name}" is closed')
                 self._maker = threading.get_ident()
                 try:
                     if getattr(self, which) is None:
@@ -452,7 +458,7 @@ class QueueHandle:
         while self._undelivered:
             with contextlib.suppress(Exception):  # an object that cannot be put is lost: no call is left to raise it
                 self._make_room()
-                self.putter.put(pickling.pack(self._undelivered[0]), 0.0)
+                self.putter.put(pickling.pack(self._undelivered[0]), 0.0, bool)
             del self._undelivered[0]
 
     def __del__(self) -> None:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import multiprocessing
 import multiprocessing.pool
+import sys
 import types
 import unittest
 import warnings
@@ -40,7 +41,10 @@ DIFFERENT = {
     "test_queue_feeder_donot_stop_onexc": "put raises what cannot be pickled at its caller",
     "test_queue_feeder_on_queue_feeder_error": "there is no feeder thread, so no hook for its errors",
     "test_closed": "there are no pipes to look at",
+    "test_closed_queue_empty_exceptions": "a closed queue is closed, whether it was used or not",
 }
+NEWER = {"test_closed_queue_empty_exceptions"}
+"""Those that came with the last releases of CPython 3.12."""
 
 
 class Instead:
@@ -168,5 +172,6 @@ def test_no_pool_is_left():
 
 
 def test_what_is_said_to_differ_exists():
-    for name in DIFFERENT:
+    names = DIFFERENT.keys() - (NEWER if sys.version_info < (3, 13) else set())
+    for name in names:
         assert any(hasattr(kind, name) for kind in (cpython._TestQueue, cpython.TestSimpleQueue))

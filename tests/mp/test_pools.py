@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import multiprocessing.pool
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -433,3 +434,84 @@ def test_a_parent_that_may_open_no_file_gets_its_results_later(caplog):
         assert result.get(LONG).sum() == 1 << 20
         assert workers.apply(double, (2,)) == 4
     assert sum("goes on when it has what it needs" in line for line in caplog.messages) == 1
+
+
+STUCK = """
+import os, sys, threading, numpy as np, shmtensor
+
+def stall(worker):
+    print(worker, flush=True)
+    threading.Event().wait()
+
+def work(number):
+    return np.full(1 << 18, number)
+
+with shmtensor.get_context("fork").Pool(1, max_bytes="5MiB") as pool:
+    pool.apply_async(os.getpid, callback=stall)  # in the thread that receives results
+    for number in range(6):
+        pool.apply_async(work, (number,))
+    sys.stdin.read()
+"""
+
+
+def test_a_worker_that_waits_for_room_ends_with_a_killed_parent():
+    """Though the parent has not received its earlier results, and never will."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", STUCK],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as parent:  # fmt: skip
+        worker, prefix = int(parent.stdout.readline()), f"pool-{parent.pid}-"
+        wait_until(
+            lambda: any(
+                member.pid == worker and member.waits
+                for channel in shmtensor.inspect()
+                if channel.name.startswith(prefix) and channel.name.endswith("results")
+                for member in channel.members
+            )
+        )
+        parent.kill()
+        wait_for_end(worker)
+        assert complaints(parent.communicate(timeout=LONG)[1]) == ""
+    shmtensor.Publisher(f"test-{os.getpid()}-sweeps").close()
+    assert [name for name in os.listdir("/dev/shm") if prefix in name] == []
+
+
+LATE = """
+import multiprocessing, os, signal, sys
+from shmtensor.children import ParentWatch
+
+def watch(parent):
+    while os.path.exists(f"/proc/{parent}"):
+        pass
+    print(ParentWatch().has_ended(), flush=True)
+
+multiprocessing.get_context("fork").Process(target=watch, args=(os.getpid(),)).start()
+sibling = os.fork()  # with the parent's end of the pipe by which the other one watches
+if not sibling:
+    sys.stdin.read()
+    os._exit(0)
+print(multiprocessing.active_children()[0].pid, sibling, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_parent_that_ended_before_it_was_watched():
+    with subprocess.Popen([sys.executable, "-c", LATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
+        pids = it.stdout.readline().split()
+        assert it.wait(LONG) == -signal.SIGKILL
+        assert it.stdout.readline() == "True\n"
+        it.stdin.close()
+        for pid in pids:
+            wait_for_end(int(pid))
+
+
+def test_ended_workers_whose_results_are_kept_take_no_open_files():
+    play(many_ended_workers)
+
+
+def many_ended_workers():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with pool(2, maxtasksperchild=1) as workers:
+        found = workers.map_async(double, [np.full(LARGE, number) for number in range(40)], chunksize=1).get(LONG)
+    assert [int(array[0]) for array in found] == [2 * number for number in range(40)]
+    assert all((array == array[0]).all() for array in found)
