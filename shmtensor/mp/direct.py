@@ -218,22 +218,26 @@ class DirectConsumer(DeviceConsumer):
         reader = self._reader(ref.sender)
         if reader is not None:
             try:
-                while type(found := reader.take_named(ref.seq, self, self._undelivered)) is tuple:
-                    if found[0] == ATTACH:
-                        reader.ring(found[2])
-                    elif found[0] in (GIVEN_UP, UNREADABLE):
-                        self._handle(reader, found)
-                    else:
-                        raise WireError(reader.explain(found))
+                found = self._named(reader, ref.seq)
                 if found is not None:
                     self._undelivered.clear()
-                    return found  # type: ignore[no-any-return]
+                    return found
             except BaseException:
                 reader.abandon()
                 found = None
                 self._undelivered.clear()  # it may be taken again
                 raise
         raise PeerDied(f'channel "{self.name}": message {ref.seq} of member {ref.sender:016x} is gone')
+
+    def _named(self, reader: Any, seq: int) -> Message | None:
+        while type(found := reader.take_named(seq, self, self._undelivered)) is tuple:
+            if found[0] == ATTACH:
+                reader.ring(found[2])
+            elif found[0] in (GIVEN_UP, UNREADABLE):
+                self._handle(reader, found)
+            else:
+                raise WireError(reader.explain(found))
+        return found  # type: ignore[no-any-return]
 
     def _reader(self, sender: int) -> Any:
         reader = next((reader for reader in self._readers if reader.uid == sender), None)
