@@ -24,7 +24,7 @@ from ..options import context_of
 from ..ring import layout as lay
 from ..statistics import PoolStatistics
 from . import worker
-from .endpoints import CANCELLED, check_service
+from .endpoints import CANCELLED, FOREVER, check_service
 from .server import check_handler, check_options
 from .supervisor import UNGUARDED, UNGUARDED_TEXT, Reload, Supervisor, check_picklable
 
@@ -86,9 +86,15 @@ def _open_requests(name: str, published: int) -> Iterator[tuple[int, bool]]:
         yield int(seq[number]), bool(claimed[number] == seq[number])
 
 
+def _as_wait(timeout: float | None) -> float | None:
+    """Check a call's time-out. None if it is longer than threads can wait."""
+    check_timeout(timeout)
+    return None if timeout is None or timeout >= FOREVER else timeout
+
+
 def _end_at_exit(reference: weakref.ref[WorkerPool]) -> None:
     pool = reference()
-    if pool is not None:
+    if pool is not None and pool._thread.is_alive():
         pool.stop("the program ended")
         pool.join()
 
@@ -169,9 +175,13 @@ class WorkerPool(Local):
         job = worker.Job(handler, setup, teardown, options, grace)
         self._supervisor = Supervisor(name, workers, job, context, max_restarts)
         self._thread = threading.Thread(target=self._run, name="shmtensor worker pool", daemon=True)
-        self._thread.start()
         # before multiprocessing waits for its processes at exit, which nobody else would stop
         multiprocessing.util.Finalize(self, _end_at_exit, (weakref.ref(self),), exitpriority=10)
+        try:
+            self._thread.start()
+        except BaseException:  # of a signal handler: the pool may run, and the caller does not get it
+            self.stop("its creation was interrupted")
+            raise
 
     def _run(self) -> None:
         """In the pool's own thread, which keeps the pool alive."""
@@ -216,7 +226,7 @@ class WorkerPool(Local):
 
         Raises `TimedOut` after `timeout` seconds, and `ClosedError` if the pool has ended or is stopping.
         """
-        check_timeout(timeout)
+        timeout = _as_wait(timeout)
         supervisor = self._supervisor
         with supervisor.changed:
             done = supervisor.changed.wait_for(
@@ -253,7 +263,7 @@ class WorkerPool(Local):
             TimedOut: it took longer than `timeout`.
             ClosedError: the pool was stopped, or has ended.
         """
-        check_timeout(timeout)
+        timeout = _as_wait(timeout)
         reload = Reload()
         try:
             self._supervisor.request(reload)
@@ -278,7 +288,7 @@ class WorkerPool(Local):
 
         Raises `TimedOut` after `timeout` seconds.
         """
-        check_timeout(timeout)
+        timeout = _as_wait(timeout)
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimedOut(f'worker pool "{self.name}" has not ended within {timeout:g} s')

@@ -28,6 +28,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from io import FileIO
 from multiprocessing import connection, context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -155,6 +156,8 @@ log = logging.getLogger("shmtensor.serve")
 
 FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 30.0
+LONGEST_WAIT: Final = 1.0
+"""Seconds after which the pool looks for ended processes, where no pidfd wakes it. `poll` takes 24 days at most."""
 KILLED: Final = 3
 """Exit code of a pool that killed workers before they had finished."""
 STEADY: Final = 60.0
@@ -173,6 +176,10 @@ class Process:
     def __init__(self, process: Any, pipe: Connection, row: Row, generation: int) -> None:
         self.process, self.pipe, self.row, self.generation = process, pipe, row, generation
         self.pid: int = process.pid
+        self.sentinel: Any = process.sentinel  # readable when it has ended
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a sandbox, without it
+            # every child that the process forks inherits the other end of `process.sentinel`, a pipe
+            self.sentinel = FileIO(os.pidfd_open(self.pid))
         self.ready_since: float | None = None
         self.report: tuple[str, str, str] | None = None  # why it cannot serve: kind, text, traceback
         self.reported = False
@@ -182,6 +189,13 @@ class Process:
     @property
     def is_ready(self) -> bool:
         return self.ready_since is not None
+
+    def close(self) -> None:
+        """It has ended."""
+        if isinstance(self.sentinel, FileIO):
+            self.sentinel.close()
+        self.process.close()
+        self.pipe.close()
 
 
 class Worker:
@@ -323,13 +337,14 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the workers, and keep them running until the pool ends."""
-        code = 1
+        code, failure = 1, "failed"
         try:
             code = self._watch()
-        except Exception:
+        except Exception as error:
             log.exception("pool %s: failed", self.name)
+            failure = f"failed: {type(error).__name__}: {error}"
         finally:
-            self.stop_reason = self.stop_reason or "failed"
+            self.stop_reason = self.stop_reason or failure
             for each in self.workers:
                 for process in each.processes:
                     with contextlib.suppress(Exception):  # whatever is raised here, the pool reports that it has ended
@@ -377,9 +392,9 @@ class Supervisor:
     def _wait(self) -> None:
         """Wait until a worker reports or ends, a call wakes this, a restart is due, or a process is to be killed."""
         things: list[Any] = [self._waker]
-        times = [math.inf]
+        times = [time.monotonic() + LONGEST_WAIT]
         for _, process in self._running():
-            things.append(process.process.sentinel)
+            things.append(process.sentinel)
             if not process.reported:
                 things.append(process.pipe)
             if not process.killed:
@@ -388,8 +403,7 @@ class Supervisor:
             times += [each.due for each in self.workers if each.process is None and each.due is not None]
             if self._requested and self._replacing is None:  # since the last reload has ended
                 return
-        wait = min(times) - time.monotonic()
-        connection.wait(things, None if wait == math.inf else max(0.0, wait))
+        connection.wait(things, max(0.0, min(times) - time.monotonic()))
         while self._waker.poll():
             self._waker.recv_bytes()
 
@@ -464,9 +478,13 @@ class Supervisor:
         return 0
 
     def _terminate(self, process: Process) -> None:
+        """Tell a process to finish what it has taken and end."""
         grace = self._job.grace
         process.deadline = math.inf if grace is None else time.monotonic() + grace
-        process.process.terminate()
+        process.process.terminate()  # ends one at once that has not come to `worker.main`
+        # The signal may be lost before `main`: a worker inherits that it is blocked or ignored, a forked one a handler
+        with contextlib.suppress(OSError):  # it has ended
+            process.pipe.send_bytes(worker.STOP)
 
     def _kill_late(self, everything: bool) -> bool:
         """Kill the processes that have not finished in time; whether there were any."""
@@ -483,8 +501,7 @@ class Supervisor:
         process.process.join()
         how = _how(process.process.exitcode)
         unguarded = process.process.exitcode == UNGUARDED and not process.is_ready
-        process.process.close()
-        process.pipe.close()
+        process.close()
         with self.changed:
             role = next(name for name in ("process", "successor", "leaving") if getattr(each, name) is process)
             setattr(each, role, None)
@@ -500,7 +517,8 @@ class Supervisor:
             log.info("worker %d: replaced (pid %d, %s)", each.number, process.pid, how)
             return 0
         failure = UNGUARDED_TEXT if unguarded else process.report[1] if process.report else ""
-        each.note(failure or f"died (pid {process.pid}, {how})", time.monotonic_ns())
+        if not process.killed:  # by the pool: its reload was given up
+            each.note(failure or f"died (pid {process.pid}, {how})", time.monotonic_ns())
         if self._replacing is not None and self._replacing.process is process:
             self._reload_failed(self._replacing, process, how)
         if role == "successor":

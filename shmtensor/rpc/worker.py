@@ -270,6 +270,8 @@ Handler = Callable[..., Any]
 
 READY, REFUSED, FAILED = "ready", "refused", "failed"
 """What a worker reports: it takes requests; it could never serve; it could not start, this time."""
+STOP: Final = b"stop"
+"""What the pool sends: finish what you have taken, and end."""
 UNSTARTED: Final = 1
 """Exit code of a worker that could not start, or whose `teardown` raised."""
 
@@ -286,7 +288,7 @@ class Job:
 
 
 class _Stop:
-    """Whether the worker is to stop, and what is done then: by SIGTERM, or because the pool is dead."""
+    """Whether the worker is to stop, and what is done then: by SIGTERM, or because the pool says so or is dead."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -309,7 +311,7 @@ class _Stop:
 
 
 def main(service: str, number: int, job: Job, pipe: Connection, row: Row, pool_ends: list[Connection]) -> None:
-    """Serve until SIGTERM, or until the pool's end of `pipe` is closed, and finish what was taken.
+    """Serve until SIGTERM, until the pool sends `STOP` or until it ends, and finish what was taken.
 
     Reports through `pipe` when the server takes requests, or why it cannot, with the text of the error and its
     traceback. `pool_ends` are the pool's ends of such pipes, which a forked worker inherits: they must not stay open
@@ -322,6 +324,7 @@ def main(service: str, number: int, job: Job, pipe: Connection, row: Row, pool_e
         signal.signal(each, signal.SIG_IGN)
     stop = _Stop()
     signal.signal(signal.SIGTERM, stop.on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # inherited, if the pool's process blocks it
     threading.Thread(target=_watch_pool, args=(pipe, stop, job.grace), name="shmtensor pool watch", daemon=True).start()
     counting = row.open()
     state: Any = None
@@ -413,13 +416,6 @@ def log_to_stderr(number: int) -> None:
         log.addHandler(handler)
 
 
-def load(handler: Handler | str) -> Handler:
-    """Return the function to call: imported if `handler` is a name, an instance if it is a class."""
-    found = resolve(handler) if isinstance(handler, str) else handler
-    check_handler(found, f"the handler {handler!r}", 2)
-    return found() if isinstance(found, type) else found
-
-
 def _found(function: Handler | str, what: str) -> Any:
     """A function, imported if it is a name."""
     found = resolve(function, what) if isinstance(function, str) else function
@@ -469,12 +465,17 @@ def resolve(path: str, what: str = "handler") -> Any:
 
 
 def _watch_pool(pipe: Connection, stop: _Stop, grace: float | None) -> None:
-    """Stop when the pool has died, or closes its end of the pipe: it never sends anything. Nobody else would kill this
-    process then if it does not end within `grace`."""
-    ParentWatch(pipe).wait()
+    """Stop when the pool says so, or has died. A pool that has died cannot kill a worker that does not end within
+    `grace`, so this process kills itself then."""
+    watch = ParentWatch(pipe)
+    watch.wait()
     stop.set()
     if stop.interrupts:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    with contextlib.suppress(EOFError, OSError):  # the pool has died
+        while pipe.poll():  # it says so, perhaps again, and lives
+            pipe.recv_bytes()
+            watch.wait()
     if grace is not None:
         time.sleep(min(grace, FOREVER))
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
+import math
+import multiprocessing.context
 import multiprocessing.util
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -22,7 +26,7 @@ from shmtensor.rpc import supervisor, worker
 
 from ..forkservers import preloaded
 from ..implementations import once
-from ..waiting import complaints, runs, wait_until
+from ..waiting import complaints, runs, wait_for_end, wait_until
 from . import services
 
 PATIENCE = services.PATIENCE
@@ -178,7 +182,7 @@ def test_a_pool_whose_workers_cannot_start_has_failed(forks, channel, caplog, mo
     assert pool.join(timeout=PATIENCE) == 1
     assert pool.exit_code == 1
     assert "not from here" in caplog.text
-    with pytest.raises(ClosedError, match="failed"):
+    with pytest.raises(ClosedError, match="failed: RuntimeError: not from here"):
         pool.wait_ready(timeout=PATIENCE)
 
 
@@ -256,23 +260,18 @@ def test_arguments(channel):
 
 
 def test_handlers_by_name(monkeypatch, tmp_path):
-    assert worker.load("tests.rpc.services:negate") is services.negate
-    assert isinstance(worker.load("tests.rpc.services:Model"), services.Model)
+    assert worker.resolve("tests.rpc.services:negate") is services.negate
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "lonely_handler.py").write_text("class A:\n    @staticmethod\n    def f(x): return x\n")
-    assert worker.load("lonely_handler:A.f")(3) == 3
+    assert worker.resolve("lonely_handler:A.f")(3) == 3
     monkeypatch.delitem(sys.modules, "lonely_handler")
     for path, text in (
         ("nothing", "module:function"), ("no_such_module:f", "no module 'no_such_module'"),
         ("tests.rpc.services:nothing", "has no 'nothing'"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=text):
-            worker.load(path)
-    with pytest.raises(shmtensor.ArgumentTypeError, match="cannot be called"):
-        worker.load("tests.rpc.services:PATIENCE")
-    with pytest.raises(shmtensor.ArgumentTypeError, match="async function"):
-        worker.load("tests.rpc.services:later")
+            worker.resolve(path)
 
 
 HOSTILE = ["json", "socket", "signal", "pickle", "struct", "random", "selectors", "multiprocessing", "runpy", "logging",
@@ -480,3 +479,114 @@ def test_a_program_without_a_main_guard_is_told_so(channel, tmp_path, method):
     assert done.returncode == 1
     assert 'put the call below a line `if __name__ == "__main__":`' in done.stderr
     assert "restart" not in done.stderr
+
+
+# --- children of workers, lost signals, long time-outs, and a creation that is interrupted
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_death_of_a_worker_that_has_forked_is_noticed(channel, tmp_path, method):
+    """Its child has every descriptor that it had, and lives on."""
+    child = tmp_path / "child"
+    with warnings_of_forks_ignored(), shmtensor.WorkerPool(services.leave_a_child, name=channel, mp_context=method):
+        try:
+            with shmtensor.Client(channel) as client:
+                assert client.request(str(child), timeout=PATIENCE) == 2
+        finally:
+            pid = int(child.read_text())
+            os.kill(pid, signal.SIGKILL)
+            wait_for_end(pid)
+
+
+class LateProcess(multiprocessing.context.ForkProcess):
+    """A worker that begins after it was told to end."""
+
+    told = ""
+
+    def run(self):
+        wait_until(lambda: os.path.exists(self.told))
+        super().run()
+
+    def terminate(self):
+        super().terminate()
+        open(self.told, "x").close()
+
+
+class LateContext(multiprocessing.context.ForkContext):
+    Process = LateProcess
+
+
+@pytest.fixture
+def restored_sigterm():
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.mark.parametrize("how", ["blocked", "ignored", "handled"])
+def test_a_stop_reaches_a_worker_that_does_not_get_sigterm(channel, tmp_path, monkeypatch, restored_sigterm, how):
+    """Workers inherit that it is blocked or ignored in the pool's process, and forked ones the handler that it has."""
+    monkeypatch.setattr(LateProcess, "told", str(tmp_path / "told"))
+    if how == "blocked":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "ignored" else lambda *_: None)
+    with warnings_of_forks_ignored():
+        pool = shmtensor.WorkerPool(services.negate, name=channel, grace=None, mp_context=LateContext())
+        try:
+            wait_until(lambda: pool.pids)
+            pool.stop()
+            assert pool.join(timeout=PATIENCE) == 0
+        finally:
+            pool.kill()
+            pool.join()
+
+
+def test_a_stop_ends_a_setup_where_sigterm_is_blocked(channel, tmp_path, restored_sigterm):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    setup = functools.partial(services.endless, str(tmp_path / "begun"))
+    with warnings_of_forks_ignored():
+        pool = shmtensor.WorkerPool(services.negate, name=channel, setup=setup, grace=None, mp_context="fork")
+        try:
+            wait_until((tmp_path / "begun").exists)
+            pool.stop()
+            assert pool.join(timeout=PATIENCE) == 0
+        finally:
+            pool.kill()
+            pool.join()
+
+
+def test_seconds_without_end(pool_of, channel, tmp_path):
+    """More than the system's calls take are as good as no limit."""
+    with shmtensor.Client(channel) as client:
+        pool = pool_of(services.patient, grace=1e7)
+        pool.wait_ready(timeout=1e10)
+        pool.reload(timeout=math.inf)
+        job = {"begun": str(tmp_path / "begun"), "go on": str(tmp_path / "go on")}
+        future = client.submit(job, retry=False)
+        wait_until((tmp_path / "begun").exists)
+        pool.stop()
+        with pytest.raises(TimedOut):
+            pool.join(timeout=0.1)
+        (tmp_path / "go on").touch()
+        assert pool.join(timeout=1e10) == 0
+        assert future.result(timeout=PATIENCE)
+
+
+def test_a_pool_whose_creation_is_interrupted_ends(forks, channel, monkeypatch):
+    """Its caller did not get it, and cannot stop it."""
+    start, threads = threading.Thread.start, []
+
+    def interrupted(thread):
+        start(thread)
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shmtensor.WorkerPool(services.negate, name=channel, mp_context=forks)
+    assert [thread.name for thread in threads] == ["shmtensor worker pool"]
+    threads[0].join(PATIENCE)
+    assert not threads[0].is_alive()

@@ -557,6 +557,7 @@ def test_a_reload_that_is_given_up(pool_of, channel, file, how):
         os.unlink(file.wait)
         pool.reload(timeout=PATIENCE)
         assert not set(pool.pids) & set(before)
+        assert [each.last_error for each in pool.statistics().workers] == ["", ""]
 
 
 def test_reloads_at_once_are_one_after_the_other(pool_of, channel, file):
