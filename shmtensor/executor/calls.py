@@ -5,7 +5,7 @@ An attempt ends with its task finished, or kept for a fresh pool if the pool bro
 
 from __future__ import annotations
 
-import _thread
+import collections
 import os
 import secrets
 import threading
@@ -18,19 +18,17 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple
 
-from ..errors import RingFull
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, inline, unfold, value_of
 from ..mp.pickling import Transfer, Transfers, loads, nbytes_of
 from ..shielded import Condition, OwnThread, aside
-from . import worker as worker_side
-from .worker import INTERRUPTED, NOTHING, Address, Packed
+from .worker import INTERRUPTED, NOTHING, Address, Packed, Raised
 
 AT_ONCE_MOST: Final = 4 << 20
 """Calls of at most so many bytes are copied into a slot by the thread that also takes results; more would delay it."""
 
 
 class WouldWait(Exception):
-    """A call cannot be sent without a wait: there is no room now, or copying it takes long."""
+    """Copying a call takes long."""
 
 
 class Task(Future[Any]):
@@ -43,6 +41,7 @@ class Task(Future[Any]):
     """
 
     _state: str
+    _exception: BaseException | None
     _waiters: list[Any]
     _done_callbacks: list[Callable[[Future[Any]], object]]
 
@@ -113,11 +112,13 @@ class Task(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """As for the standard future. Tensors on a device are safe on the stream that is current here."""
         result = super().result(timeout)
+        if self._exception is not None:  # false as a truth value: before Python 3.13 the standard future ignores it
+            raise self._exception
         if self._transfer is not None:
             self._transfer.hand_over()
         return result
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """Set the error: the call raised it, or cannot be run."""
         self.value = None
         try:
@@ -145,7 +146,7 @@ class CallChannels:
         """Put a call into a slot, or pack it for the socket message if it is small.
 
         If there is no room, it waits as long as other calls are in flight, and then raises `ResourceError`; without
-        `wait` it raises `WouldWait`.
+        `wait` it raises `RingFull`, and `WouldWait` for a large one.
         """
         value = attempt.task.value
         if value is None or not attempt.task.begin():
@@ -153,20 +154,13 @@ class CallChannels:
         packed = None if self._slots_only else inline(value)
         if packed is not None:
             return packed
-        holder = "calls that run, and by arguments that workers keep"
-        try:
-            if wait:
-                attempt.ref = self._producer.post(value, lambda: self._may_get_room(attempt), "a call", holder)
-            elif nbytes_of(value) <= AT_ONCE_MOST:
-                attempt.ref = self._producer.post_now(value)
-            else:
-                raise WouldWait
-        except RingFull:
-            raise WouldWait from None
-        except Exception:
-            if attempt.over:
-                return NOTHING  # the pool broke meanwhile: handling an error would wait for its lock
-            raise
+        if wait:
+            holder = "calls that run, and by arguments that workers keep"
+            attempt.ref = self._producer.post(value, lambda: self._may_get_room(attempt), "a call", holder)
+        elif nbytes_of(value) <= AT_ONCE_MOST:
+            attempt.ref = self._producer.post_now(value)
+        else:
+            raise WouldWait
         self._under_way.add(attempt)
         return attempt.ref
 
@@ -182,19 +176,18 @@ class CallChannels:
         """Whether a worker took the call and died. Only valid while the other workers live."""
         return attempt.ref is not None and self._producer.was_lost(attempt.ref)
 
-    def open(self, packed: Packed | None) -> tuple[Any, Transfer | None]:
+    def open(self, sent: Packed | Raised) -> tuple[Any, Transfer | None]:
         """The object that a worker sent. Large tensors and arrays in it are views of the worker's slot, or are being
-        copied to the device: then there is a transfer."""
+        copied to the device: then there is a transfer. Those in an exception are not copied."""
+        packed, transfers = (sent.packed, None) if isinstance(sent, Raised) else (sent, self._transfers)
         if isinstance(packed, bytes):
             return unfold(packed), None
-        if packed is None:
-            raise AttributeError("the call raised an exception that is false as a truth value")
         message = self._consumer.take(packed)
         try:
             value = value_of(message)
-            if self._transfers is None:
+            if transfers is None:
                 return loads(value), None
-            value, transfer = self._transfers.start(value, self._consumer)
+            value, transfer = transfers.start(value, self._consumer)
             return loads(value), transfer
         finally:
             message.release()
@@ -209,7 +202,8 @@ class CallChannels:
             self.close()
 
 
-Settle = Callable[["Attempt", Packed | None, Any], None]
+OnEnd = Callable[["Attempt", Packed | Raised | None, BaseException | None], None]
+"""Gets what the worker has sent; or else the error of a call that was not run to its end."""
 
 
 class Attempt:
@@ -224,18 +218,15 @@ class Attempt:
     over = False
     """Whether the attempt has ended, perhaps before it was sent."""
 
-    def __init__(
-        self, channels: CallChannels, task: Task, on_end: Callable[[Attempt, Packed | None, Any], None]
-    ) -> None:
+    def __init__(self, channels: CallChannels, task: Task, on_end: OnEnd) -> None:
         self.channels, self.task, self._on_end = channels, task, on_end
         self.begun = False
-        self._end = _thread.allocate_lock()
 
     def send(self, wait: bool) -> Packed:
         """See `CallChannels.send`."""
         return self.channels.send(self, wait)
 
-    # --- the future of the standard executor, for its management thread and the feeder thread of `CallSocket`
+    # --- the future of the standard executor, for its management thread
 
     def set_running_or_notify_cancel(self) -> bool:
         """Begin, unless it was cancelled."""
@@ -249,20 +240,19 @@ class Attempt:
         self._ended(None, CancelledError())
         return True
 
-    def set_result(self, packed: Packed) -> None:
+    def set_result(self, sent: Packed | Raised) -> None:
         """Set what the worker has sent."""
-        self._ended(packed, None)
+        self._ended(sent, None)
 
     def set_exception(self, error: BaseException) -> None:
-        """Set the error: the call raised it, or cannot be run."""
+        """Set the error of a call that cannot be run."""
         self._ended(None, error)
 
-    def _ended(self, packed: Packed | None, error: BaseException | None) -> None:
-        if self._end.acquire(False):  # when a pool breaks, two threads may call this
-            try:
-                self._on_end(self, packed, error)
-            except Exception:
-                LOGGER.exception("exception at the end of a call")
+    def _ended(self, sent: Packed | Raised | None, error: BaseException | None) -> None:
+        try:
+            self._on_end(self, sent, error)
+        except Exception:
+            LOGGER.exception("exception at the end of a call")
 
 
 class Lost(NamedTuple):
@@ -286,8 +276,9 @@ class Retries:
         self._renew = renew
         self._lock = threading.Lock()
         self._lost: list[Lost] = []
+        self._failed: collections.deque[tuple[Task, BrokenProcessPool]] = collections.deque()
         self._manager: threading.Thread | None = None  # the management thread of the pool that broke
-        self._renewal: threading.Thread | None = None
+        self._renewals: list[threading.Thread] = []
         self._idle_deaths = 0
         self._stopped = False
 
@@ -300,10 +291,12 @@ class Retries:
         self._idle_deaths = 0
 
     def join(self) -> None:
-        """Wait for the thread that creates a fresh pool."""
-        renewal = self._renewal
-        if renewal is not None and renewal is not threading.current_thread():
-            renewal.join()
+        """Wait for the threads that create fresh pools. In a callback, which one of them runs, it does not wait."""
+        with self._lock:
+            renewals = self._renewals
+        if threading.current_thread() not in renewals:
+            for renewal in renewals:
+                renewal.join()
 
     def take(self, attempt: Attempt) -> bool:
         """Keep a task for another attempt; False if there is no retry. Called by the management thread."""
@@ -313,18 +306,18 @@ class Retries:
             if self._manager is None:
                 self._manager = threading.current_thread()
                 _join_dead_workers(self._manager)
-                self._renewal = OwnThread(target=_renew, args=(self._renew, self), name="shmtensor renewal")
+                renewal = OwnThread(target=_renew, args=(self._renew, self), name="shmtensor renewal")
                 try:
-                    self._renewal.start()
+                    renewal.start()
                 except RuntimeError:  # the interpreter ends
-                    self._renewal = None
                     self._manager = None
                     return False
+                self._renewals = [*filter(threading.Thread.is_alive, self._renewals), renewal]
             self._lost.append(Lost(attempt.task, attempt.channels.killed(attempt)))
         return True
 
     def collect(self) -> list[Task]:
-        """The lost tasks to retry, in order; the others fail. Waits until the pool has ended.
+        """The lost tasks to retry, in order; the others are to fail. Waits until the pool has ended.
 
         Do not call it in the management thread.
         """
@@ -341,28 +334,41 @@ class Retries:
         else:
             self._idle_deaths += 1
         if any(process.exitcode == INTERRUPTED for process in _workers(manager)):
-            return self._give_up(lost, "Ctrl-C ended a worker: nothing is run again")
+            return self._give_up_all(lost, "Ctrl-C ended a worker: nothing is run again")
         if self._stopped:
-            return self._give_up(lost, "a worker died, and the executor was shut down: nothing is run again")
+            return self._give_up_all(lost, "a worker died, and the executor was shut down: nothing is run again")
         if self._idle_deaths > self.most:
-            return self._give_up(lost, f"{self._idle_deaths} times in a row a worker died before it ran anything")
+            return self._give_up_all(lost, f"{self._idle_deaths} times in a row a worker died before it ran anything")
         again = []
         for task, killed in lost:
             task.deaths += killed
             if task.deaths > self.most:
-                task.fail(
-                    BrokenProcessPool(
-                        f"each of the {task.deaths} workers that ran this call died (retry_on_death={self.most})"
-                    )
-                )
+                why = f"each of the {task.deaths} workers that ran this call died (retry_on_death={self.most})"
+                self.give_up(task, BrokenProcessPool(why))
             else:
                 again.append(task)
         return again
 
-    def _give_up(self, lost: list[Lost], why: str) -> list[Task]:
+    def _give_up_all(self, lost: list[Lost], why: str) -> list[Task]:
         for task, _ in lost:
-            task.fail(BrokenProcessPool(why))
+            self.give_up(task, BrokenProcessPool(why))
         return []
+
+    def give_up(self, task: Task, error: BrokenProcessPool) -> None:
+        """Have the thread that creates a fresh pool set a task's error when it has done so.
+
+        Any thread may collect, with the executor's gate, while others wait for it: it must not run callbacks.
+        """
+        self._failed.append((task, error))
+
+    def fail(self) -> None:
+        """Set the errors of the tasks that were given up."""
+        while True:
+            try:
+                task, error = self._failed.popleft()
+            except IndexError:
+                return
+            task.fail(error)
 
 
 def _workers(manager: threading.Thread | None) -> list[BaseProcess]:
@@ -378,35 +384,39 @@ def _join_dead_workers(manager: threading.Thread) -> None:
 
 def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) -> None:
     renew = reference()
-    if renew is None:  # the executor was dropped
-        retries.stop()
-        retries.collect()
-    else:
-        renew()
+    try:
+        if renew is None:  # the executor was dropped
+            retries.stop()
+            retries.collect()
+        else:
+            renew()
+    finally:
+        del renew  # callbacks may wait long
+        retries.fail()
 
 
-def end_attempt(retries: Retries, attempt: Attempt, packed: Packed | None, error: BaseException | None) -> None:
-    """End an attempt's task, unless it is retried.
-
-    Runs in the management thread, or in the feeder thread of `CallSocket`.
-    """
+def end_attempt(retries: Retries, attempt: Attempt, sent: Packed | Raised | None, error: BaseException | None) -> None:
+    """End an attempt's task, unless it is retried. Runs in the management thread."""
     channels, task = attempt.channels, attempt.task
     channels.returned(attempt)
     if task.cancelled():
         return
-    if isinstance(error, CancelledError) and packed is None and not attempt.begun:  # by `shutdown`
+    if isinstance(error, CancelledError):  # by `shutdown`
         if not task.cancel():  # the task runs already: this was a retry
             task.fail(BrokenProcessPool("a worker died at this call, and its next try was cancelled"))
         return
-    if isinstance(error, BrokenProcessPool) and not worker_side.raised(error) and retries.take(attempt):
+    if isinstance(error, BrokenProcessPool) and retries.take(attempt):
         return
-    if error is None:
-        retries.finished()
-        try:
-            result, transfer = channels.open(packed)
-        except BaseException as failure:
-            error = failure
-        else:
-            task.finish(result, transfer)
-            return
-    task.fail(error)
+    if sent is None:
+        task.fail(error)
+        return
+    retries.finished()
+    try:
+        value, transfer = channels.open(sent)
+    except BaseException as failure:
+        task.fail(failure)
+        return
+    if isinstance(sent, Raised):
+        task.fail(value)
+    else:
+        task.finish(value, transfer)

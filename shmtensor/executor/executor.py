@@ -27,6 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import process as standard
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import util
 from typing import Any, Final
 
 from ..channel.control import CAPACITY
@@ -57,20 +58,18 @@ def _grad_mode() -> bool | None:
     return None if torch is None else torch.is_grad_enabled()
 
 
-class _Idle:
-    """The number of idle workers. Unlike `threading.Semaphore` it has no lock that an exception could leave held."""
+def _finish_with_process() -> None:
+    """Have the calls of a `multiprocessing` child run before its endpoints leave, and before it joins its children,
+    the workers among them. Its main thread does not wait for the management threads before that."""
+    global _finished_pid
+    if _finished_pid != os.getpid():
+        util.Finalize(None, standard._python_exit, exitpriority=_EXIT_PRIORITY)  # twice, if interrupted: harmless
+        _finished_pid = os.getpid()
 
-    def __init__(self) -> None:
-        self._count = 0
 
-    def release(self) -> None:
-        self._count += 1  # there is no thread switch in between
-
-    def acquire(self, blocking: bool = False) -> bool:
-        if not self._count:
-            return False
-        self._count -= 1
-        return True
+_finished_pid = 0
+_EXIT_PRIORITY: Final = 20
+"""Of that: before all finalizers that end what callbacks may use."""
 
 
 class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
@@ -139,6 +138,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         self._leaving = threading.RLock()  # one at a time: drop the channels
         self._numbers = itertools.count()
         self._ending = False
+        _finish_with_process()
         aside(self._open, "shmtensor pool start")
 
     def _open(self) -> None:
@@ -156,7 +156,6 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         self._channels: CallChannels | None = channels
         transport.install(self)
         self._work_ids = queue.SimpleQueue()  # type: ignore[assignment]
-        self._idle_worker_semaphore = _Idle()  # type: ignore[assignment]
         self._grows: bool = getattr(self, "_safe_to_dynamically_spawn_children", True)  # not there before Python 3.10.5
         self._initializer, self._initargs = worker.start, (channels.address, *beginning)
         self._manager: weakref.ref[threading.Thread] | None = None
@@ -242,9 +241,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         """Wake the management thread and start workers for a new call. May be interrupted, and repeated."""
         self._executor_manager_thread_wakeup.wakeup()
         manager = self._executor_manager_thread
-        if manager is None or (
-            self._grows and not self._idle_worker_semaphore.acquire() and len(self._processes) < self._given[0][0]
-        ):
+        if manager is None or (self._grows and self._lacks_worker()):
             inherited = contextvars.copy_context(), _grad_mode()
             aside(functools.partial(inherited[0].run, self._start, inherited[1]), "shmtensor pool start")
 
@@ -268,6 +265,20 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             if manager not in _channels_of and self._channels is not None:
                 _channels_of[manager] = self._channels
                 self._manager = weakref.ref(manager)
+
+    def _lacks_worker(self) -> bool:
+        """Whether there are more calls than workers, and another worker may be started."""
+        processes: Any = self._processes  # None after `shutdown(wait=False)`
+        return processes is not None and len(processes) < min(self._given[0][0], len(self._pending_work_items))
+
+    def _adjust_process_count(self) -> None:
+        """Start a worker if one is lacking. The management thread calls this when one has exited.
+
+        The standard executor counts idle workers by a semaphore: with `max_tasks_per_child` the count includes those
+        that have exited, and none replaces them.
+        """
+        if self._lacks_worker():
+            self._spawn_process()  # type: ignore[attr-defined]
 
     # --- ends
 
@@ -341,8 +352,8 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 return
             if manager is not None:
                 manager.join()
+            self._renew()
             with self._gate:
-                self._renew()
                 if self._living_manager() is manager:
                     self._forget(wait)
                     break
@@ -352,7 +363,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         return None if self._manager is None else self._manager()
 
     def _renew(self) -> None:
-        """Replace the pool if it broke, and hand over its lost tasks again."""
+        """Replace the pool if it broke, and hand over its lost tasks again. Runs no callbacks."""
         with self._gate:
             waiting: collections.deque[Task] = collections.deque()
             try:
@@ -364,7 +375,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 for task in waiting:
                     failure = BrokenProcessPool("a worker died, and no fresh pool could be made")
                     failure.__cause__ = error
-                    task.fail(failure)
+                    self._retries.give_up(task, failure)
 
     def _hand_over(self, waiting: collections.deque[Task]) -> bool:
         """One try of `_renew`; True if another is needed, because the fresh pool broke meanwhile."""

@@ -13,8 +13,10 @@ A message is a header and bytes:
 
     INLINE   a call or a result: the bytes are its stream; no bytes: see `worker.NOTHING`
     IN_SLOT  a call or a result that is in a slot: a, b name it (`MessageRef`)
-    PART     a piece of anything else that a worker sends, pickled; a: its sender; b: whether it is the last one
+    RAISED   added to either: it is the exception that the call raised
+    EXIT     of a worker that has sent its last result: a: its pid
     END      to one worker: exit
+    WAKE     of the feeder thread: see `ResultSocket.fail`
 
 All versions of the standard executor use these methods of their own queues, and find them here: `full`, `put`,
 `put_nowait`, `close`, `join_thread`, `_reader`, `_terminate_broken`; `get` and `put` in workers.
@@ -26,22 +28,21 @@ import collections
 import contextlib
 import errno
 import os
-import pickle
 import queue
 import socket
 import struct
 import threading
 from concurrent.futures import process as standard
 from multiprocessing import context, reduction
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 from ..mp.direct import INLINE_MOST, MessageRef
-from .calls import WouldWait
-from .worker import Packed, run
+from . import worker
+from .worker import Packed, Raised
 
 _HEAD: Final = struct.Struct("<BQQQ")
-_INLINE, _IN_SLOT, _PART, _END = range(4)
+_INLINE, _IN_SLOT, _EXIT, _END, _WAKE = range(5)
+_RAISED: Final = 0x80
 _MOST: Final = INLINE_MOST + _HEAD.size
 """Bytes of the largest message: a socket's buffer holds several."""
 _HUNG_UP: Final = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF}
@@ -91,14 +92,25 @@ class _SocketPair:
             if end is not None:
                 end.close()
 
+    def _sent(self, message: bytes, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Send a message; False if there is no room. After `hang_up` messages are dropped."""
+        try:
+            self._sender.send(message, flags)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _HUNG_UP:
+                raise
+        return True
+
     def __del__(self) -> None:
         _SocketPair.close(self)
 
 
-def _message(work_id: int, packed: Packed) -> bytes:
+def _message(work_id: int, packed: Packed, flag: int = 0) -> bytes:
     if isinstance(packed, MessageRef):
-        return _HEAD.pack(_IN_SLOT, work_id, *packed)
-    return _HEAD.pack(_INLINE, work_id, 0, 0) + packed
+        return _HEAD.pack(_IN_SLOT | flag, work_id, *packed)
+    return _HEAD.pack(_INLINE | flag, work_id, 0, 0) + packed
 
 
 def _packed(kind: int, a: int, b: int, message: bytes) -> Packed:
@@ -113,15 +125,14 @@ class CallSocket(_SocketPair):
 
     Args:
         workers: how many share the sockets.
-        replaced: the standard executor's call queue, whose error handler gets calls that cannot be sent.
+        results: where the errors of calls that cannot be sent go.
     """
 
-    def __init__(self, workers: int, replaced: Any) -> None:
+    def __init__(self, workers: int, results: ResultSocket) -> None:
         super().__init__()
-        self._replaced = replaced
+        self._results = results
         self._most = 2 * workers + standard.EXTRA_QUEUED_CALLS
-        self.under_way: set[int] = set()
-        """Work ids of calls that were put and whose results have not come back."""
+        self.under_way = results.under_way
         self._late: collections.deque[tuple[Any, bytes | None]] = collections.deque()
         self._lateness = threading.Condition(threading.Lock())
         self._feeder: threading.Thread | None = None
@@ -142,39 +153,18 @@ class CallSocket(_SocketPair):
             self._feeder = feeder
         message = None
         if not self._late:  # only this thread adds to it
-            try:
+            with contextlib.suppress(Exception):  # the feeder thread tries again, and reports the error
                 message = _message(item.work_id, item.args[0].send(wait=False))
                 if self._sent(message):
                     return
-            except WouldWait:
-                pass
-            except Exception as error:
-                self._fail(item, error)
-                return
         with self._lateness:
             self._late.append((item, message))
             self._lateness.notify()
-
-    def _fail(self, item: Any, error: Exception) -> None:
-        """Set the error of a call that cannot be sent."""
-        self.under_way.discard(item.work_id)
-        self._replaced._on_queue_feeder_error(error, item)
 
     def put_nowait(self, item: None) -> None:
         """Tell one worker to exit; `queue.Full` if there is no room to."""
         if not self._sent(_HEAD.pack(_END, 0, 0, 0)):
             raise queue.Full
-
-    def _sent(self, message: bytes, flags: int = socket.MSG_DONTWAIT) -> bool:
-        """Send a message; False if there is no room. After `hang_up` messages are dropped."""
-        try:
-            self._sender.send(message, flags)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _HUNG_UP:
-                raise
-        return True
 
     def _feed(self) -> None:
         while True:
@@ -188,7 +178,7 @@ class CallSocket(_SocketPair):
                     message = _message(item.work_id, item.args[0].send(wait=True))
                 self._sent(message, 0)
             except Exception as error:
-                self._fail(item, error)
+                self._results.fail(item.work_id, error)
             self._late.popleft()
             del item, message
 
@@ -206,7 +196,6 @@ class CallSocket(_SocketPair):
         """After `close`: wait for the feeder thread."""
         if self._feeder is not None:
             self._feeder.join()
-        self._replaced.pending_work_items = {}  # cancelled calls would keep the pool's channels alive
         super().close()
 
     @property
@@ -238,7 +227,7 @@ class CallSocket(_SocketPair):
         kind, work_id, a, b = _HEAD.unpack_from(message)
         if kind == _END:
             return None
-        return standard._CallItem(work_id, run, (_packed(kind, a, b, message),), {})
+        return standard._CallItem(work_id, worker.run, (_packed(kind, a, b, message),), {})
 
 
 class _BreakHook:
@@ -254,10 +243,19 @@ class _BreakHook:
 class ResultSocket(_SocketPair):
     """Results of workers."""
 
-    def __init__(self, calls: CallSocket) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._calls = calls
-        self._parts: dict[int, list[bytes]] = {}  # by sender
+        self.under_way: set[int] = set()
+        """Work ids of calls that were put and whose results have not come back."""
+        self._failed: collections.deque[tuple[int, Exception]] = collections.deque()
+
+    def fail(self, work_id: int, error: Exception) -> None:
+        """In the parent: hand the error of a call that cannot be sent to the management thread. Does not wait.
+
+        That thread alone knows which calls are pending, and runs all callbacks.
+        """
+        self._failed.append((work_id, error))
+        self._sent(_HEAD.pack(_WAKE, 0, 0, 0))  # if there is no room, another message wakes it
 
     @property
     def _reader(self) -> ResultSocket:
@@ -268,20 +266,20 @@ class ResultSocket(_SocketPair):
         return self._receiver.fileno()  # type: ignore[no-any-return]
 
     def recv(self) -> Any:
-        """One message: a result, the pid of a worker that exits, or None for a piece of something larger."""
+        """A result, the exit of a worker as a second result of its last call, or None if there is neither."""
+        if self._failed:  # before the message that wakes
+            work_id, error = self._failed.popleft()
+            self.under_way.discard(work_id)
+            return standard._ResultItem(work_id, exception=error)
         message = self._receiver.recv(_MOST)
         kind, work_id, a, b = _HEAD.unpack_from(message)
-        if kind == _PART:
-            parts = self._parts.setdefault(a, [])
-            parts.append(message[_HEAD.size :])
-            if not b:
-                return None
-            item = pickle.loads(b"".join(self._parts.pop(a)))
-        else:
-            item = standard._ResultItem(work_id, result=_packed(kind, a, b, message))
-        if not isinstance(item, int):
-            self._calls.under_way.discard(item.work_id)
-        return item
+        if kind == _WAKE:
+            return None
+        if kind == _EXIT:
+            return standard._ResultItem(work_id, exit_pid=a)
+        self.under_way.discard(work_id)
+        packed = _packed(kind & ~_RAISED, a, b, message)
+        return standard._ResultItem(work_id, result=Raised(packed) if kind & _RAISED else packed)
 
     # --- a worker's side
 
@@ -293,26 +291,27 @@ class ResultSocket(_SocketPair):
         self._sender = _End(state["_sender"].detach())
 
     def put(self, item: Any) -> None:
-        """Send a result, or the worker's pid. Raises what pickling it raises."""
+        """Send a result. Raises what pickling an exception raises."""
         if self._receiver is not None:  # a forked worker: only the parent keeps this end open
             self._receiver.close()
             self._receiver = None
-        plain = not isinstance(item, int) and item.exception is None
-        if plain and getattr(item, "exit_pid", None) is None:  # which Python 3.10 does not have
-            self._sender.send(_message(item.work_id, item.result))
+        if isinstance(item, int):  # the pid of a worker that was told to exit: the parent reads nothing any more
             return
-        pickled, sender = bytes(ForkingPickler.dumps(item)), os.getpid()
-        for start in range(0, len(pickled), INLINE_MOST):
-            part = pickled[start : start + INLINE_MOST]
-            last = start + INLINE_MOST >= len(pickled)
-            self._sender.send(_HEAD.pack(_PART, 0, sender, last) + part)
+        if item.exception is None:
+            message = _message(item.work_id, worker.named(item.result))
+        else:
+            message = _message(item.work_id, worker.named(worker.pack(item.exception)), _RAISED)
+        self._sender.send(message)
+        exit_pid = getattr(item, "exit_pid", None)  # Python 3.10 has none
+        if exit_pid is not None:
+            self._sender.send(_HEAD.pack(_EXIT, item.work_id, exit_pid, 0))
 
 
 def install(executor: Any) -> None:
     """Replace the queues of a standard executor that has not started a worker."""
     queued, results = executor._call_queue, executor._result_queue
-    calls = executor._call_queue = CallSocket(executor._max_workers, queued)
-    executor._result_queue = ResultSocket(calls)
+    executor._result_queue = ResultSocket()
+    executor._call_queue = CallSocket(executor._max_workers, executor._result_queue)
     queued.close()
     queued._reader.close()
     queued._writer.close()

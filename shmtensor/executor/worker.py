@@ -5,20 +5,21 @@ The standard executor's worker loop does the rest; it calls nothing but `run`.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, util
 from typing import Any, Final, NamedTuple
 
-from ..errors import ClosedError
+from ..errors import ClosedError, ShmTensorError
 from ..memory import mapped_file
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
 from ..mp.pickling import dumps, loads
+from ..shielded import OwnThread
 
 INTERRUPTED: Final = 130
 """Exit code of a worker that Ctrl-C ended while it was idle: nothing is retried."""
@@ -31,6 +32,12 @@ _LOOK: Final = 0.5
 
 Packed = bytes | MessageRef
 """A pickled value in a socket message: its bytes, or the slot that has it."""
+
+
+class Raised(NamedTuple):
+    """The exception that a call raised."""
+
+    packed: Packed
 
 
 class Address(NamedTuple):
@@ -48,6 +55,10 @@ class Address(NamedTuple):
 def start(address: Address, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
     """The executor's initializer: join the pool, then run the user's initializer."""
     global _worker
+    main = threading.main_thread()
+    if isinstance(main, OwnThread):  # which has forked this process; here, other code knows it
+        main.__class__ = threading._MainThread  # type: ignore[attr-defined]
+        main.name = "MainThread"
     _worker = Worker(address)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -69,16 +80,29 @@ def run(packed: Packed) -> Packed:
     _worker.busy = True
     try:
         return _worker.run(packed) if packed else NOTHING
-    except BrokenProcessPool as error:
-        error.raised_by_call = True  # type: ignore[attr-defined]
-        raise
     finally:
         _worker.busy = False
 
 
-def raised(error: BrokenProcessPool) -> bool:
-    """Whether the call itself raised this error, by a pool of its own, and no worker was lost."""
-    return getattr(error, "raised_by_call", False)
+def pack(error: BaseException) -> Packed:
+    """Pack the exception that a call raised."""
+    return _worker.pack(error, "an exception")
+
+
+def named(packed: Packed) -> Packed:
+    """Note that the parent gets it: it takes what is in a slot."""
+    if isinstance(packed, MessageRef):
+        _worker.newest_named = packed.seq
+    return packed
+
+
+class _ResultProducer(DirectProducer):
+    """Sends results."""
+
+    @property
+    def newest(self) -> MessageRef:
+        """The message that was published last."""
+        return MessageRef(self._member.uid, self._published)
 
 
 class Worker:
@@ -88,7 +112,9 @@ class Worker:
         self.busy = False  # with a call, which Ctrl-C ends
         self._address = address
         self._consumer = DirectConsumer(address.calls)
-        self._producer: DirectProducer | None = None
+        self._producer: _ResultProducer | None = None
+        self.newest_named = 0
+        """The newest message whose name the parent gets, or that was taken back."""
         mapped_file.keep_freed(KEPT_MOST)
         util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
         threading.Thread(target=self._exit_with_parent, name="shmtensor parent watch", daemon=True).start()
@@ -96,7 +122,7 @@ class Worker:
     def run(self, packed: Packed) -> Packed:
         if isinstance(packed, bytes):
             function, args, kwargs = unfold(packed)
-            return self._pack(function(*args, **kwargs))
+            return self.pack(function(*args, **kwargs), "a result")
         # crash: call.named
         message = self._consumer.take(packed)
         # crash: call.taken
@@ -105,22 +131,32 @@ class Worker:
             # crash: call.read
             result = function(*args, **kwargs)
             # crash: call.returned
-            return self._pack(result)
+            return self.pack(result, "a result")
         finally:
             message.release()  # done; its slot comes back when the last view of the arguments dies
             # crash: call.done
 
-    def _pack(self, result: object) -> Packed:
+    def pack(self, result: object, what: str) -> Packed:
+        """Pickle a result, and put it into a slot unless it is small."""
         value = dumps(result)
         packed = inline(value)
         if packed is not None:
             return packed
         if self._producer is None:
-            self._producer = DirectProducer(self._address.results, self._address.max_bytes)
+            self._producer = _ResultProducer(self._address.results, self._address.max_bytes)
+        self._take_back(self._producer.newest)
         holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
-        ref = self._producer.post(value, Patience(self._producer), "a result", holder)
+        ref = self._producer.post(value, Patience(self._producer), what, holder)
         # crash: call.answered
         return ref
+
+    def _take_back(self, newest: MessageRef) -> None:
+        """Free the slot of a result that an exception, such as Ctrl-C, kept from its call's end: no process asks for
+        it."""
+        if newest.seq != self.newest_named:
+            with contextlib.suppress(ShmTensorError), DirectConsumer(self._address.results) as consumer:
+                consumer.take(newest).release()
+            self.newest_named = newest.seq
 
     def _exit_with_parent(self) -> None:
         """Exit when the parent has died: no process would take a result or end this one.

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -110,6 +111,11 @@ def keep(value):
     return len(_kept)
 
 
+def keep_and_stay(fifo, value):
+    keep(value)
+    return stay(fifo)
+
+
 def set_up(value):
     _kept.append(value)
 
@@ -143,3 +149,39 @@ class Unpicklable:
 class Unreadable:
     def __reduce__(self):
         return fail, ("not to be read",)
+
+
+class NotRebuilt(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+
+
+def fail_unreadably(path=None):
+    if path is not None:
+        append(path, None)
+    raise NotRebuilt(3, "the text")
+
+
+def fail_with(value):
+    raise LookupError(value)
+
+
+def name_of_main_thread():
+    main = threading.main_thread()
+    return main.name, type(main).__name__
+
+
+def interrupt_after_the_next_post():
+    """Ctrl-C when a result has its slot and no process knows of it."""
+    from shmtensor.mp.direct import DirectProducer
+
+    post = DirectProducer.post
+
+    def post_and_raise(*args, **options):
+        DirectProducer.post = post
+        post(*args, **options)
+        raise KeyboardInterrupt
+
+    DirectProducer.post = post_and_raise

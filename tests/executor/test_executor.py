@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from concurrent.futures.process import BrokenProcessPool
@@ -33,6 +34,7 @@ from ..conftest import descriptors
 from ..forkservers import preloaded
 from ..waiting import complaints, wait_until
 from .calls import (
+    NotRebuilt,
     Unpicklable,
     Unreadable,
     append,
@@ -43,14 +45,19 @@ from .calls import (
     fail,
     fail_at_length,
     fail_to_begin,
+    fail_unreadably,
+    fail_with,
     first_kept,
     interrupt,
+    interrupt_after_the_next_post,
     is_in_a_slot,
     keep,
+    keep_and_stay,
     kill_oneself,
     kind_of_process,
     leave,
     meet,
+    name_of_main_thread,
     note,
     ones,
     same,
@@ -921,3 +928,146 @@ def test_the_default_timeout_of_sockets_is_not_the_pools(method):
                 time.sleep(0.05)
     finally:
         socket.setdefaulttimeout(before)
+
+
+# --- what a review found
+
+
+def call_that_finds_no_room(pool, fifo):
+    """A worker keeps the arguments of calls until there is no room; returns the first, which runs, and the others."""
+    large = np.ones(2 * LARGE, np.uint8)
+    running = pool.submit(keep_and_stay, fifo, large)
+    waiting = [pool.submit(same, large) for _ in range(4)]
+    wait_until(lambda: pool._call_queue._late)
+    return running, waiting
+
+
+def test_shutdown_that_cancels_ends_after_a_call_that_cannot_be_sent(fifo):
+    pool = forking(1, max_bytes="3MiB")
+    running, waiting = call_that_finds_no_room(pool, fifo)
+    shutdown = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+    shutdown.start()
+    wait_until(waiting[-1].cancelled)
+    let_go(fifo)
+    shutdown.join(PATIENCE)
+    assert not shutdown.is_alive()
+    assert running.result(PATIENCE) is None
+    assert isinstance(waiting[0].exception(PATIENCE), ResourceError)
+
+
+def test_a_callback_of_a_call_that_cannot_be_sent_may_shut_down(fifo):
+    pool = forking(1, max_bytes="3MiB")
+    running, waiting = call_that_finds_no_room(pool, fifo)
+    threads = []
+
+    def shut_down(_):
+        threads.append(threading.current_thread())
+        with pytest.raises(RuntimeError, match="cannot join current thread"):  # as with the standard executor
+            pool.shutdown()
+        threads.append(None)
+
+    manager = pool._executor_manager_thread
+    waiting[0].add_done_callback(shut_down)
+    let_go(fifo)
+    wait_until(lambda: len(threads) == 2)
+    assert threads[0] is manager
+    for future in [running, *waiting]:
+        future.exception(PATIENCE)
+    manager.join(PATIENCE)
+    assert not manager.is_alive()
+
+
+@pytest.mark.parametrize("retry_on_death", [0, 1])
+def test_an_exception_that_cannot_be_read_fails_its_own_future_only(retry_on_death, tmp_path):
+    path = str(tmp_path / "log")
+    with forking(1, retry_on_death=retry_on_death) as pool:
+        futures = [pool.submit(fail_unreadably, path), pool.submit(same, 1), pool.submit(fail_with, NotRebuilt(3, "x"))]
+        for future in futures[0], futures[2]:
+            with pytest.raises(TypeError, match="text"):
+                future.result(PATIENCE)
+        assert futures[1].result(PATIENCE) == 1
+        assert pool.submit(same, 2).result(PATIENCE) == 2
+    assert Path(path).stat().st_size == 1
+
+
+def test_tensors_in_exceptions_are_in_slots():
+    with forking(1) as pool:
+        error = pool.submit(fail_with, [torch.ones(LARGE), np.ones(LARGE)]).exception(PATIENCE)
+        tensor, array = error.args[0]
+        assert is_in_a_slot(tensor.numpy())
+        assert is_in_a_slot(array)
+        assert "raise LookupError(value)" in str(error.__cause__)
+    assert (tensor.sum(), array.sum()) == (LARGE, LARGE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="max_tasks_per_child needs Python 3.11")
+def test_max_tasks_per_child_of_many_calls_at_once():
+    """Whose exceptions with tensors outlive the workers that raised them."""
+    with ProcessPoolExecutor(2, "forkserver", max_tasks_per_child=2) as pool:
+        assert list(pool.map(same, range(12), timeout=PATIENCE)) == list(range(12))
+        futures = [pool.submit(fail_with, torch.full((LARGE,), number)) for number in range(3)]
+        futures.append(pool.submit(same, 1))
+        errors = [future.exception(PATIENCE) for future in futures]
+    assert [int(error.args[0][-1]) for error in errors[:3]] == [0, 1, 2]
+    assert errors[3] is None
+
+
+def test_callbacks_of_calls_that_are_given_up_hold_no_lock():
+    """One may wait for a thread that submits."""
+    inside, submitted = threading.Event(), threading.Event()
+    seen = []
+    with forking(1, retry_on_death=1) as pool:
+
+        def called(future):
+            inside.set()
+            seen.append(submitted.wait(PATIENCE))
+
+        poison = pool.submit(kill_oneself)
+        poison.add_done_callback(called)
+        assert inside.wait(PATIENCE)
+        assert pool.submit(same, 1).result(PATIENCE) == 1
+        submitted.set()
+        with pytest.raises(BrokenProcessPool, match="each of the 2"):
+            poison.result(PATIENCE)
+    assert seen == [True]
+
+
+def submit_and_return(method, path, number):
+    """The main function of a child whose executor has calls to run when it returns."""
+    pool = ProcessPoolExecutor(2, mp_context=method)
+    for each in range(number):
+        pool.submit(append, path, each)
+    _pools.append(pool)
+
+
+_pools = []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's fork server
+def test_the_calls_of_a_child_run_after_its_main_function(method, tmp_path):
+    path = tmp_path / "log"
+    path.touch()
+    child = get_context("fork").Process(target=submit_and_return, args=(method, str(path), 20))
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+    assert path.stat().st_size == 20
+    child.close()
+
+
+def test_an_interrupt_loses_no_slot():
+    """Of a result that has a slot and is not sent: the worker would wait for its end."""
+    with forking(1, max_bytes="3MiB") as pool:
+        assert pool.submit(interrupt_after_the_next_post).result(PATIENCE) is None
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(ones, 2 * LARGE).result(PATIENCE)
+        for _ in range(2):
+            assert pool.submit(ones, 2 * LARGE).result(PATIENCE).sum() == 2 * LARGE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_main_thread_of_a_worker(method):
+    with ProcessPoolExecutor(1, mp_context=method) as pool:
+        assert pool.submit(name_of_main_thread).result(PATIENCE) == ("MainThread", "_MainThread")

@@ -33,16 +33,17 @@ FOREIGN: dict[str, set[str]] = {
     # asyncio: the running loop, or None, without an exception
     "endpoints/wait_queue.py": {"_get_running_loop"},
     # concurrent.futures: the executor is its own with other queues
-    "executor/executor.py": {"_ExecutorManagerThread", "_WorkItem", "_global_shutdown", "_is_owned"},
+    "executor/executor.py": {"_ExecutorManagerThread", "_WorkItem", "_global_shutdown", "_is_owned", "_python_exit"},
     "executor/transport.py": {
-        "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_on_queue_feeder_error", "_result_queue", "_writer",
+        "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_result_queue", "_writer",
     },
     # multiprocessing: the queue by which its pool's threads wake each other
     "mp/pool.py": {"_reader"},
     # multiprocessing: what its `DupFd` registers, with an action when the descriptor has been sent
     "mp/queue_handle.py": {"_resource_sharer"},
-    # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started
-    "executor/worker.py": {"_flush_std_streams"},
+    # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started;
+    # threading: the class of the main thread, which a thread of the library is in a process that it has forked
+    "executor/worker.py": {"_MainThread", "_flush_std_streams"},
     "memory/counters.py": {"_get_value", "_rebuild"},
     "rpc/supervisor.py": {"_args_from_interpreter_flags", "_name", "_resource_tracker"},
 }  # fmt: skip
