@@ -336,6 +336,10 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 calls.close()
                 for process in list(self._processes.values()) if wait else []:
                     process.join()
+            manager = self._living_manager()
+            if manager is None or not manager.is_alive():  # a pipe that nobody reads would be written to
+                self._executor_manager_thread_wakeup = None  # type: ignore[assignment]
+            del manager
             super().shutdown(wait=wait, cancel_futures=self._cancel_pending_futures)
             self._pending_work_items = {}
 
@@ -367,8 +371,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         with self._gate:
             waiting: collections.deque[Task] = collections.deque()
             try:
-                while self._hand_over(waiting):
-                    pass
+                self._hand_over_all(waiting)
             except Exception as error:
                 if not waiting:
                     raise
@@ -376,6 +379,10 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                     failure = BrokenProcessPool("a worker died, and no fresh pool could be made")
                     failure.__cause__ = error
                     self._retries.give_up(task, failure)
+
+    def _hand_over_all(self, waiting: collections.deque[Task]) -> None:
+        while self._hand_over(waiting):
+            pass
 
     def _hand_over(self, waiting: collections.deque[Task]) -> bool:
         """One try of `_renew`; True if another is needed, because the fresh pool broke meanwhile."""
@@ -390,7 +397,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 if self._channels is not None:
                     self._channels.close()
                 self._open()
-            while waiting:
+            while True:
+                if not waiting:
+                    break
                 self._attempt(waiting[0])
                 waiting.popleft()
         except BrokenProcessPool:

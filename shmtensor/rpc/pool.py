@@ -26,7 +26,13 @@ from ..statistics import PoolStatistics
 from . import worker
 from .endpoints import CANCELLED, FOREVER, check_service
 from .server import check_handler, check_options
-from .supervisor import UNGUARDED, UNGUARDED_TEXT, Reload, Supervisor, check_picklable
+from .supervisor import UNGUARDED, UNGUARDED_TEXT, Reload, Supervisor, Worker, check_picklable
+
+
+def _why_not(workers: list[Worker]) -> str:
+    """Why a worker is not ready, for messages; "" if nothing is known."""
+    errors = [each.last_error for each in workers if each.last_error and not each.is_ready]
+    return f" ({errors[0]})" if errors else ""
 
 
 def waiting_requests(service: str) -> int:
@@ -235,10 +241,9 @@ class WorkerPool(Local):
             if supervisor.stop_reason is not None:
                 raise ClosedError(f'worker pool "{self.name}" has ended ({supervisor.stop_reason})')
             if not done:
-                errors = [each.last_error for each in supervisor.workers if each.last_error and not each.is_ready]
                 raise TimedOut(
                     f'worker pool "{self.name}": {self.ready} of {len(supervisor.workers)} workers are ready after '
-                    f"{timeout:g} s{f' ({errors[0]})' if errors else ''}"
+                    f"{timeout:g} s{_why_not(supervisor.workers)}"
                 )
 
     def reload(self, *, timeout: float | None = None, wait: bool = True) -> None:
