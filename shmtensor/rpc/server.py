@@ -65,6 +65,12 @@ def check_handler(handler: Any, what: str = "the handler", arguments: int = 1) -
             f"{what} needs {needed} arguments, and workers pass the value, and the context to one that takes two: give "
             "the others defaults, or bind them with functools.partial"
         )
+    by_name = [each.name for each in _parameters(call) if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if by_name:
+        raise ArgumentTypeError(
+            f"{what} needs {by_name[0]!r} by name, and is not called so: remove the * before it, give it a "
+            "default, or bind it with functools.partial"
+        )
 
 
 def takes_context(handler: Any) -> bool:
@@ -80,16 +86,19 @@ def takes_argument(function: Any) -> bool:
 
 
 def _positional(function: Any) -> list[inspect.Parameter]:
-    """The positional parameters of a function. Of a decorator's `*args`, those of the function that it wraps."""
+    """The positional ones of its `_parameters`."""
+    return [each for each in _parameters(function) if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """The parameters of a function. Of a decorator's `*args`, those of the function that it wraps."""
     try:
         found = inspect.signature(function, follow_wrapped=False)
         if any(each.kind is each.VAR_POSITIONAL for each in found.parameters.values()):
             found = inspect.signature(function)
     except (TypeError, ValueError):  # of a C function that does not say
         return []
-    return [
-        each for each in found.parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    return list(found.parameters.values())
 
 
 log = logging.getLogger("shmtensor.rpc")

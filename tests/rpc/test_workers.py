@@ -197,6 +197,11 @@ def test_which_handlers_take_a_context():
         with pytest.raises(shmtensor.ArgumentTypeError, match="needs 3 arguments"):
             check_handler(bad, arguments=2)
     check_handler(Callable2, arguments=2)
+    by_name = lambda value, *, context: value  # noqa: E731
+    for arguments in (1, 2):
+        with pytest.raises(shmtensor.ArgumentTypeError, match="needs 'context' by name"):
+            check_handler(by_name, arguments=arguments)
+    check_handler(functools.partial(by_name, context=None))
 
 
 # --- setup and teardown
