@@ -336,8 +336,8 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
                 calls.close()
                 for process in list(self._processes.values()) if wait else []:
                     process.join()
-            manager = self._living_manager()
-            if manager is None or not manager.is_alive():  # a pipe that nobody reads would be written to
+            manager: Any = self._executor_manager_thread
+            if manager is not None and not manager.is_alive():  # a pipe that nobody reads would be written to
                 self._executor_manager_thread_wakeup = None  # type: ignore[assignment]
             del manager
             super().shutdown(wait=wait, cancel_futures=self._cancel_pending_futures)
