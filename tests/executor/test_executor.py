@@ -793,11 +793,49 @@ def test_the_parent_is_killed(program, method, busy):
     assert files_of(process.pid) == set()
 
 
+DEAF = """
+import os, signal, threading, time
+
+def fork():
+    global child
+    child = os.fork()
+    if not child:
+        until = time.monotonic() + 2
+        try:
+            os.write(writing, b"x")
+            while time.monotonic() < until:
+                pass
+        except KeyboardInterrupt:
+            os._exit(1)
+        os._exit(0)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+reading, writing = os.pipe()
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+os.read(reading, 1)
+os.kill(child, signal.SIGINT)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="session")
+def forks_notice_signals() -> bool:
+    """Whether a child that a thread has forked looks for signals: under CPython 3.13.0 it does not."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DEAF], capture_output=True, text=True, timeout=PATIENCE
+    )
+    return done.stdout == "1\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", ", retry_on_death=3"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("busy", [0, 1, 2])
-def test_control_c(program, method, busy, options):
+def test_control_c(program, method, busy, options, forks_notice_signals):
+    if method == "fork" and busy and not forks_notice_signals:
+        pytest.skip("children of this interpreter's threads notice no signal: docs/guide/executor.md")
     process = program(
         method,
         f"""
