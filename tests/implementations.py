@@ -59,9 +59,8 @@ OTHERS = {
     "channel/foreign memory/shortage channel/users": (
         "segments, sockets and members, of which none is compiled; and their errors"
     ),
-    "ring/protocol models/models package/layers package/privates docs/pages package/typing package/implementations": (
-        "the package is not run, or not its transport"
-    ),
+    "ring/protocol models/models docs/pages package/layers package/privates package/jumps package/typing "
+    "package/implementations": ("the package is not run, or not its transport"),
     "wire/spec_fuzz": "each test reads by every implementation",
     "containers/*": "the places of names, of which none is compiled; the suite that they run has both",
     "codec/sanitized": "the compiled module's alone",

@@ -59,7 +59,7 @@ def test_pieces_in_any_order_by_several_threads(tmp_path, memory):
 def test_a_file_system_that_refuses_direct_writes(tmp_path, memory, monkeypatch, after):
     """At once or in the middle: the other threads go on with the descriptor, and nothing of it is lost."""
     target = Output(str(tmp_path / "a"), [("", NBYTES)])
-    real, refused, direct = output._write, [], set(target._direct) - {-1}
+    real, refused, direct = output._write, [], {each.fd for each in target._direct} - {-1}
 
     def refuse(fd: int, view: memoryview, offset: int) -> None:
         if fd in direct:

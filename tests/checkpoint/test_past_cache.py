@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -17,6 +18,7 @@ from shmtensor import CheckpointError, load_checkpoint
 from shmtensor.checkpoint import reading as module
 from shmtensor.checkpoint.limits import DIRECT_MIN, PAGE
 from shmtensor.checkpoint.reading import Files, private
+from shmtensor.memory.descriptors import open_file
 from shmtensor.memory.mapped_file import fresh
 
 from ..waiting import wait_until
@@ -57,7 +59,8 @@ def reads(monkeypatch):
     opened = module._open_direct
 
     def open_direct(fd):
-        past.add(found := opened(fd))
+        found = opened(fd)
+        past.add(found.fd)
         return found
 
     monkeypatch.setattr(module.os, "preadv", preadv)
@@ -221,7 +224,7 @@ def test_a_file_that_refuses_is_not_asked_again_and_others_are(make, cold, reads
     opened, asked = module._open_direct, []
 
     def open_direct(fd):  # the first is open for nothing but writing
-        return os.open(one, os.O_WRONLY) if not asked and not asked.append(fd) else opened(fd)
+        return open_file(str(one), os.O_WRONLY) if not asked and not asked.append(fd) else opened(fd)
 
     monkeypatch.setattr(module, "_open_direct", open_direct)
     memory = [fresh(6 * MIB), fresh(6 * MIB)]
@@ -243,7 +246,7 @@ def test_many_files_take_a_descriptor_each_until_one_is_read_past_the_cache(make
         files.fill(fresh(2 * MIB), 1, 0, "x")
         assert len(list(fds.iterdir())) == before + 4
         assert len(reads) == 1
-        monkeypatch.setattr(module, "_open_direct", lambda fd: -1)  # no more descriptors, or no /proc
+        monkeypatch.setattr(module, "_open_direct", lambda fd: None)  # no more descriptors, or no /proc
         files.fill(fresh(2 * MIB), 2, 0, "x")
         assert len(reads) == 1
     assert len(list(fds.iterdir())) == before
@@ -283,11 +286,8 @@ def test_the_file_is_the_one_that_was_opened(make, cold, reads):
     fd = os.open(path, os.O_RDONLY)
     try:
         os.replace(make(3 * MIB, "other")[0], path)
-        past = module._open_direct(fd)
-        try:
-            assert os.path.sameopenfile(fd, past)
-        finally:
-            os.close(past)
+        with contextlib.closing(module._open_direct(fd)) as past:
+            assert os.path.sameopenfile(fd, past.fd)
     finally:
         os.close(fd)
 
