@@ -293,8 +293,7 @@ class Receiver(Endpoint):
         for step in range(count):
             turn = self._turn + step
             reader = readers[turn % count]
-            message = self._take(reader)
-            if message is not None:
+            if (message := self._take(reader)) is not None:
                 self._turn = turn + 1
                 return message
         return None
@@ -320,21 +319,22 @@ class Receiver(Endpoint):
         claims = self._claims
         try:
             if claims is not None and claims.refused is not None and claims.refused[0] is reader:
-                _, (_, seq, why), _ = claims.refused
                 if claims.is_still_refused():
-                    raise self._unreadable(seq, why)
+                    raise self._unreadable(*claims.refused[1][1:])
                 claims.refused, self._epoch = None, -1  # `_refresh` sets `_direct` again
             found = take(self, self._undelivered, *patience)
-            while True:
-                if type(found) is not tuple:
-                    return found  # type: ignore[no-any-return]
-                self._handle(reader, found)
-                found = None if reader.closing else take(self, self._undelivered, *patience)
+            return self._after(found, reader, take, patience) if type(found) is tuple else found
         except BaseException:
             reader.abandon()
             if claims is not None:
                 claims.scan_wanted = True  # the reader may have passed it already
             raise
+
+    def _after(self, found: Any, reader: Any, take: Callable[..., Any], patience: tuple[int, ...]) -> Message | None:
+        while type(found) is tuple:
+            self._handle(reader, found)
+            found = None if reader.closing else take(self, self._undelivered, *patience)
+        return found  # type: ignore[no-any-return]
 
     def _handle(self, reader: Any, event: Any) -> None:
         """Handle what a reader returned in place of a message: ring/reader.py has the list of events."""
