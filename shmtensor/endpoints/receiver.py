@@ -182,8 +182,7 @@ class Receiver(Endpoint):
             message: Message | None = None
             direct = self._direct
             if direct is not None and not undelivered:
-                patience = self._spin.burst_ns if timeout is None or timeout else 0
-                message = direct.recv(self, undelivered, patience)
+                message = direct.recv(self, undelivered, self._spin.burst_ns if timeout is None or timeout else 0)
             if message is None:
                 message = self._run(self._next, timeout)
             elif direct.more:
@@ -197,9 +196,12 @@ class Receiver(Endpoint):
             if message in undelivered:  # no boundary from here to the return: this call returns it, or the next
                 if message.meta.__class__ is DependencyError and self._traits.raises_unreadable:
                     self._pass_over(message)
+                try:
+                    del undelivered[message]
+                except KeyError:  # CPython 3.10 switches threads here, too: another one returns it
+                    continue
                 if hand is not None:
                     hand.message = message._lease, message._hold
-                del undelivered[message]
                 if private is not NOTHING:  # last: what this drops wakes a sender, and lets other threads run
                     message.value = private
                     if self._claims is None:  # else it is not done
@@ -227,8 +229,7 @@ class Receiver(Endpoint):
         if self._prefetch is not None:
             message = self._prefetch.next(timeout)
         else:
-            left = self._left_over()
-            if left is not None:
+            if (left := self._left_over()) is not None:
                 return left
             message = self._poll() or self._wait(timeout)
         return message  # type: ignore[no-any-return]
@@ -257,8 +258,7 @@ class Receiver(Endpoint):
 
     def _share(self) -> None:
         """`Reader.recv` took a message, more are there, and another receiver sleeps that shares them: wake it."""
-        direct = self._direct
-        if direct is not None and self._try_run(self._share_inside) is not BUSY:
+        if (direct := self._direct) is not None and self._try_run(self._share_inside) is not BUSY:
             direct.more = False  # BUSY: another thread of this receiver is taking more
 
     def _share_inside(self) -> None:
