@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
 import stat
 import tempfile
@@ -186,8 +185,11 @@ def _lock(file: Path) -> LockFile | None:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what dead processes have left under hidden names of this target."""
-    for found in target.parent.glob(f".{glob.escape(target.name)}.convert-*.tmp"):
+    for name in os.listdir(target.parent):
+        if not (name.startswith(f".{target.name}.convert-") and name.endswith(".tmp")):
+            continue
         with contextlib.suppress(OSError):
+            found = target.parent / name
             first = min(found.iterdir(), default=None) if found.is_dir() else found
             if first is not None:  # else it was made just now
                 with contextlib.closing(LockFile(str(first))) as lock:
