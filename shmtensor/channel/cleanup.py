@@ -144,10 +144,11 @@ def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
         return True
     try:
         if control.kind == FAN_OUT:
+            # for newest-only receivers, too: nothing waits for them, but they get the last message
             return any(
                 sequences.start(entry.index, entry.uid) is not None and sequences.finished(entry.index) != entry.uid
                 for entry in alive
-                if entry.is_recipient and not entry.leaving
+                if not entry.leaving and (entry.is_recipient or (entry.flags & ctl.LATEST and not sequences.device))
             )
         return has_undone(control, sequences)
     finally:

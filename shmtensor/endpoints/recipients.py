@@ -167,6 +167,10 @@ class Recipients(ABC):
     def is_settled(self) -> bool:
         """Whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped: for `close`."""
 
+    def have_rest(self) -> bool:
+        """Whether anything that was sent is still to be read once this sender has left."""
+        return not self.is_settled()
+
     def report_lost(self, sender: Any, count: int) -> None:  # noqa: B027
         """The sender has left as the last member of its channel: so many messages are lost unfinished."""
 
@@ -214,6 +218,13 @@ class Subscribers(Recipients):
         local = tuple(peer.index for peer in self._peers.values() if peer.uid in self.local)
         settled: bool = self._writer.is_settled(local)
         return settled and (self._memory is None or self._memory.is_unmapped(self._writer.rings, self._member.control))
+
+    def have_rest(self) -> bool:
+        """Also what newest-only receivers are to get, for which nothing waits: see channel/cleanup.py."""
+        if super().have_rest():
+            return True
+        has_sent = self._memory is None and self._sequences.words[L_PUBLISHED] > 0
+        return has_sent and any(peer.entry.flags & ctl.LATEST for peer in self.listeners)
 
     def wake(self, ring: Ring, slot: int) -> None:
         """Notify all of them, of a group one."""

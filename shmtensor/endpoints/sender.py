@@ -593,7 +593,7 @@ class Sender(Endpoint):
                 return
         if not self._member.has_left:
             lost = self._lose if self._traits.counts_lost else None
-            self._member.leave(keep=not recipients.is_settled(), lost=lost)
+            self._member.leave(keep=recipients.have_rest(), lost=lost)
         recipients.wake_all()
         recipients.close()
         self._sleeper.close()

@@ -355,6 +355,55 @@ def test_a_message_without_room_takes_nothing_from_latest(channel, full):
         assert slow.recv(timeout=PATIENCE).nbytes == large.nbytes
 
 
+@pytest.mark.parametrize("attached", [False, True], ids=["not attached", "attached"])
+@pytest.mark.parametrize("how", ["close", "linger", "kill"])
+def test_the_newest_of_a_publisher_that_has_left_is_received(channel, how, attached):
+    """Also if it lies in a ring that the subscriber has not seen yet. Then nothing of the publisher is left."""
+    with Subscriber(channel, delivery="latest", depth=2) as sub, Subscriber(channel, delivery="latest") as done:
+        pipe, theirs = multiprocessing.Pipe()
+        child = os.fork()
+        if not child:
+            pub = Publisher(channel)
+            pub.send(np.zeros(4))
+            theirs.send("sent")
+            theirs.recv()
+            for value in (1, 2):
+                pub.send(np.full(100_000, value))
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            pub.close(linger=None if how == "linger" else 0)
+            os._exit(0)
+        theirs.close()
+        assert pipe.poll(PATIENCE)
+        assert pipe.recv() == "sent"
+        if attached:
+            assert (sub.recv(timeout=PATIENCE).value == 0).all()
+        pipe.send("leave")
+        os.waitpid(child, 0)
+        assert [int(msg.value[0]) for msg in sub] == [1, 2]
+        assert int(done.recv(timeout=PATIENCE).value[0]) == 2
+        pipe.close()
+
+        def is_gone():
+            """It is removed at a later look, if another process has the channel's lock just now."""
+            return list(done) == [] and all(it.role == "receiver" for it in shmtensor.inspect(channel).members)
+
+        wait_until(is_gone)
+
+
+def test_a_newest_only_subscriber_keeps_nothing_that_it_cannot_get(channel):
+    """What was sent before it joined, and the rings of a publisher that has sent nothing."""
+    with Publisher(channel) as early, Subscriber(channel):
+        early.send(np.zeros(4))
+        early.close()
+        with Subscriber(channel, delivery="latest") as sub, Publisher(channel) as silent:
+            silent.wait_for_subscribers(2, timeout=PATIENCE)
+            silent.close()
+            left = [it for it in shmtensor.inspect(channel).members if it.role == "sender"]
+            assert len(left) == 1  # for the other subscriber
+            assert list(sub) == []
+
+
 def test_lossless_and_latest_mix(channel):
     with (
         Publisher(channel, slots=4) as pub,
