@@ -552,12 +552,12 @@ class Receiver(Endpoint):
             self._depart()
 
     def _depart(self) -> None:
-        """Leave the channel: no lease is left."""
+        """Leave the channel, and release the senders' memory: no lease is left."""
         for reader in (*self._readers, *self._retired):
             reader.forget_emptied()
             reader.trace(None, reader.uid)  # its area of the trace may be another's from here on
         self._member.leave(lost=self._report_lost if self._traits.counts_lost and self in lingering else None)
-        self._state = CLOSED  # last: a departure that an exception cut short is repeated by the next `close`
+        self._readers, self._retired, self._state = [], [], CLOSED  # last: what an exception cuts short is repeated
         lingering.discard(self)
 
     def _report_lost(self, count: int) -> None:

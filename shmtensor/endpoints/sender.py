@@ -214,6 +214,7 @@ class Sender(Endpoint):
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._ending = False  # the process ends: a `close` that lingers in another thread gives up
+        self._last_statistics: SenderStatistics | None = None  # of one that is closed
         try:
             super().__init__()
             membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
@@ -598,6 +599,8 @@ class Sender(Endpoint):
         recipients.close()
         self._sleeper.close()
         self._sequences.close()
+        self._last_statistics = self.statistics()
+        self._writer.release()  # else a closed sender that is still referred to would keep the memory
         self._state = CLOSED
 
     def _has_left(self) -> bool:
@@ -655,6 +658,8 @@ class Sender(Endpoint):
         """Counters since this sender was made."""
         if self._state == FORKED:
             self._refuse()
+        if self._last_statistics is not None:
+            return self._last_statistics
         devices, writer = self._devices.statistics(self._rings), self._writer
         return SenderStatistics(
             sent=self._published, sent_bytes=writer.sent_bytes,
@@ -666,5 +671,7 @@ class Sender(Endpoint):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        sent, slots, receivers = self._published, self._pool.slots, len(self._recipients.listeners)
-        return f"{super().__repr__()[:-1]} sent={sent} rings={len(self._rings)} slots={slots} receivers={receivers}>"
+        last = self._last_statistics
+        rings, slots = (len(self._rings), self._pool.slots) if last is None else (last.rings, last.slots)
+        receivers = len(self._recipients.listeners)
+        return f"{super().__repr__()[:-1]} sent={self._published} rings={rings} slots={slots} receivers={receivers}>"

@@ -136,16 +136,24 @@ static int Writer_clear(Writer *self) {
     return 0;
 }
 
+/* Each is out of reach before the code runs that its end may run. */
+static void drop_rings(Writer *self) {
+    while (self->nlent) Py_DECREF(self->lent[--self->nlent].array);
+    while (self->core.nrings) {
+        Mapped *last = &self->mapped[--self->core.nrings];
+        writer_ring_free(&self->core.rings[self->core.nrings]);
+        PyObject *ring = last->ring;
+        Py_buffer head = last->head, data = last->data;
+        PyBuffer_Release(&head);
+        if (data.obj) PyBuffer_Release(&data);
+        Py_DECREF(ring);
+    }
+}
+
 static void Writer_dealloc(Writer *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    for (Py_ssize_t i = 0; i < self->nlent; i++) Py_DECREF(self->lent[i].array);
-    for (uint32_t i = 0; i < self->core.nrings; i++) {
-        writer_ring_free(&self->core.rings[i]);
-        PyBuffer_Release(&self->mapped[i].head);
-        if (self->mapped[i].data.obj) PyBuffer_Release(&self->mapped[i].data);
-        Py_DECREF(self->mapped[i].ring);
-    }
+    drop_rings(self);
     PyMem_Free(self->lent);
     PyMem_Free(self->core.rings);
     PyMem_Free(self->mapped);
@@ -353,6 +361,16 @@ PyDoc_STRVAR(retire_doc, "retire()\n--\n\nLeave every message to the endpoint fr
 static PyObject *Writer_retire(Writer *self, PyObject *unused) {
     (void)unused;
     self->retired = 1;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(release_doc, "release()\n--\n\nDrop the rings: the sender has left.");
+
+static PyObject *Writer_release(Writer *self, PyObject *unused) {
+    (void)unused;
+    self->retired = 1;
+    if (PyList_SetSlice(self->rings, 0, PyList_GET_SIZE(self->rings), NULL)) return NULL;
+    drop_rings(self);
     Py_RETURN_NONE;
 }
 
@@ -749,6 +767,7 @@ static PyMethodDef Writer_methods[] = {
     {"add_ring", (PyCFunction)Writer_add_ring, METH_O, add_ring_doc},
     {"address", (PyCFunction)Writer_address, METH_VARARGS, address_doc},
     {"retire", (PyCFunction)Writer_retire, METH_NOARGS, retire_doc},
+    {"release", (PyCFunction)Writer_release, METH_NOARGS, release_doc},
     {"forget", (PyCFunction)Writer_forget, METH_O, forget_doc},
     {"welcome", (PyCFunction)Writer_welcome, METH_VARARGS, welcome_doc},
     {"trace", (PyCFunction)Writer_trace, METH_O, trace_doc},

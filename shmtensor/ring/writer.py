@@ -152,6 +152,12 @@ class Writer:
     def retire(self) -> None:
         """Leave every message to the endpoint from now on. The reference always does."""
 
+    def release(self) -> None:
+        """Drop the rings: the sender has left. Loans and messages that are not given back keep their memory."""
+        self.rings.clear()
+        self._in_flight.clear()
+        self._cursors.clear()
+
     def forget(self, member: int) -> None:
         """A receiver has left or died: no message waits for it any more."""
         keep = ~(1 << member)

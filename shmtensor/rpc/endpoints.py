@@ -315,6 +315,11 @@ class Answers(ServiceEndpoint, Subscriber):
     def service(self) -> str:
         return self.name.rsplit(".", 1)[0]
 
+    def close(self) -> None:
+        """Leave, and release the rings."""
+        super().close()
+        self._rows.clear()
+
     def has_news(self) -> bool:
         """Whether there may be a reply to take."""
         return self._has_news()
@@ -401,6 +406,11 @@ class Intake(ServiceEndpoint, Consumer):
     def forget_sources(self) -> None:
         """Release the rings: their clients may have left."""
         self._sources = {}
+
+    def close(self) -> None:
+        """Leave, and release the rings."""
+        super().close()
+        self.forget_sources()
 
     def _find(self, words: memoryview) -> Reader:
         for reader in (*self._readers, *self._retired):

@@ -1,18 +1,20 @@
-"""A receiver that nobody closes and nobody refers to any more, while a view of a message lives."""
+"""A receiver that nobody closes and nobody refers to any more, while a view of a message lives; and closed endpoints that
+are still referred to: the memory of their rings is returned."""
 
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from shmtensor import Consumer, Producer, Publisher, RingFull, Subscriber
+from shmtensor import Client, Consumer, Producer, Publisher, Queue, RingFull, Server, Subscriber, get_context
 from shmtensor.endpoints.base import lingering
 
-from ..conftest import left_files
+from ..conftest import descriptors, left_files
 from ..waiting import PATIENCE
 
 VALUES = {
@@ -151,3 +153,63 @@ def test_one_that_refers_to_its_own_message_holds_nobody_up(channel, keep):
         assert not lingering
         del left
     assert not left_files()
+
+
+def mapped_rings():
+    """The rings of which this process still has memory: a mapping has a descriptor."""
+    gc.collect()
+    return {line for line in descriptors() if ring_file.search(line)}
+
+
+ring_file = re.compile(r",[0-9a-f]{16},[0-9]+( \(deleted\))?$")
+
+
+def fan_out(channel):
+    sub, latest = Subscriber(channel), Subscriber(channel, delivery="latest")
+    pub = Publisher(channel)
+    pub.send(np.zeros(10))
+    return (sub, latest, pub), [receiver.recv(timeout=PATIENCE) for receiver in (sub, latest)]
+
+
+def work_queue(channel):
+    consumer, producer = Consumer(channel), Producer(channel)
+    producer.send(np.zeros(10))
+    return (consumer, producer), [consumer.recv(timeout=PATIENCE)]
+
+
+def service(channel):
+    server, client = Server(channel), Client(channel)
+    future = client.submit(np.zeros(10), timeout=PATIENCE)
+    request = server.recv(timeout=PATIENCE)
+    request.reply(request.value)
+    return (server, client), [future.result(timeout=PATIENCE)]
+
+
+def queue(channel):
+    queue = Queue()
+    queue.put(np.zeros(100_000))
+    return (queue,), [queue.get(timeout=PATIENCE)]
+
+
+def pipe(channel):
+    ends = get_context("fork").Pipe()
+    ends[0].send(np.zeros(100_000))
+    return ends, [ends[1].recv()]
+
+
+@pytest.mark.parametrize("makes", [fan_out, work_queue, service, queue, pipe])
+@pytest.mark.parametrize("views_first", [True, False], ids=["views end first", "views end last"])
+def test_a_closed_endpoint_keeps_no_ring(channel, makes, views_first):
+    ends, got = makes(channel)
+    assert mapped_rings()
+    if views_first:
+        got.clear()
+    for end in ends:
+        end.close()
+    assert bool(mapped_rings()) is not views_first
+    got.clear()
+    assert mapped_rings() == set()
+    assert left_files() == set()
+    for end in ends:
+        assert "clos" in repr(end)
+        end.close()
