@@ -22,9 +22,10 @@ def decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[Any, 
     """The value and the meta of a message.
 
     `payload` is a uint8 array [bytes], flagged writable, whose base is no array itself. The value's leaves are views
-    of it: each of them keeps exactly `payload` alive, and nothing else does. Composites may make private copies of
-    their small parts. With `readonly`, NumPy arrays are not writable; torch tensors always appear writable. Imports
-    torch if a leaf is a torch tensor. Raises `WireError` for anything invalid, `DependencyError` if torch is missing.
+    of it: each of them keeps `payload` alive, and nothing else does. Composites may make private copies of their small
+    parts. With `readonly`, NumPy arrays are not writable and cannot be made so; torch tensors always appear writable.
+    Imports torch if a leaf is a torch tensor. Raises `WireError` for anything invalid, `DependencyError` if torch is
+    missing.
     """
     return Tree(description, Views(payload, readonly)).read()
 
@@ -32,10 +33,11 @@ def decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[Any, 
 class Views:
     """Makes the leaves of one message: views of its payload."""
 
-    __slots__ = ("_payload", "_readonly", "_storages")
+    __slots__ = ("_payload", "_readonly", "_shown", "_storages")
 
     def __init__(self, payload: Array, readonly: bool) -> None:
         self._payload, self._readonly = payload, readonly
+        self._shown: Array | None = None if readonly else payload
         self._storages: dict[tuple[int, int], Any] = {}
 
     def __call__(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Any:
@@ -68,12 +70,18 @@ class Views:
             raise WireError(f"array has {len(leaf.shape)} dimensions, this NumPy allows {MAX_NDIM}")
         array: Array
         if extent:
-            array = np.ndarray(leaf.shape, dtype, self._payload, leaf.offset, leaf.strides)
+            array = np.ndarray(leaf.shape, dtype, self._to_show(), leaf.offset, leaf.strides)
         else:
             array = np.ndarray(leaf.shape, dtype)  # holds no bytes, so it needs no payload
         if self._readonly:
             array.flags.writeable = False
         return array
+
+    def _to_show(self) -> Array:
+        """The payload as arrays see it: with `readonly`, an array of no base that NumPy could write to."""
+        if self._shown is None:
+            self._shown = np.frombuffer(self._payload.data.toreadonly(), np.uint8)
+        return self._shown
 
     def _shared(self, storage: tuple[int, int]) -> Any:
         found = self._storages.get(storage)

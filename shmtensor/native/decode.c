@@ -331,15 +331,24 @@ int decode_at(Codec *codec, const void *text, size_t size, PyObject *owner, void
     return failed;
 }
 
+/* A view that keeps an array alive, and by which NumPy cannot make it writable. */
+static PyObject *read_only(PyObject *array) {
+    PyObject *view = PyMemoryView_FromObject(array), *made = view ? PyObject_CallMethod(view, "toreadonly", NULL) : NULL;
+    Py_XDECREF(view);
+    return made;
+}
+
 PyObject *decode_message(Codec *codec, PyObject *description, PyObject *payload, int readonly) {
     PyArrayObject *array = (PyArrayObject *)payload;
     if (!PyBytes_Check(description) || !PyArray_CheckExact(payload) || PyArray_TYPE(array) != NPY_UINT8 ||
         PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISWRITEABLE(array))
         return ask_reference(codec, description, payload, readonly);
-    PyObject *value, *meta, *made;
-    if (decode_at(codec, PyBytes_AS_STRING(description), (size_t)PyBytes_GET_SIZE(description), payload,
-                  PyArray_BYTES(array), (uint64_t)PyArray_SIZE(array), readonly, &value, &meta))
-        return NULL;
+    PyObject *owner = readonly ? read_only(payload) : Py_NewRef(payload), *value, *meta, *made;
+    if (!owner) return NULL;
+    int failed = decode_at(codec, PyBytes_AS_STRING(description), (size_t)PyBytes_GET_SIZE(description), owner,
+                           PyArray_BYTES(array), (uint64_t)PyArray_SIZE(array), readonly, &value, &meta);
+    Py_DECREF(owner);
+    if (failed) return NULL;
     made = PyTuple_Pack(2, value, meta);
     Py_DECREF(value);
     Py_DECREF(meta);

@@ -8,6 +8,7 @@ import math
 import weakref
 
 import hypothesis.extra.numpy as hnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -368,7 +369,6 @@ def test_each_leaf_is_the_lease(make):
             del value
             assert lease() is not None
             if type(piece) is np.ndarray:
-                assert piece.base is lease()
                 piece = piece[:1] if piece.ndim else piece.view()
             elif type(piece) is torch.Tensor and piece.layout == torch.strided and not piece.is_nested:
                 piece = piece.untyped_storage()
@@ -377,6 +377,35 @@ def test_each_leaf_is_the_lease(make):
             assert lease() is None
     finally:
         gc.enable()
+
+
+ARRAY_KINDS = {
+    "plain": lambda: np.arange(3.0),
+    "0-d": lambda: np.array(1.5),
+    "transposed": lambda: np.arange(6.0).reshape(2, 3).T,
+    "big-endian": lambda: np.arange(3, dtype=">i4"),
+    "structured": lambda: np.zeros(2, [("a", "f4"), ("b", "M8[ns]")]),
+    "records": lambda: np.zeros(2, (np.record, [("a", "i8")])),
+    "text": lambda: np.array(["a", "bc"]),
+    "ml dtype": lambda: np.zeros(2, ml_dtypes.bfloat16),
+    "beside tensors": lambda: [np.arange(3), torch.ones(2, dtype=torch.uint16), np.zeros(2, ">c8")],
+    "views of a tensor's memory": lambda: (lambda w: [w.numpy(), w, w.T, w.numpy()[1:].view(">f4")])(torch.randn(3, 4)),
+}
+
+
+@pytest.mark.parametrize("make", ARRAY_KINDS.values(), ids=ARRAY_KINDS)
+def test_read_only_arrays_cannot_be_made_writable(make):
+    for array in pieces([travel(make(), readonly=True)]):
+        if isinstance(array, np.ndarray):
+            for view in (array, array[...], array.view("V1") if array.ndim and array.flags.c_contiguous else array.T):
+                assert not view.flags.writeable
+                with pytest.raises(ValueError, match="WRITEABLE"):
+                    view.flags.writeable = True
+    for array in pieces([travel(make(), readonly=False)]):
+        if isinstance(array, np.ndarray):
+            assert array.flags.writeable
+            array.flags.writeable = False
+            array.flags.writeable = True
 
 
 def test_scalars_and_empty_leaves_hold_no_lease():

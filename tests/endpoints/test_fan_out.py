@@ -114,6 +114,22 @@ def test_a_description_larger_than_the_record_travels_in_the_slot(channel):
             assert msg.meta == {"long": "x" * 500}
 
 
+@pytest.mark.parametrize("delivery", ["all", "latest"])
+def test_no_array_of_a_value_can_be_made_writable(channel, delivery):
+    """The slots are mapped read-only: a write would be a segmentation fault."""
+    arrays = [np.zeros(3), np.zeros(3, ">i4"), np.zeros(2, [("x", "i4")]), np.array("text"), np.zeros((2, 3))[:, 1:]]
+    with Publisher(channel) as pub, Subscriber(channel, delivery=delivery) as sub:
+        for value in (arrays, [*arrays, torch.ones(3)], *arrays):
+            pub.send(value)
+            msg = sub.recv(timeout=PATIENCE)
+            for found in msg.value if isinstance(msg.value, list) else [msg.value]:
+                if isinstance(found, np.ndarray):
+                    with pytest.raises(ValueError, match="WRITEABLE"):
+                        found.flags.writeable = True
+            del found
+            msg.release()
+
+
 def test_values_are_read_only_and_copies_are_not(channel):
     with Publisher(channel) as pub, Subscriber(channel) as sub:
         pub.send(np.zeros(3))
