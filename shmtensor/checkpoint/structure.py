@@ -51,7 +51,7 @@ from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..wire.dtypes import BY_NAME
-from ..wire.spec import COMPOSITES
+from ..wire.spec import COMPOSITES, Keys
 from .limits import MAX_DEPTH, MAX_TENSORS
 
 _INLINE = 4096  # longer bytes are stored as arrays
@@ -134,12 +134,13 @@ class Encoder:
         nodes = self._children(value.items(), name, depth)
         if plain and all(type(key) is str for key in value):
             return {"d": dict(zip(value, nodes, strict=True))}
-        pairs = []
+        pairs, keys = [], Keys()
         for key, child in zip(value, nodes, strict=True):
             try:
                 pairs.append([key_token(key), child])
-            except ArgumentTypeError as error:
-                raise Refused(ArgumentTypeError, str(error)) from None
+                keys.add(key)
+            except (ArgumentTypeError, ArgumentError) as error:
+                raise Refused(type(error), str(error)) from None
         node: dict[str, Any] = {"k" if plain else "c" if isinstance(value, Counter) else "o": pairs}
         metadata = getattr(value, "_metadata", None) if isinstance(value, OrderedDict) else None
         if metadata is not None:
@@ -529,11 +530,13 @@ def check_meta(meta: object) -> None:
 
 
 def _check_keys(value: object) -> None:
-    # json would silently turn such keys into strings
+    # json would silently turn such keys into strings, and write one twice
     if isinstance(value, dict):
+        keys = Keys()
         for key, child in value.items():
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"meta has the key {key!r:.40}: only str keys are allowed there")
+            keys.add(key)
             _check_keys(child)
     elif isinstance(value, (list, tuple)):
         for child in value:

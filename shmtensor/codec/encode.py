@@ -284,7 +284,7 @@ class Walk:
         elif isinstance(value, dict):
             items = tuple(value.items())
             self._enter(spec.DICT, len(items), depth)
-            big_keys = spec.BigKeys()
+            keys, big_keys = spec.Keys(), spec.BigKeys()
             for name, child in items:
                 if not big_keys.add(name):
                     raise Refused(
@@ -293,8 +293,9 @@ class Walk:
                     )
                 try:
                     self._add(spec.key(name))
-                except ArgumentTypeError as error:
-                    raise Refused(ArgumentTypeError, str(error)) from None
+                    keys.add(name)
+                except (ArgumentTypeError, ArgumentError) as error:
+                    raise Refused(type(error), str(error)) from None
                 self._child(child, depth, name)
         elif isinstance(value, (list, tuple)):
             values = tuple(value)

@@ -354,42 +354,63 @@ static PyObject **pairs_of(PyObject *dict, Py_ssize_t *count) {
     return pairs;
 }
 
-static int write_pairs(Writer *writer, PyObject *dict, int depth, WriteKey write_key, WriteChild write_child) {
-    Py_ssize_t count = 0;
-    PyObject **pairs = pairs_of(dict, &count);
-    if (!pairs) return -1;
-    PyObject *counts = NULL;
-    int failed = write_count(writer, DICT, count);
-    for (Py_ssize_t i = 0; i < count && !failed; i++)
-        failed = add_key(&counts, pairs[2 * i]) || write_key(writer, pairs[2 * i]) ||
-                 write_child(writer, pairs[2 * i + 1], depth + 1);
-    Py_XDECREF(counts);
-    for (Py_ssize_t i = 0; i < 2 * count; i++) Py_DECREF(pairs[i]);
-    PyMem_Free(pairs);
-    return failed ? -1 : 0;
+/* The same of a subclass of dict, by its `items`. */
+static PyObject **items_of(PyObject *dict, Py_ssize_t *count) {
+    PyObject *items = PyObject_CallMethod(dict, "items", NULL), **pairs = NULL;
+    Py_XSETREF(items, items ? PySequence_Tuple(items) : NULL);
+    if (!items) return NULL;
+    Py_ssize_t most = PyTuple_GET_SIZE(items), n = 0;
+    while (n < most && PyTuple_CheckExact(PyTuple_GET_ITEM(items, n)) && PyTuple_GET_SIZE(PyTuple_GET_ITEM(items, n)) == 2) n++;
+    if (n == most) pairs = PyMem_Malloc((size_t)(2 * most + 1) * sizeof *pairs);
+    for (Py_ssize_t i = 0; pairs && i < 2 * most; i++)
+        pairs[i] = Py_NewRef(PyTuple_GET_ITEM(PyTuple_GET_ITEM(items, i / 2), i % 2));
+    Py_DECREF(items);
+    *count = most;
+    return pairs;
 }
 
-/* A subclass of dict, by its `items`. */
-static int write_items(Writer *writer, PyObject *dict, int depth, WriteKey write_key, WriteChild write_child) {
-    PyObject *items = PyObject_CallMethod(dict, "items", NULL);
-    Py_XSETREF(items, items ? PySequence_Tuple(items) : NULL);
-    if (!items) return -1;
-    Py_ssize_t count = PyTuple_GET_SIZE(items);
-    PyObject *counts = NULL;
-    int failed = write_count(writer, DICT, count);
+/* Whether a key arrives as it is. */
+static int is_bare(PyObject *key) {
+    return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || PyFloat_CheckExact(key) || key == Py_None || PyBool_Check(key);
+}
+
+/* A key as it arrives, without its class. A float is a new one: NaN is no other NaN. */
+static PyObject *bare(PyObject *key) {
+    if (PyUnicode_Check(key)) return PyUnicode_FromObject(key);
+    if (PyLong_Check(key)) return PyLong_Type.tp_as_number->nb_int(key);
+    return PyFloat_Check(key) ? PyFloat_FromDouble(PyFloat_AS_DOUBLE(key)) : Py_NewRef(key);
+}
+
+/* 0 if no two keys arrive as the same: spec.Keys. */
+static int check_keys(PyObject *const *pairs, Py_ssize_t count) {
+    PyObject *found = PySet_New(NULL);
+    int failed = !found;
     for (Py_ssize_t i = 0; i < count && !failed; i++) {
-        PyObject *item = PyTuple_GET_ITEM(items, i);
-        failed = !PyTuple_CheckExact(item) || PyTuple_GET_SIZE(item) != 2 || add_key(&counts, PyTuple_GET_ITEM(item, 0)) ||
-                 write_key(writer, PyTuple_GET_ITEM(item, 0)) || write_child(writer, PyTuple_GET_ITEM(item, 1), depth + 1);
+        PyObject *key = bare(pairs[2 * i]);
+        failed = !key || PySet_Add(found, key) || PySet_GET_SIZE(found) != i + 1;
+        Py_XDECREF(key);
     }
-    Py_DECREF(items);
-    Py_XDECREF(counts);
+    Py_XDECREF(found);
     return failed ? -1 : 0;
 }
 
 static int write_dict(Writer *writer, PyObject *dict, int depth, WriteKey write_key, WriteChild write_child) {
     if (depth >= MAX_DEPTH) return -1;
-    return (PyDict_CheckExact(dict) ? write_pairs : write_items)(writer, dict, depth, write_key, write_child);
+    int differ = PyDict_CheckExact(dict); /* whether the keys do, also without their classes */
+    Py_ssize_t count = 0;
+    PyObject **pairs = (differ ? pairs_of : items_of)(dict, &count), *counts = NULL;
+    if (!pairs) return -1;
+    int failed = write_count(writer, DICT, count);
+    for (Py_ssize_t i = 0; i < count && !failed; i++) {
+        PyObject *key = pairs[2 * i];
+        differ = differ && is_bare(key);
+        failed = add_key(&counts, key) || write_key(writer, key) || write_child(writer, pairs[2 * i + 1], depth + 1);
+    }
+    if (!failed && !differ) failed = check_keys(pairs, count);
+    Py_XDECREF(counts);
+    for (Py_ssize_t i = 0; i < 2 * count; i++) Py_DECREF(pairs[i]);
+    PyMem_Free(pairs);
+    return failed ? -1 : 0;
 }
 
 static int write_sequence(Writer *writer, char tag, PyObject *sequence, int depth, WriteChild write_child) {

@@ -161,6 +161,28 @@ def key(value: object) -> bytes:
     raise ArgumentTypeError(f"dict key of type {type(value).__name__}: keys are str, int, float, bool or None")
 
 
+class Keys:
+    """The keys of one dict as they arrive, without their classes: those that differ only by these would be one."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: set[object] = set()
+
+    def add(self, key: object) -> None:
+        """Note the next key, of a type that can be sent. Raises `ArgumentError` if another one arrives as the same."""
+        bare = key
+        if isinstance(key, str):
+            bare = str.__str__(key)
+        elif isinstance(key, int):
+            bare = int.__int__(key)
+        elif isinstance(key, float):
+            bare = float.__mul__(key, 1.0)  # always another object: NaN is no other NaN
+        if bare in self._found:
+            raise ArgumentError(f"dict has two keys that arrive as {bare!r:.40}: keys lose their class")
+        self._found.add(bare)
+
+
 class BigKeys:
     """Counts the hashes of one dict's int keys of more than 64 bits: many equal ones would make lookups take minutes.
 
@@ -214,11 +236,12 @@ def plain(value: object, depth: int = 0) -> bytes:
         raise ArgumentTypeError(
             f"{kind.__module__}.{kind.__qualname__} is not a type of JSON: convert it, or leave it out"
         )
-    items = tuple(value.items())
+    items, keys = tuple(value.items()), Keys()
     parts = [container(DICT, len(items))]
     for name, child in items:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"it has the key {name!r:.40}: only str keys are allowed there")
+        keys.add(name)
         parts += scalar(name), plain(child, depth + 1)
     return b"".join(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import doctest
 import importlib
 import itertools
@@ -165,6 +166,12 @@ def test_what_cannot_be_saved_is_named():
         plan({"x": {"y": {(1, 2): 3}}})
     with pytest.raises(ArgumentTypeError, match="meta"):
         plan({}, meta={"a": object()})
+    text, number = (type("ById", (of,), {"__eq__": object.__eq__, "__hash__": object.__hash__}) for of in (str, int))
+    for alike, name in (({text("w"): 1, text("w"): 2}, "'w'"), (collections.OrderedDict({1.0: 1, number(1): 2}), "1")):
+        with pytest.raises(ArgumentError, match=rf"^x\[0\]: dict has two keys that arrive as {name}: "):
+            plan({"x": [alike]})
+    with pytest.raises(ArgumentError, match=r"^meta is not JSON: dict has two keys that arrive as 'w'"):
+        plan({}, meta={"a": [{text("w"): 1, "w": 2}]})
     endless: list = []
     endless.append(endless)
     with pytest.raises(ArgumentError, match="contains itself"):

@@ -60,6 +60,47 @@ class Chosen(dict):
         return [("chosen", 1)]
 
 
+class TextById(str):
+    """A key that is equal to no other one, until its class is gone."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __str__(self):
+        raise AssertionError("its data are sent, not what it says")
+
+
+class NumberById(int):
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __int__(self):
+        raise AssertionError("its data are sent, not what it says")
+
+
+class FloatById(float):
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __float__(self):
+        raise AssertionError("its data are sent, not what it says")
+
+
+class Pairs(dict):
+    """A dict whose items are others: those that it is made of."""
+
+    def __init__(self, *pairs):
+        super().__init__(pairs)
+        self.pairs = pairs
+
+    def items(self):
+        return self.pairs
+
+
+NAN = float("nan")
 WEIGHT = torch.randn(6, 4)
 LARGE = torch.arange(400_000)
 ARRAY = np.arange(6)
@@ -97,6 +138,11 @@ KINDS = {
     "tuples": lambda: collections.namedtuple("Pair", "a b")((), ([], {})),
     "overridden": lambda: [Reversed([1, 2]), Chosen(a=3)],
     "keys": lambda: {"a": 1, 2: 2, None: 3, 2.5: 4, False: 5, 2**70: 6},
+    "keys of other classes": lambda: [
+        {TextById("a"): 1, TextById("é"): 2, "c": 3, NumberById(4): 4, NumberById(2**70): 5, FloatById(5.5): 6},
+        {np.str_("a"): 1, np.float64(2): 2, Colour.RED: 3, NumberById(-1): 4, FloatById(NAN): 5, FloatById(NAN): 6},
+        collections.OrderedDict({TextById("a"): 1, "b": 2}), Pairs(("a", 1), ("b", 2)), Pairs((NAN, 1), (NAN, 2)),
+    ],
     "bytes": lambda: [b"", b"abc", bytearray(b"x"), memoryview(b"abcd")[::2]],
     "tied": lambda: {"a": WEIGHT, "b": WEIGHT.T, "c": WEIGHT[1:].numpy(), "d": torch.randn(2)},
     "twice": lambda: [WEIGHT, WEIGHT],
@@ -533,6 +579,35 @@ def test_int_keys_of_one_hash_are_bounded():
         nodes = b"".join([key + b"\0" for key in keys[:count]])
         with pytest.raises(WireError, match="of one hash"):
             decode(spec.header() + spec.container(spec.DICT, count) + nodes + b"\0", payload_of(0))
+
+
+TWICE = {
+    "texts": ({TextById("a"): 1, TextById("a"): 2}, "'a'"),
+    "a text and a str": ({"b": 0, "é": 1, TextById("é"): 2}, "'é'"),
+    "a long text": ({TextById("x" * 9000): 1, TextById("x" * 9000): 2}, "'xxx"),
+    "ints": ({NumberById(7): 1, "b": 0, NumberById(7): 2}, "7"),
+    "large ints": ({NumberById(2**70): 1, 2**70: 2}, str(2**70)),
+    "an int and a float": ({1: 1, FloatById(1.0): 2}, "1.0"),
+    "an int and a bool": ({True: 1, NumberById(1): 2}, "1"),
+    "floats": ({FloatById(0.0): 1, FloatById(-0.0): 2}, "-0.0"),
+    "an ordered dict": (collections.OrderedDict({TextById("a"): 1, TextById("a"): 2}), "'a'"),
+    "the items of a subclass": (Pairs(("a", 1), ("a", 2)), "'a'"),
+    "None": (Pairs((None, 1), (None, 2)), "None"),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_keys_that_arrive_as_one_are_refused(kind):
+    """No receiver could make a dict of them: the message would be passed over there."""
+    value, name = TWICE[kind]
+    with pytest.raises(ArgumentError) as info:
+        encode({"x": [value]})
+    assert str(info.value).startswith(f'value["x"][0]: dict has two keys that arrive as {name}')
+    assert len(str(info.value)) < 200
+    if all(isinstance(key, str) for key, _ in value.items()):
+        with pytest.raises(ArgumentError) as info:
+            encode(1, {"x": [value]})
+        assert str(info.value).startswith(f"meta['x'][0]: dict has two keys that arrive as {name}")
 
 
 def test_keywords_of_copy_into_and_write():
