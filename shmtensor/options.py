@@ -15,7 +15,7 @@ _FACTORS = {
     "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,300})(?:\.(\d{1,300}))?\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
@@ -28,10 +28,12 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         raise ArgumentTypeError(f'{name} must be an int (bytes) or a string like "64MiB", not {type(size).__name__}')
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        factor = _FACTORS.get(match[2].lower()) if match else None
+        factor = _FACTORS.get(match[3].lower()) if match else None
         if match is None or factor is None:
-            raise ArgumentError(f'{name}={size!r} is not a size: write an int (bytes) or a string like "64MiB"')
-        size = int(float(match[1]) * factor)
+            raise ArgumentError(f'{name}={size!r:.60} is not a size: write an int (bytes) or a string like "64MiB"')
+        decimals = match[2] or ""
+        scale: int = 10 ** len(decimals)
+        size = int(match[1] + decimals) * factor // scale
     if size <= 0:
         raise ArgumentError(f"{name} must be positive, not {size}")
     return size
@@ -43,8 +45,8 @@ def format_bytes(nbytes: float) -> str:
     >>> format_bytes(64 << 20)
     '64.0 MiB'
     """
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")

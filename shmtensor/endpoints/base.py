@@ -364,6 +364,10 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
         raise ArgumentTypeError(f"{name} is in seconds (int or float) or None, not {type(timeout).__name__}")
     if not timeout >= 0:
         raise ArgumentError(f"{name} must be 0 or more seconds, or None, not {timeout!r}")
+    try:
+        float(timeout)
+    except OverflowError:
+        raise ArgumentError(f"{name} is more seconds than a float can be: pass None to wait for ever") from None
 
 
 def check_label(label: str | None) -> str:
@@ -383,7 +387,7 @@ def check_label(label: str | None) -> str:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that an option is one of a few words."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 

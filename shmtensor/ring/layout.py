@@ -84,6 +84,8 @@ STATE_WORDS: Final = 8
 
 MAX_RINGS: Final = 255
 MAX_SLOTS: Final = 1 << 20
+MAX_SLOT_BYTES: Final = 1 << 44
+MAX_RING_BYTES: Final = 1 << 62  # of a file, whose size is a signed word
 MAX_DEVICE_SLOTS: Final = 256
 MAX_DEVICE_MEMBERS: Final = 256
 
@@ -127,7 +129,9 @@ class RingShape:
     def __post_init__(self) -> None:
         if self.kind not in (FAN_OUT, WORK_QUEUE):
             raise WireError(f"ring of unknown kind {self.kind}")
-        if not (1 <= self.slots <= MAX_SLOTS and 64 <= self.slot_bytes <= 1 << 44 and 1 <= self.capacity <= 4096):
+        if not (
+            1 <= self.slots <= MAX_SLOTS and 64 <= self.slot_bytes <= MAX_SLOT_BYTES and 1 <= self.capacity <= 4096
+        ):
             raise WireError(f"ring of {self.slots} slots of {self.slot_bytes} bytes for {self.capacity} members")
         if self.slot_bytes % 64:
             raise WireError(f"ring with slots of {self.slot_bytes} bytes, not a multiple of 64")

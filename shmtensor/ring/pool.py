@@ -11,7 +11,7 @@ from ..errors import ResourceError
 from ..memory.segment import unlink
 from ..memory.words import store
 from ..options import format_bytes
-from .layout import L_RINGS, MAX_RINGS, RingShape, round_slot
+from .layout import L_RINGS, MAX_RING_BYTES, MAX_RINGS, MAX_SLOT_BYTES, RingShape, round_slot
 from .ring import Ring
 from .writer import SlotRange
 
@@ -162,8 +162,10 @@ class Pool:
                 f"{what} would be more than {MAX_RINGS} rings or {self._sequences.mask} slots: pass slots= and "
                 "slot_bytes= for the largest message",
             )
-        # crash: grow.before
         remedy = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
+        if _all(shape) > MAX_RING_BYTES:
+            raise ResourceError(errno.ENOMEM, f"{what} needs {format_bytes(_all(shape))}: {remedy}")
+        # crash: grow.before
         unlink(self._name(index))  # an interrupted attempt may have left it
         ring = self._make(self._name(index), self._sequences.uid, index, shape, remedy)
         # crash: grow.created
@@ -174,9 +176,18 @@ class Pool:
         # crash: grow.published
 
     def shape(self, nbytes: int) -> RingShape:
-        """How many slots of which size a ring gets that is added for a message of `nbytes`."""
+        """How many slots of which size a ring gets that is added for a message of `nbytes`.
+
+        Raises `ResourceError` if no ring has slots as large.
+        """
         least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or self._sizing.slot)
         sizing, slot_bytes = self._sizing, round_slot(max(nbytes, least))
+        if slot_bytes > MAX_SLOT_BYTES:
+            raise ResourceError(
+                errno.ENOMEM,
+                f'a slot of channel "{self._channel}" has at most {format_bytes(MAX_SLOT_BYTES)}: pass a smaller '
+                "slot_bytes or a smaller message",
+            )
 
         def of(slots: int) -> RingShape:
             return RingShape(self._kind, slots, slot_bytes, self._capacity, self._sequences.device)

@@ -280,7 +280,9 @@ def test_timeouts(run, channel, pair):
             assert number_of(await rx.arecv(timeout=0)) == 1
             assert await tx.asend(number(2), timeout=0) == 2
             assert number_of(await rx.arecv(timeout=0)) == 2
-            for wrong, error in ((-1, shmtensor.ArgumentError), ("1", shmtensor.ArgumentTypeError)):
+            for wrong, error in (
+                (-1, shmtensor.ArgumentError), (10**400, shmtensor.ArgumentError), ("1", shmtensor.ArgumentTypeError)
+            ):  # fmt: skip
                 with pytest.raises(error, match="timeout"):
                     await rx.arecv(timeout=wrong)
                 with pytest.raises(error, match="timeout"):

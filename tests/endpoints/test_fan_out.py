@@ -590,7 +590,11 @@ def test_wait_for_subscribers(channel):
         (lambda: Publisher("x", slots=0), ValueError),
         (lambda: Publisher("x", slots="3"), TypeError),
         (lambda: Publisher("x", slot_bytes="3 parsecs"), ValueError),
+        (lambda: Publisher("x", slot_bytes="9" * 10_000), ValueError),
         (lambda: Publisher("x", full="perhaps"), ValueError),
+        (lambda: Publisher("x", full=np.array(["block", "drop"])), ValueError),
+        (lambda: Publisher("x", full=["block"]), ValueError),
+        (lambda: Subscriber("x", until=np.zeros(2)), ValueError),
         (lambda: Publisher("x", history=16), ValueError),
         (lambda: Subscriber("x", delivery="some"), ValueError),
         (lambda: Subscriber("x", spin=-1), ValueError),
@@ -613,6 +617,24 @@ def test_wrong_values_and_timeouts(channel):
             sub.recv(timeout="1")
         assert pub.send(np.array(1)) == 1
         assert int(sub.recv(timeout=PATIENCE).value) == 1
+
+
+def test_seconds_that_no_float_holds(channel):
+    with Publisher(channel, slots=1) as pub, Subscriber(channel) as sub:
+        calls = (
+            sub.recv, lambda timeout: pub.send(np.array(2), timeout=timeout),
+            lambda timeout: pub.wait_for_subscribers(2, timeout=timeout),
+            lambda timeout: sub.wait_for_publishers(2, timeout=timeout), lambda timeout: pub.close(linger=timeout),
+        )  # fmt: skip
+        assert pub.send(np.array(1)) == 1
+        kept = sub.recv(timeout=10**300)
+        for call in calls:
+            with pytest.raises(shmtensor.ArgumentError, match="for ever"):
+                call(timeout=10**400)
+            with pytest.raises(shmtensor.ArgumentError, match="0 or more"):
+                call(timeout=-(10**400))
+        del kept
+        assert pub.send(np.array(2), timeout=10**300) == 2
 
 
 def test_a_name_of_another_kind_is_a_clear_error(channel):

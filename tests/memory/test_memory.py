@@ -198,7 +198,15 @@ def test_semaphore(channel):
     owner.close()
 
 
-@pytest.mark.parametrize(("text", "size"), [("64MiB", 64 << 20), ("1.5kb", 1500), (7, 7), (" 2 G ", 2 << 30), ("9", 9)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64MiB", 64 << 20), ("1.5kb", 1500), (7, 7), (" 2 G ", 2 << 30), ("9", 9),
+        ("1.0009kB", 1000), ("0.1MB", 100_000), (str(2**53 + 1), 2**53 + 1), (str(2**60 + 1), 2**60 + 1),
+        ("9007199254740993.5 k", 9007199254740993 * 1024 + 512),
+        ("0." + "3" * 50 + "TB", 333_333_333_333), ("9" * 50 + "TB", int("9" * 50) * 10**12),
+    ],
+)  # fmt: skip
 def test_sizes(text, size):
     from shmtensor.options import parse_bytes
 
@@ -206,13 +214,21 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), [("x", ValueError), ("-1", ValueError), (0, ValueError), (1.5, TypeError), (True, TypeError)]
-)
+    ("text", "error"),
+    [
+        ("x", ValueError), ("-1", ValueError), (0, ValueError), (1.5, TypeError), (True, TypeError),
+        ("0.1", ValueError),
+        pytest.param("9" * 400, ValueError, id="long"), pytest.param("0" * 10_000, ValueError, id="longer"),
+        pytest.param("1." + "0" * 10_000, ValueError, id="finer"), ("1e3", ValueError), ("1.", ValueError),
+    ],
+)  # fmt: skip
 def test_wrong_sizes(text, error):
     from shmtensor.options import parse_bytes
 
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         parse_bytes(text)
+    assert isinstance(caught.value, shmtensor.ShmTensorError)
+    assert len(str(caught.value)) < 200
 
 
 COPIER = """

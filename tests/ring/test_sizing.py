@@ -114,6 +114,25 @@ def test_the_rule():
     assert Sizing(16, 2, 256 * MIB).slots(100 * MIB) == 2
 
 
+@pytest.mark.parametrize(("kind", "receiver"), KINDS)
+def test_slots_larger_than_any_are_the_callers_to_change(channel, kind, receiver):
+    for nbytes in ((1 << 44) + 1, 1 << 62, 1 << 64, "9" * 100, 10**400):
+        with pytest.raises(shmtensor.ResourceError, match=r"at most 16\.0 TiB: pass a smaller slot_bytes"):
+            kind(channel, slot_bytes=nbytes)
+    for nbytes in (1 << 43, 1 << 44):
+        with pytest.raises(shmtensor.ResourceError, match=r"TiB: pass fewer slots \(slots=1048576\)"):
+            kind(channel, slots=1 << 20, slot_bytes=nbytes)
+    with kind(channel, full="grow") as tx, receiver(channel) as rx:
+        for length in ((1 << 44) + 1, 1 << 60):
+            for timeout in (None, 0):
+                with pytest.raises(shmtensor.ResourceError, match="or a smaller message"):
+                    tx.loan(length, "u1", timeout=timeout)
+                with pytest.raises(shmtensor.ResourceError, match="or a smaller message"):
+                    tx.send(np.broadcast_to(np.zeros(1, "u1"), length), timeout=timeout)
+        tx.send(np.zeros(3))
+        assert len(rx.recv(timeout=PATIENCE).value) == 3
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4, 8])
 @pytest.mark.parametrize(("kind", "receiver"), KINDS)
 def test_a_loop_that_keeps_its_last_message_leaves_room_for_the_next(channel, kind, receiver, slots):
