@@ -245,7 +245,7 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
 
 
 def _enter(control: Control, directory: str, part: Part, prepare: Callable[[Member], None]) -> Member:
-    index, uid = _take_entry(control, shared=False)
+    index, uid = _take_entry(control)
     member = Member(control, directory, index, uid)
     # crash: join.owned
     if part.group:
@@ -263,17 +263,24 @@ def _enter(control: Control, directory: str, part: Part, prepare: Callable[[Memb
     return member
 
 
-def _take_entry(control: Control, *, shared: bool) -> tuple[int, int]:
-    """(index, uid) of an entry that was free and is this member's now, not visible yet; its life lock is held."""
+def _take_entry(control: Control, group: str | None = None) -> tuple[int, int]:
+    """(index, uid) of an entry that was free and is this member's now, not visible yet; its life lock is held.
+
+    `group`: the name of the group that the entry is for, whose members share the life lock; the member has its own.
+    """
     index = next((index for index in range(control.capacity) if not control.owner(index)), None)
     if index is None:
+        limit = f"{control.capacity} members, which is the limit"
+        if group is not None:
+            limit = (
+                f'{control.capacity - 1} members of {control.capacity} at most, and group "{group}" takes an entry of '
+                "its own beside its first member's"
+            )
         raise ResourceError(
-            errno.EMFILE,
-            f'channel "{control.channel}" has {control.capacity} members, which is the limit: '
-            "close some, or use several channels",
+            errno.EMFILE, f'channel "{control.channel}" has {limit}: close some, or use several channels'
         )
     uid = secrets.randbits(63) | 1
-    lock = control.locks.try_shared if shared else control.locks.try_exclusive
+    lock = control.locks.try_exclusive if group is None else control.locks.try_shared
     if not lock(ctl.LIFE + index):
         raise WireError(
             f'member {index} of channel "{control.channel}" is locked but free: the segment was tampered with'
@@ -293,7 +300,7 @@ def _enter_group(member: Member, name: str) -> None:
                 )
             member.group, member.is_first = (entry.index, entry.uid), False
             return
-    member.group = _take_entry(control, shared=True)
+    member.group = _take_entry(control, name)
 
 
 def _show(control: Control, index: int, uid: int, part: Part, *, pid: int, group: int) -> None:

@@ -159,6 +159,15 @@ def test_too_many_members_is_a_clear_error(channel):
             store(control.words, ctl.base(index) + ctl.M_OWNER, index)
         with pytest.raises(shmtensor.ResourceError, match="256 members"):
             shmtensor.Subscriber(channel)
+        with pytest.raises(shmtensor.ResourceError, match="256 members"):
+            shmtensor.Subscriber(channel, group="workers")
+        lives.unlock(ctl.LIFE + 1)
+        store(control.words, ctl.base(1) + ctl.M_OWNER, 0)
+        with pytest.raises(
+            shmtensor.ResourceError, match=r'255 members of .* group "workers" takes an entry of its own'
+        ):
+            shmtensor.Subscriber(channel, group="workers")
+        shmtensor.Subscriber(channel).close()
         for index in range(1, ctl.CAPACITY):
             store(control.words, ctl.base(index) + ctl.M_OWNER, 0)
         lives.close()
