@@ -89,7 +89,10 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
             ArgumentError, f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed: send tensor.flatten()"
         )
     if tensor.numel() and tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
-        raise Refused(ArgumentError, "the tensor has no memory: its storage was freed")
+        raise Refused(
+            ArgumentError,
+            "the tensor has no memory: its storage was freed, or torch only traces it (functionalize, FakeTensorMode)",
+        )
     size = row.itemsize
     strides = None if tensor.is_contiguous() else tuple([stride * size for stride in tensor.stride()])
     return Leaf(

@@ -851,3 +851,10 @@ def test_a_tensor_whose_memory_was_freed_is_refused():
     for value in (freed, {"a": freed}):
         with pytest.raises(ArgumentError, match="no memory"):
             encode(value)
+
+
+def test_a_tensor_that_torch_only_traces_is_told_from_one_whose_memory_was_freed():
+    with pytest.raises(
+        ArgumentError, match=r"no memory: .*, or torch only traces it \(functionalize, FakeTensorMode\)"
+    ):
+        torch.func.functionalize(lambda tensor: encode({"a": tensor}))(torch.ones(3))
