@@ -1,5 +1,5 @@
-"""A receiver that nobody closes and nobody refers to any more, while a view of a message lives; and closed endpoints that
-are still referred to: the memory of their rings is returned."""
+"""A receiver that nobody closes and nobody refers to any more, while a view of a message lives. And closed endpoints
+that are still referred to: the memory of their rings is returned."""
 
 from __future__ import annotations
 
