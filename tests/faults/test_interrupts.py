@@ -26,6 +26,7 @@ from .interrupts import (
     note,
     random_count,
     random_signals,
+    skips_handlers,
     stride,
 )
 
@@ -365,6 +366,8 @@ def test_a_loan_that_is_sent_again(channel, pattern):
 @pytest.mark.parametrize("slots", [2, 8], ids=["any slot", "batch"])
 def test_full_ring(channel, pattern, slots):
     """Waiting for a slot, and giving up."""
+    if skips_handlers():
+        pytest.skip("this interpreter leaves out handlers while an exception passes")
     with scene(pattern, channel, slots=slots) as it:
 
         def send():
