@@ -131,16 +131,16 @@ class Claims:
     # --- what each thread and task has in hand
 
     def hand_of_task(self) -> Hand:
-        """The hand of the current task. Acknowledges what finished tasks had in hand."""
-        import asyncio
-
-        task, hands = asyncio.current_task(), self._of_tasks
+        """The hand of the current task, or else of the thread. Acknowledges what finished tasks had in hand."""
+        task, hands = _current_task(), self._of_tasks
         for other in [other for other in hands if other is not task and other.done()]:
             # the message of a finished task is done with this call, as it would be with a call of its own; a task that
             # failed had not finished with its message
             if not other.cancelled() and getattr(other, "_exception", None) is None:
                 hands[other].acknowledge()
             hands.pop(other, None)
+        if task is None and self.hands is not None:  # a coroutine that something else than a task runs
+            return self.hands.hand
         hand = hands.get(task)
         if hand is None:
             hand = hands[task] = Hand()
@@ -180,13 +180,16 @@ class Claims:
         """The hand of the calling task, or else of its thread."""
         if self.hands is None:
             return None
-        if self._of_tasks:
-            import asyncio
-
-            try:
-                task = asyncio.current_task()
-            except RuntimeError:  # no loop runs in this thread
-                task = None
-            if task is not None:
-                return self._of_tasks.get(task)
+        if self._of_tasks and (task := _current_task()) is not None:
+            return self._of_tasks.get(task)
         return self.hands.hand
+
+
+def _current_task() -> Any:
+    """The task that runs in this thread, or None."""
+    import asyncio
+
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None

@@ -387,6 +387,34 @@ def test_threads_that_share_a_receiver_have_their_own_message_in_hand(kind, chan
             assert (int(message.value), message.attempt) == (0, 2)
 
 
+def test_a_coroutine_that_no_task_runs(kind, channel):
+    """What receives so is the thread: its next message says that this one is done. Tasks go on as before."""
+    with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+        for number in range(4):
+            tx.send(np.array(number))
+
+        def received_by_hand():
+            receiving = rx.arecv(timeout=PATIENCE)
+            with pytest.raises(StopIteration) as stopped:
+                while True:
+                    receiving.send(None)
+            return int(stopped.value.value.value)
+
+        async def main():
+            received = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(lambda: received.set_result(received_by_hand()))
+            got = [await received]
+            got += [int((await rx.arecv(timeout=PATIENCE)).value) for _ in range(2)]
+            return got
+
+        assert asyncio.run(main()) == [0, 1, 2]
+        assert received_by_hand() == 3  # in no loop
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)  # the thread's are done; the task has ended, and so are its
+        gc.collect()
+        assert rx.statistics().leases <= 1
+
+
 def test_a_message_that_another_thread_releases(kind, channel):
     with kind.sender(channel) as tx, kind.receiver(channel) as rx:
         tx.send(np.array(1))
