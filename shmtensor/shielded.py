@@ -34,6 +34,19 @@ _THREAD: Final = "thread"
 _CALLER: Final = "caller"
 
 
+class Timed:
+    """For `with`: hold a lock that is written in C. Raises `StopIteration` if it is not free within so many seconds.
+
+    Both of its methods are C functions: the lock is held when the block has begun, and only then.
+    """
+
+    __slots__ = ("__enter__", "__exit__")
+
+    def __init__(self, lock: Any, seconds: float) -> None:
+        self.__enter__ = filter(None, map(lock.acquire, (True,), (seconds,))).__next__
+        self.__exit__ = lock.__exit__
+
+
 class Condition(threading.Condition):
     """A condition for the standard library's futures whose lock no asynchronous exception leaves held.
 

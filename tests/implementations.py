@@ -42,7 +42,7 @@ TRANSPORT = set(
 channel/membership channel/notifier channel/zmtp codec/bytes codec/codec codec/copies codec/values docs/pipeline
 endpoints/asyncio endpoints/claims endpoints/dropped endpoints/fan_out endpoints/groups endpoints/handlers
 endpoints/hostile endpoints/local endpoints/reports endpoints/senders endpoints/sleep endpoints/slot_wait
-endpoints/spinning endpoints/stale endpoints/traceparent endpoints/without_torch endpoints/work_queue
+endpoints/spinning endpoints/stale endpoints/threads endpoints/traceparent endpoints/without_torch endpoints/work_queue
 faults/interrupted_members faults/interrupts faults/wakeup_interrupts memory/forks memory/limits memory/memory
 mp/context mp/pipes mp/pools mp/queues observe/inspect observe/trace observe/watching ring/reading ring/sizing
 ring/states ring/writer rpc/async_requests rpc/async_server rpc/batching rpc/closing rpc/ends rpc/interrupts rpc/map

@@ -31,6 +31,7 @@ from ..errors import (
 from ..memory import lifecycle, words
 from ..ring.layout import FAN_OUT
 from ..ring.pool import SIZED, Pool, Sizing
+from ..shielded import Timed
 
 if TYPE_CHECKING:
     from .devices import Devices
@@ -110,6 +111,9 @@ FORKED: Final = "forked"
 LIVENESS_INTERVAL: Final = 0.25 if words.HAS_BARRIER else 0.01
 """Seconds that a sleep lasts at most: a dead process cannot announce itself, so the sleeper checks."""
 
+_HANDOVER_S: Final = 0.001
+"""Seconds after which a call whose time is up looks again whether the thread that has the mutex is done, or waits."""
+
 NOTHING: Final[Any] = object()
 """What an attempt returns that found nothing."""
 BUSY: Final[Any] = object()
@@ -159,10 +163,10 @@ class AsleepWord:
 class Endpoint(Local, ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait.
 
-    Every call that changes an endpoint runs in `_run` or `_try_run`, under the mutex, and `_inside` names its thread.
-    So a signal handler or a finalizer that interrupts a call, in that very thread, can be distinguished from another
-    thread: its `close()` is carried out when the call that it interrupted ends; any other call of it is refused, which
-    would otherwise be a deadlock.
+    Every call that changes an endpoint runs in `_run`, `_run_within` or `_try_run`, under the mutex, and `_inside`
+    names its thread. So a signal handler or a finalizer that interrupts a call, in that very thread, can be
+    distinguished from another thread: its `close()` is carried out when the call that it interrupted ends; any other
+    call of it is refused, which would otherwise be a deadlock.
 
     Asynchronous exceptions (Ctrl-C, a signal handler that raises) arrive at the entry of a Python function, after a
     call, and at a jump back, nowhere else. What must not be torn apart lies between two of these, or in a `try` that
@@ -181,6 +185,7 @@ class Endpoint(Local, ABC):
         self._stop = False  # another thread wants to close: a call that waits gives up
         self._mutex = threading.Lock()
         self._inside = 0  # the thread that has the mutex
+        self._waits = False  # it waits for other processes
         self._entering: set[int] = set()  # the threads that try to get it without waiting
         self._closing: Callable[[], None] | None = None  # a `close` that was called inside a call, run when that ends
         self._pid = os.getpid()
@@ -225,30 +230,33 @@ class Endpoint(Local, ABC):
         if self._wait_queue is not None:
             self._wait_queue.drop_in_child()
         self._mutex = threading.Lock()
-        self._inside, self._entering, self._closing = 0, set(), None
+        self._inside, self._waits, self._entering, self._closing = 0, False, set(), None
 
-    def _wait_for_members(
-        self, count: int, timeout: float | None, what: str, look: Callable[[], int], sleep: Callable[[float], None]
-    ) -> None:
-        """Wait until `look()` finds `count` members, which are called `what`."""
+    def _wait_for_members(self, count: int, timeout: float | None, what: str, look: Callable[[], int]) -> None:
+        """Wait until `look()` finds `count` members, which are called `what`.
+
+        Other calls run meanwhile: only each look is under the mutex. It sleeps for a few milliseconds at a time, since
+        wake-ups belong to the thread that has the mutex.
+        """
         check_count("count", count, 0, CAPACITY)
         check_timeout(timeout)
-        self._run(self._wait_inside, count, timeout, what, look, sleep)
-
-    def _wait_inside(
-        self, count: int, timeout: float | None, what: str, look: Callable[[], int], sleep: Callable[[float], None]
-    ) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._state or self._stop:
-                self._refuse()
-            here = look()
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            here = self._run_within(remaining, self._look_in_vain, self._look_inside, look)
             if here >= count:
                 return
-            remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
-            if remaining <= 0:
+            if remaining == 0:
                 raise TimedOut(f'channel "{self.name}" has {here} {what} after {timeout:g} s, {count} were expected')
-            sleep(remaining)
+            time.sleep(wakeup.PAUSE_S if remaining is None else min(wakeup.PAUSE_S, remaining))
+
+    def _look_inside(self, _: float | None, look: Callable[[], int]) -> int:
+        if self._state or self._stop:
+            self._refuse()
+        return look()
+
+    def _look_in_vain(self, _: float) -> TimedOut:
+        return TimedOut(f"{self._called.format(self)}: another thread waits in a call of it")
 
     # --- one call at a time
 
@@ -263,7 +271,46 @@ class Endpoint(Local, ABC):
                 try:
                     return call(*args)
                 finally:
-                    self._inside = 0
+                    self._inside, self._waits = 0, False
+        finally:
+            if self._closing is not None:
+                self._finish_close()
+
+    def _run_within(
+        self, timeout: float | None, too_late: Callable[[float], Exception], call: Callable[..., Any], *args: Any
+    ) -> Any:
+        """As `_run`, but return `call(seconds, *args)`, with the seconds that are left of `timeout`.
+
+        Raise `too_late(timeout)` if a thread that has the mutex waits for other processes when the time is up. One that
+        does not is done soon, and is waited for.
+        """
+        if timeout is None:
+            return self._run(call, None, *args)
+        me = threading.get_ident()
+        if self._is_inside(me):
+            self._refuse_inside()
+        deadline: float | None = None
+        entered, seconds = False, 0.0
+        try:
+            while True:
+                try:
+                    with Timed(self._mutex, seconds):
+                        self._inside, entered = me, True  # as in `_run`
+                        try:
+                            left = timeout if deadline is None else max(0.0, deadline - time.monotonic())
+                            return call(left, *args)
+                        finally:
+                            self._inside, self._waits = 0, False
+                except StopIteration:
+                    if entered:
+                        raise
+                if deadline is None:
+                    check_timeout(timeout)
+                    deadline = time.monotonic() + timeout
+                seconds = min(LIVENESS_INTERVAL, deadline - time.monotonic())
+                if seconds <= 0 and self._waits:
+                    raise too_late(timeout)
+                seconds = max(seconds, _HANDOVER_S)
         finally:
             if self._closing is not None:
                 self._finish_close()

@@ -134,7 +134,6 @@ class Receiver(Endpoint):
             self._counters = ctl.Counters(self._control_words, self._member.index)
             self._asleep_word = AsleepWord(self._control_words, self._asleep, self._counters)
             self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
-            wake_senders(self._member)
         except BaseException:
             self._abandon()
             raise
@@ -184,7 +183,7 @@ class Receiver(Endpoint):
             if direct is not None and not undelivered:
                 message = direct.recv(self, undelivered, self._spin.burst_ns if timeout is None or timeout else 0)
             if message is None:
-                message = self._run(self._next, timeout)
+                message = self._run_within(timeout, self._too_late, self._next)
             elif direct.more:
                 self._share()
             private = NOTHING
@@ -372,7 +371,7 @@ class Receiver(Endpoint):
     # --- sleeping
 
     def _wait_for_senders(self, count: int, timeout: float | None, what: str) -> None:
-        self._wait_for_members(count, timeout, what, self._count_senders, self._inbox.pause)
+        self._wait_for_members(count, timeout, what, self._count_senders)
 
     def _count_senders(self) -> int:
         """How many senders are there now."""
@@ -385,6 +384,7 @@ class Receiver(Endpoint):
     def _wait(self, timeout: float | None) -> Message:
         """Stay awake as long as that pays, then sleep: docs/internals/protocols.md, section 3."""
         check_timeout(timeout)
+        self._waits = timeout != 0
         now = time.monotonic
         deadline = None if timeout is None else now() + timeout
         message = self._spin.wait(self._poll_if_open, timeout)

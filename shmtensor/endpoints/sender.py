@@ -28,7 +28,7 @@ from ..channel.names import ring_name, sequence_table_name
 from ..channel.zmtp import frame_head
 from ..codec.encode import Encoded, encode_empty
 from ..codec.implementation import codec, decode, encode
-from ..errors import RingFull
+from ..errors import ClosedError, RingFull
 from ..memory.semaphores import COUNT, Sleeper, batched
 from ..memory.words import barrier, store
 from ..options import format_bytes, parse_bytes
@@ -279,6 +279,7 @@ class Sender(Endpoint):
                 holds, and the message is published when that is done: docs/guide/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
+                It holds as well while another thread waits for one.
 
         Returns:
             The message's sequence number, from 1; 0 if `full="drop"` threw it away.
@@ -295,9 +296,14 @@ class Sender(Endpoint):
         sent = self._writer.send(value, meta, 0 if timeout == 0 else self._spin.burst_ns)
         if type(sent) is int:
             return sent if sent > 0 else self._wake_late(-sent)
-        return self._run(self._put, sent, timeout)  # type: ignore[no-any-return]
+        return self._run_within(timeout, self._too_late, self._put, sent)  # type: ignore[no-any-return]
 
-    def _put(self, out: Encoded, timeout: float | None, *beside: Any) -> int:
+    def _too_late(self, _: float) -> RingFull:
+        if self._state:
+            self._refuse()
+        return RingFull(f"{self._called.format(self)}: another thread waits for room")
+
+    def _put(self, timeout: float | None, out: Encoded, *beside: Any) -> int:
         """Do what the writer could not do at once: wait for a slot, copy, publish. `beside`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
@@ -338,7 +344,8 @@ class Sender(Endpoint):
 
     def _wake_late(self, seq: int) -> int:
         """Wake a receiver that fell asleep while its message was being published."""
-        self._run(self._wake_if_open, seq)
+        with contextlib.suppress(RingFull, ClosedError):  # a thread that waits for room has woken it
+            self._run_within(0, self._too_late, lambda _: self._wake_if_open(seq))
         return seq
 
     def _wake_if_open(self, seq: int) -> None:
@@ -367,9 +374,13 @@ class Sender(Endpoint):
         ...     sub.recv(timeout=5).value.sum().item()
         9.0
         """
-        return self._run(self._loan_inside, shape, dtype, meta, timeout)  # type: ignore[no-any-return]
+        if self._state:
+            self._refuse()
+        return self._run_within(  # type: ignore[no-any-return]
+            timeout, self._too_late, self._loan_inside, shape, dtype, meta
+        )
 
-    def _loan_inside(self, shape: tuple[int, ...], dtype: Any, meta: Any, timeout: float | None) -> Loan:
+    def _loan_inside(self, timeout: float | None, shape: tuple[int, ...], dtype: Any, meta: Any) -> Loan:
         if self._state or self._stop:
             self._refuse()
         if self._recipients.events is not None:
@@ -455,6 +466,7 @@ class Sender(Endpoint):
     def _wait_for_slot(self, nbytes: int, timeout: float | None) -> SlotRange:
         """Sleep on the semaphore until a slot is given back: docs/internals/protocols.md, section 4."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._waits = True
         self._counters.add(ctl.C_WAITS)
         wait = Wait(self._full_text, self._member)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
@@ -485,6 +497,7 @@ class Sender(Endpoint):
             place = self._pool.find(nbytes)
         if self._stop:  # closed meanwhile, which may be what gave the slot back
             self._refuse()
+        self._waits = False
         return place
 
     def _batch_end(self) -> int:
@@ -503,11 +516,16 @@ class Sender(Endpoint):
 
     def _wait_for_receivers(self, count: int, timeout: float | None, what: str) -> None:
         recipients, words = self._recipients, self._control_words
+        due = 0.0
 
-        def sleep(seconds: float) -> None:
-            self._sleep(seconds, lambda: words[ctl.W_EPOCH] != recipients.epoch)
+        def look() -> int:
+            nonlocal due
+            if (now := time.monotonic()) < due and words[ctl.W_EPOCH] == recipients.epoch:
+                return len(recipients.listeners)
+            due = now + LIVENESS_INTERVAL
+            return recipients.count()
 
-        self._wait_for_members(count, timeout, what, recipients.count, sleep)
+        self._wait_for_members(count, timeout, what, look)
 
     def _sleep(self, seconds: float, look: Any, target: int = 0) -> Any:
         """Sleep once. Returns what `look()` found just before, else whether a receiver woke this sender.
@@ -642,6 +660,7 @@ class Sender(Endpoint):
     def _linger(self, linger: float | None) -> None:
         """Wait until everything sent was taken, or done."""
         deadline = None if linger is None else time.monotonic() + linger
+        self._waits = True
         self._recipients.refresh()
         while not self._is_settled():
             remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())

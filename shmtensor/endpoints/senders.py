@@ -73,7 +73,7 @@ def _waker(member: Member, entry: Entry) -> SenderWaker:
 
 
 def wake_senders(member: Member) -> None:
-    """Wake those that sleep: they may wait for receivers to join, or to give slots back."""
+    """Wake those that sleep: they may wait for receivers to give slots back."""
     words = member.control.words
     for entry in member.peers():
         asleep = words[ctl.asleep_word(entry.index)]

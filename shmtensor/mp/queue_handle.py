@@ -53,6 +53,7 @@ from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, r
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
+from ..shielded import Timed
 from . import pickling
 from .pickling import DeviceConsumer
 
@@ -586,14 +587,4 @@ def remaining(deadline: float | None, most: float) -> float:
 
 def locked(lock: Any, deadline: float | None) -> Any:
     """For `with`: hold a lock that is written in C. Raises `StopIteration` if the deadline passes before."""
-    return lock if deadline is None else _Timed(lock, remaining(deadline, 1e6))
-
-
-class _Timed:
-    """A context manager both of whose methods are C functions."""
-
-    __slots__ = ("__enter__", "__exit__")
-
-    def __init__(self, lock: Any, timeout: float) -> None:
-        self.__enter__ = filter(None, map(lock.acquire, (True,), (timeout,))).__next__
-        self.__exit__ = lock.__exit__
+    return lock if deadline is None else Timed(lock, remaining(deadline, 1e6))

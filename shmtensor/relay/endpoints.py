@@ -326,6 +326,8 @@ class _FarEnd:
     _rings: list[Ring]
     _recipients: Recipients
     _member: Member
+    _run_within: Any
+    _too_late: Any
 
     def forward(self, item: Item, timeout: float) -> int:
         """Send a whole message as it is. As `send`."""
@@ -337,11 +339,11 @@ class _FarEnd:
 
     def fill_with(self, description: bytes, nbytes: int, timeout: float, *beside: Any) -> Filling:
         """The same. `beside`: what is stored with the message, ring/writer.py."""
-        return self._run(  # type: ignore[attr-defined, no-any-return]
-            self._fill_inside, description, nbytes, timeout, beside
+        return self._run_within(  # type: ignore[no-any-return]
+            timeout, self._too_late, self._fill_inside, description, nbytes, beside
         )
 
-    def _fill_inside(self, description: bytes, nbytes: int, timeout: float, beside: tuple[Any, ...]) -> Filling:
+    def _fill_inside(self, timeout: float, description: bytes, nbytes: int, beside: tuple[Any, ...]) -> Filling:
         if self._state or self._stop:  # type: ignore[attr-defined]
             self._refuse()  # type: ignore[attr-defined]
         out = Encoded(description, nbytes)

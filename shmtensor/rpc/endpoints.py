@@ -32,7 +32,7 @@ from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Consumer, Producer
-from ..errors import ArgumentError, ClosedError, RingFull
+from ..errors import ArgumentError, ClosedError
 from ..memory.words import store
 from ..ring.competing import state_word
 from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, NOTE, RELEASED, SERVICE, VERDICT, WORK_QUEUE
@@ -125,7 +125,7 @@ class Posting(ServiceEndpoint, AsyncSender):
             self._wake_late(-sent)
 
     def _post(self, out: Any, timeout: float | None, registration: Registration) -> None:
-        self._run(self._put, out, timeout, *registration)
+        self._run_within(timeout, self._too_late, self._put, out, *registration)
 
     async def apost(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
         """`post` for asyncio: other tasks run while this one waits."""
@@ -185,7 +185,6 @@ class Requests(Posting, Producer):
     def __init__(self, service: str, *, slots: int | None, **options: Any) -> None:
         # a lock on a request is granted to each thread of its process; a signal handler may close while one withdraws
         self._withdrawing = threading.RLock()
-        self._posting = threading.Lock()  # of the thread that waits for room: others then wait here, with time-outs
         super().__init__(service, slots=slots, **options)
         self.calls = self._pool.calls
         """By sequence number. A call is entered before it is published, as its reply may be fast."""
@@ -204,17 +203,8 @@ class Requests(Posting, Producer):
         return call.bits, call.deadline, self.calls, call
 
     def _post(self, out: Any, timeout: float | None, registration: Registration) -> None:
-        taken: list[bool] = []
-        wait = -1 if timeout is None or timeout >= FOREVER else timeout
-        try:
-            taken.extend(map(self._posting.acquire, (True,), (wait,)))  # taken and recorded in one C call
-            if not taken[0]:
-                raise RingFull(f'service "{self.name}": another thread waits for room for its request')
-            super()._post(out, timeout, registration)
-            # crash: request.posted
-        finally:
-            if taken and taken[0]:
-                self._posting.release()
+        super()._post(out, timeout, registration)
+        # crash: request.posted
 
     def count_living(self) -> int:
         """How many servers live now. The kernel is asked: a killed one stays in the table until a process cleans up."""

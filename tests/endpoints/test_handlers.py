@@ -58,6 +58,11 @@ def is_asleep(endpoint):
     return lambda: endpoint._control_words[endpoint._asleep] & 1
 
 
+def has_looked(tx):
+    """Whether it waits for receivers, and has found who is there."""
+    return lambda: tx._recipients.epoch >= 0
+
+
 def test_close_in_a_handler_ends_recv(channel, pair, on_signal):
     with pair[0](channel), pair[1](channel) as rx:
         on_signal(rx.close)
@@ -111,11 +116,14 @@ def test_what_a_handler_raises_ends_a_wait_for_a_slot(channel, pair, on_signal):
         for call in (
             lambda: tx.send(np.ones(3)),
             lambda: tx.loan(3, np.int8),
-            lambda: tx._wait_for_receivers(2, None, "receivers"),
         ):
             on_signal.alarm(is_asleep(tx))
             with pytest.raises(Enough):
                 call()
+        tx._recipients.epoch = -1
+        on_signal.alarm(has_looked(tx))
+        with pytest.raises(Enough):
+            tx._wait_for_receivers(2, None, "receivers")
         on_signal.alarm(is_asleep(rx))
         with rx.recv(timeout=PATIENCE) as message:
             assert message.value.tolist() == [0, 0, 0]
@@ -126,7 +134,7 @@ def test_what_a_handler_raises_ends_a_wait_for_a_slot(channel, pair, on_signal):
 def test_close_in_a_handler_ends_waiting_for_receivers(channel, pair, on_signal):
     with pair[0](channel) as tx:
         on_signal(tx.close)
-        on_signal.alarm(is_asleep(tx))
+        on_signal.alarm(has_looked(tx))
         with pytest.raises(shmtensor.ClosedError):
             (tx.wait_for_subscribers if pair[0] is shmtensor.Publisher else tx.wait_for_consumers)(1)
         assert tx.closed

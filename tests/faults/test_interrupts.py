@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 import shmtensor
 
 from ..conftest import descriptors
+from ..waiting import wait_until
 from .interrupts import (
     each_boundary,
     interrupted,
@@ -463,6 +465,35 @@ def test_senders_come_and_go(channel, pattern):
             note("recv from a newcomer", attempt)
             if not attempt.reached:
                 break
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_a_call_that_finds_another_thread_inside(channel, pattern, call):
+    """The thread that waits, and what it has locked, notice nothing."""
+    with scene(pattern, channel, slots=1) as it:
+        endpoint = it.tx if call == "send" else it.rx
+
+        def call_shortly():
+            with contextlib.suppress(shmtensor.TimedOut):
+                it.tx.send(it.value(-1), timeout=0.0005) if call == "send" else it.rx.recv(timeout=0.0005)
+
+        def receive():
+            message = it.rx.recv(timeout=PATIENCE)
+            it.check(message)
+            message.release()
+
+        if call == "send":
+            it.send()
+        other = threading.Thread(target=it.send if call == "send" else receive)
+        other.start()
+        words, at = endpoint._control_words, endpoint._asleep
+        wait_until(lambda: words[at] & 1)
+        for _ in each_boundary(call_shortly, step=stride(3)):
+            assert endpoint._inside == other.ident
+        receive() if call == "send" else it.send()
+        other.join(PATIENCE)
+        assert not other.is_alive()
+        it.drain()
 
 
 def test_wait_for_receivers(channel, pattern):

@@ -85,7 +85,6 @@ def left_of(client) -> list:
     left = [name for name in ("calls", "ended", "given_up", "received", "followers") if getattr(in_flight, name)]
     left += [name for name in ("_requests", "_answers") if getattr(client, name)._mutex.locked()]
     left += ["leading"] if in_flight.leading.locked() else []
-    left += ["posting"] if client._requests._posting.locked() else []
     client._answers._run(client._answers._end_dead_leases)  # as its next look does: an exception kept one untold
     return left + ["lease"] * client._answers.statistics().leases
 
