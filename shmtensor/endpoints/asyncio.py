@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 import threading
 import time
 import types
@@ -20,7 +21,7 @@ from ..errors import ClosedError, DependencyError, EndOfStream, LoopError, Relea
 from ..memory.words import store
 from ..ring.layout import L_CLOSED
 from ..ring.ring import Ring
-from .base import BUSY, CLOSING, NOTHING, Endpoint, check_timeout
+from .base import BUSY, CLOSING, NOTHING, OPEN, Endpoint, check_timeout
 from .devices import Sending
 from .loan import Loan
 from .message import Message
@@ -84,7 +85,7 @@ class AsyncEndpoint(Endpoint):
         import asyncio
 
         seconds = _RETRY_S
-        while self._mutex.locked() and not self._state:
+        while self._mutex.locked() and self._state in (OPEN, CLOSING):
             await asyncio.sleep(seconds)
             seconds = min(2 * seconds, 0.05)
 
@@ -454,28 +455,31 @@ class AsyncSender(Sender, AsyncEndpoint):
             pass  # a thread is inside, and wakes for what is published if it waits
 
     async def aclose(self, linger: float | None = 0) -> None:
-        """`close` for asyncio: other tasks run while it lingers.
+        """`close` for asyncio: other tasks run while it lingers. As with `close`, the earliest end that any of several
+        calls asks for counts; each returns when the sender is closed.
 
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever. A task
                 that is cancelled meanwhile closes at once.
         """
         check_timeout(linger)
-        if self._state:
+        if self._state not in (OPEN, CLOSING):
             return
-        self._stop = True
+        self._say_that_it_ends(linger)
         try:
             await self._until_idle()
-            if linger != 0:
-                await self._alinger(linger)
+            await self._alinger()
         finally:
             self.close()
 
-    async def _alinger(self, linger: float | None) -> None:
+    async def _alinger(self) -> None:
         """Begin to close, and wait until everything sent was taken, or done."""
+        remaining = self._left()
+        if remaining <= 0:
+            return
 
         def begin() -> bool:
-            if self._state:
+            if self._state not in (OPEN, CLOSING):
                 return False
             self._writer.retire()
             self._state = CLOSING
@@ -496,4 +500,4 @@ class AsyncSender(Sender, AsyncEndpoint):
         def look() -> bool:
             return self._has_moved() or self._recipients.is_settled()
 
-        await wait_queue.attend(lambda: self._try_run(attempt), look, linger)
+        await wait_queue.attend(lambda: self._try_run(attempt), look, None if remaining == math.inf else remaining)

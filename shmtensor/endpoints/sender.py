@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -213,8 +214,8 @@ class Sender(Endpoint):
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
-        self._ending = False  # the process ends: a `close` that lingers in another thread gives up
         self._last_statistics: SenderStatistics | None = None  # of one that is closed
+        self._ends: list[float] = []  # until when each `close` lingers, in monotonic seconds: the earliest counts
         try:
             super().__init__()
             membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
@@ -560,6 +561,9 @@ class Sender(Endpoint):
         Called by a signal handler or a finalizer that interrupts a call of this very thread, it takes effect when that
         call ends; one that waits ends with `ClosedError`.
 
+        While one `close` lingers, others may be called, in other threads, tasks and signal handlers: the one that asks
+        for the earliest end decides for all. So `close()` ends a `close(linger=None)`.
+
         Args:
             linger: seconds to wait until everything sent was taken (work queue: is done); None waits for ever.
         """
@@ -569,10 +573,16 @@ class Sender(Endpoint):
         self._leave(linger)
 
     def _leave(self, linger: float | None) -> None:
-        self._stop = True
-        self._close(lambda: self._run(self._finish, linger))
+        self._say_that_it_ends(linger)
+        self._close(lambda: self._run(self._finish))
 
-    def _finish(self, linger: float | None) -> None:
+    def _say_that_it_ends(self, linger: float | None) -> None:
+        """Another thread that is inside a call ends it: at once, or, if it lingers, after so many seconds."""
+        self._ends.append(math.inf if linger is None else time.monotonic() + linger)
+        self._stop = True
+        self._sleeper.post()
+
+    def _finish(self) -> None:
         """Close. Every step may be repeated: the next `close` finishes what an exception cut short."""
         if self._state and self._state != CLOSING:
             return
@@ -585,7 +595,7 @@ class Sender(Endpoint):
             store(self._words, L_CLOSED, 1)
             # crash: close.said
             if not self._member.has_left:
-                self._linger(linger)
+                self._linger()
         finally:
             # crash: close.leaving
             try:
@@ -657,20 +667,22 @@ class Sender(Endpoint):
         if lost:
             self._recipients.report_lost(self, lost)
 
-    def _linger(self, linger: float | None) -> None:
+    def _linger(self) -> None:
         """Wait until everything sent was taken, or done."""
-        deadline = None if linger is None else time.monotonic() + linger
         self._waits = True
         self._recipients.refresh()
         while not self._is_settled():
-            remaining = LIVENESS_INTERVAL if deadline is None else min(LIVENESS_INTERVAL, deadline - time.monotonic())
-            if remaining <= 0 or self._ending:
+            remaining = min(LIVENESS_INTERVAL, self._left())
+            if remaining <= 0:
                 return
-            self._sleep(remaining, self._recipients.is_settled)
+            self._sleep(remaining, lambda: self._left() <= 0 or self._recipients.is_settled())
             self._recipients.refresh()
 
+    def _left(self) -> float:
+        """Seconds that it may linger now; `inf` for ever."""
+        return min(self._ends) - time.monotonic()
+
     def _at_exit(self) -> None:
-        self._ending = True
         self._leave(0)
 
     def statistics(self) -> SenderStatistics:

@@ -1061,18 +1061,20 @@ def test_aclose_lingers_without_blocking(run, channel, pair, no_liveness_checks)
             await waiting
         await asleep(tx)
         assert repr(tx).startswith(f'<{pair[0].__name__} "{channel}" closing')
-        await tx.aclose()  # somebody is at it
+        again = asyncio.create_task(tx.aclose(linger=None))
         with pytest.raises(shmtensor.ClosedError):
             await tx.asend(number(3))
         with pytest.raises(shmtensor.ClosedError):
             tx.send(number(3))
         assert number_of(await rx.arecv()) == 1
         assert not closing.done()
+        assert not again.done()
         message = await rx.arecv()
         assert number_of(message) == 2
         del message
-        await closing
-        assert tx.closed
+        for each in (again, closing):
+            await each
+            assert repr(tx).startswith(f'<{pair[0].__name__} "{channel}" closed')
         with pytest.raises(shmtensor.EndOfStream):
             await rx.arecv()
         rx.close()
@@ -1081,7 +1083,7 @@ def test_aclose_lingers_without_blocking(run, channel, pair, no_liveness_checks)
 
 
 @pairs
-@pytest.mark.parametrize("end", ["time", "cancel", "close"])
+@pytest.mark.parametrize("end", ["time", "cancel", "close", "aclose", "shorter", "thread"])
 def test_lingering_has_an_end(run, channel, pair, end):
     async def main():
         tx, rx = pair[0](channel), pair[1](channel)
@@ -1094,11 +1096,42 @@ def test_lingering_has_an_end(run, channel, pair, end):
                 await closing
         elif end == "close":
             tx.close()
+        elif end == "aclose":
+            await tx.aclose()
+        elif end == "shorter":
+            await tx.aclose(linger=0.05)
+        elif end == "thread":
+            await asyncio.to_thread(tx.close, linger=0.05)
         await asyncio.wait([closing])
         assert repr(tx).startswith(f'<{pair[0].__name__} "{channel}" closed')
         assert number_of(await rx.arecv()) == 1  # what was sent stays readable
         with pytest.raises(shmtensor.EndOfStream):
             await rx.arecv()
+        rx.close()
+
+    run(main())
+
+
+@pairs
+@pytest.mark.parametrize("linger", [0, 0.05, None])
+def test_aclose_beside_a_thread_that_lingers(run, channel, pair, linger):
+    """It ends that, or waits with it, and the loop runs meanwhile; afterwards the sender is closed."""
+
+    async def main():
+        tx, rx = pair[0](channel), pair[1](channel)
+        await tx.asend(number(1))
+        thread = threading.Thread(target=tx.close, args=(None,))
+        thread.start()
+        await asleep(tx)
+        closing = asyncio.create_task(tx.aclose(linger))
+        if linger is None:
+            await turns_of_the_loop(STEPS.stop)
+            assert not closing.done()
+            assert number_of(await rx.arecv()) == 1
+        await closing
+        assert repr(tx).startswith(f'<{pair[0].__name__} "{channel}" closed')
+        await asyncio.to_thread(thread.join, PATIENCE)
+        assert not thread.is_alive()
         rx.close()
 
     run(main())

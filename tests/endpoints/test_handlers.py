@@ -85,6 +85,47 @@ def test_close_in_a_handler_ends_send(channel, pair, on_signal):
             assert message.value.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("ends", [(0,), (0.05,), (None, 0)])
+def test_close_in_a_handler_ends_a_close_that_lingers(channel, pair, on_signal, ends):
+    with pair[1](channel) as rx:
+        tx = pair[0](channel)
+        tx.send(np.zeros(3))
+        on_signal(lambda: [tx.close(linger=linger) for linger in ends])
+        on_signal.alarm(is_asleep(tx))
+        tx.close(linger=None)
+        assert f'"{channel}" closed' in repr(tx)
+        with rx.recv(timeout=PATIENCE) as message:  # what was sent stays readable
+            assert message.value.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ends", [(0,), (0.05,), (None, 0)])
+def test_close_by_another_thread_ends_a_close_that_lingers(channel, pair, ends):
+    """Each returns when the sender is closed."""
+    with pair[1](channel):
+        tx = pair[0](channel)
+        tx.send(np.zeros(3))
+        threads = []
+        for linger in (None, *ends):
+            threads.append(threading.Thread(target=tx.close, args=(linger,)))
+            threads[-1].start()
+            if linger is None:
+                wait_until(is_asleep(tx))
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert f'"{channel}" closed' in repr(tx)
+
+
+def test_a_later_end_of_lingering_changes_nothing(channel, pair):
+    with pair[1](channel):
+        tx = pair[0](channel)
+        tx.send(np.zeros(3))
+        thread = threading.Thread(target=tx.close, args=(0.05,))
+        thread.start()
+        tx.close(linger=None)
+        thread.join(PATIENCE)
+        assert f'"{channel}" closed' in repr(tx)
+
+
 @pytest.mark.parametrize("call", ["send", "asend"])
 def test_what_closes_a_waiting_sender_may_give_it_a_slot_and_nothing_is_sent(channel, pair, on_signal, call):
     with pair[1](channel) as rx, pair[0](channel, slots=1) as tx:
