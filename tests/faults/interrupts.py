@@ -136,6 +136,30 @@ def skips_handlers() -> bool:
     return any(attempt.raised and lock.locked() for attempt in each_boundary(fail))
 
 
+@functools.cache
+def loses_results() -> bool:
+    """Whether an exception may arrive between a function's return and what its caller does with the result.
+
+    So it is in CPython 3.10. A message that an interrupted `recv` returned counts as received then.
+    """
+    state = {"box": 1}
+
+    def give() -> int:
+        found = state["box"]
+        del state["box"]
+        return found
+
+    def take() -> None:
+        state["kept"] = give()
+
+    lost = False
+    for _ in each_boundary(take):
+        lost |= not state
+        state.clear()
+        state["box"] = 1
+    return lost
+
+
 def stride(usual: int) -> int:
     """From one boundary that is tried to the next: a usual run tries each `usual`-th, the soak run every one."""
     return 1 if SOAK else usual

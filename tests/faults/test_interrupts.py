@@ -25,6 +25,7 @@ from .interrupts import (
     each_boundary,
     interrupted,
     interrupted_at_random,
+    loses_results,
     note,
     random_count,
     random_signals,
@@ -118,6 +119,13 @@ class Group(FanOut):
 PATTERNS = {"fan-out": FanOut, "work-queue": WorkQueue, "group": Group}
 
 
+@pytest.fixture
+def results_arrive():
+    """For tests of what a call returns."""
+    if loses_results():
+        pytest.skip("this interpreter lets an exception come between a return and the caller's assignment")
+
+
 @pytest.fixture(params=PATTERNS)
 def pattern(request):
     return PATTERNS[request.param]
@@ -166,6 +174,7 @@ def test_send_with_meta(channel, pattern):
             before = it.tx.statistics().sent
 
 
+@pytest.mark.usefixtures("results_arrive")
 def test_recv(channel, pattern, value):
     with scene(pattern, channel, value) as it:
         state = {}
@@ -186,6 +195,7 @@ def test_recv(channel, pattern, value):
             it.send()
 
 
+@pytest.mark.usefixtures("results_arrive")
 def test_recv_of_a_message_that_was_taken_by_one_that_was_interrupted(channel, pattern):
     """Interrupted twice, and more: each time the next call has it."""
     with scene(pattern, channel) as it:
@@ -202,6 +212,7 @@ def test_recv_of_a_message_that_was_taken_by_one_that_was_interrupted(channel, p
                 it.send()
 
 
+@pytest.mark.usefixtures("results_arrive")
 def test_recv_copy(channel, pattern):
     with scene(pattern, channel, mixed) as it:
         state = {}
@@ -230,6 +241,7 @@ def test_recv_times_out(channel, pattern):
             note("recv that sleeps", attempt)
 
 
+@pytest.mark.usefixtures("results_arrive")
 def test_iteration(channel, pattern):
     with scene(pattern, channel) as it:
         state = {}
