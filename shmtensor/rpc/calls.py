@@ -593,7 +593,11 @@ class CallsInFlight:
             except (TimedOut, ClosedError):
                 pass
         for call in done:
-            if not call.done:
+            if call.done:
+                continue
+            if call.deadline and monotonic_ns() >= call.deadline:  # since `_expire`: its server may have refused it as late
+                self.expire(call)
+            else:
                 self.end(call.seq, None, unanswered(requests, call, self.answers.unread()))
         self.finish_ended()
 

@@ -630,6 +630,29 @@ def test_an_expired_request_is_not_started(channel):
         assert server.statistics().expired == 1
 
 
+def test_a_request_that_expires_while_its_calls_are_checked_is_late(channel, monkeypatch):
+    """Its time is up, and its server finishes it unanswered, after the client has looked for calls that are late."""
+    with shmtensor.Client(channel) as client, shmtensor.Server(channel) as server:
+        in_flight = client._in_flight
+        call = in_flight.begin(0.02, True)
+        client._requests.post(call, 1, None, None)
+        expire = in_flight._expire
+
+        def expire_then_the_time_is_up():
+            with monkeypatch.context() as patch:
+                patch.setattr("shmtensor.rpc.calls.monotonic_ns", lambda: call.deadline - 1)
+                expire()
+            wait_until(lambda: time.monotonic_ns() >= call.deadline)
+            with pytest.raises(TimedOut):
+                server.recv(timeout=0.3)
+
+        monkeypatch.setattr(in_flight, "_expire", expire_then_the_time_is_up)
+        in_flight.check_calls()
+        assert server.statistics().expired == 1
+        with pytest.raises(TimedOut, match="no reply in time"):
+            call.result()
+
+
 def test_a_cancelled_request_is_not_started(pair):
     client, server = pair
     first, second = client.submit(1), client.submit(2)
