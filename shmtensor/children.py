@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import sys
 import sysconfig
 from io import FileIO
@@ -53,6 +54,16 @@ class ParentWatch:
         """Wait until it has."""
         if not self._is_orphan:
             self._poll.poll()
+
+
+def how_ended(code: int) -> str:
+    """How a process has ended, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 _NEEDED: Final = ("shmtensor", "numpy", "zmq", "posix_ipc", "xxhash", "ml_dtypes")

@@ -18,13 +18,14 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from multiprocessing import pool
+from multiprocessing import pool, util
 from typing import Any, Final, NamedTuple
 
 from ..channel.control import CAPACITY
-from ..children import ParentWatch
+from ..children import ParentWatch, how_ended
 from ..endpoints.base import check_count
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer
@@ -54,10 +55,14 @@ _RETRY: Final = 1.0
 _TELL_AGAIN: Final = 60.0
 """Seconds after which such a failure that goes on is logged again."""
 
-_DIED: Final = (
-    "a worker died while it ran this task of the pool, {} in all: killed by the kernel for lack of memory, by a signal "
-    "or by an exit in the task (retry_on_death= runs a task again)"
-)
+_REMEMBERED: Final = 64
+"""Deaths of workers that the parent remembers, for the errors of their tasks."""
+_NOTICED: Final = 10.0
+"""Seconds within which the process of a worker that has left its task has ended."""
+_BRIEFLY: Final = 1.0
+"""The same where workers also end without having left a task."""
+_LOOK: Final = 0.02
+"""Seconds after which the parent looks whether it has."""
 _MOST_ATTEMPTS: Final = 250
 _MOST_RETRIES: Final = 100
 
@@ -132,6 +137,8 @@ class _WorkerEnds:
         Waits while there is no memory for that. A worker that ended would be replaced by another, over and over.
         """
         self._parent = ParentWatch()
+        # an exit in a task: its message must not live until the interpreter clears its modules, which it needs to end
+        util.Finalize(None, self._let_go, exitpriority=10)
         while True:
             try:
                 if self._producer is None:
@@ -141,6 +148,10 @@ class _WorkerEnds:
             except ResourceError as error:
                 self._check_parent()
                 self._shortage.wait(error)
+
+    def _let_go(self) -> None:
+        """At the end of the worker: let go of the task that an exit has cut short. It is not done."""
+        self._task = None
 
     def _recv(self, consumer: Consumer) -> Message:
         """The next message of the parent; `EOFError` if it is gone, even if it has sent more tasks ahead."""
@@ -227,8 +238,16 @@ class _ParentEnds:
         self._most = _PER_WORKER * workers
         self._copies = copies
         """Whether no result is a view of its slot."""
-        self._running: set[tuple[int, int]] = set()
-        """Job and number of tasks that were sent and whose results have not come."""
+        self._running: dict[tuple[int, int], int] = {}
+        """Job and number of tasks that were sent and whose results have not come -> `_died` when they were sent."""
+        self._workers: list[Any] = []
+        """The processes of workers, until their end was noted."""
+        self._died = 0
+        """How many workers have died."""
+        self._deaths: deque[str] = deque(maxlen=_REMEMBERED)
+        """Who died, and of what: the last ones."""
+        self._lost: deque[tuple[int, int, int, float]] = deque()
+        """Tasks whose workers died: job, number, deaths, and until when to wait for the end of their processes."""
         self._room = threading.Condition()
         self._over = False
         self._shortage = _Shortage("a pool's process")
@@ -253,11 +272,11 @@ class _ParentEnds:
         value = dumps(call)
         with self._room:
             self._room.wait_for(lambda: self._over or len(self._running) < self._most)
-            self._running.add((job, number))
+            self._running[job, number] = self._died
         try:
             self._send(value, (job, number))
         except BaseException:
-            self._running.discard((job, number))
+            self._running.pop((job, number), None)
             raise
 
     def _send(self, value: list[Any], head: tuple[Any, ...]) -> None:
@@ -275,8 +294,14 @@ class _ParentEnds:
     def get(self) -> Any:
         """The next result; None: their end. `EOFError` once the pool is closed."""
         while True:
+            if self._lost and (error := self._death_of(*self._lost[0])) is not None:
+                job, number, *_ = self._lost.popleft()
+                if self._ended(job, number):
+                    return job, number, (False, error)
             try:
-                message = self._results.recv()
+                message = self._results.recv(timeout=_LOOK if self._lost else None)
+            except TimedOut:
+                continue
             except ClosedError:
                 raise EOFError from None
             except ResourceError as error:  # no room to map a worker's ring, or too few open files: its result stays
@@ -286,9 +311,12 @@ class _ParentEnds:
             if job is None:
                 message.release()
                 return None
-            result: tuple[bool, Any]
+            result: tuple[bool, Any] | None = None
             if deaths:
-                result = False, PeerDied(_DIED.format(deaths))
+                patience = (
+                    _BRIEFLY if self._copies else _NOTICED
+                )  # with `maxtasksperchild` an exit with 0 tells nothing
+                self._lost.append((job, number, deaths, time.monotonic() + patience))
             else:
                 copies = self._copies or scarce or free_bytes() < default_limit()
                 try:
@@ -297,12 +325,52 @@ class _ParentEnds:
                     result = False, error
             message.release()
             del message
-            with self._room:
-                first = (job, number) in self._running  # else its worker died after it had sent the result
-                self._running.discard((job, number))
-                self._room.notify()
-            if first:
+            if result is not None and self._ended(job, number):
                 return job, number, result
+            del result
+
+    def _ended(self, job: int, number: int) -> bool:
+        """Note that a task has a result; False if it had one: its worker died after it had sent that."""
+        with self._room:
+            first = self._running.pop((job, number), None) is not None
+            self._room.notify()
+        return first
+
+    def worker(self, context: Any, *args: Any, **options: Any) -> Any:
+        """The process of a worker. The pool's thread that replaces workers calls this for each that has ended.
+
+        Only that thread asks for exit codes: with forkserver, two that ask at once may get a wrong one.
+        """
+        living, died = [], []
+        for process in self._workers:
+            if process.exitcode is None:
+                living.append(process)
+            elif process.exitcode or not self._copies:  # with `maxtasksperchild` they end
+                died.append(f"pid {process.pid}, {how_ended(process.exitcode)}")
+        process = context.Process(*args, **options)
+        self._workers = [*living, process]
+        with self._room:
+            self._deaths.extend(died)
+            self._died += len(died)
+        return process
+
+    def _death_of(self, job: int, number: int, deaths: int, until: float) -> PeerDied | None:
+        """The error of a task whose workers died; None until it is known who died, or it is late.
+
+        The work queue says how many died of it, not which, and may say so before their processes have ended.
+        """
+        with self._room:
+            count = self._died - self._running.get((job, number), self._died)
+            if count < deaths and not self._over and time.monotonic() < until:
+                return None
+            named = "; ".join(list(self._deaths)[-count:]) if count else ""
+        if named:
+            named = f" (of those that died meanwhile: {named})" if count > deaths else f" ({named})"
+        who = "a worker died while it" if deaths == 1 else f"{deaths} workers died while they"
+        return PeerDied(
+            f"{who} ran this task of the pool{named}: killed by the kernel for lack of memory, by a signal or by an "
+            "exit in the task (retry_on_death= runs a task again)"
+        )
 
     def end_results(self) -> None:
         """Have the result handler get None."""
@@ -389,6 +457,7 @@ class Pool(pool.Pool):
         self._inqueue = self._outqueue = _WorkerEnds(self._channels)
         self._inqueue.parent = self._ends
         self._quick_put, self._quick_get = self._ends.put, self._ends.get
+        self.Process = self._ends.worker  # not a method: the pool's threads would keep the pool
 
     def _get_sentinels(self) -> list[Any]:
         return [self._change_notifier._reader]  # type: ignore[attr-defined]

@@ -595,7 +595,9 @@ class CallsInFlight:
         for call in done:
             if call.done:
                 continue
-            if call.deadline and monotonic_ns() >= call.deadline:  # since `_expire`: its server may have refused it as late
+            if (
+                call.deadline and monotonic_ns() >= call.deadline
+            ):  # since `_expire`: its server may have refused it as late
                 self.expire(call)
             else:
                 self.end(call.seq, None, unanswered(requests, call, self.answers.unread()))

@@ -20,7 +20,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from multiprocessing import connection, context, popen_spawn_posix, reduction, r
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from ..children import python_command, python_environment, safe_path
+from ..children import how_ended, python_command, python_environment, safe_path
 from ..errors import ArgumentError, ClosedError, PeerDied, RemoteError, ShmTensorError
 from ..statistics import WorkerStatistics
 from . import worker
@@ -499,7 +498,7 @@ class Supervisor:
     def _ended(self, each: Worker, process: Process) -> int:
         """Clean up after a process that has ended; 1 if the pool gives up."""
         process.process.join()
-        how = _how(process.process.exitcode)
+        how = how_ended(process.process.exitcode)
         unguarded = process.process.exitcode == UNGUARDED and not process.is_ready
         process.close()
         with self.changed:
@@ -650,13 +649,3 @@ class Supervisor:
     def _refuse_requests(self) -> None:
         for each in self._take_requests():
             each.finish(ClosedError(f'worker pool "{self.name}" has ended ({self.stop_reason})'))
-
-
-def _how(code: int) -> str:
-    """How a process has ended, for the log."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

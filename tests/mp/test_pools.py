@@ -195,7 +195,10 @@ def test_a_worker_that_dies_fails_its_task_alone(method):
         results = [workers.apply_async(die, (number,)) for number in range(8)]
         for number, result in enumerate(results):
             if number == 3:
-                with pytest.raises(shmtensor.PeerDied, match=r"a worker died while it ran this task .*retry_on_death="):
+                with pytest.raises(
+                    shmtensor.PeerDied,
+                    match=r"a worker died while it ran this task .*\(pid \d+, SIGKILL\): .*retry_on_death=",
+                ):
                     result.get(LONG)
             else:
                 assert result.get(LONG) == number
@@ -221,10 +224,18 @@ def test_every_way_to_wait_reports_a_death():
         assert not result.successful()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exit_in_a_task_ends_its_worker_in_order(method, capfd):
+    with pool(2, method=method) as workers, pytest.raises(shmtensor.PeerDied, match=r"\(pid \d+, exit code 3\)"):
+        workers.apply_async(leave, (np.zeros(LARGE),)).get(LONG)
+    workers.join()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_task_is_run_again_if_so_wished(tmp_path):
     with pool(2, retry_on_death=1) as workers:
         assert workers.apply_async(die_once, (str(tmp_path / "ran"),)).get(LONG) in {p.pid for p in workers._pool}
-        with pytest.raises(shmtensor.PeerDied, match="2 in all"):
+        with pytest.raises(shmtensor.PeerDied, match=r"2 workers died .*pid \d+, SIGKILL; pid \d+, SIGKILL\)"):
             workers.apply_async(die, (3,)).get(LONG)
 
 
