@@ -1,6 +1,6 @@
 """Actors of a Ray cluster that meet by the name of a channel, on whichever nodes they are.
 
-    pip install 'shmtensor[ray,torch]'
+    pip install '.[ray,torch]'
     python examples/ray_cluster.py
 
 Connects to the cluster of `RAY_ADDRESS`, or starts one on this machine. One actor on each node sees every image.

@@ -162,8 +162,8 @@ class DependencyError(ShmTensorError, ImportError):
 
     Cause: shmtensor was installed without the extra that has the package, such as `torch`. Also raised by `recv` for a
     message with tensors that comes to a process without torch, and by a call whose reply has tensors.
-    Remedy: the text has the command, such as `pip install 'shmtensor[torch]'`. A message of a work queue or a request
-    stays for another process that has torch.
+    Remedy: the text has the command, such as `pip install '.[torch]'` in a checkout. A message of a work queue or a
+    request stays for another process that has torch.
     """
 
 

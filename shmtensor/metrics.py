@@ -1,6 +1,6 @@
 """Metrics of every channel and service of this machine for Prometheus, read from outside: `collector()`.
 
-Needs prometheus_client: `pip install 'shmtensor[metrics]'`. `shmtensor metrics` serves them over HTTP.
+Needs prometheus_client: `pip install '.[metrics]'` in a checkout. `shmtensor metrics` serves them over HTTP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .channel.info import ChannelInfo, MemberInfo
 from .channel.inspect import Inspector
 from .errors import DependencyError
+from .options import how_to_install
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -47,7 +48,7 @@ def _core() -> Any:
         import prometheus_client.core
     except ImportError:
         raise DependencyError(
-            "metrics need prometheus_client, which is not installed: pip install 'shmtensor[metrics]'",
+            f"metrics need prometheus_client, which is not installed: {how_to_install('metrics')}",
             name="prometheus_client",
         ) from None
     return prometheus_client.core

@@ -1,4 +1,4 @@
-"""Options that several interfaces share: sizes such as `"64MiB"`, and `multiprocessing` contexts."""
+"""What several interfaces share: sizes such as `"64MiB"`, `multiprocessing` contexts, how to install an extra."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ _FACTORS = {
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d{1,300})(?:\.(\d{1,300}))?\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def how_to_install(extra: str) -> str:
+    """How to install an extra of the package, which no package index has.
+
+    >>> how_to_install("torch")
+    "pip install '.[torch]' in a checkout of shmtensor"
+    """
+    return f"pip install '.[{extra}]' in a checkout of shmtensor"
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

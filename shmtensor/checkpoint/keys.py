@@ -18,6 +18,7 @@ import unicodedata
 from typing import Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError
+from ..options import how_to_install
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
@@ -121,11 +122,11 @@ def import_aes() -> Any:
         if (error.name or "").partition(".")[0] != "cryptography":
             raise
         raise DependencyError(
-            "key= needs cryptography, which is not installed: pip install 'shmtensor[crypto]'", name="cryptography"
+            f"key= needs cryptography, which is not installed: {how_to_install('crypto')}", name="cryptography"
         ) from None
     if not hasattr(AESGCM, "encrypt_into"):
         raise DependencyError(
-            "key= needs a newer cryptography, with AESGCM.encrypt_into: pip install 'shmtensor[crypto]'",
+            f"key= needs a newer cryptography, with AESGCM.encrypt_into: {how_to_install('crypto')}",
             name="cryptography",
         )
     return AESGCM

@@ -36,6 +36,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urljoin
 
 from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyError, ResourceError
+from ..options import how_to_install
 from .bodies import Sink, between, http_answer, receive, s3_answer, scatter
 
 ATTEMPTS: Final = 5
@@ -93,13 +94,10 @@ def register() -> None:
     """Have fsspec know the URLs of Redis, unless somebody has already told it of others. Raises `ImportError`."""
     from fsspec import register_implementation
 
+    needs = f"URLs of Redis need redis-py: {how_to_install('redis')}"
     for protocol in REDIS:
         with suppress(ValueError):
-            register_implementation(
-                protocol,
-                "shmtensor.checkpoint.redis_files.RedisFileSystem",
-                errtxt="URLs of Redis need redis-py: pip install 'shmtensor[redis]'",
-            )
+            register_implementation(protocol, "shmtensor.checkpoint.redis_files.RedisFileSystem", errtxt=needs)
 
 
 def url_of(url: str, name: str) -> str:
@@ -771,7 +769,7 @@ def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
         from fsspec.core import url_to_fs
     except ImportError:
         raise DependencyError(
-            f"{shown}: checkpoints at URLs are read by fsspec: pip install 'shmtensor[remote]'", name="fsspec"
+            f"{shown}: checkpoints at URLs are read by fsspec: {how_to_install('remote')}", name="fsspec"
         ) from None
     register()
     raised: Exception | None = None

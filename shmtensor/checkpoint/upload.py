@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError, ResourceError
+from ..options import how_to_install
 from . import index, run_record
 from .description import digest, text
 from .directory import Best, Directory, remove, superfluous
@@ -80,7 +81,7 @@ def check_upload(url: object) -> str | None:
             split_url(url)
     except ImportError as error:
         raise DependencyError(
-            f"upload={shown!r}: {error}: pip install 'shmtensor[remote]', and fsspec's package for {protocol}",
+            f"upload={shown!r}: {error}: {how_to_install('remote')}, and fsspec's package for {protocol}",
             name=error.name,
         ) from None
     except ValueError as error:

@@ -39,7 +39,7 @@ from ..channel.names import socket_dir
 from ..codec.libraries import import_torch
 from ..errors import ShmTensorError
 from ..memory.segment import free_bytes, where
-from ..options import format_bytes
+from ..options import format_bytes, how_to_install
 from .output import console, fail, guarded, print_json
 
 _SAMPLES: Final = (
@@ -64,7 +64,7 @@ def paths(source: str | None) -> list[Path]:
         spec = importlib.util.find_spec("skimage")
         if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("PIL") is None:
             raise InputError(
-                "the demo streams scikit-image's sample images, and it is not installed: pip install 'shmtensor[demo]' "
+                f"the demo streams scikit-image's sample images, and it is not installed: {how_to_install('demo')}, "
                 "or pass --input with a file or a directory of images, .npy, .pt or .safetensors"
             )
         folder = Path(next(iter(spec.submodule_search_locations))) / "data"

@@ -541,8 +541,8 @@ def metrics(
     """Serve the metrics of all channels and services of this machine at http://ADDRESS:PORT/metrics.
 
     In the formats of Prometheus and OpenMetrics. Each request reads shared memory anew: a process that has died is gone
-    from the next scrape. Joins no channel. SIGTERM and Ctrl-C end it. Needs prometheus_client: pip install
-    'shmtensor[metrics]'.
+    from the next scrape. Joins no channel. SIGTERM and Ctrl-C end it. Needs prometheus_client (pip
+    install '.[metrics]' in a checkout).
     """
     found = collector(pattern)
     try:

@@ -7,9 +7,9 @@ import sys
 from typing import Any, Final
 
 from ..errors import DependencyError
+from ..options import how_to_install
 
-EXTRA: Final = "pip install 'shmtensor[torch]'"
-"""The command that installs torch with this package."""
+EXTRA: Final = how_to_install("torch")
 
 
 def import_torch() -> Any:

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from ..errors import ArgumentError, CudaError
 from ..memory import lifecycle
+from ..options import how_to_install
 
 HANDLE_BYTES: Final = 64
 """Size of an inter-process handle, of memory or of an event."""
@@ -516,7 +517,7 @@ def _usable_torch() -> Any:
         import torch
     except ImportError as error:
         raise CudaError(
-            errno.ENOENT, f"CUDA needs torch, which cannot be imported ({error}): pip install 'shmtensor[torch]'"
+            errno.ENOENT, f"CUDA needs torch, which cannot be imported ({error}): {how_to_install('torch')}"
         ) from None
     if torch.version.cuda is None:
         raise CudaError(

@@ -457,7 +457,8 @@ class Pool(pool.Pool):
         self._inqueue = self._outqueue = _WorkerEnds(self._channels)
         self._inqueue.parent = self._ends
         self._quick_put, self._quick_get = self._ends.put, self._ends.get
-        self.Process = self._ends.worker  # not a method: the pool's threads would keep the pool
+        # not a method of the pool: its threads would keep it
+        self.Process = self._ends.worker  # type: ignore[method-assign, assignment]
 
     def _get_sentinels(self) -> list[Any]:
         return [self._change_notifier._reader]  # type: ignore[attr-defined]

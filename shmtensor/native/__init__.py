@@ -29,7 +29,7 @@ from typing import Any, Final
 _NAME: Final = f"{__name__}._core"
 _AGAIN: Final = (
     "install a wheel of shmtensor, or a C compiler and Python's headers (on Debian and Ubuntu: apt install gcc "
-    "python3-dev), then run pip install --force-reinstall --no-deps --no-cache-dir shmtensor"
+    "python3-dev), then run pip install --force-reinstall --no-deps --no-cache-dir . in a checkout"
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from ..channel.names import check_channel
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, DependencyError, ForkedError, TimedOut, WireError
-from ..options import parse_bytes
+from ..options import how_to_install, parse_bytes
 from ..relay.frames import ONE_VERSION, PATTERNS
 from ..relay.session import zenoh_module
 from ..rpc.endpoints import check_service
@@ -45,7 +45,7 @@ def ray_module() -> Any:
         import ray
     except ImportError:
         raise DependencyError(
-            "shmtensor.ray needs Ray: pip install 'shmtensor[ray]' (or: pip install ray)", name="ray"
+            f"shmtensor.ray needs Ray: {how_to_install('ray')} (or: pip install ray)", name="ray"
         ) from None
     if not ray.is_initialized():
         raise ArgumentError("this process is not connected to a Ray cluster: call ray.init() first")
@@ -332,7 +332,7 @@ class Relays(Local):
             if "No module named 'shmtensor" in node.problem or "DependencyError" in node.problem:
                 raise DependencyError(
                     f"node {node.id} ({node.ip}): {node.problem}: install shmtensor on every node "
-                    "(pip install 'shmtensor[ray]')",
+                    f"({how_to_install('ray')})",
                     name="shmtensor",
                 )
         for node in self._nodes.values():

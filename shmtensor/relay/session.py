@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError, DependencyError, ResourceError
+from ..options import how_to_install
 from .frames import MOST_FRAME
 
 log = logging.getLogger("shmtensor.relay")
@@ -66,7 +67,7 @@ def zenoh_module() -> Any:
         import zenoh
     except ImportError:
         raise DependencyError(
-            "a relay needs Zenoh: pip install 'shmtensor[relay]' (or: pip install eclipse-zenoh)", name="zenoh"
+            f"a relay needs Zenoh: {how_to_install('relay')} (or: pip install eclipse-zenoh)", name="zenoh"
         ) from None
     return zenoh
 

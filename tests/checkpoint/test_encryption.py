@@ -38,7 +38,7 @@ from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save
 from .test_deaths import EXCHANGE_POINTS, arm
 
-pytest.importorskip("cryptography", reason="needs cryptography: pip install 'shmtensor[crypto]'")
+pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[crypto]'")
 
 PATIENCE = 120.0
 KEY = bytes(range(32))
@@ -288,7 +288,7 @@ def test_without_cryptography(monkeypatch, tmp_path, sealed):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for call in (lambda: CheckpointWriter(tmp_path / "a", key=KEY), lambda: load_checkpoint(sealed, key=KEY)):
-        with pytest.raises(shmtensor.DependencyError, match=r"pip install 'shmtensor\[crypto\]'"):
+        with pytest.raises(shmtensor.DependencyError, match=r"pip install '\.\[crypto\]'"):
             call()
     assert [found.encrypted for found in shmtensor.list_checkpoints(tmp_path)] == [True]  # needs no key
 

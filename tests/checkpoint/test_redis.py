@@ -571,5 +571,5 @@ def test_without_redis_py(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert done.stdout.count("pip install 'shmtensor[redis]'") == 2, done.stderr
+    assert done.stdout.count("pip install '.[redis]'") == 2, done.stderr
     assert "secret" not in done.stdout + done.stderr

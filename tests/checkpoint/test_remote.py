@@ -1015,7 +1015,7 @@ def test_ctrl_c_ends_the_requests(served, tmp_path):
 
 def test_packages_that_are_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(DependencyError, match=r"pip install 'shmtensor\[remote\]'") as error:
+    with pytest.raises(DependencyError, match=r"pip install '\.\[remote\]'") as error:
         load_checkpoint("https://user:secret@host/a?token=secret")
     assert "secret" not in str(error.value)
     monkeypatch.undo()

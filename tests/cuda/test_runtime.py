@@ -46,7 +46,7 @@ def test_no_torch_is_said():
         "try: runtime.runtime()\n"
         "except OSError as error: print(error)"
     )
-    assert "pip install 'shmtensor[torch]'" in run_isolated(source)
+    assert "pip install '.[torch]'" in run_isolated(source)
 
 
 def test_looking_where_a_tensor_lies_starts_nothing():

@@ -14,7 +14,7 @@ from shmtensor import Client, Consumer, Producer, Publisher, Server
 from ..scenes import HIDDEN, Fellow
 from ..waiting import PATIENCE, wait_until
 
-TEXT = "the message has torch tensors, but torch is not installed: pip install 'shmtensor[torch]'"
+TEXT = "the message has torch tensors, but torch is not installed: pip install '.[torch]' in a checkout of shmtensor"
 
 BEGINNING = (
     HIDDEN.format(name="torch")

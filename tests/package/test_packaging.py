@@ -25,7 +25,7 @@ from ..waiting import PATIENCE
 from . import contents
 
 TREE = Path(__file__).parents[2]
-EXTRA = "pip install 'shmtensor[torch]'"
+EXTRA = "pip install '.[torch]' in a checkout of shmtensor"
 
 
 # --- metadata

@@ -286,7 +286,7 @@ def node_without_the_library(nodes: Any) -> None:
     try:
         node = nodes.by_resource("bare")
         with shmtensor.ray.relays("frames") as relays:
-            with raises(shmtensor.DependencyError, node, "No module named", "pip install 'shmtensor[ray]'"):
+            with raises(shmtensor.DependencyError, node, "No module named", "pip install '.[ray]'"):
                 relays.wait(PATIENCE)
             assert relays.statistics()[node].state == "failed"
     finally:

@@ -111,7 +111,7 @@ import shmtensor.ray
 try:
     shmtensor.ray.relays("frames")
 except shmtensor.DependencyError as error:
-    assert error.name == "ray" and "pip install 'shmtensor[ray]'" in str(error), error
+    assert error.name == "ray" and "pip install '.[ray]'" in str(error), error
 else:
     raise AssertionError
 """

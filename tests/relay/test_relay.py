@@ -984,7 +984,7 @@ def test_without_zenoh(channel):
         "except shmtensor.DependencyError as error:\n    print(error.name, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.stdout.startswith("zenoh a relay needs Zenoh: pip install 'shmtensor[relay]'"), done.stderr
+    assert done.stdout.startswith("zenoh a relay needs Zenoh: pip install '.[relay]'"), done.stderr
 
 
 def test_repr_and_close(channel):
