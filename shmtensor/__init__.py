@@ -51,6 +51,7 @@ from .errors import (
     ShmTensorError,
     TimedOut,
     WireError,
+    WrongKey,
 )
 from .statistics import (
     ClientStatistics,
@@ -150,6 +151,7 @@ __all__ = [
     "WorkerPool",
     "WorkerStatistics",
     "WriterStatistics",
+    "WrongKey",
     "__version__",
     "get_context",
     "inspect",

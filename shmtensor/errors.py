@@ -117,25 +117,27 @@ class PeerDied(ShmTensorError, ConnectionError):
 
 
 class RemoteError(ShmTensorError):
-    """A server could not answer a request.
+    """A server could not answer a request, or a new worker of a pool could not start.
 
     Cause: its handler raised, or dropped the request without an answer. `type_name` is the type's name, or
     `"Failed"` for `req.fail("text")`, `"Unanswered"` for a dropped request, `"NoRoom"` for a reply without room.
     Remedy: read `remote_traceback`. The exception itself is not sent: nothing is unpickled.
     """
 
-    def __init__(self, type_name: str, text: str, remote_traceback: str = "") -> None:
-        super().__init__(type_name, text, remote_traceback)
+    def __init__(self, type_name: str, text: str, remote_traceback: str = "", where: str = "server") -> None:
+        super().__init__(type_name, text, remote_traceback, where)
         self.type_name = type_name
         """Name of the exception's type, such as `"ValueError"` or `"mypackage.errors.BadImage"`."""
         self.text = text
         """`str()` of the exception."""
         self.remote_traceback = remote_traceback
-        """The traceback in the server's process, as text; empty if there was none."""
+        """The traceback in the other process, as text; empty if there was none."""
+        self.where = where
+        """Which process that is: `"server"`, or `"worker"` of a pool that `reload` could not start."""
 
     def __str__(self) -> str:
         what = f"{self.type_name}: {self.text}" if self.text else self.type_name
-        return f"{what}\n\nIn the server:\n{self.remote_traceback}" if self.remote_traceback else what
+        return f"{what}\n\nIn the {self.where}:\n{self.remote_traceback}" if self.remote_traceback else what
 
 
 class WireError(ShmTensorError, ValueError):
@@ -154,6 +156,16 @@ class CheckpointError(WireError):
     tensor and the offset.
     Remedy: load another checkpoint (`load_newest` skips damaged ones), and look at this one with
     `shmtensor checkpoint verify`.
+    """
+
+
+class WrongKey(CheckpointError):
+    """A checkpoint is encrypted and no key or another one was given; or it is not encrypted, and a key was given.
+
+    Cause: `key=` (of `load_into` `encryption_key=`; of commands `--key-file` or `--passphrase`) is not what the
+    checkpoint was saved with, or somebody has changed the file's header.
+    Remedy: pass that key. A file that is not encrypted is loaded without one, if you trust it. `load_newest` does not
+    skip such a checkpoint for an older one.
     """
 
 

@@ -17,7 +17,7 @@ import os
 import unicodedata
 from typing import Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError, WrongKey
 from ..options import how_to_install
 
 KEY_BYTES: Final = 32
@@ -31,10 +31,6 @@ _SALT_BYTES: Final = 16
 _COSTS: Final = range(10, 19)
 """log2 of scrypt's N. A file may ask for no more: 18 takes 256 MiB and about a second."""
 _BLOCK, _LANES = 8, 1  # scrypt's r and p
-
-
-class WrongKey(CheckpointError):
-    """No key, another key, or a key for a file that is not encrypted. Never skipped when the newest is looked for."""
 
 
 @runtime_checkable
@@ -122,11 +118,11 @@ def import_aes() -> Any:
         if (error.name or "").partition(".")[0] != "cryptography":
             raise
         raise DependencyError(
-            f"key= needs cryptography, which is not installed: {how_to_install('crypto')}", name="cryptography"
+            f"encryption needs cryptography, which is not installed: {how_to_install('crypto')}", name="cryptography"
         ) from None
     if not hasattr(AESGCM, "encrypt_into"):
         raise DependencyError(
-            f"key= needs a newer cryptography, with AESGCM.encrypt_into: {how_to_install('crypto')}",
+            f"encryption needs a newer cryptography, with AESGCM.encrypt_into: {how_to_install('crypto')}",
             name="cryptography",
         )
     return AESGCM
@@ -193,10 +189,13 @@ class MasterKey:
 
 
 class KeyRing:
-    """The key-encryption keys that `key=` gives for the files of one call: one for each recipe."""
+    """The key-encryption keys that `key=` gives for the files of one call: one for each recipe.
 
-    def __init__(self, key: object) -> None:
-        self._key = check_key(key)
+    option: how the user passes the key, for errors
+    """
+
+    def __init__(self, key: object, option: str = "key=") -> None:
+        self._key, self._option = check_key(key), option
         self._made: dict[str, MasterKey] = {}
 
     def master(self, recipe: dict[str, Any], label: str) -> MasterKey:
@@ -222,7 +221,7 @@ class KeyRing:
                 raise WrongKey(f"{label}: the unwrap() of key= returned no {KEY_BYTES} bytes")
             return secret
         needed = {"key": f"{KEY_BYTES} bytes", "scrypt": "a passphrase", "wrapper": "an object that wraps keys"}[by]
-        raise WrongKey(f"{label} was encrypted with {needed}, and key= is something else: pass that")
+        raise WrongKey(f"{label} was encrypted with {needed}, and {self._option} is something else: pass that")
 
     def __repr__(self) -> str:
         return "<KeyRing>"

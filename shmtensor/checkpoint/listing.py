@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ArgumentError, CheckpointError, CudaError
+from ..errors import ArgumentError, CheckpointError, CudaError, WrongKey
 from . import index
 from .devices import check_device
 from .formats import Opened
 from .index import UPLOADED, Saved
-from .keys import Key, WrongKey
+from .keys import Key
 from .load import Verify, check_options, load_checkpoint
 from .locations import Location, fresh, location
 from .opening import LATEST, Opener, newest_first, open_found, whole

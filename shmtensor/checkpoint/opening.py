@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WrongKey
 from . import index
 from .description import read_described_file
 from .envelope import (
@@ -37,7 +37,7 @@ from .envelope import (
 from .formats import FORMATS, KNOWN, Opened, detect
 from .formats.base import INDEX, Place, find_groups, find_index, shard_of
 from .index import is_file_name
-from .keys import KeyRing, WrongKey
+from .keys import KeyRing
 from .limits import MAX_TENSORS
 from .locations import Location, MemoryFile, fresh, open_input
 from .manifest import MANIFEST, Part
@@ -50,15 +50,16 @@ _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)
 
 
 class Opener:
-    """Opens the files of one call, with `key=` or without.
+    """Opens the files of one call, with a key or without.
 
     key:    as the user passed it; None: encrypted files are a `WrongKey`, with it plain files are
     locked: without a key, open encrypted files as far as they are readable (`Opened.locked`)
+    option: how the user passes the key, for errors
     """
 
-    def __init__(self, key: object = None, *, locked: bool = False) -> None:
-        self._keys = None if key is None else KeyRing(key)
-        self._locked = locked
+    def __init__(self, key: object = None, *, locked: bool = False, option: str = "key=") -> None:
+        self._keys = None if key is None else KeyRing(key, option)
+        self._locked, self._option = locked, option
 
     def open(self, path: Location) -> Opened:
         """Open a file, or a directory of a format. Raises `CheckpointError`, `WrongKey`."""
@@ -68,8 +69,8 @@ class Opener:
             raise CheckpointError(f"{path} has the name of an encrypted file, and does not begin as one: it is damaged")
         if self._keys is not None:
             raise WrongKey(
-                f"{path} is not encrypted, and key= was given: leave out key= if you trust this file, or encrypt it "
-                "(shmtensor checkpoint encrypt)"
+                f"{path} is not encrypted, and {self._option} was given: leave it out if you trust this file, or "
+                "encrypt it (shmtensor checkpoint encrypt)"
             )
         return detect(path).open(path)
 
@@ -77,12 +78,12 @@ class Opener:
         """An encrypted file that can be decrypted, and its data key."""
         path, envelope = readable.path, readable.envelope
         if self._keys is None:
-            raise WrongKey(f"{path} is encrypted: pass key=, what it was saved with")
+            raise WrongKey(f"{path} is encrypted: pass {self._option}, what it was saved with")
         data_key = self._keys.master(envelope.recipe, str(path)).unwrap(readable.wrapped, readable.digest)
         if data_key is None:
             raise WrongKey(
-                f"{path}: key= does not open it: pass the key that it was saved with (if it is that, somebody has "
-                "changed the file's header)"
+                f"{path}: {self._option} does not open it: pass the key that it was saved with (if it is that, "
+                "somebody has changed the file's header)"
             )
         return SealedFile(path, envelope, Cipher(data_key, readable.digest)), data_key
 

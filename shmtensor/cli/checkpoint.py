@@ -226,7 +226,7 @@ def decrypt(
     --replace."""
     try:
         _check_local(source, target)
-        opener = Opener(_needed_key(key_file, passphrase))
+        opener = _opener(key_file, passphrase, needed=True)
         with _bar("decrypting", source.stat().st_size, shown=not as_json) as progress:
             made = decrypt_file(source, target, opener, overwrite=overwrite, replace=replace, progress=progress)
     except ArgumentError as error:
@@ -366,11 +366,11 @@ def _bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], Any
         yield functools.partial(progress.advance, task)
 
 
-def _opener(key_file: Path | None, passphrase: bool, *, locked: bool = False) -> Opener:
-    """How to open the files of a command; `locked` allows encrypted ones without a key."""
-    if key_file is None and not passphrase:
-        return Opener(locked=locked)
-    return Opener(_needed_key(key_file, passphrase))
+def _opener(key_file: Path | None, passphrase: bool, *, locked: bool = False, needed: bool = False) -> Opener:
+    """How to open the files of a command. `locked` allows encrypted ones without a key, `needed` asks for one."""
+    if not needed and key_file is None and not passphrase:
+        return Opener(locked=locked, option="--key-file or --passphrase")
+    return Opener(_needed_key(key_file, passphrase), option="--passphrase" if key_file is None else "--key-file")
 
 
 def _needed_key(key_file: Path | None, passphrase: bool, *, confirm: bool = False) -> Key:

@@ -627,7 +627,7 @@ class Supervisor:
             kind, _, why = process.report[1].partition(": ")
             if process.report[0] == worker.REFUSED:
                 kind, why = "Refused", process.report[1]
-            error = RemoteError(kind, f"{text}cannot start: {why}", process.report[2])
+            error = RemoteError(kind, f"{text}cannot start: {why}", process.report[2], "worker")
         log.error("%s", f"{text}{'cannot start' if process and process.report else 'died'} ({how})")
         self._end_reload(error)
 

@@ -576,7 +576,9 @@ def test_encrypt_and_decrypt(format, state, run, tmp_path, key_file):
     shown = json.loads(run("info", sealed, "--json", "--key-file", key_file))
     assert (shown["encrypted"], shown["locked"], shown["meta"]) == (True, False, {"m": 1})
     assert f"ok {sealed}" in run("verify", sealed, "--key-file", key_file)
-    assert "pass key=" in run("verify", sealed, code=1)
+    assert "pass --key-file or --passphrase" in run("verify", sealed, code=1)
+    assert "--passphrase is something else" in run("verify", sealed, "--passphrase", input="x\n", code=1)
+    assert "--key-file was given" in run("verify", path, "--key-file", key_file, code=1)
     assert "exists" in run("decrypt", sealed, "--key-file", key_file, code=1)
     run("decrypt", sealed, tmp_path / "b", "--key-file", key_file)
     run("decrypt", sealed, "--key-file", key_file, "--overwrite")
@@ -810,7 +812,7 @@ def test_convert(run, state, sealed, key_file, tmp_path):
         "--max-shard", "500000")  # fmt: skip
     assert same(load_arrays(tmp_path / "d", key=KEY, verify="all"), state)
     assert "ok" in run("verify", tmp_path / "d", "--key-file", key_file)
-    assert "pass key=" in run("convert", sealed, tmp_path / "e.pt", code=1)
+    assert "pass --key-file or --passphrase" in run("convert", sealed, tmp_path / "e.pt", code=1)
     assert not (tmp_path / "e.pt").exists()
 
 

@@ -492,8 +492,9 @@ def test_a_reload_whose_new_worker_fails_leaves_the_old_ones(pool_of, channel, f
     with pool_of(services.tell, setup=setup, workers=2) as pool, shmtensor.Client(channel) as client:
         before = pool.pids
         touch(file.bad)
-        with pytest.raises(error, match=f"(?s){text}"):
+        with pytest.raises(error, match=f"(?s){text}") as caught:
             pool.reload(timeout=PATIENCE)
+        assert ("In the worker:\n" in str(caught.value)) is (error is RemoteError)
         assert (pool.pids, pool.ready) == (before, 2)
         assert client.request(1, timeout=PATIENCE)["pid"] in before
         seen = pool.statistics()
