@@ -19,14 +19,14 @@ import numpy as np
 from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import Array
 from ..cuda.runtime import device_of
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WrongKey
 from ..memory.mapped_file import map_private
 from .description import Summer
 from .devices import Blocks, check_device, move_state
 from .envelope import DATA, SEGMENT
 from .formats import Opened, Stored
 from .formats.zips import check_crcs
-from .keys import Key, WrongKey
+from .keys import Key
 from .locations import open_input
 from .manifest import MANIFEST, check_others
 from .opening import Opener, open_path, open_rank
@@ -388,7 +388,8 @@ def load_into(
 
     Args:
         path: as for `load_checkpoint`.
-        key: dotted name of the module's state in it, such as `"model"`; None: the checkpoint is the state dict itself.
+        key: dotted name of the module's state in it, such as `"model"`, or what its names begin with, such as
+            `"model.encoder"` for a part of the module that was saved; None: the checkpoint is the state dict itself.
         strict: as for `load_state_dict`. A name that the file lacks is not missing if the module ties its weight to one
             that the file has, as with `safetensors.torch.load_model`.
         encryption_key: of an encrypted checkpoint, what `load_checkpoint` takes as `key=`.

@@ -56,12 +56,16 @@ def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> An
 
 
 def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
-    """The value under one dotted name. Raises `ArgumentError` if there is none."""
+    """The value under one dotted name, or the part of a dict whose names begin with it, such as `"0"` for those of
+    `{"0.weight": w, "0.bias": b}`, under what is left of them. Raises `ArgumentError` if there is neither."""
     names: list[str] = []
     found = _descend(tree, "", key, names, _of_dict if objects else children)
     if found is None:
         raise unknown(key, names)
-    return found[0]
+    value, begun = found
+    if begun:
+        return begun if objects else {"d": begun}
+    return value
 
 
 def unknown(key: str, names: list[str]) -> ArgumentError:
@@ -113,16 +117,22 @@ def _of_dict(value: Any) -> list[tuple[Any, Any]]:
 _Children = Callable[[Any], list[tuple[Any, Any]]]
 
 
-def _descend(node: Any, name: str, key: str, names: list[str], children_of: _Children) -> tuple[Any] | None:
+def _descend(
+    node: Any, name: str, key: str, names: list[str], children_of: _Children
+) -> tuple[Any, dict[str, Any]] | None:
+    """What has the name, or else the entries whose names begin with it."""
+    begun = {}
     for text, child in children_of(node):
         path = f"{name}.{text}" if name else str(text)
         names.append(path)
         if path == key:
-            return (child,)
+            return child, {}
+        if path.startswith(f"{key}."):
+            begun[path[len(key) + 1 :]] = child
         found = _descend(child, path, key, names, children_of) if key.startswith(f"{path}.") else None
         if found is not None:
             return found
-    return None
+    return (None, begun) if begun else None
 
 
 class _Entries(NamedTuple):

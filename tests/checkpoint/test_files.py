@@ -454,6 +454,23 @@ def test_a_module_is_filled_in_place(format, path_of):
         load_into(target, path, key="step")
 
 
+@each_format
+def test_a_part_of_a_module_is_filled(format, path_of):
+    """Its names begin with the key, as `load_checkpoint(keys=)` takes it."""
+    source, target = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)), torch.nn.Linear(2, 1)
+    for made, key in (({"model": source.state_dict(), "step": 1}, "model.1"), (source.state_dict(), "1")):
+        torch.nn.init.normal_(source[1].weight)
+        path = save(made, path_of(format), format)
+        assert not any(load_into(target, path, key=key))
+        assert same(dict(target.state_dict()), dict(source[1].state_dict()))
+        os.unlink(path)
+    path = save({"model": source.state_dict()}, path_of(format), format)
+    with pytest.raises(ArgumentError, match=r"nothing named 'model\.2'"):
+        load_into(target, path, key="model.2")
+    with pytest.raises(ArgumentError, match="pass key="):
+        load_into(target, path, key="model.1.weight")
+
+
 def test_a_module_of_other_types_and_ties(path_of):
     source = model()
     path = save(source, path_of("safetensors"))

@@ -337,6 +337,13 @@ def test_shared_lists_stay_shared(tmp_path):
     net = torch.nn.Linear(2, 2, bias=False)
     torch.save({"deep": shared, "net": net.state_dict()}, path)
     load_into(net, path, key="net")
+    whole = torch.nn.Sequential(net)
+    torch.nn.init.normal_(net.weight)
+    kept = net.weight.clone()
+    torch.save({"deep": shared, "net": whole.state_dict()}, path)
+    torch.nn.init.zeros_(net.weight)
+    load_into(net, path, key="net.0")
+    assert torch.equal(net.weight, kept)
 
 
 def test_what_contains_itself_is_refused(tmp_path):
