@@ -57,16 +57,23 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of the report. A check that raises is a failed finding."""
+    """All findings, in the order of the report. A check that raises is a failed finding.
+
+    One check waits for a segment server that does not serve. If it is in vain, the others do not wait again.
+    """
     findings: list[Finding] = []
-    for check in (*MACHINE, *SOFTWARE):
-        try:
-            findings += check()
-        except Exception as error:
-            name = check.__name__.replace("_", " ")
-            findings.append(
-                Finding(name, FAIL, type(error).__name__, f"{error}; this check broke where it should not have")
-            )
+    with contextlib.ExitStack() as without_waiting:
+        for check in (*MACHINE, *SOFTWARE):
+            try:
+                for finding in check():
+                    findings.append(finding)
+                    if finding.name == _SERVER and finding.status == FAIL:
+                        without_waiting.enter_context(placement.at_once())
+            except Exception as error:
+                name = check.__name__.replace("_", " ")
+                findings.append(
+                    Finding(name, FAIL, type(error).__name__, f"{error}; this check broke where it should not have")
+                )
     return findings
 
 
@@ -82,6 +89,7 @@ def _show(findings: list[Finding]) -> None:
     out.print(f"{len(findings)} checks, {warned} warnings, {failed} failures")
 
 
+_SERVER = "segment server"
 _MIB = 1 << 20
 _ROOMY = 256 * _MIB
 _FEW_FILES = 1024
@@ -115,10 +123,10 @@ def _served(place: placement.Place) -> Iterator[Finding]:
     try:
         size, free = place.total_bytes(), place.free_bytes()
     except ResourceError as error:
-        yield Finding("segment server", FAIL, "does not serve", str(error))
+        yield Finding(_SERVER, FAIL, "does not serve", str(error))
         return
     yield Finding(
-        "segment server", WARN if free < _ROOMY else OK, f"{format_bytes(size)}, {format_bytes(free)} free",
+        _SERVER, WARN if free < _ROOMY else OK, f"{format_bytes(size)}, {format_bytes(free)} free",
         f"rings are kept by {place}, for all containers that share the directory; /dev/shm is not used",
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import pwd
@@ -23,43 +24,51 @@ from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
 from .output import console, fail, guarded, print_json, seconds
 
+_WILD = frozenset("*?[")
 _FOREIGN_MOST = 20
 """Most lines about files that are not the library's."""
 
 
 @guarded
 def ls(
-    channel: Annotated[str | None, typer.Argument(help="Only this channel.")] = None,
+    pattern: Annotated[
+        str | None, typer.Argument(help='Only this channel, or those with such names, for example "camera*".')
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List channels: members, rings, slots in use, who holds what, and how old it is; and what is not the library's.
 
-    Only looks: it joins no channel and changes nothing. Exit code 1 if CHANNEL is named and does not exist.
+    Only looks: it joins no channel and changes nothing. Exit code 1 if PATTERN is given and no channel has such a name.
     """
-    if channel is not None:
+    if pattern is not None and not _WILD & set(pattern):
         try:
-            check_channel(channel)
+            check_channel(pattern)
         except ShmTensorError as error:
             raise fail(str(error), 2) from None
-    views = Inspector(messages=as_json).channels(None if channel is None else channel.__eq__)
-    others = foreign(usable_socket_dir() if channel is None else None)
-    if channel is not None:
-        others = [it for it in others if (parse_file(os.path.basename(it.path)) or ("",))[0] == channel]
+    wanted = None if pattern is None else functools.partial(_matches, pattern)
+    views = Inspector(messages=as_json).channels(wanted)
+    others = foreign(usable_socket_dir() if wanted is None else None)
+    if wanted is not None:
+        others = [it for it in others if wanted((parse_file(os.path.basename(it.path)) or ("",))[0])]
     if as_json:
         print_json({"channels": [as_dict(view) for view in views], "foreign": [foreign_dict(it) for it in others]})
     else:
         out = console()
         for view in views:
             _show(out, view)
-        if not views and channel is None:
+        if not views and pattern is None:
             out.print("no channels")
         for it in others[:_FOREIGN_MOST]:
             out.print(f"[yellow]not ours:[/] {escape(describe(it))}", soft_wrap=True)
         if len(others) > _FOREIGN_MOST:
             out.print(f"[yellow]not ours:[/] {len(others) - _FOREIGN_MOST} more, see --json")
-    if channel is not None and not views:
+    if pattern is not None and not views:
         why = "what lies under its name is not the library's" if others else "see `shmtensor ls`"
-        raise fail(f'there is no channel "{channel}": {why}')
+        raise fail(f'there is no channel "{pattern}": {why}')
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def usable_socket_dir() -> str | None:

@@ -38,6 +38,8 @@ class Parts:
     scalars: tuple[Any, ...]
 
     def __str__(self) -> str:
+        if self.kind == "data":
+            return f"bytes{list(self.leaves[0].shape)}"
         return f"{self.kind}({', '.join(map(str, (*self.leaves, *self.scalars)))})"
 
 

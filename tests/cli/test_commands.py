@@ -7,8 +7,10 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from shmtensor.cli import doctor
 from shmtensor.cli.main import app
 from shmtensor.cli.output import FAIL, Finding
 from shmtensor.errors import ResourceError
+from shmtensor.memory import placement, served
 from shmtensor.memory import segment as shm
 
 from ..scenes import own_shm, play, unswept
@@ -288,6 +291,12 @@ def test_ls_of_a_name_that_is_not_ours(channel):
 def test_ls_names(channel):
     cli("ls", channel, code=1)
     cli("ls", "no/such", code=2)
+    cli("ls", "no-such-*", code=1)
+    with shmtensor.Publisher(channel), shmtensor.Publisher(f"{channel}-b"):
+        for pattern in (f"{channel}*", f"{channel[:-1]}?*"):
+            names = [it["name"] for it in json.loads(cli("ls", pattern, "--json"))["channels"]]
+            assert {channel, f"{channel}-b"} <= set(names), pattern
+        assert f"{channel}-b" in cli("ls", f"{channel}-[ab]")
     assert isinstance(json.loads(cli("ls", "--json"))["channels"], list)
 
 
@@ -308,6 +317,22 @@ def test_doctor_fails_and_survives_broken_checks(monkeypatch):
     monkeypatch.setattr(doctor, "SOFTWARE", ())
     report = json.loads(cli("doctor", "--json", code=1))
     assert [it["status"] for it in report["findings"]] == ["fail", "fail"]
+
+
+def test_doctor_waits_once_for_a_segment_server_that_has_ended(monkeypatch, tmp_path):
+    now = [1e6]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(served, "time", clock)
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ended:
+        ended.bind(f"{tmp_path}/{placement.SOCKET}")
+    monkeypatch.setenv("SHMTENSOR_DIR", str(tmp_path))
+    report = json.loads(cli("doctor", "--json", code=1))
+    assert now[0] - 1e6 < 1.5 * served.PATIENCE
+    found = {it["name"]: it for it in report["findings"]}
+    assert found["segment server"]["status"] == "fail"
+    assert "shmtensor share" in found["segment server"]["meaning"]
+    assert found["NumPy"]["status"] == "ok"
 
 
 def test_doctor_tries_the_socket_directory(monkeypatch, tmp_path):

@@ -538,7 +538,7 @@ def test_outlines():
     value = {"a": [np.zeros((2, 3), np.float32), 1, "x\n"], "b": b"12345", 7: (None, float("nan")), "c": 1 << 100}
     outline = Outline(encode(value, {"k": [1, 2]}).description)
     assert as_text(outline.value) == (
-        f"{{'a': [numpy.float32[2, 3], 1, 'x\\n'], 'b': data(numpy.uint8[5]), 7: (None, nan), 'c': {1 << 100}}}"
+        f"{{'a': [numpy.float32[2, 3], 1, 'x\\n'], 'b': bytes[5], 7: (None, nan), 'c': {1 << 100}}}"
     )
     assert outline.meta == {"k": [1, 2]}
     assert json.loads(json.dumps(as_json(outline.value), allow_nan=False))["7"] == [None, "nan"]
