@@ -92,7 +92,7 @@ class Receiver(Endpoint):
         group: str = "",
         claims: Claims | None = None,
     ) -> None:
-        """`mode`, `depth`: of its readers, see `Reception`. `claims`: if it shares its messages with others."""
+        # mode, depth: of its readers, see `Reception`; claims: if it shares its messages with others
         label = check_label(label)
         check_choice("until", until, ("drained", "closed"))
         self._waits_for_more = until == "closed"  # the end of all senders is no end of the stream: others may come

@@ -197,7 +197,7 @@ class Sender(Endpoint):
         label: str | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """`memory`: where the data of the rings lie, if not in host memory."""
+        # memory: where the data of the rings lie, if not in host memory
         label = check_label(label)
         self._memory = memory
         if memory is not None:
