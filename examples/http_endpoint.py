@@ -37,7 +37,7 @@ from starlette.routing import Route
 import shmtensor
 
 SERVICE, WORKERS, REQUESTS = "example-http", 2, 300
-MOST_WAITING, RETRY_AFTER = 16, 1
+MOST_WAITING, RETRY_AFTER = WORKERS, 1
 """Requests that may wait for a worker, and the seconds after which one that is refused may come again."""
 
 
@@ -164,7 +164,7 @@ async def main() -> None:
     server.should_exit = True
     await serving
     print(f"{len(scores)} requests at once, one of {WORKERS} workers killed meanwhile: every answer came, and is right")
-    print(f"at most {MOST_WAITING} waited: {refused} times a request was told to come again")
+    print(f"at most {MOST_WAITING} waited for a worker; others were told to come again, {refused} times in all")
 
 
 if __name__ == "__main__":

@@ -141,17 +141,19 @@ class WorkerStatistics:
     ready: bool
     """Whether that takes requests: `setup` is over."""
     restarts: int
-    """How often it was started again after it had died, or could not start. Reloads are not counted."""
+    """How often a process of this index was started again after one had died, or could not start. Not by reloads."""
     generation: int
     """Reloads of the pool before its process was started: 0 for one of the first."""
     handled: int
-    """Requests that it answered. Those of a batch are counted one by one."""
+    """Requests that were answered, by all processes that have had this index: restarts and reloads go on counting.
+    Those of a batch are counted one by one."""
     errors: int
     """Of these, answered with an error."""
     busy: float | None
     """Seconds since it began with the request that it works on; None if it has none."""
     last_error: str
-    """What its handler raised last, or how it died, or why it could not start; empty if nothing has happened."""
+    """What the handler raised last, or how a process died, or why it could not start, of all processes that have had
+    this index; empty if nothing has happened."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class CheckpointWriter(Local):
             See `SaveHandle.status`, `waited` and `replaced`.
         keep_last: how many of the newest checkpoints stay; older ones that this library wrote are deleted. None: all.
         keep_every: older ones whose step is a multiple of it stay as well.
-        keep_best: `(metric, "min" or "max", count)`: so many older ones with the best `metrics=` stay as well.
+        keep_best: `(metric, "min" or "max", count)`: the `count` with the best `metrics=` of all stay as well; those
+            among the last `keep_last` count.
         on_error: `"raise"` or `"warn"`: what the next `save` or `close` does with the error of an earlier save that you
             have not got from its `SaveHandle.durable`.
         nice: added to the niceness of the writing process, 0 to 19.

@@ -90,9 +90,8 @@ class Subscriber(AsyncReceiver):
         channel: the channel's name.
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, the newest
             ones, never holding anybody back (`msg.missed` counts what was passed over).
-        depth: with `delivery="latest"`: of how many of each publisher's newest messages the oldest comes next. They
-            come in order, as far as the publisher has not reused their slots: it keeps about as many as its ring
-            has slots.
+        depth: with `delivery="latest"`: a queue of the newest `depth` messages of each publisher, in order; older ones
+            are dropped. A publisher's ring has to keep them: it should have some slots more.
         group: the name of a group of subscribers, in any processes, that share the messages: each goes to one of them,
             by the rules of a work queue. It is done when its `Message` is released, or with the next `recv`; if its
             receiver dies before that, it goes to another (see `Consumer`). Other groups, and subscribers in none, get

@@ -69,7 +69,8 @@ class Request(Local):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the reply is no longer needed: the client cancelled the request, closed or died."""
+        """Whether the reply is no longer needed: the client cancelled the request or gave it up at its time-out, closed
+        or died."""
         return self._taken.is_cancelled(self._record)
 
     @property

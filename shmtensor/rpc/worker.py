@@ -203,7 +203,8 @@ class RequestContext:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the reply is no longer needed: the client cancelled the request, closed or died. Cheap to ask."""
+        """Whether the reply is no longer needed: the client cancelled the request or gave it up at its time-out, closed
+        or died. Cheap to ask."""
         return self._request.cancelled
 
     @property
@@ -249,7 +250,7 @@ class BatchContext:
 
     @property
     def cancelled(self) -> tuple[bool, ...]:
-        """Whether the replies are no longer needed."""
+        """Whether the replies are no longer needed, each as in `RequestContext`."""
         return tuple(request.cancelled for request in self._batch.requests)
 
     @property
