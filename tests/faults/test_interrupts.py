@@ -120,10 +120,10 @@ PATTERNS = {"fan-out": FanOut, "work-queue": WorkQueue, "group": Group}
 
 
 @pytest.fixture
-def results_arrive():
-    """For tests of what a call returns."""
-    if loses_results():
-        pytest.skip("this interpreter lets an exception come between a return and the caller's assignment")
+def nothing_is_skipped():
+    """For tests that need an interpreter that neither loses what a call returns, nor leaves out a handler."""
+    if loses_results() or skips_handlers():
+        pytest.skip("this interpreter lets an exception come between a return and its result, or leaves out a handler")
 
 
 @pytest.fixture(params=PATTERNS)
@@ -174,7 +174,7 @@ def test_send_with_meta(channel, pattern):
             before = it.tx.statistics().sent
 
 
-@pytest.mark.usefixtures("results_arrive")
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_recv(channel, pattern, value):
     with scene(pattern, channel, value) as it:
         state = {}
@@ -195,7 +195,7 @@ def test_recv(channel, pattern, value):
             it.send()
 
 
-@pytest.mark.usefixtures("results_arrive")
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_recv_of_a_message_that_was_taken_by_one_that_was_interrupted(channel, pattern):
     """Interrupted twice, and more: each time the next call has it."""
     with scene(pattern, channel) as it:
@@ -212,7 +212,7 @@ def test_recv_of_a_message_that_was_taken_by_one_that_was_interrupted(channel, p
                 it.send()
 
 
-@pytest.mark.usefixtures("results_arrive")
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_recv_copy(channel, pattern):
     with scene(pattern, channel, mixed) as it:
         state = {}
@@ -228,6 +228,7 @@ def test_recv_copy(channel, pattern):
             it.send()
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_recv_times_out(channel, pattern):
     """Going to sleep, looking around, giving up."""
     with scene(pattern, channel) as it:
@@ -241,7 +242,7 @@ def test_recv_times_out(channel, pattern):
             note("recv that sleeps", attempt)
 
 
-@pytest.mark.usefixtures("results_arrive")
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_iteration(channel, pattern):
     with scene(pattern, channel) as it:
         state = {}
@@ -278,6 +279,7 @@ def test_release(channel, pattern):
         state.pop("message").release()
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_with_block(channel):
     """Interrupted inside, a message is not done and comes again; interrupted in leaving it, either may be."""
     with scene(WorkQueue, channel, mixed) as it:
@@ -324,6 +326,7 @@ def test_views_die(channel, pattern, value):
         state.clear()
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 def test_latest(channel):
     with scene(FanOut, channel, options={"delivery": "latest"}) as it:
         state = {}
@@ -377,11 +380,10 @@ def test_a_loan_that_is_sent_again(channel, pattern):
         state["loan"].discard()
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 @pytest.mark.parametrize("slots", [2, 8], ids=["any slot", "batch"])
 def test_full_ring(channel, pattern, slots):
     """Waiting for a slot, and giving up."""
-    if skips_handlers():
-        pytest.skip("this interpreter leaves out handlers while an exception passes")
     with scene(pattern, channel, slots=slots) as it:
 
         def send():
@@ -653,6 +655,7 @@ def test_close_with_views_alive(channel, pattern):
             break
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["send", "recv"])
 def test_random_signals(channel, pattern, value, side):
