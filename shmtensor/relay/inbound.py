@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import secrets
 import struct
 import threading
@@ -22,6 +21,7 @@ from ..errors import ArgumentError, RingFull, ShmTensorError, TimedOut, WireErro
 from ..wire import record, spec
 from .endpoints import FarProducer, FarPublisher, path_of, relayed_label, was_claimed
 from .far_requests import FarClient, FarService
+from .frame_queue import FrameQueue
 from .frames import (
     CANCEL,
     FAN_OUT,
@@ -296,8 +296,8 @@ class Stream:
         self._lock = threading.Lock()
         self._incoming = Incoming()
         self._incoming.start_at(max(hello.oldest, inbound.known(hello) + 1))
-        self._queue: queue.SimpleQueue[tuple[bytes, Any] | None] = queue.SimpleQueue()
-        self._queued = 0
+        # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
+        self._queue = FrameQueue(2 * (self._terms.nbytes + MOST_FRAME), 2 * self._terms.messages)
         self._gap = False
         self._newest = (0, 0)  # number and offset of what this attempt has sent last
         self._audience = NOBODY
@@ -348,24 +348,34 @@ class Stream:
 
     def feed(self, head: bytes, body: Any) -> None:
         """A frame has come. One that asks for a sign of life gets it at once, whatever the thread does."""
-        size = len(head) + len(body)
         if self._service is not None and len(head) > _KIND_AT and head[_KIND_AT] in (STATE, CANCEL):
             self._hear(self._service, head, body)
             return
-        with self._lock:
-            # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
-            is_allowed = self._queued <= 2 * (self._terms.nbytes + MOST_FRAME)
-            if is_allowed:
-                self._queued += size
-            if self._away_since is not None:  # it sends, though its token is not there, or the thread waits for a slot
-                self._away_since = time.monotonic()
-        if not is_allowed:
+        status: tuple[int, ...] = ()
+        if len(head) > _KIND_AT and head[_KIND_AT] == STATUS:
+            status = self._place_of(head, body)
+            if not status:
+                return
+        if not self._queue.put(head, body, status=status):
             self._inbound.count_bad(WireError("more bytes than the window allows"))
             return
-        self._queue.put((head, body))
-        if len(head) > _KIND_AT and head[_KIND_AT] == STATUS:
+        with self._lock:
+            if self._away_since is not None:  # it sends, though its token is not there, or the thread waits for a slot
+                self._away_since = time.monotonic()
+        if status:
             self._state_due = time.monotonic() + _STATE_S
             self._inbound.session.answer(self._inbound.keys.near(self.near), self._state().head())
+
+    def _place_of(self, head: bytes, body: Any) -> tuple[int, ...]:
+        """What a STATUS tells of; empty if it is none, or not for this relay, which is counted."""
+        try:
+            frame = parse(head, body.to_bytes())
+            if not isinstance(frame, Status) or frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+        except WireError as error:
+            self._inbound.count_bad(error)
+            return ()
+        return frame.attempt, frame.sent, frame.nbytes
 
     def _hear(self, service: FarService, head: bytes, body: Any) -> None:
         """What the near relay says of requests and replies, whatever the thread does."""
@@ -389,7 +399,7 @@ class Stream:
                 self._incoming.acknowledge(number)
         self._inbound.acknowledged += len(numbers)
         self._due = True
-        self._queue.put(None)
+        self._queue.wake()
 
     def note_presence(self, is_there: bool) -> None:
         """The near relay's token has come or gone."""
@@ -406,11 +416,10 @@ class Stream:
         try:
             self._to_near = self._inbound.session.sender(self._inbound.keys.near(self.near))  # may wait
             while not self._stop and not self._is_over:
-                with contextlib.suppress(queue.Empty):
-                    got = self._queue.get(timeout=self._interval())
-                    if got is not None:
-                        self._take(*got)
-                    del got
+                got = self._queue.get(self._interval())
+                if got is not None:
+                    self._take(*got)
+                del got
                 self._tick()
                 self._collect()
                 self._say_if_due()
@@ -480,8 +489,7 @@ class Stream:
         except WireError as error:
             self._inbound.count_bad(error)
         finally:
-            with self._lock:
-                self._queued -= len(head) + len(body)
+            self._queue.note_done(head, body)
 
     def _handle(self, frame: Frame, nbytes: int) -> None:
         if isinstance(frame, Cancel) and self._pattern == WORK_QUEUE:  # of whichever attempt: the next one has begun
