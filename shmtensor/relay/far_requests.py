@@ -46,13 +46,12 @@ class _Ended:
 
     def __init__(self, call: FarCall, end: int, attempts: int, message: Message | None = None) -> None:
         self.number, self._message = call.number, message
-        note = ReplyNote(end, attempts).pack()
-        self.meta: bytes = note if message is None else note + message.meta
-        self.nbytes: int = 0 if message is None else message.nbytes
+        self._note = ReplyNote(end, attempts).pack()
 
-    @property
-    def value(self) -> Any:
-        return b"" if self._message is None else self._message.value
+    def read(self) -> tuple[Any, bytes]:
+        """Payload and description, to be sent."""
+        message = self._message
+        return (b"", self._note) if message is None else (message.value, self._note + message.meta)
 
     def release(self) -> None:
         """The near relay has it."""
@@ -393,7 +392,8 @@ class FarService:
                 self._window.begin(_FOREVER, self._nbytes, 0)
                 self._sender = ItemSender(
                     (self._near, self._far, attempt), 0, (), self._window, lock=self._changed,
-                    origin=lambda it: it.number, claim=lambda nbytes: self._claim(attempt, nbytes), put=self._put,
+                    read=_Ended.read, origin=lambda it: it.number,
+                    claim=lambda nbytes: self._claim(attempt, nbytes), put=self._put,
                 )  # fmt: skip
                 ended = list(self._ended.values())
             else:

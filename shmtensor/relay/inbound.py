@@ -306,7 +306,7 @@ class Stream:
         self._begun = 0  # of a queue: the newest item that a consumer has, or had
         self._leaving: set[int] = set()
         self._unfinished: dict[int, Unfinished] = {}
-        self._filling: tuple[int, int, Any] | None = None  # attempt, number, a `Filling`
+        self._filling: tuple[int, int, Any, int] | None = None  # attempt, number, a `Filling`, sender
         self._away_since: float | None = None
         self._is_over = self._stop = False
         self._progress = self._audience_due = self._state_due = 0.0
@@ -547,6 +547,7 @@ class Stream:
         self._newest = (frame.items[-1].number, 0) if isinstance(frame, Items) else place
 
     def _accept(self, after: int, number: int) -> bool:
+        self._filling = None  # what was begun before is not gone on with: a request that has ended
         with self._lock:
             is_new = self._incoming.accept(after, number)
         if not is_new:
@@ -570,14 +571,13 @@ class Stream:
     def _add(self, frame: Part) -> None:
         """Copy a part of an item into its slot; publish it with the last one."""
         if frame.offset == 0:
-            self._filling = None
             if not self._accept(frame.after, frame.number):
                 return
             if not self._is_sound(frame.number, frame.description, frame.nbytes):
                 return
             sender = self._sender(frame.sender)
             filling = self._place(frame, lambda: sender.fill(frame, _FULL_S))
-            self._filling = frame.attempt, frame.number, filling
+            self._filling = frame.attempt, frame.number, filling, frame.sender
         elif self._filling is None or self._filling[:2] != (frame.attempt, frame.number):
             if frame.number <= self._incoming.received:
                 return  # the rest of one that was received before, or passed over
@@ -677,6 +677,8 @@ class Stream:
             for uid in there:
                 self._sender(uid)
         self._leaving = self._senders.keys() - there.keys()
+        if self._filling is not None and self._filling[3] in self._leaving:
+            self._filling = None  # the rest was given up: while it comes, its sender is named
 
     def _withdraw(self, numbers: Sequence[int]) -> None:
         """The near relay has taken messages back: here, no consumer gets those that none has."""

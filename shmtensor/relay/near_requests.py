@@ -57,21 +57,20 @@ class Taken:
         """It has ended here; so that the far side shall cancel it; its time is up there, and will be here."""
 
     @property
-    def value(self) -> Any:
-        return self._record.message.value
-
-    @property
     def nbytes(self) -> int:
         return self._record.message.nbytes
 
-    @property
-    def meta(self) -> bytes:
-        record = self._record
-        remaining = record.remaining
-        left = 0 if remaining is None else max(1, int(remaining * 1e9))
-        bits = ONCE if record.is_tried_once else 0
-        note = RequestNote(left, bits, self.attempts_before)
-        return note.pack() + record.message.meta  # type: ignore[no-any-return]
+    def read(self) -> tuple[Any, bytes] | None:
+        """Payload and description, to be sent: from now on the far side may have it. None: it has ended."""
+        with self._service.ending:  # the other thread may be about to end it, which releases its message
+            if self.is_ended or self._record.is_released:
+                return None
+            self.is_sent = True
+            record = self._record
+            remaining = record.remaining
+            left = 0 if remaining is None else max(1, int(remaining * 1e9))
+            note = RequestNote(left, ONCE if record.is_tried_once else 0, self.attempts_before)
+            return record.message.value, note.pack() + record.message.meta
 
     # --- its end: once
 

@@ -87,6 +87,11 @@ def _origin(item: Sent) -> int:
     return int(item.sender.id, 16)
 
 
+def _read(item: Sent) -> tuple[Any, Any] | None:
+    """What is sent of an item: a message as it is. None: it has ended."""
+    return item.read() if isinstance(item, Taken) else (item.value, item.meta)
+
+
 class Outbound:
     """One channel of a near relay. It has a thread, which takes and sends; acknowledgements come in Zenoh's.
 
@@ -356,11 +361,8 @@ class Outbound:
             self._last_far, self._far_path = frame.far, frame.path
             self._sending = ItemSender(
                 (self._id, frame.far, self._attempt), frame.received, again, self._window, lock=self._changed,
-                origin=_origin, claim=self._claim, put=self._put,
+                read=_read, origin=_origin, claim=self._claim, put=self._put,
             )  # fmt: skip
-            for _, it in again:
-                if isinstance(it, Taken):
-                    it.is_sent = True
             self._heard = time.monotonic()
             self._status_due = 0.0
             self.connections += 1
@@ -623,14 +625,16 @@ class Outbound:
 
     def _claim(self, nbytes: int) -> bool:
         """Wait for credit for so many bytes. False: the connection is over."""
-        attempt = self._attempt
+        attempt, is_service = self._attempt, self._pattern == SERVICE
         while True:
+            if is_service:
+                self._attend(time.monotonic())
             with self._changed:
                 if not self._stop and self._window.may_send(nbytes):
                     self._window.note_sent(nbytes)
                     return True
                 if not (self._stop or self._events or self._gap):
-                    self._changed.wait(_TICK_S)
+                    self._changed.wait(_LOOK_S if is_service else _TICK_S)
             self._handle_events()
             now = time.monotonic()
             if self._stop or attempt != self._attempt or self._is_over(now) or self._recalls(now):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from .frames import MOST_BODY, MOST_ITEMS, Item, Items, Part
 from .window import Outgoing
@@ -17,27 +17,12 @@ _SMALL: Final = 256 << 10
 PART: Final = MOST_BODY // 2
 
 
-class Sendable(Protocol):
-    """What is sent: a message as it is."""
-
-    @property
-    def value(self) -> Any:
-        """The payload."""
-
-    @property
-    def meta(self) -> Any:
-        """The description."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload."""
-
-
-T = TypeVar("T", bound=Sendable)
+T = TypeVar("T")
 
 
 class ItemSender(Generic[T]):
-    """Sends items of a window, in one attempt. What waits here leaves when it was sent, in order: none is passed over.
+    """Sends items of a window, in one attempt. What waits here leaves when it was sent, in order: none is passed over
+    but what nobody wants any more.
 
     Args:
         ids: of the frames: near relay, far relay, attempt.
@@ -45,6 +30,7 @@ class ItemSender(Generic[T]):
         waiting: numbers and items that are to be sent first.
         window: what is under way; what leaves it meanwhile is not sent.
         lock: of the window.
+        read: payload and description of an item that is about to be sent; None: it has ended, and leaves the window.
         origin: the sender of an item, as frames name it.
         claim: waits for credit for so many bytes; False: there is none, and what waits is to wait.
         put: sends a frame.
@@ -58,6 +44,7 @@ class ItemSender(Generic[T]):
         window: Outgoing[T],
         *,
         lock: AbstractContextManager[Any],
+        read: Callable[[T], tuple[Any, Any] | None],
         origin: Callable[[T], int],
         claim: Callable[[int], bool],
         put: Callable[[bytes, bytes], None],
@@ -65,7 +52,7 @@ class ItemSender(Generic[T]):
         self._ids, self.after, self._window = ids, after, window
         self._waiting = deque(waiting)
         self._offset = 0  # how much of the first one was sent
-        self._lock, self._origin, self._claim, self._put = lock, origin, claim, put
+        self._lock, self._read_item, self._origin, self._claim, self._put = lock, read, origin, claim, put
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -78,12 +65,19 @@ class ItemSender(Generic[T]):
         """Send what waits, as far as there is credit."""
         while self._waiting:
             number, item = self._waiting[0]
-            with self._lock:
-                is_wanted = number in self._window  # else it was acknowledged meanwhile, and is released
-            if not is_wanted:
+            found = self._read(number, item)
+            if found is None:
                 self._pop(1)
-            elif not (self._send_large(number, item) if _size(item) > _SMALL else self._send_small()):
+            elif not (self._send_part(number, item, *found) if _size(*found) > _SMALL else self._send_small()):
                 return
+
+    def _read(self, number: int, item: T) -> tuple[Any, Any] | None:
+        """Payload and description; None if it was acknowledged meanwhile, and is released, or has ended."""
+        with self._lock:
+            found = self._read_item(item) if number in self._window else None
+            if found is None:
+                self._window.drop(number)
+            return found
 
     def _pop(self, count: int) -> None:
         for _ in range(count):
@@ -92,17 +86,17 @@ class ItemSender(Generic[T]):
 
     def _send_small(self) -> bool:
         """Send the small items in front, together."""
-        entries: list[tuple[int, T]] = []
-        nbytes = 0
+        items: list[Item] = []
+        nbytes = count = 0
         for number, item in self._waiting:
-            nbytes += _size(item)
-            if entries and (nbytes > BATCH or len(entries) == MOST_ITEMS):
-                break
-            entries.append((number, item))
-        with self._lock:
-            items = [
-                Item(number, self._origin(it), it.meta, it.value) for number, it in entries if number in self._window
-            ]
+            found = self._read(number, item)
+            if found is not None:
+                payload, description = found
+                nbytes += _size(payload, description)
+                if items and (nbytes > BATCH or len(items) == MOST_ITEMS):
+                    break
+                items.append(Item(number, self._origin(item), description, payload))
+            count += 1
         if items:
             frame = Items(*self._ids, self.after, items)
             body = frame.body()
@@ -111,33 +105,27 @@ class ItemSender(Generic[T]):
             self._put(frame.head(body), body)
             self.after = items[-1].number
             # crash: relay.sent
-        self._pop(len(entries))
+        self._pop(count)
         return True
 
-    def _send_large(self, number: int, item: T) -> bool:
-        """Send an item in parts, each read from the slot when there is credit for it."""
-        with self._lock:
-            if number not in self._window:
-                return True
-            payload, described, total = item.value, item.meta, item.nbytes
-        origin = self._origin(item)
-        while True:
-            end = min(total, self._offset + PART)
-            part, description = payload[self._offset : end], b"" if self._offset else described
-            body = b"".join((description, part))
-            if not self._claim(len(body)):
-                return False
-            frame = Part(*self._ids, self.after, number, origin, self._offset, total, description, part)
-            self._put(frame.head(body), body)
-            # crash: relay.parted
-            self._offset = end
-            if end == total:
-                break
-        self.after = number
-        self._pop(1)
-        # crash: relay.sent
+    def _send_part(self, number: int, item: T, payload: Any, described: Any) -> bool:
+        """Send the next part of an item, read from the slot when there is credit for it."""
+        total = len(payload)
+        end = min(total, self._offset + PART)
+        part, description = payload[self._offset : end], b"" if self._offset else described
+        body = b"".join((description, part))
+        if not self._claim(len(body)):
+            return False
+        frame = Part(*self._ids, self.after, number, self._origin(item), self._offset, total, description, part)
+        self._put(frame.head(body), body)
+        # crash: relay.parted
+        self._offset = end
+        if end == total:
+            self.after = number
+            self._pop(1)
+            # crash: relay.sent
         return True
 
 
-def _size(item: Sendable) -> int:
-    return item.nbytes + len(item.meta)
+def _size(payload: Any, description: Any) -> int:
+    return len(payload) + len(description)
