@@ -227,7 +227,8 @@ class RelayStatistics:
     connections: int
     """Near: how often a far relay was found. Far: how many near relays have come."""
     reason: str
-    """Near: why it is `"refused"` or `"failed"`, or looks for its far relay again; empty while it is open."""
+    """Near: why it is `"refused"` or `"failed"`, or looks for its far relay again; what it is short of, such as open
+    files, and tries again to get; else empty."""
     refused: int
     """Far: requests to begin that were refused."""
     bad_frames: int

@@ -22,6 +22,7 @@ from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.recipients import Recipients
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, TimedOut, WireError
+from ..memory import placement
 from ..memory import segment as shm
 from ..memory.words import store
 from ..ring.competing import NOTHING
@@ -112,11 +113,14 @@ class NearSubscriber(_NearEnd, Subscriber):
         before: what it replaces, as it leads elsewhere: what was sent to that one only is taken from there, first.
     """
 
+    _before: NearSubscriber | None = None
+
     def __init__(
         self, channel: str, avoided: int, transit: bool, before: NearSubscriber | None = None, **options: Any
     ) -> None:
-        self.avoided, self.transit, self._before = avoided, transit, before
+        self.avoided, self.transit = avoided, transit
         super().__init__(channel, label=relay_label(avoided, transit), **options)
+        self._before = before  # last: one that cannot join leaves it as it is
 
     def next(self, timeout: float) -> Message | None:
         while self._before is not None:
@@ -190,23 +194,31 @@ def is_way_back(label: str, paths: Collection[int]) -> bool:
     return label.endswith(_DIRECT) or label in {relay_label(path, True) for path in paths}
 
 
-def count_servers(service: str, paths: Iterable[int]) -> int:
+def count_servers(service: str, paths: Iterable[int]) -> int | None:
     """How many servers may take requests that came through the channels of these hashes: living ones, and relays that
-    lead elsewhere. Raises `ArgumentError` if it is a channel of another kind."""
-    back, count = set(paths), 0
-    with contextlib.suppress(FileNotFoundError, WireError, OSError), shm.look_at(control_name(service)) as segment:
-        words = segment.read(0, Control.nbytes() // 8)
-        if (words[ctl.W_MAGIC], words[ctl.W_VERSION]) != (ctl.MAGIC, ctl.VERSION):
-            return 0  # being made, or another version's
-        if words[ctl.W_KIND] != SERVICE:
-            raise ArgumentError(f'channel "{service}" is a {KINDS.get(words[ctl.W_KIND])}, not a service')
-        for index in range(ctl.CAPACITY):
-            at = ctl.base(index)
-            if words[at + ctl.M_UID] and words[at + ctl.M_ROLE] == ctl.RECEIVER and not words[at + ctl.M_LEAVING]:
-                start = ctl.label_word(index)
-                label = ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
-                count += not is_way_back(label, back) and segment.is_locked(ctl.LIFE + index)
-    return count
+    lead elsewhere. None: that cannot be found out now, as a segment server is away, or open files are short. Raises
+    `ArgumentError` if it is a channel of another kind."""
+    try:
+        with placement.at_once(), shm.look_at(control_name(service)) as segment:
+            words = segment.read(0, Control.nbytes() // 8)
+            if (words[ctl.W_MAGIC], words[ctl.W_VERSION]) != (ctl.MAGIC, ctl.VERSION):
+                return 0  # being made, or another version's
+            if words[ctl.W_KIND] != SERVICE:
+                raise ArgumentError(f'channel "{service}" is a {KINDS.get(words[ctl.W_KIND])}, not a service')
+            back = set(paths)
+            return sum(_may_serve(segment, words, index, back) for index in range(ctl.CAPACITY))
+    except FileNotFoundError:
+        return 0
+    except (WireError, OSError):
+        return None
+
+
+def _may_serve(segment: Any, words: Any, index: int, paths: set[int]) -> bool:
+    at, start = ctl.base(index), ctl.label_word(index)
+    if not words[at + ctl.M_UID] or words[at + ctl.M_ROLE] != ctl.RECEIVER or words[at + ctl.M_LEAVING]:
+        return False
+    label = ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
+    return not is_way_back(label, paths) and bool(segment.is_locked(ctl.LIFE + index))
 
 
 class NearIntake(_NearEnd, Intake):

@@ -217,8 +217,11 @@ class FarService:
         self._paths = {self._path, *paths}
 
     def look_for_servers(self) -> None:
-        """Count the servers. Raises `ArgumentError` if this is no service."""
-        self.servers = count_servers(self._name, self._paths)
+        """Count the servers; they are as many as before if that cannot be done now. Raises `ArgumentError` if this is
+        no service."""
+        found = count_servers(self._name, self._paths)
+        if found is not None:
+            self.servers = found
 
     def credit(self) -> int:
         """How many more requests the near relay may send: docs/internals/relay.md."""
@@ -351,7 +354,7 @@ class FarService:
         requests, calls = client.requests, list(client.calls.values())
         if not calls or requests.closed:
             return
-        is_alone = not self.servers and not count_servers(self._name, self._paths)
+        is_alone = not self.servers and count_servers(self._name, self._paths) == 0
         over = []
         for call in calls:
             was_taken = requests.was_taken(call)

@@ -326,10 +326,10 @@ class Replying:
         if note.end != REPLY:
             self._end(taken, note)
             return
-        replies = taken.publisher()
-        if replies is None:
-            return
         try:
+            replies = taken.publisher()
+            if replies is None:
+                return
             replies.post_reply(taken.seq, item.payload, item.description[NOTE:])
         except ClosedError:  # its client has left
             return
@@ -368,10 +368,11 @@ class Replying:
             if taken is not None and (taken.is_ended or not self._sound(taken, frame.description, frame.nbytes)):
                 taken = None
             filling = None
-            replies = None if taken is None else taken.publisher()
-            if taken is not None and replies is not None:
+            if taken is not None:
                 try:
-                    filling = replies.fill_reply(taken.seq, frame.description[NOTE:], frame.nbytes)
+                    replies = taken.publisher()
+                    if replies is not None:
+                        filling = replies.fill_reply(taken.seq, frame.description[NOTE:], frame.nbytes)
                 except ClosedError:
                     pass
                 except (ResourceError, RingFull):

@@ -13,12 +13,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ..endpoints.message import Message, SenderInfo
-from ..errors import ClosedError, ShmTensorError, TimedOut, WireError
+from ..endpoints.message import Message
+from ..errors import ClosedError, ResourceError, ShmTensorError, TimedOut, WireError
 from .endpoints import NearConsumer, NearSubscriber, give_back_untried
 from .frames import (
     FAN_OUT,
@@ -57,6 +56,8 @@ _IDLE_S: Final = 1.0
 _HELLO_S: Final = 0.25
 _HELLO_REFUSED_S: Final = 5.0
 _STATUS_S: Final = 1.0
+_SHORT_S: Final = 0.25
+"""Seconds after which something is tried again for which the machine had too little of something."""
 _SILENCE_S: Final = 3.0
 """Seconds without STATE, which comes each second, after which a far relay is looked for anew."""
 _EXPLAIN_S: Final = 2.0
@@ -118,6 +119,7 @@ class Outbound:
         self._window: Outgoing[Sent] = Outgoing()
         self._changed = threading.Condition()
         self._state, self.reason = SEEKING, ""
+        self._shortage = ""  # what is short now, and was told
         self._events: deque[Frame | _Gone | str] = deque()
         self._sending: ItemSender[Sent] | None = None  # of this attempt
         self._far_path = 0
@@ -125,7 +127,6 @@ class Outbound:
         self._explain_due: float | None = time.monotonic() + _EXPLAIN_S
         self._told: list[Sender] = []
         self._audience, self._gap = 0, False
-        self._avoids: dict[SenderInfo, bool] = {}
         self._is_latest = delivery == "latest"
         self._stop = self._is_draining = False
         self.messages = self.nbytes = self.resent = self.connections = self.bad_frames = self.acknowledged = 0
@@ -149,14 +150,14 @@ class Outbound:
         self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
         self._thread.start()
 
-    def _join(self, avoided: int, before: NearSubscriber | None = None) -> _End:
+    def _join(self, avoided: int, before: NearSubscriber | None = None, *, is_latest: bool = False) -> _End:
         if self._pattern == SERVICE:
             return NearService(self.name, avoided, self._transit)
         if self._pattern == WORK_QUEUE:
             return NearConsumer(
                 self.name, avoided, self._transit, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed"
             )
-        delivery: Literal["all", "latest"] = "latest" if self._is_latest else "all"
+        delivery: Literal["all", "latest"] = "latest" if is_latest else "all"
         return NearSubscriber(self.name, avoided, self._transit, before, delivery=delivery, until="closed")
 
     # --- what comes, in Zenoh's threads
@@ -230,11 +231,7 @@ class Outbound:
     def _run(self) -> None:
         try:
             while not self._stop:
-                self._handle_events()
-                if self._state == OPEN:
-                    self._pass_on()
-                else:
-                    self._seek()
+                self._round()
         except ClosedError as error:
             if not self._stop:
                 self._fail(str(error))
@@ -243,6 +240,38 @@ class Outbound:
         except Exception as error:
             log.exception("relay of channel %s: stopped by an error", self.name)
             self._fail(repr(error))
+
+    def _round(self) -> None:
+        try:
+            self._handle_events()
+            if self._state == OPEN:
+                self._pass_on()
+            else:
+                self._seek()
+        except (ResourceError, TimedOut) as error:  # it has changed nothing, and may be gone soon
+            self._hold_up(str(error))
+
+    def _hold_up(self, why: str) -> None:
+        """Something is short: a pause, then the same again."""
+        with self._changed:
+            is_new = self._shortage != why
+            self._shortage = self.reason = why
+        if is_new:
+            log.error("relay of channel %s is held up, and goes on trying: %s", self.name, why)
+        until = time.monotonic() + _SHORT_S
+        with self._changed:
+            while True:
+                remaining = until - time.monotonic()
+                if self._stop or remaining <= 0:
+                    return
+                self._changed.wait(remaining)
+
+    def _note_supply(self) -> None:
+        """What was short is there again."""
+        if self._shortage:
+            with self._changed:
+                self._shortage = self.reason = ""
+            log.info("relay of channel %s goes on", self.name)
 
     def _fail(self, why: str) -> None:
         log.error("relay of channel %s ends: %s", self.name, why)
@@ -336,6 +365,7 @@ class Outbound:
             return
         if self._state == OPEN or frame.attempt != self._attempt:
             return
+        self._explain_due = None
         if self._pattern == SERVICE and not (frame.knows and frame.far == self._last_far):
             self._give_up()  # what had them is gone
         try:
@@ -344,9 +374,8 @@ class Outbound:
         except WireError as error:
             self._count_bad(error)
             return
-        if self._data is not None:
-            self._data.close()
-        self._data = self._session.sender(self._keys.far(frame.far))
+        if self._data is None or frame.far != self._last_far:  # the one before ends when no thread sends by it any more
+            self._data = self._session.sender(self._keys.far(frame.far))
         if self._pattern == SERVICE:
             again = self._begin_service(frame, again)
         elif self._endpoint is None or frame.path != self._endpoint.avoided:
@@ -354,10 +383,11 @@ class Outbound:
                 self._replace(self._join(frame.path))
             else:
                 before = self._endpoint
-                self._endpoint = self._join(frame.path, before if isinstance(before, NearSubscriber) else None)
-            self._avoids.clear()
+                self._endpoint = self._join(
+                    frame.path, before if isinstance(before, NearSubscriber) else None, is_latest=self._is_latest
+                )
         with self._changed:
-            self._far, self._state, self.reason = frame.far, OPEN, ""
+            self._far, self._state, self.reason, self._shortage = frame.far, OPEN, "", ""
             self._last_far, self._far_path = frame.far, frame.path
             self._sending = ItemSender(
                 (self._id, frame.far, self._attempt), frame.received, again, self._window, lock=self._changed,
@@ -381,8 +411,10 @@ class Outbound:
             self._attend(now)
         if self._recalls(now):
             return
-        if self._sending is not None and len(self._sending):
-            self._sending.send()
+        sending = self._sending
+        if sending is None or len(sending):
+            if sending is not None:
+                sending.send()
             return
         if self._pattern == FAN_OUT and self._delivery == "auto" and (self._audience == LATEST) != self._is_latest:
             self._join_again()
@@ -399,10 +431,11 @@ class Outbound:
         message, self._held = self._held, None
         if message is None:
             message = endpoint.next(idle)
+            self._note_supply()
         if endpoint.refusal:
             raise WireError(f'channel "{self.name}": {endpoint.refusal}')
         if message is not None:
-            self._gather(endpoint, message, most)
+            self._gather(endpoint, sending, message, most)
 
     def _is_over(self, now: float) -> bool:
         """Whether this attempt is over, for what the far relay says or does not say: then another one has begun."""
@@ -467,58 +500,50 @@ class Outbound:
         credit, received = self._credit
         return self._window.may_add(most) and self._window.count_beyond(received) < credit
 
-    def _gather(self, endpoint: _End, message: Sent | None, most: int) -> None:
+    def _gather(self, endpoint: _End, sending: ItemSender[Sent], message: Sent | None, most: int) -> None:
         """Number a message, and those behind it that are there already, and send them."""
         # crash: relay.taken
-        entries: list[tuple[int, Sent]] = []
-        nbytes = 0
+        count = nbytes = 0
         with self._changed:
             origins = {_origin(it) for it in self._window.items()}
         while message is not None:
-            if isinstance(message, Message) and self._is_avoided(endpoint, message.sender):
+            if isinstance(message, Message) and self._is_avoided(endpoint, message):
                 message.release()
             elif (origin := _origin(message)) not in origins and len(origins) >= _MOST_ANNOUNCED:
                 self._held = message
                 break
             else:
                 origins.add(origin)
+                size = message.nbytes
                 with self._changed:
-                    entries.append((self._window.add(message), message))
+                    sending.add([(self._window.add(message), message)])  # numbered: from here on it is not passed over
                     has_credit = self._may_add(most)
-                nbytes += message.nbytes
+                count += 1
+                nbytes += size
+                self.messages += 1
+                self.nbytes += size
                 if not has_credit or self._is_draining:
                     break
-            if nbytes >= BATCH or len(entries) >= MOST_ITEMS:
+            if nbytes >= BATCH or count >= MOST_ITEMS:
                 break
             message = endpoint.next(0)
-        if not entries:  # all are avoided, or the first one's sender has to wait until another one is forgotten
-            if self._held is not None:
-                with self._changed:
-                    self._changed.wait(_TICK_S)
-            return
-        self.messages += len(entries)
-        self.nbytes += nbytes
-        taken = {it.sender for _, it in entries}
-        self._report(time.monotonic(), {Sender(int(it.id, 16), it.pid, it.name) for it in taken})
-        for _, it in entries:
-            if isinstance(it, Taken):
-                it.is_sent = True
-        if self._sending is not None:
-            self._sending.add(entries)
-            self._sending.send()
+        if count:
+            self._report(time.monotonic())
+            sending.send()
+        elif self._held is not None:  # its sender has to wait until another one is forgotten
+            with self._changed:
+                self._changed.wait(_TICK_S)
 
-    def _is_avoided(self, endpoint: _End, sender: SenderInfo) -> bool:
-        """Whether its messages are none of this relay's."""
-        found = self._avoids.get(sender)
-        if found is None:
-            found = self._avoids[sender] = not isinstance(endpoint, NearService) and endpoint.leaves(sender.name)
-        return found
+    @staticmethod
+    def _is_avoided(endpoint: _End, message: Message) -> bool:
+        """Whether a message is none of this relay's."""
+        return not isinstance(endpoint, NearService) and endpoint.leaves(message.sender.name)
 
     def _join_again(self) -> None:
         """The far subscribers are all latest now, or not any more: join as they do."""
-        self._is_latest = not self._is_latest
-        self._replace(self._join(self._far_path))
-        self._avoids.clear()
+        is_latest = not self._is_latest
+        self._replace(self._join(self._far_path, is_latest=is_latest))
+        self._is_latest = is_latest
 
     def _replace(self, endpoint: _End | None) -> None:
         before, self._endpoint = self._endpoint, endpoint
@@ -597,16 +622,14 @@ class Outbound:
         with self._changed:
             self._window.clear()
 
-    def _report(self, now: float, of_messages: Set[Sender] = frozenset()) -> None:
-        """Send STATUS if the senders have changed, and every second.
-
-        `of_messages`: senders of messages that are sent next. One may have left already, and is announced before them.
-        """
+    def _report(self, now: float) -> None:
+        """Send STATUS if the senders have changed, and every second. Those of what is under way are named, also if they
+        have left already: so each is announced before its messages."""
         endpoint, sending = self._endpoint, self._sending
         senders = [] if endpoint is None else endpoint.senders()
         with self._changed:
             under_way = {it.sender for it in self._window.items()}
-        needed = {*of_messages, *(Sender(int(it.id, 16), it.pid, it.name) for it in under_way)}
+        needed = {Sender(int(it.id, 16), it.pid, it.name) for it in under_way}
         if len(needed.union(senders)) > _MOST_ANNOUNCED:  # others have to wait until some that have left are forgotten
             kept = [it for it in senders if it in needed]
             senders = kept + [it for it in senders if it not in needed][: max(0, _MOST_ANNOUNCED - len(needed))]

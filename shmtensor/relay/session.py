@@ -114,7 +114,8 @@ def why_silent(endpoint: str) -> str:
 
 
 class Sender:
-    """Sends frames under one key."""
+    """Sends frames under one key, which it withdraws with its last reference, or when no other thread sends by it: by
+    `close`."""
 
     def __init__(self, publisher: Any, error: type[Exception]) -> None:
         self._publisher, self._error = publisher, error
@@ -125,7 +126,7 @@ class Sender:
             self._publisher.put(body, attachment=head)
 
     def close(self) -> None:
-        """Withdraw the key. Idempotent."""
+        """Withdraw the key. Idempotent. While another thread sends, Zenoh refuses it."""
         with contextlib.suppress(self._error):
             self._publisher.undeclare()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import threading
 import time
@@ -15,7 +16,8 @@ import torch
 pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
 import shmtensor
-from shmtensor.relay import endpoints, far_requests
+from shmtensor.channel.names import control_name
+from shmtensor.relay import endpoints, far_requests, frames, inbound, outbound, session
 from shmtensor.relay.keys import path_hash
 
 from ..waiting import PATIENCE, wait_until
@@ -439,6 +441,160 @@ def test_a_client_that_leaves(channel):
             request.reply(3)
         assert future.result() == 3
         wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 1)  # it is gone there, too
+
+
+def test_what_is_cancelled_before_it_is_sent_again(channel, monkeypatch):
+    """The connection is begun anew, as its frame was lost; and just then nobody wants the request any more."""
+    feed, welcome, lost, futures = inbound.Stream.feed, outbound.Outbound._on_welcome, [], []
+
+    def lossy(stream, head, body):
+        if not lost and head[13] == frames.ITEMS:
+            lost.append(head)
+        else:
+            feed(stream, head, body)
+
+    def cancelled_at(relay, frame):
+        welcome(relay, frame)
+        if relay.connections == 2:
+            for future in futures:
+                future.cancel()
+            relay._look_due = 0.0
+
+    monkeypatch.setattr(inbound.Stream, "feed", lossy)
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        monkeypatch.setattr(outbound.Outbound, "_on_welcome", cancelled_at)
+        futures.append(client.submit(1))
+        wait_until(lambda: state_of(near).connections == 2 or state_of(near).state == "failed")
+        settled(near)
+        near.check()
+        other = client.submit("after", timeout=PATIENCE)
+        with server.recv(timeout=PATIENCE) as request:
+            assert request.value == "after"
+            request.reply(request.value)
+        assert other.result() == "after"
+
+
+def test_the_connection_is_begun_anew_while_a_reply_is_confirmed(channel, monkeypatch):
+    """The thread of the replies sends by the publisher that the other one has: Zenoh does not let it be withdrawn."""
+
+    def refuse():
+        raise RuntimeError("Already borrowed")
+
+    with service(channel) as (client, near, _), Serving(f"{channel}-far", lambda request: request.value):
+        assert client.request(1, timeout=PATIENCE) == 1
+        relay = near._channels[0]
+        monkeypatch.setattr(relay._data, "close", refuse)
+        relay._note_gap()
+        wait_until(lambda: state_of(near).connections == 2 or state_of(near).state == "failed")
+        assert client.request(2, timeout=PATIENCE) == 2
+        near.check()
+
+
+def test_a_cancellation_is_seen_while_a_large_request_is_sent(channel, monkeypatch):
+    """And that of the large one itself, of which no more parts are sent then."""
+    monkeypatch.setattr(outbound, "_LOOK_S", 0.0)
+    sent, send, parts, submitted, over = [], session.Sender.send, 40, threading.Event(), threading.Event()
+
+    def watched(sender, head, body=b""):
+        if head[13] == frames.PART:
+            sent.append(head)
+            if len(sent) == 2:
+                first.cancel()
+            elif len(sent) == 6:
+                wait_until(lambda: request.cancelled)
+                submitted.wait(PATIENCE)
+                large.cancel()
+                over.set()
+        send(sender, head, body)
+
+    with service(channel) as (client, near, far), shmtensor.Server(f"{channel}-far") as server:
+        first = client.submit("first")
+        request = server.recv(timeout=PATIENCE)
+        second = shmtensor.Server(f"{channel}-far")  # so that there is credit for another one
+        monkeypatch.setattr(session.Sender, "send", watched)
+        large = client.submit(bytes(parts << 19))
+        submitted.set()
+        assert over.wait(PATIENCE)
+        request.reply("nobody wants it")
+        settled(near)
+        assert len(sent) < parts
+        second.close()
+        other = client.submit("other", timeout=PATIENCE)
+        with server.recv(timeout=PATIENCE) as request:
+            assert request.value == "other"
+            request.reply(1)
+        assert other.result() == 1
+        (stream,) = far._channels[0]._streams.values()
+        assert stream._filling is None
+        assert state_of(near).connections == 1
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_large_request(channel, monkeypatch):
+    """What lies there of it does not keep its sender there."""
+    monkeypatch.setattr(outbound, "_LOOK_S", 0.0)
+    sent, send, submitted = [], session.Sender.send, threading.Event()
+
+    def watched(sender, head, body=b""):
+        if head[13] == frames.PART:
+            sent.append(head)
+            if len(sent) == 2:
+                submitted.wait(PATIENCE)
+                future.cancel()
+        send(sender, head, body)
+
+    with service(channel) as (_client, near, _far), shmtensor.Server(f"{channel}-far"):
+        monkeypatch.setattr(session.Sender, "send", watched)
+        other = shmtensor.Client(channel)
+        future = other.submit(bytes(20 << 20))
+        submitted.set()
+        wait_until(lambda: len(sent) >= 2)
+        settled(near)
+        assert len(sent) < 40
+        wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 1)
+        other.close()
+        wait_until(lambda: not shmtensor.inspect(f"{channel}-far").senders)
+
+
+def test_servers_are_not_forgotten_while_they_cannot_be_counted(channel, monkeypatch):
+    """The far host's segment server is away, or open files are short there."""
+    looked, look_at = [], endpoints.shm.look_at
+
+    def refused(name, **options):
+        if far_name not in name:
+            return look_at(name, **options)
+        looked.append(name)
+        raise shmtensor.ResourceError(errno.EMFILE, "too many open files")
+
+    with service(channel) as (client, _near, far), Serving(f"{channel}-far", lambda request: request.value):
+        client.wait_for_servers(1, timeout=PATIENCE)
+        far_name = control_name(f"{channel}-far")
+        monkeypatch.setattr(endpoints.shm, "look_at", refused)
+        wait_until(lambda: len(looked) > 2)
+        assert client.request(1, timeout=PATIENCE) == 1
+        assert client.statistics().servers == 1
+        (stream,) = far._channels[0]._streams.values()
+        assert stream._service.servers == 1
+
+
+def test_a_relay_that_cannot_become_a_server_tries_again(channel, monkeypatch, caplog):
+    short, join = [True], outbound.Outbound._join
+
+    def refused(*arguments, **options):
+        if short:
+            raise shmtensor.ResourceError(errno.EMFILE, "too many open files")
+        return join(*arguments, **options)
+
+    monkeypatch.setattr(outbound.Outbound, "_join", refused)
+    with (
+        service(channel) as (client, near, _),
+        Serving(f"{channel}-far", lambda request: request.value),
+    ):
+        wait_until(lambda: "too many open files" in state_of(near).reason)
+        near.check()
+        short.clear()
+        assert client.request(1, timeout=PATIENCE) == 1
+        wait_until(lambda: not state_of(near).reason)
+    assert sum("is held up" in it.message for it in caplog.records) == 1
 
 
 # --- ends
