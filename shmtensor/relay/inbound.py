@@ -109,6 +109,10 @@ class Inbound:
         self._stop = False
         self.messages = self.nbytes = self.duplicates = self.bad_frames = self.refused = self.connections = 0
         self.acknowledged = 0
+
+    def start(self) -> None:
+        """Begin to listen. Whatever ends this early, `close` ends the rest."""
+        session = self.session
         session.receive(self.keys.far(self.id), self._on_data)
         session.receive(self.keys.hello, self._on_hello)
         session.appear(self.keys.alive_far(self.id))

@@ -39,6 +39,7 @@ from .frames import (
     Status,
     reply_note,
 )
+from .threads import join
 from .window import Gap
 
 log = logging.getLogger("shmtensor.relay")
@@ -232,6 +233,9 @@ class Replying:
         # number; bytes of the payload, and how many have come
         self._filling: tuple[int, Taken | None, Filling | None, int, int] | None = None
         self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name} replies", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take them."""
         self._thread.start()
 
     def begin(self, ids: Ids, nbytes: int) -> None:
@@ -252,7 +256,7 @@ class Replying:
     def stop(self) -> None:
         """Publish nothing more."""
         self._queue.put(None)
-        self._thread.join()
+        join(self._thread)
 
     def _run(self) -> None:
         while (got := self._queue.get()) is not None:

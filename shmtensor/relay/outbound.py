@@ -45,6 +45,7 @@ from .near_requests import NearService, Replying, Taken
 from .sending import BATCH, ItemSender
 from .session import Sender as KeySender
 from .session import Session, why_silent
+from .threads import join
 from .window import Outgoing
 
 log = logging.getLogger("shmtensor.relay")
@@ -140,14 +141,20 @@ class Outbound:
         self._held: Sent | None = None  # taken, and to be sent when its sender can be announced
         self._to_all = session.sender(self._keys.hello)
         self._data: KeySender | None = None
+        if pattern == SERVICE:
+            self._replying = Replying(name, self._find, self._put, self._note_gap, self._count_bad)
+        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Whatever ends this early, `close` ends the rest."""
+        session = self._session
         session.receive(self._keys.near(self._id), self._on_frame)
         session.appear(self._keys.alive_near(self._id))
         session.watch(self._keys.alive_far("*"), self._on_token)
-        if pattern == SERVICE:
-            self._replying = Replying(name, self._find, self._put, self._note_gap, self._count_bad)
-        elif pattern == WORK_QUEUE:
-            self._endpoint = self._join(0)  # last: what fails before leaves no member behind
-        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
+        if self._pattern == WORK_QUEUE:
+            self._endpoint = self._join(0)
+        if self._replying is not None:
+            self._replying.start()
         self._thread.start()
 
     def _join(self, avoided: int, before: NearSubscriber | None = None, *, is_latest: bool = False) -> _End:
@@ -691,11 +698,11 @@ class Outbound:
                 self._changed.wait(remaining)
 
     def drain(self, deadline: float) -> None:
-        """Take nothing more; wait until everything under way is acknowledged, or the time is up."""
+        """Take nothing more; wait until everything under way is acknowledged, the time is up, or `stop` is called."""
         with self._changed:
             self._is_draining = True
             while True:
-                is_over = not len(self._window) or self._state in (FAILED, CLOSED, REFUSED)
+                is_over = self._stop or not len(self._window) or self._state in (FAILED, CLOSED, REFUSED)
                 if is_over or time.monotonic() >= deadline:
                     return
                 self._changed.wait(min(_TICK_S, max(0.0, deadline - time.monotonic())))
@@ -709,8 +716,7 @@ class Outbound:
     def close(self) -> None:
         """Leave the channel. What is not acknowledged: a queue's goes to others here. Idempotent."""
         self.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        join(self._thread)
         if self._replying is not None:
             self._replying.stop()
         if self._state not in (CLOSED, FAILED):

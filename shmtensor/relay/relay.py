@@ -14,9 +14,10 @@ from ..channel.names import check_channel
 from ..endpoints.base import Local, check_choice, check_count, check_timeout
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, WireError
 from ..options import parse_bytes
+from ..ring.layout import MAX_SLOTS
 from ..rpc.endpoints import check_service
 from ..statistics import RelayStatistics
-from .frames import PATTERNS, SERVICE
+from .frames import FAN_OUT, PATTERNS, SERVICE
 from .inbound import Inbound, Terms
 from .keys import user_name
 from .outbound import FAILED, Outbound
@@ -31,6 +32,26 @@ _LINGER_S: Final = 5.0
 _MAKING_S: Final = 2.0
 """Seconds that the first member of a channel may take to make it."""
 _PAUSE_S: Final = 0.005
+_NAMES: Final = {number: name for name, number in PATTERNS.items()}
+
+open_relays: set[Relay] = set()
+"""Those of this process that are not closed; in a forked child, its parent's as well."""
+
+
+def _close_open() -> None:
+    """Close what a program has left open: Zenoh runs callbacks in threads that the interpreter waits for at its end,
+    and `atexit` comes after that. Near ones first, while a far one of this process takes what is under way."""
+    for relay in sorted(open_relays, key=lambda it: it.is_far):
+        try:
+            relay.close()
+        except Exception:
+            log.exception("%r could not be closed at the end", relay)
+        except BaseException:
+            relay.close(linger=0)
+            raise
+
+
+threading._register_atexit(_close_open)  # type: ignore[attr-defined]
 
 
 class Relay(Local):
@@ -94,7 +115,8 @@ class Relay(Local):
     ) -> None:
         self._channels: list[Outbound | Inbound] = []
         self._session: Session | None = None
-        self._pid, self._closed, self._closing = os.getpid(), False, threading.Lock()
+        self._pid, self._closed, self._is_closing = os.getpid(), False, False
+        self._closing = threading.RLock()  # again in a signal handler
         self.names = [check_channel(each) for each in ([name] if isinstance(name, str) else name)]
         if not self.names or len(set(self.names)) != len(self.names):
             raise ArgumentError(f"name={name!r}: one channel, or several that differ")
@@ -129,6 +151,10 @@ class Relay(Local):
             raise ArgumentTypeError(f"user is a str, not {type(user).__name__}")
         who = user_name() if user is None else user
         check_count("window", WINDOW if window is None else window, 1, 1 << 20)
+        if slots is not None:
+            check_count("slots", slots, 1, MAX_SLOTS)
+        if max_bytes is not None:
+            parse_bytes(max_bytes, "max_bytes")
         check_timeout(away, "away")
         terms = Terms(
             WINDOW if window is None else window,
@@ -140,26 +166,23 @@ class Relay(Local):
             if kind == SERVICE:
                 check_service(each)
                 check_service(remote or each)
-                if delivery != "auto":
-                    raise ArgumentError(f'delivery={delivery!r} is for a fan-out, channel "{each}" is a service')
-        self._session = Session(to=endpoints[0], listen=endpoints[1], scout=scout, config=config)
+            if kind != FAN_OUT and delivery != "auto":
+                raise ArgumentError(f'delivery={delivery!r} is for a fan-out, channel "{each}" is a {_NAMES[kind]}')
         try:
+            open_relays.add(self)
+            self._session = session = Session(to=endpoints[0], listen=endpoints[1], scout=scout, config=config)
+            channel: Outbound | Inbound
             for number, each in enumerate(self.names):
                 if self.is_far:
-                    self._channels.append(Inbound(self._session, each, terms))
-                    log.info("relay of channel %s listens at %s", each, ", ".join(endpoints[1]))
+                    channel = Inbound(session, each, terms)
                 else:
-                    self._channels.append(
-                        Outbound(
-                            self._session,
-                            each,
-                            remote or each,
-                            patterns[number],
-                            delivery=delivery,
-                            user=who,
-                            transit=transit,
-                        )
+                    channel = Outbound(
+                        session, each, remote or each, patterns[number], delivery=delivery, user=who, transit=transit
                     )
+                self._channels.append(channel)
+                channel.start()  # what it begins, `close` ends from here on
+                if self.is_far:
+                    log.info("relay of channel %s listens at %s", each, ", ".join(endpoints[1]))
         except BaseException:
             self.close(linger=0)
             raise
@@ -203,25 +226,37 @@ class Relay(Local):
 
         Args:
             linger: near: seconds to wait until what is under way is acknowledged. What is not then: of a queue, it goes
-                to another consumer, and may be done twice; of a fan-out, it may be missing there.
+                to another consumer, and may be done twice; of a fan-out, it may be missing there. Another call of
+                `close` meanwhile, as by a signal handler, ends the waiting.
         """
         check_timeout(linger, "linger")
         if self._pid != os.getpid():
             return
-        with self._closing:
-            if self._closed:
-                return
-            deadline = time.monotonic() + linger
-            for limit in (0.0, deadline) if linger else ():  # first, none of them takes anything more
-                for channel in self._channels:
-                    channel.drain(limit)
+        if self._is_closing:
             for channel in self._channels:
                 channel.stop()
+        with self._closing:
+            if self._closed or self._is_closing:  # closing: in a signal handler that has interrupted it
+                return
+            try:
+                self._is_closing = True
+                self._end(linger)
+            finally:
+                self._is_closing = False
+
+    def _end(self, linger: float) -> None:
+        deadline = time.monotonic() + linger
+        for limit in (0.0, deadline) if linger else ():  # first, none of them takes anything more
             for channel in self._channels:
-                channel.close()
-            if self._session is not None:
-                self._session.close()
-            self._closed = True
+                channel.drain(limit)
+        for channel in self._channels:
+            channel.stop()
+        for channel in self._channels:
+            channel.close()
+        if self._session is not None:
+            self._session.close()
+        self._closed = True
+        open_relays.discard(self)
 
     def _check(self) -> None:
         if self._pid != os.getpid():

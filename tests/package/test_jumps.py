@@ -50,9 +50,7 @@ ALLOWED = {
     "relay/far_requests.py:FarService.cancel": LIBRARY,
     "relay/inbound.py:Inbound.forget": LIBRARY,
     "relay/inbound.py:Stream._state": LIBRARY,
-    "relay/outbound.py:Outbound._on_welcome": LIBRARY,
     "relay/outbound.py:Outbound._requests": LIBRARY,
-    "relay/sending.py:ItemSender._send_small": LIBRARY,
     "shielded.py:CallQueue._serve": LIBRARY,
 }
 

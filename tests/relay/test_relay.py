@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import subprocess
@@ -25,6 +26,11 @@ from shmtensor.wire import record  # noqa: E402
 from ..scenes import HIDDEN  # noqa: E402
 from ..waiting import PATIENCE, wait_until  # noqa: E402
 from .hosts import endpoint, is_open, listening_ports, mesh, pair, state_of  # noqa: E402
+
+MAKERS = {
+    "fan-out": (shmtensor.Publisher, shmtensor.Subscriber),
+    "work-queue": (shmtensor.Producer, shmtensor.Consumer),
+}
 
 
 def is_equal(left, right) -> bool:
@@ -892,6 +898,79 @@ def test_a_channel_of_another_pattern_there_is_refused(channel):
             near.wait(0)
 
 
+# --- shortages
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+@pytest.mark.parametrize("numbered", [0, 1], ids=["first", "behind another"])
+def test_what_cannot_be_taken_for_want_of_something_is_taken_later(channel, pattern, numbered, monkeypatch, caplog):
+    """Open files are short as the relay looks for the next message, perhaps when it has just numbered one."""
+    short, lock, taken = threading.Event(), threading.Lock(), endpoints._NearEnd.next
+    numbers = []
+
+    def refused(end, timeout):
+        with lock:
+            if short.is_set() and len(numbers) >= numbered:
+                raise shmtensor.ResourceError(errno.EMFILE, "too many open files")
+            found = taken(end, timeout)
+            if short.is_set() and found is not None:
+                numbers.append(found.seq)
+            return found
+
+    make, take = MAKERS[pattern]
+    own = {} if pattern == "fan-out" else {"acknowledge": "release"}
+    with make(channel, slots=64) as tx, take(f"{channel}-far", **own) as rx, pair(channel, pattern) as (near, _):
+        tx.send(np.array(0))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 0
+        wait_until(lambda: state_of(near).in_flight == 0)
+        with lock:  # it takes nothing now: then there are some at once
+            short.set()
+            monkeypatch.setattr(endpoints._NearEnd, "next", refused)
+            for number in range(1, 20):
+                tx.send(np.array(number))
+        wait_until(lambda: "too many open files" in state_of(near).reason)
+        near.check()
+        assert state_of(near).state == "open"
+        short.clear()
+        for number in range(1, 20):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value == number
+        wait_until(lambda: state_of(near).in_flight == 0)
+        assert not state_of(near).reason
+        assert state_of(near).connections == 1
+    assert sum("is held up" in it.message for it in caplog.records) == 1
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_a_channel_that_cannot_be_joined_is_joined_later(channel, pattern, monkeypatch):
+    """With the first WELCOME, which is answered to the next HELLO as well."""
+    short, join = [True], outbound.Outbound._join
+
+    def refused(relay, avoided, *before, **options):
+        if avoided and short:
+            raise shmtensor.TimedOut("the segment server does not answer")
+        return join(relay, avoided, *before, **options)
+
+    monkeypatch.setattr(outbound.Outbound, "_join", refused)
+    make, take = MAKERS[pattern]
+    own = {} if pattern == "fan-out" else {"acknowledge": "release"}
+    where = endpoint()
+    with (
+        make(channel) as tx,
+        take(f"{channel}-far", **own) as rx,
+        shmtensor.Relay(f"{channel}-far", listen=where),
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far", pattern=pattern) as near,
+    ):
+        wait_until(lambda: "does not answer" in state_of(near).reason)
+        short.clear()
+        near.wait(PATIENCE)
+        tx.send(np.array(1))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 1
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
 # --- bad input
 
 
@@ -906,6 +985,12 @@ def test_a_channel_of_another_pattern_there_is_refused(channel):
         ({}, "needs to="),
         ({"to": "tcp/127.0.0.1:1", "listen": "tcp/127.0.0.1:2"}, "one of the two"),
         ({"to": "tcp/127.0.0.1:1", "slots": 4}, "for the far relay"),
+        ({"listen": "tcp/127.0.0.1:1", "slots": 0}, "slots must be between"),
+        ({"listen": "tcp/127.0.0.1:1", "slots": "x"}, "slots must be"),
+        ({"listen": "tcp/127.0.0.1:1", "max_bytes": "banana"}, "max_bytes='banana' is not a size"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "work-queue", "delivery": "latest"}, "is for a fan-out"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "work-queue", "delivery": "all"}, "is for a fan-out"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "service", "delivery": "all"}, "is for a fan-out"),
         ({"listen": "tcp/127.0.0.1:1", "delivery": "latest"}, "for the near relay"),
         ({"listen": "tcp/127.0.0.1:1", "transit": False}, "for the near relay"),
         ({"to": "tcp/127.0.0.1:1", "pattern": "rpc"}, "choose one of"),
@@ -915,7 +1000,7 @@ def test_a_channel_of_another_pattern_there_is_refused(channel):
     ],
 )
 def test_bad_arguments(channel, options, text):
-    with pytest.raises((shmtensor.ArgumentError, shmtensor.ResourceError), match=text):
+    with pytest.raises((shmtensor.ArgumentError, shmtensor.ArgumentTypeError, shmtensor.ResourceError), match=text):
         shmtensor.Relay(channel, **options)
 
 
