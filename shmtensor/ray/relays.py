@@ -170,7 +170,8 @@ class Relays(Local):
         self._stop = self._closed = False
         self._reason = ""
         self._begun = self._seen = 0  # rounds, numbered from 1: the last one that has begun, and that went well
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # again in a signal handler
+        self._is_closing = self._is_hurried = False
         self._thread = threading.Thread(target=self._run, name="shmtensor ray relays", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # before Ray's own, which was there first
@@ -362,32 +363,46 @@ class Relays(Local):
 
         Args:
             linger: seconds to wait until what is under way between nodes is acknowledged, as for `Relay.close`. Nodes
-                that do not answer take up to 5 s more.
+                that do not answer take up to 5 s more. Another call of `close` meanwhile, as by a signal handler, ends
+                the waiting.
         """
         check_timeout(linger, "linger")
         if self._pid != os.getpid():
             return
+        self._is_hurried = self._is_closing
         with self._closing:
-            if self._closed:
+            if self._closed or self._is_closing:  # closing: in a signal handler that has interrupted it
                 return
-            with self._changed:
-                self._stop = True
-                self._changed.notify_all()
-            self._thread.join()
-            if self._is_connected():
-                actors = list(filter(None, [node.actor for node in self._nodes.values()]))
-                deadline = time.monotonic() + linger + _GRACE_S
-                for step, seconds in (("drain", linger), ("close", 0.0)):  # all are drained before any of them is gone
-                    calls = [getattr(actor, step).remote(seconds) for actor in actors]
-                    self._await(calls, deadline)
-                for node in self._nodes.values():
-                    self._drop_actor(node)
-            self._closed = True
-            atexit.unregister(self.close)
+            try:
+                self._is_closing = True
+                self._end(linger)
+            finally:
+                self._is_closing = False
+
+    def _end(self, linger: float) -> None:
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._is_connected():
+            actors = list(filter(None, [node.actor for node in self._nodes.values()]))
+            deadline = time.monotonic() + linger + _GRACE_S
+            for step, seconds in (("drain", linger), ("close", 0.0)):  # all are drained before any of them is gone
+                calls = [getattr(actor, step).remote(seconds) for actor in actors]
+                self._await(calls, deadline)
+            for node in self._nodes.values():
+                self._drop_actor(node)
+        self._closed = True
+        atexit.unregister(self.close)
 
     def _await(self, calls: list[Any], deadline: float) -> None:
-        if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=max(0.0, deadline - time.monotonic()))
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            if not calls or self._is_hurried:
+                break
+            _, calls = self._ray.wait(calls, num_returns=len(calls), timeout=min(_TICK_S, remaining))
+            if not remaining:
+                break
 
     def _check(self) -> None:
         if self._pid != os.getpid():

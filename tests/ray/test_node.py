@@ -290,6 +290,28 @@ def test_an_actor_that_cannot_start_is_tried_less_and_less_often(fake_ray, monke
     relays.close()
 
 
+def test_a_signal_handler_that_closes_what_is_being_closed(fake_ray, monkeypatch):
+    """It returns at once, and the call that it has interrupted waits no longer for nodes that do not answer."""
+    relays, waits, said, wait = Relays(fake_ray, SETTINGS, None), [], [], FakeRay.wait
+    relays.wait(PATIENCE)
+
+    def interrupted(ray, calls, **options):
+        if threading.current_thread() is not threading.main_thread():
+            return wait(ray, calls, **options)
+        waits.append(calls)
+        if len(waits) == 1:  # a handler runs in the main thread
+            relays.close(3600)
+            said.append("has ended")
+        return [], calls
+
+    monkeypatch.setattr(FakeRay, "wait", interrupted)
+    relays.close(3600)
+    assert (len(waits), said) == (1, ["has ended"])
+    assert len(fake_ray.killed) == 2
+    assert repr(relays).endswith("closed>")
+    relays.close()
+
+
 def test_another_cluster_is_another_connection(fake_ray):
     with Relays(fake_ray, SETTINGS, None) as relays:
         relays.wait(PATIENCE)
