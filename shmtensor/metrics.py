@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .channel.info import ChannelInfo, MemberInfo
 from .channel.inspect import Inspector
 from .errors import DependencyError
+from .observe.rates import has_newest
 from .options import how_to_install
 
 if TYPE_CHECKING:
@@ -163,5 +164,5 @@ def _of_member(put: Any, labels: tuple[str, ...], member: MemberInfo) -> None:
     if member.role == "sender":
         put("shmtensor_slots", sum(ring.slots for ring in member.rings), *labels)
         put("shmtensor_slots_used", sum(ring.slots_used for ring in member.rings), *labels)
-        if member.newest_age:
+        if has_newest(member):
             put("shmtensor_newest_message_age_seconds", member.newest_age, *labels)

@@ -11,7 +11,7 @@ import re
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, overload
 
 import numpy as np
@@ -23,20 +23,19 @@ from . import control as ctl
 from .control import LOCK, Control
 from .info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
 from .names import check_channel, control_name, parse_file, ring_name, sequence_table_name
-from .processes import Process, Processes
+from .processes import Process, Processes, Ranges, covers
+from .published import HEAD, NBYTES, SENT, SEQ, Mask, Messages, Used, Words
 
 _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
 _ROLE = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver", ctl.TRACER: "tracer"}
 _REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
-# word indices in a record (of `_SPAN`, the upper half), and how many words of it are read
-_SEQ, _SENT, _SPAN, _NBYTES, _HEAD = 0, 1, 3, 5, 6
 _ODD: Final = np.uint64(1)
 _MOST_KEPT: Final = 256
 """Control segments and sequence tables that are kept open from one reading to the next; rings never are: of a channel
 that has ended meanwhile, they would keep the memory."""
-_FEW: Final = 32
-"""Records to read one by one rather than with all others."""
+_LOOKS: Final = 8
+"""Times that the newest message of a sender is looked for."""
 _HEAD_WORDS: Final = 3 * shm.PAGE // 8
 """Of a sequence table or ring: what is read at once. Behind it lies more if there are many slots or members."""
 _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
@@ -53,8 +52,6 @@ _Held = dict[tuple[int, int, int, int], float]
 """(uid and pid of a holder, uid of a sender, number of a message) -> when it was first seen, on CLOCK_MONOTONIC."""
 _HELD: Final = ("leased", "claimed", "done")
 """`how` of messages that a member has taken."""
-_Words = np.ndarray[Any, np.dtype[np.uint64]]
-_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @overload
@@ -111,24 +108,24 @@ class Inspector:
             if found and (wanted is None or wanted(found[0])):
                 files.setdefault(found[0], []).append(name)
         known = shm.statuses(name for channel in sorted(files) for name in sorted(files[channel]))
-        infos = [
-            info
-            for channel in sorted(files)
-            if (info := self._channel(channel, {name: known[name] for name in files[channel]})).files
-        ]
-        self._processes.forget_all_but({member.uid for info in infos for member in info.members})
-        for remembered in (self._extents, self._held):
-            for channel in remembered.keys() - files.keys():
-                del remembered[channel]
-        for name in self._kept.keys() - {f"/{name}" for names in files.values() for name in names}:
-            self._kept.pop(name).close()
-        return infos
+        return self._look({channel: {name: known[name] for name in files[channel]} for channel in sorted(files)})
 
     def channel(self, channel: str) -> ChannelInfo | None:
-        """One channel; None if there is none."""
+        """One channel; None if there is none. What is remembered of others is forgotten."""
         self._processes.refresh()
-        info = self._channel(channel, _files_of(channel))
-        return info if info.files else None
+        found = self._look({channel: _files_of(channel)})
+        return found[0] if found else None
+
+    def _look(self, channels: dict[str, _Files]) -> list[ChannelInfo]:
+        """The channels that have these files, without those that have none any more. All others are forgotten."""
+        infos = [info for channel, files in channels.items() if (info := self._channel(channel, files)).files]
+        self._processes.forget_all_but({member.uid for info in infos for member in info.members})
+        for remembered in (self._extents, self._held):
+            for channel in remembered.keys() - {info.name for info in infos}:
+                del remembered[channel]
+        for name in self._kept.keys() - {f"/{name}" for files in channels.values() for name in files}:
+            self._kept.pop(name).close()
+        return infos
 
     def _channel(self, channel: str, files: _Files) -> ChannelInfo:
         look = _Look(
@@ -163,7 +160,7 @@ class _Queue:
     unread: int = 0
     oldest: float = 0.0
 
-    def add(self, found: _Messages, mask: _Mask) -> None:
+    def add(self, found: Messages, mask: Mask) -> None:
         """These messages are not taken."""
         self.unread += int(np.count_nonzero(mask))
         self.oldest = max(self.oldest, found.oldest(mask))
@@ -281,7 +278,7 @@ class _Look:
             self.kept[name] = found
         return found
 
-    def add(self, holder: Holder, sender: int, found: _Messages, mask: _Mask) -> None:
+    def add(self, holder: Holder, sender: int, found: Messages, mask: Mask) -> None:
         """Add to what a holder holds; a holder without a process stands for messages that no member holds."""
         messages, nbytes, oldest = int(np.count_nonzero(mask)), int(mask @ found.nbytes), found.oldest(mask)
         held = 0.0
@@ -340,7 +337,7 @@ def _read_control(seen: _Look, segment: shm.Glance) -> None:
             _read_sender(seen, member)
 
 
-def _uids(words: memoryview) -> _Words:
+def _uids(words: memoryview) -> Words:
     """The uids of all entries of the table of members, 0 where there is none."""
     return np.frombuffer(words, np.uint64)[_FIRST_MEMBER::_MEMBER_WORDS]
 
@@ -475,15 +472,25 @@ def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryvie
 
 
 def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
-    """Bytes and age of the newest message; zeros if there is none, or its slot is being reused."""
-    if sender.published:
-        entry = sender.table.read(sender.shape.order + sender.published % sender.shape.order_size, 1)[0]
+    """Bytes and age of the newest message; zeros if there is none, or its record was reused at each look.
+
+    A fast sender reuses it within microseconds: what was sent last is looked up again just before the record is read.
+    """
+    published, order = sender.published, sender.shape.order
+    read_table, fresh = sender.table.read, False
+    for _ in range(_LOOKS if published else 0):
+        if fresh:
+            read_table = sender.table.read_anew
+            published = min(read_table(lay.L_PUBLISHED, 1)[0], lay.MOST_MESSAGES)
+        entry = read_table(order + published % sender.shape.order_size, 1)[0]
         for ring in rings:
             if ring.index == entry >> 32 and entry & 0xFFFFFFFF < ring.shape.slots:
-                record = ring.source.read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, _HEAD)
-                if record[_SEQ] == sender.published:
+                read = ring.source.read_anew if fresh else ring.source.read
+                record = read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, HEAD)
+                if published <= record[SEQ] <= lay.MOST_MESSAGES:  # it may hold a newer one by now
                     most = ring.shape.slots * ring.shape.slot_bytes
-                    return min(record[_NBYTES], most), max(0.0, (time.monotonic_ns() - record[_SENT]) / 1e9)
+                    return min(record[NBYTES], most), max(1e-9, (time.monotonic_ns() - record[SENT]) / 1e9)
+        fresh = True
     return 0, 0.0
 
 
@@ -534,8 +541,8 @@ class _Ring:
         )
         if shape.nbytes != source.nbytes:
             raise WireError(f"segment {source.name} has {source.nbytes} bytes, its header says {shape.nbytes}")
-        self.rows: list[tuple[MemberInfo, _Words]] = []
-        self.groups: list[tuple[_Group, _Words, list[tuple[MemberInfo, _Words]]]] = []
+        self.rows: list[tuple[MemberInfo, Words]] = []
+        self.groups: list[tuple[_Group, Words, list[tuple[MemberInfo, Words]]]] = []
         """A group's row, and those of its members, which show who has what."""
         for peer in seen.members:
             if peer.delivery == "all" and peer.index in sender.starts and peer.index < shape.capacity:
@@ -547,9 +554,10 @@ class _Ring:
                 mine = [peer for peer in seen.members if peer.group == group.name and peer.index < shape.capacity]
                 self.groups.append((group, self._row(group.index), [(peer, self._row(peer.index)) for peer in mine]))
 
-    def _row(self, index: int) -> _Words:
+    def _row(self, index: int, *, anew: bool = False) -> Words:
         """The words of one recipient for all slots."""
-        return np.frombuffer(self.source.read(self.shape.state + index * self.shape.row, self.shape.slots), np.uint64)
+        read = self.source.read_anew if anew else self.source.read
+        return np.frombuffer(read(self.shape.state + index * self.shape.row, self.shape.slots), np.uint64)
 
     def leased(self) -> set[int]:
         """The slots that receivers say they have leased."""
@@ -561,7 +569,7 @@ class _Ring:
         shape, used_slots, used_bytes = self.shape, 0, 0
         found = None
         if slots is None or slots:
-            found = _Messages.read(shape, self.source, self.sender.published, slots)
+            found = Messages.read(shape, self.source, self.sender.published, slots)
         if found is not None:
             used = self._fan_out(found) if self.seen.kind == lay.FAN_OUT else self._work_queue(found)
             needed = None
@@ -574,10 +582,10 @@ class _Ring:
                 used_slots, used_bytes = int(needed @ found.span), int(needed @ found.nbytes)
         return RingInfo(self.index, shape.slots, shape.slot_bytes, shape.nbytes, used_slots, used_bytes)
 
-    def _fan_out(self, found: _Messages) -> _Used:
+    def _fan_out(self, found: Messages) -> Used:
         """Which messages of a fan-out are still needed, and by whom."""
         seen, sender = self.seen, self.sender
-        used: _Used = []
+        used: Used = []
         twice, oldest = 2 * found.seq, int(found.seq[-1])
         for peer, row in self.rows:
             word, start = row[found.slot], sender.starts[peer.index]
@@ -596,7 +604,8 @@ class _Ring:
             used += self._group(found, group, row[found.slot], members)
         lockers = [peer for peer in seen.members if peer.delivery == "latest" or (sender.history and peer.delivery)]
         if lockers:
-            used += self._held_by(found, self._locked(found.seq), lockers, "leased")
+            locked = self._locked(found, np.ones(len(found.seq), np.bool_))
+            used += self._held_by(found, locked, lockers, "leased")
         if sender.history:
             kept = found.seq + np.uint64(sender.history) > np.uint64(sender.published)
             for mask, _, _ in used:
@@ -605,167 +614,103 @@ class _Ring:
                 used.append((kept, Holder(0, 0, "history", True), None))
         return used
 
-    def _group(self, found: _Messages, group: _Group, word: _Words, members: list[tuple[MemberInfo, _Words]]) -> _Used:
+    def _group(self, found: Messages, group: _Group, word: Words, members: list[tuple[MemberInfo, Words]]) -> Used:
         """As `_fan_out`, of one group: its word for each message is given."""
         owed = found.seq >= np.uint64(self.sender.starts[group.index])
+        twice, peers = 2 * found.seq, [peer for peer, _ in members]
+        had = (word & np.uint64(lay.LEASE) == twice) & (word >> np.uint64(lay.ATTEMPT_SHIFT) != lay.GROUP_DONE)
+        for _, row in members:
+            had &= row[found.slot] != twice
+        locked = self._locked(found, had & owed, group.index + 1 << lay.GROUP_LOCK_SHIFT)
+        holders = self._held_by(found, locked, peers, "claimed", group.index + 1 << lay.GROUP_LOCK_SHIFT)
+        # after the locks: a message that was finished meanwhile is not taken for one that nobody holds
+        word = self._row(group.index, anew=True)[found.slot]
         lease, attempts = word & np.uint64(lay.LEASE), word >> np.uint64(lay.ATTEMPT_SHIFT)
-        had, done = (lease == 2 * found.seq) & owed, attempts == lay.GROUP_DONE
-        attempts = np.where(had, np.where(done, np.uint64(1), attempts), np.uint64(0))
-        used: _Used = []
+        taken, done = (lease == twice) & owed, attempts == lay.GROUP_DONE
+        attempts = np.where(taken, np.where(done, np.uint64(1), attempts), np.uint64(0))
+        left = (lease <= twice) & owed & ~(taken & done)
+        used: Used = []
         for peer, row in members:
-            mine = had & (row[found.slot] == 2 * found.seq)
+            mine = taken & (row[found.slot] == twice)
             for how, mask in (("claimed", mine & ~done), ("done", mine & done)):
                 if mask.any():
                     used.append((mask, Holder(peer.uid, peer.pid, how, peer.alive), attempts))
-            had &= ~mine
-        waiting = (lease < 2 * found.seq) & owed
-        for how, mask in (("abandoned", had & ~done), ("waiting", waiting)):
+            left &= ~mine
+        used += [(mask & left, holder, attempts) for mask, holder, _ in holders if (mask & left).any()]
+        left &= ~locked
+        abandoned = left & had & taken
+        waiting = left & ~abandoned
+        for how, mask in (("abandoned", abandoned), ("waiting", waiting)):
             if mask.any() and not group.leaving:
                 used.append((mask, Holder(0, 0, how, True), attempts))
         if waiting.any() and not group.leaving:
             self.seen.queues[group.index].add(found, waiting)
         return used
 
-    def _work_queue(self, found: _Messages) -> _Used:
+    def _work_queue(self, found: Messages) -> Used:
         """Which messages of a work queue are still needed, and by whom."""
-        seen, shape = self.seen, self.shape
-        states = np.frombuffer(self.source.read(shape.state, lay.STATE_WORDS * shape.slots), np.uint64)
-        states = states.reshape(shape.slots, lay.STATE_WORDS)[found.slot]
-        pending = states[:, lay.RELEASED] != found.seq
-        done, claimed = states[:, lay.DONE] == found.seq, states[:, lay.CLAIMED] == found.seq
+        seen, states = self.seen, self._states(found)
+        claimed = states[:, lay.CLAIMED] == found.seq
+        locked = self._locked(found, states[:, lay.RELEASED] != found.seq)
+        consumers = [peer for peer in seen.members if peer.role == "receiver"]
+        holders = self._held_by(found, locked, consumers, "claimed")
+        # after the locks: a message that was finished meanwhile is not taken for one that nobody holds
+        states = self._states(found, anew=True)
+        newest = states[:, [lay.CLAIMED, lay.DONE, lay.RELEASED]].max(axis=1)  # of a later message in the same slot
+        pending = (states[:, lay.RELEASED] != found.seq) & (newest <= found.seq)
+        done = states[:, lay.DONE] == found.seq
         counts = states[:, lay.ATTEMPT]
         attempts = np.where(counts >> np.uint64(8) == found.seq, counts & np.uint64(0xFF), np.uint64(0))
-        locked = np.zeros(len(found.seq), np.bool_)
-        locked[pending] = self._locked(found.seq[pending])
-        consumers = [peer for peer in seen.members if peer.role == "receiver"]
-        used: _Used = [
-            (mask, holder, attempts)
-            for how, whose in (("done", locked & done), ("claimed", locked & ~done))
-            for mask, holder, _ in self._held_by(found, whose, consumers, how)
+        used: Used = [
+            (whose, replace(holder, how=how), attempts)
+            for how, which in (("done", pending & done), ("claimed", pending & ~done))
+            for mask, holder, _ in holders
+            if (whose := mask & which).any()
         ]
         free = pending & ~locked & ~done  # done and not locked: its consumer died, the producer reuses the slot
-        for how, mask in (("waiting", free & ~claimed), ("abandoned", free & claimed)):
+        abandoned = free & claimed & (states[:, lay.CLAIMED] == found.seq)
+        for how, mask in (("waiting", free & ~abandoned), ("abandoned", abandoned)):
             if mask.any():
                 used.append((mask, Holder(0, 0, how, True), attempts))
         if free.any():
             seen.waiting.add(found, free)
         return used
 
-    def _locked(self, seqs: _Words) -> _Mask:
-        """Which of these messages, newest first, are locked by any process. Few are, so ranges of them are tried."""
-        result = np.zeros(len(seqs), np.bool_)
+    def _states(self, found: Messages, *, anew: bool = False) -> Words:
+        """The state words of the slots of these messages."""
+        read = self.source.read_anew if anew else self.source.read
+        words = np.frombuffer(read(self.shape.state, lay.STATE_WORDS * self.shape.slots), np.uint64)
+        states: Words = words.reshape(-1, lay.STATE_WORDS)[found.slot]
+        return states
+
+    def _locked(self, found: Messages, mask: Mask, base: int = 0) -> Mask:
+        """Which of these messages are locked by any process, by the byte `base` plus their number. Few are, so ranges
+        are tried."""
+        result, numbers = np.zeros(len(mask), np.bool_), mask.nonzero()[0].tolist()
+        seqs = found.seq[mask].tolist()
         todo = [(0, len(seqs))]
         while todo:
             begin, end = todo.pop()
-            if begin == end:
-                continue
-            first, last = int(seqs[end - 1]), int(seqs[begin])
-            if not self.sender.table.is_locked(first, last - first + 1):
+            if begin == end or not self.sender.table.is_locked(base + seqs[end - 1], seqs[begin] - seqs[end - 1] + 1):
                 continue
             if begin + 1 == end:
-                result[begin] = True
+                result[numbers[begin]] = True
             else:
                 middle = (begin + end) // 2
                 todo += [(begin, middle), (middle, end)]
         return result
 
-    def _held_by(self, found: _Messages, locked: _Mask, peers: list[MemberInfo], how: str) -> _Used:
+    def _held_by(self, found: Messages, locked: Mask, peers: list[MemberInfo], how: str, base: int = 0) -> Used:
         """Who of the peers holds the locks on these messages, as far as `/proc/<pid>/fdinfo` may be read."""
-        masks: dict[Holder, _Mask] = {}
-        pids = sorted({(peer.pid, peer.host_pid) for peer in peers if peer.alive})
-        for number in np.flatnonzero(locked).tolist():
-            seq, holders = int(found.seq[number]), []
-            for pid, host_pid in pids:
-                if self.seen.processes.holds(host_pid, self.sender.table.info, seq):
-                    uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
-                    holders.append(Holder(uids[0] if len(uids) == 1 else 0, pid, how, True))
-            for holder in holders or [Holder(0, 0, how, True)]:
+        masks: dict[Holder, Mask] = {}
+        numbers = locked.nonzero()[0].tolist()
+        candidates: list[tuple[Holder, Ranges]] = []
+        for pid, host_pid in sorted({(peer.pid, peer.host_pid) for peer in peers if peer.alive}) if numbers else ():
+            uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
+            ranges = self.seen.processes.locked(host_pid, self.sender.table.info)
+            candidates.append((Holder(uids[0] if len(uids) == 1 else 0, pid, how, True), ranges))
+        for number in numbers:
+            byte = base + int(found.seq[number])
+            for holder in [who for who, ranges in candidates if covers(ranges, byte)] or [Holder(0, 0, how, True)]:
                 masks.setdefault(holder, np.zeros(len(found.seq), np.bool_))[number] = True
         return [(mask, holder, None) for holder, mask in masks.items()]
-
-
-_Used = list[tuple[_Mask, Holder, "_Words | None"]]
-"""Of the messages of a ring: which a holder holds, and how often each was delivered."""
-
-
-@dataclass
-class _Messages:
-    """The published messages in some slots of a ring, newest first. One array for each of their properties."""
-
-    seq: Any
-    slot: Any
-    span: Any
-    nbytes: Any
-    sent: Any
-    now: int
-    """Both on CLOCK_MONOTONIC, in nanoseconds."""
-
-    @classmethod
-    def read(
-        cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None
-    ) -> _Messages | None:
-        """Those in the wanted slots, in all if `wanted` is None; None if there is none."""
-        now = time.monotonic_ns()
-        if wanted is not None and len(wanted) <= _FEW:
-            heads = [source.read(lay.R_RECORDS + lay.RECORD_WORDS * slot, _HEAD) for slot in wanted]
-            records, slots = np.frombuffer(b"".join(heads), np.uint64).reshape(-1, _HEAD), np.array(wanted)
-        else:
-            records = np.empty((shape.slots, _HEAD), np.uint64)
-            for start in range(0, shape.slots, _CHUNK):
-                count = min(_CHUNK, shape.slots - start)
-                words = source.read(lay.R_RECORDS + lay.RECORD_WORDS * start, lay.RECORD_WORDS * count)
-                part = np.frombuffer(words, np.uint64).reshape(-1, lay.RECORD_WORDS)
-                records[start : start + count] = part[:, :_HEAD]
-            slots = np.arange(shape.slots) if wanted is None else np.array(wanted)
-            records = records if wanted is None else records[slots]
-        seq = records[:, _SEQ]
-        chosen = (seq - 1 < np.uint64(published)).nonzero()[0]  # 0, of a record that is being written, wraps around
-        if not len(chosen):
-            return None
-        chosen = chosen[np.argsort(seq[chosen])[::-1]]
-        records, slots = records[chosen], slots[chosen]
-        span = np.maximum(records[:, _SPAN] >> 32, 1).astype(np.int64)
-        if np.count_nonzero(span > 1):
-            span = np.minimum(span, shape.slots - slots)
-            covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
-            keep = []
-            for number, (first, length) in enumerate(zip(slots.tolist(), span.tolist(), strict=True)):
-                if not covered[first]:
-                    covered[first : first + length] = b"\1" * length
-                    keep.append(number)
-            records, slots, span = records[keep], slots[keep], span[keep]
-        nbytes = np.minimum(records[:, _NBYTES], shape.slots * shape.slot_bytes).astype(np.int64)
-        return cls(records[:, _SEQ], slots, span, nbytes, records[:, _SENT], now)
-
-    def age(self, number: int) -> float:
-        """Seconds since one of them was sent."""
-        return max(0.0, (self.now - int(self.sent[number])) / 1e9)
-
-    def oldest(self, mask: _Mask) -> float:
-        """Seconds since the oldest of these, at least one, was sent."""
-        return self.age(mask.nonzero()[0][-1])
-
-    def held(self, sender: int, ring: int, used: _Used) -> list[HeldMessage]:
-        """Each message that is held, newest first."""
-        holders: dict[int, list[Holder]] = {}
-        attempts: dict[int, int] = {}
-        for mask, holder, attempt in used:
-            for number in np.flatnonzero(mask).tolist():
-                holders.setdefault(number, []).append(holder)
-                attempts[number] = 1 if attempt is None else int(attempt[number])
-        return [
-            HeldMessage(
-                sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
-                self.age(at), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
-            )
-            for at, by in sorted(holders.items())
-        ]  # fmt: skip
-
-
-NOBODY: Final = ("waiting", "abandoned", "history")
-"""`how` of messages that no member holds."""
-
-
-def _state(holders: list[Holder]) -> str:
-    hows = [holder.how for holder in holders]
-    return next((how for how in ("leased", "unread") if how in hows), hows[0])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 _PYTHON: Final = ("python", "pypy")
+_SEGMENTS: Final = ("shmtensor.", "memfd:shmtensor.")
+"""How the names of segments begin, in `/dev/shm` or of a segment server."""
 
 
 class Process(NamedTuple):
@@ -20,7 +24,14 @@ class Process(NamedTuple):
 UNKNOWN: Final = Process(0, "")
 
 _File = tuple[int, int]
-_Ranges = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
+"""First and last bytes, in order. Those that overlap or adjoin are one."""
+
+
+def covers(ranges: Ranges, byte: int) -> bool:
+    """Whether a byte lies in one of these ranges."""
+    at = bisect.bisect_right(ranges, byte, key=itemgetter(0))
+    return at > 0 and byte <= ranges[at - 1][1]
 
 
 class Processes:
@@ -75,13 +86,24 @@ class Processes:
 
     def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
         """Whether the process is known to hold a lock on a byte of a file."""
-        return any(first <= byte <= last for first, last in self._locked(pid, file))
+        return covers(self.locked(pid, file), byte)
 
-    def _locked(self, pid: int, file: os.stat_result) -> _Ranges:
+    def locked(self, pid: int, file: os.stat_result) -> Ranges:
+        """The bytes of a file on which the process is known to hold locks now."""
         if pid not in self._files:
             self._files[pid] = _open_files(pid)
         numbers = self._files[pid].get((file.st_dev, file.st_ino), ())
-        return [found for number in numbers for found in _locks(pid, number)]
+        return _merged([found for number in numbers for found in _locks(pid, number)])
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    found: Ranges = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
 
 
 def holders(path: str, first: int, end: int) -> list[Process]:
@@ -107,9 +129,9 @@ def _target(link: str) -> str:
         return ""
 
 
-def _locks(pid: int, number: str) -> _Ranges:
+def _locks(pid: int, number: str) -> Ranges:
     """The first and last bytes of the locks of an open file description."""
-    found: _Ranges = []
+    found: Ranges = []
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/fdinfo/{number}") as lines:
         for parts in (line.split() for line in lines if line.startswith("lock:")):
             if parts[2] == "OFDLCK":
@@ -118,13 +140,17 @@ def _locks(pid: int, number: str) -> _Ranges:
 
 
 def _open_files(pid: int) -> dict[_File, list[str]]:
-    """The descriptors of a process by the file that they lead to."""
+    """The descriptors of a process by the file that they lead to: of those that may be segments, by their names.
+
+    `stat` of one on a file system that hangs would hang.
+    """
     found: dict[_File, list[str]] = {}
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                info = os.stat(f"/proc/{pid}/fd/{number}")
-                found.setdefault((info.st_dev, info.st_ino), []).append(number)
+            if os.path.basename(_target(f"/proc/{pid}/fd/{number}")).startswith(_SEGMENTS):
+                with contextlib.suppress(OSError):
+                    info = os.stat(f"/proc/{pid}/fd/{number}")
+                    found.setdefault((info.st_dev, info.st_ino), []).append(number)
     return found
 
 

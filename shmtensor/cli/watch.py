@@ -26,7 +26,7 @@ from ..codec.outline import as_text
 from ..errors import DependencyError
 from ..metrics import collector
 from ..observe.messages import Messages, Seen
-from ..observe.rates import NONE, Ends, Rate, Rates
+from ..observe.rates import NONE, Ends, Rate, Rates, has_newest
 from ..options import format_bytes
 from .ls import program, taken_dict, user_name
 from .output import (
@@ -343,7 +343,8 @@ def _time_of(it: Holding, watched: float) -> str:
 class _Point(NamedTuple):
     at: float
     published: int
-    nbytes: int
+    nbytes: int | None
+    """Of the newest message; None if it is not known."""
 
 
 class Windows:
@@ -360,7 +361,7 @@ class Windows:
             del self._points[uid]
         for uid, member in senders.items():
             points = self._points.setdefault(uid, deque())
-            points.append(_Point(now, member.published, member.newest_bytes))
+            points.append(_Point(now, member.published, member.newest_bytes if has_newest(member) else None))
             while len(points) > 2 and points[1].at <= now - self._length:
                 points.popleft()
 
@@ -370,7 +371,7 @@ class Windows:
         if not points or len(points) < 2 or points[-1].at <= points[0].at:
             return None
         each = (points[-1].published - points[0].published) / (points[-1].at - points[0].at)
-        sizes = [point.nbytes for point in points if point.published]
+        sizes = [point.nbytes for point in points if point.nbytes is not None]
         return each, each * sum(sizes) / len(sizes) if sizes else 0.0
 
 
@@ -403,10 +404,9 @@ def _watch_rates(
     while not count or done < count:
         wait_for_channel(channel, timeout)
         info = inspector.channel(channel)
-        if info is None:
-            continue
-        if not info.readable:
-            unreadable.again(channel, info.notes[0])
+        if info is None or not info.readable:
+            why = "it has just ended, or there is something else under its name" if info is None else info.notes[0]
+            unreadable.again(channel, why)
             continue
         unreadable.over()
         windows.add(info, time.monotonic())

@@ -306,6 +306,10 @@ class Glance:
         words = self._head[start : start + count]
         if len(words) == count:
             return words
+        return self.read_anew(start, count)
+
+    def read_anew(self, start: int, count: int) -> memoryview:
+        """The same, as they are now: not as `read_head` has found them."""
         return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
 
     def read_into(self, words: memoryview) -> None:

@@ -19,7 +19,8 @@ class Rate:
 
     messages: float
     nbytes: float
-    """Bytes of payload: the number of messages times the size of the sender's newest one. 0 for a receiver."""
+    """Bytes of payload: the number of messages times the size of the sender's newest one that is known. 0 for a
+    receiver."""
 
 
 NONE: Final = Rate(0.0, 0.0)
@@ -29,7 +30,13 @@ NONE: Final = Rate(0.0, 0.0)
 class _Before:
     count: int
     at: float
-    nbytes: int
+    nbytes: int | None
+    """Of the newest message; None if it is not known."""
+
+
+def has_newest(member: MemberInfo) -> bool:
+    """Whether a sender's newest message is known: it has sent one, which was not overwritten while it was looked at."""
+    return member.newest_age > 0
 
 
 class Rates:
@@ -45,12 +52,14 @@ class Rates:
         for channel in channels:
             for member in channel.members:
                 count = member.published if member.role == "sender" else member.received
-                self._before[member.uid] = _Before(count, now, member.newest_bytes)
                 last = before.get(member.uid)
+                known = last.nbytes if last is not None else None
+                newest = member.newest_bytes if has_newest(member) else known
+                self._before[member.uid] = _Before(count, now, newest)
                 if last is not None and now > last.at and count >= last.count:
                     each = (count - last.count) / (now - last.at)
-                    size = (last.nbytes + member.newest_bytes) / 2 if last.count else member.newest_bytes
-                    self._rates[member.uid] = Rate(each, each * size)
+                    sizes = [size for size in (known, newest) if size is not None]
+                    self._rates[member.uid] = Rate(each, each * sum(sizes) / len(sizes) if sizes else 0.0)
 
     def of(self, member: MemberInfo) -> Rate | None:
         """The rate of a member; None if there is no reading of it before the last one, or it cannot be known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -15,8 +16,9 @@ import pytest
 
 import shmtensor
 from shmtensor.channel import inspect as looking
-from shmtensor.channel import processes
+from shmtensor.channel import processes, published
 from shmtensor.memory import segment as shm
+from shmtensor.ring import layout as lay
 
 from ..implementations import once
 from ..scenes import Fellow, unswept
@@ -247,6 +249,113 @@ def test_200_members(channel):
             sub.close()
 
 
+@pytest.mark.parametrize("slots", [4, 100])
+def test_the_newest_message_of_a_sender_that_reuses_its_slots_meanwhile(channel, slots, monkeypatch):
+    """It sends between the look at how many it has sent and the one at the record of the last of them."""
+    with shmtensor.Publisher(channel, slots=slots, slot_bytes=4096) as pub:
+        pub.send(np.zeros(100))
+        real = looking._sender
+
+        def then_it_sends(*args):
+            found = real(*args)
+            for _ in range(2 * slots):
+                pub.send(np.zeros(100))
+            return found
+
+        monkeypatch.setattr(looking, "_sender", then_it_sends)
+        (sender,) = seen(channel).senders
+        assert (sender.published, sender.newest_bytes) == (1, 800)
+        assert sender.newest_age > 0
+
+
+class Finishes:
+    """Within, the holder of a message finishes it as soon as a private function of a ring is called, or has returned."""
+
+    def __init__(self, monkeypatch, message, name: str, *, first: bool) -> None:
+        real = getattr(looking._Ring, name)
+
+        def call(ring, *args, **options):
+            if first:
+                message.release()
+            try:
+                return real(ring, *args, **options)
+            finally:
+                message.release()
+
+        monkeypatch.setattr(looking._Ring, name, call)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_consumer_finishes_while_it_is_inspected(channel, first, monkeypatch):
+    """Neither abandoned nor claimed: those were never true together."""
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        tx.send(b"1")
+        Finishes(monkeypatch, rx.recv(timeout=PATIENCE), "_locked", first=first)
+        assert seen(channel).holdings == ()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["_row", "_group"])
+def test_what_a_member_of_a_group_finishes_while_it_is_inspected(channel, first, name, monkeypatch):
+    with shmtensor.Publisher(channel, slots=4) as pub, shmtensor.Subscriber(channel, group="g") as sub:
+        pub.send(b"1")
+        Finishes(monkeypatch, sub.recv(timeout=PATIENCE), name, first=first)
+        if name == "_group" and not first:
+            assert [it.how for it in seen(channel).holdings] == ["claimed"]  # it was finished afterwards
+        else:
+            assert seen(channel).holdings == ()
+
+
+def test_what_a_member_of_a_group_gives_back_is_abandoned(channel):
+    with shmtensor.Publisher(channel, slots=4) as pub:
+        with shmtensor.Subscriber(channel, group="g") as sub, shmtensor.Subscriber(channel, group="g") as other:
+            pub.send(b"1")
+            with contextlib.suppress(KeyError), sub.recv(timeout=PATIENCE):
+                raise KeyError
+            assert [(it.how, it.uid) for it in seen(channel).holdings] == [("abandoned", 0)]
+            other.recv(timeout=PATIENCE).release()
+
+
+def test_many_held_messages_do_not_multiply_the_work(channel, monkeypatch):
+    """The locks of a process are read once for a ring, not once for a message."""
+    with shmtensor.Producer(channel, slots=64) as tx, shmtensor.Consumer(channel, acknowledge="release") as rx:
+        for number in range(50):
+            tx.send(number)
+        held = [rx.recv(timeout=PATIENCE) for _ in range(50)]
+        reads, real = [], processes._locks
+        monkeypatch.setattr(processes, "_locks", lambda *args: reads.append(args) or real(*args))
+        assert [(it.how, it.messages, it.pid) for it in seen(channel).holdings] == [("claimed", 50, os.getpid())]
+        assert len(reads) < 25
+        for message in held:
+            message.release()
+
+
+def test_only_segments_of_a_process_are_looked_at(monkeypatch, tmp_path):
+    """What else it has open may lie on a file system that hangs."""
+    with open(tmp_path / "other", "w") as file:
+        real, path = os.stat, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        looked: list[str] = []
+        monkeypatch.setattr(os, "stat", lambda path, **options: looked.append(str(path)) or real(path, **options))
+        processes.Processes().locked(os.getpid(), os.fstat(file.fileno()))
+    assert path not in looked
+
+
+@once("what is remembered")
+def test_a_channel_that_is_inspected_again_and_again_keeps_nothing_of_senders_that_left(channel):
+    inspector = looking.Inspector()
+    with shmtensor.Subscriber(channel) as sub:
+        for number in range(5):
+            with shmtensor.Publisher(channel) as pub:
+                pub.send(number)
+                sub.recv(timeout=PATIENCE).release()
+                inspector.channel(channel)
+        inspector.channel(channel)
+        assert set(inspector._kept) == {f"/shmtensor.{channel}"}
+        assert len(inspector._processes._found) == 1
+    assert inspector.channel(channel) is None
+    assert (inspector._kept, inspector._processes._found, inspector._held) == ({}, {}, {})
+
+
 def test_reading_few_records_sees_what_reading_all_sees(channel, monkeypatch):
     """Random traffic of two subscribers; messages of a slot each."""
     chance = random.Random(1)
@@ -270,7 +379,7 @@ def test_reading_few_records_sees_what_reading_all_sees(channel, monkeypatch):
                 patch.setattr(looking, "_wanted", lambda *_: None)
                 every = seen(channel, messages=True)
             assert without_times(few) == without_times(every)
-            some = some or few.depth > looking._FEW
+            some = some or few.depth > published.FEW
         assert some  # and many, which are read together
         kept.clear()
 

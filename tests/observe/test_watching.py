@@ -79,6 +79,47 @@ def test_rates_come_from_two_readings(channel):
         sub.recv(timeout=PATIENCE).release()
 
 
+def test_a_newest_message_that_is_overwritten_counts_as_large_as_before(channel):
+    inspector, rates, windows = Inspector(), Rates(), watch.Windows(10.0)
+    with shmtensor.Publisher(channel, slots=1, slot_bytes=4096) as pub:
+
+        def look(at: float) -> shmtensor.MemberInfo:
+            (found,) = inspector.channels(only(channel))
+            rates.update([found], at)
+            windows.add(found, at)
+            return found.senders[0]
+
+        pub.send(np.zeros(100))
+        look(10.0)
+        pub.send(np.zeros(100))
+        with pub.loan((200,), np.float64):  # it takes the slot of the newest message
+            sender = look(11.0)
+            assert (sender.published, sender.newest_age) == (2, 0.0)
+            assert rates.of(sender).nbytes == 800
+            assert windows.rate(sender) == (1.0, 800.0)
+        sender = look(12.0)
+        assert rates.of(sender).nbytes == 1200
+        assert windows.rate(sender) == (1.0, 1200.0)
+
+
+@once("text")
+@pytest.mark.parametrize("kind", ["directory", "link", "FIFO"])
+def test_hz_of_a_name_that_is_no_channel(channel, kind):
+    path = f"/dev/shm/shmtensor.{channel}"
+    make, remove = {
+        "directory": (os.mkdir, os.rmdir),
+        "link": (lambda path: os.symlink("/nowhere", path), os.unlink),
+        "FIFO": (os.mkfifo, os.unlink),
+    }[kind]
+    make(path)
+    try:
+        command = [sys.executable, "-m", "shmtensor", "hz", channel, "--count", "1"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    finally:
+        remove(path)
+    assert (run.returncode, "cannot be read" in run.stderr) == (1, True)
+
+
 @once("text")
 @pytest.mark.parametrize("width", [80, 140])
 def test_top_fits(channel, width):

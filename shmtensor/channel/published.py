@@ -1,0 +1,106 @@
+"""The messages in the slots of a ring, as they are seen from outside, and who holds which."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ..memory import segment as shm
+from ..ring import layout as lay
+from .info import HeldMessage, Holder
+
+_CHUNK: Final = 4096
+FEW: Final = 32
+"""Records to read one by one rather than with all others."""
+# word indices in a record (of `_SPAN`, the upper half), and how many words of it are read
+SEQ, SENT, _SPAN, NBYTES, HEAD = 0, 1, 3, 5, 6
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Used = list[tuple[Mask, Holder, "Words | None"]]
+"""Of the messages of a ring: which a holder holds, and how often each was delivered."""
+
+
+@dataclass
+class Messages:
+    """The published messages in some slots of a ring, newest first. One array for each of their properties."""
+
+    seq: Any
+    slot: Any
+    span: Any
+    nbytes: Any
+    sent: Any
+    now: int
+    """Both on CLOCK_MONOTONIC, in nanoseconds."""
+
+    @classmethod
+    def read(
+        cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None
+    ) -> Messages | None:
+        """Those in the wanted slots, in all if `wanted` is None; None if there is none."""
+        now = time.monotonic_ns()
+        if wanted is not None and len(wanted) <= FEW:
+            heads = [source.read(lay.R_RECORDS + lay.RECORD_WORDS * slot, HEAD) for slot in wanted]
+            records, slots = np.frombuffer(b"".join(heads), np.uint64).reshape(-1, HEAD), np.array(wanted)
+        else:
+            records = np.empty((shape.slots, HEAD), np.uint64)
+            for start in range(0, shape.slots, _CHUNK):
+                count = min(_CHUNK, shape.slots - start)
+                words = source.read(lay.R_RECORDS + lay.RECORD_WORDS * start, lay.RECORD_WORDS * count)
+                part = np.frombuffer(words, np.uint64).reshape(-1, lay.RECORD_WORDS)
+                records[start : start + count] = part[:, :HEAD]
+            slots = np.arange(shape.slots) if wanted is None else np.array(wanted)
+            records = records if wanted is None else records[slots]
+        seq = records[:, SEQ]
+        chosen = (seq - 1 < np.uint64(published)).nonzero()[0]  # 0, of a record that is being written, wraps around
+        if not len(chosen):
+            return None
+        chosen = chosen[np.argsort(seq[chosen])[::-1]]
+        records, slots = records[chosen], slots[chosen]
+        span = np.maximum(records[:, _SPAN] >> 32, 1).astype(np.int64)
+        if np.count_nonzero(span > 1):
+            span = np.minimum(span, shape.slots - slots)
+            covered = bytearray(shape.slots)  # by a newer message: a record inside its span is stale
+            keep = []
+            for number, (first, length) in enumerate(zip(slots.tolist(), span.tolist(), strict=True)):
+                if not covered[first]:
+                    covered[first : first + length] = b"\1" * length
+                    keep.append(number)
+            records, slots, span = records[keep], slots[keep], span[keep]
+        nbytes = np.minimum(records[:, NBYTES], shape.slots * shape.slot_bytes).astype(np.int64)
+        return cls(records[:, SEQ], slots, span, nbytes, records[:, SENT], now)
+
+    def age(self, number: int) -> float:
+        """Seconds since one of them was sent."""
+        return max(0.0, (self.now - int(self.sent[number])) / 1e9)
+
+    def oldest(self, mask: Mask) -> float:
+        """Seconds since the oldest of these, at least one, was sent."""
+        return self.age(mask.nonzero()[0][-1])
+
+    def held(self, sender: int, ring: int, used: Used) -> list[HeldMessage]:
+        """Each message that is held, newest first."""
+        holders: dict[int, list[Holder]] = {}
+        attempts: dict[int, int] = {}
+        for mask, holder, attempt in used:
+            for number in np.flatnonzero(mask).tolist():
+                holders.setdefault(number, []).append(holder)
+                attempts[number] = 1 if attempt is None else int(attempt[number])
+        return [
+            HeldMessage(
+                sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
+                self.age(at), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
+            )
+            for at, by in sorted(holders.items())
+        ]  # fmt: skip
+
+
+NOBODY: Final = ("waiting", "abandoned", "history")
+"""`how` of messages that no member holds."""
+
+
+def _state(holders: list[Holder]) -> str:
+    hows = [holder.how for holder in holders]
+    return next((how for how in ("leased", "unread") if how in hows), hows[0])
