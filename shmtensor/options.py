@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 from typing import Any
 
@@ -59,6 +60,26 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, for people: without the number that an `OSError` has before it.
+
+    >>> reason(PermissionError(13, "Permission denied", "/root/x"))
+    '/root/x: Permission denied'
+    """
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
+
+
+def printable(text: str) -> str:
+    """A text without characters that a terminal obeys: those that cannot be printed are written as in Python's source.
+
+    >>> printable("a name" + chr(27)) == "a name" + chr(92) + "x1b"
+    True
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def context_of(ctx: Any, option: str) -> Any:

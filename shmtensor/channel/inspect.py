@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import WireError
 from ..memory import segment as shm
+from ..options import reason
 from ..ring import layout as lay
 from . import control as ctl
 from .control import LOCK, Control
@@ -232,7 +233,7 @@ class _Look:
             self.notes.append("no control segment: these are leftovers, or the channel has just ended")
             infos = shm.statuses(infos)
         except (OSError, ValueError, LookupError, ArithmeticError) as error:
-            self.unread.append(str(error))
+            self.unread.append(reason(error))
         files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
         for name, info in infos.items():
             if info is not None and stat.S_ISREG(info.st_mode):
@@ -427,19 +428,19 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
                 try:
                     found.append(_Ring(seen, sender, index))
                 except (OSError, WireError) as error:
-                    seen.notes.append(f"ring {index} of {who}: {error}")
+                    seen.notes.append(f"ring {index} of {who}: {reason(error)}")
             wanted = _wanted(seen, sender, found)
             for ring in found:
                 try:
                     rings.append(ring.info(wanted))
                 except (OSError, WireError) as error:
-                    seen.notes.append(f"ring {ring.index} of {who}: {error}")
+                    seen.notes.append(f"ring {ring.index} of {who}: {reason(error)}")
             size, age = _newest(sender, found)
         finally:
             for ring in found:
                 ring.source.close()
     except (OSError, WireError) as error:
-        seen.notes.append(f"{who}: {error}")
+        seen.notes.append(f"{who}: {reason(error)}")
         return
     for index, seq in sender.newest.items():
         if index in seen.queues:

@@ -75,6 +75,10 @@ class PeerLost(Exception):
     """The other process has ended, or does not answer."""
 
 
+class NoMemory(Exception):
+    """There is no memory for the tensor."""
+
+
 @guarded
 def bench(
     size: Annotated[str, typer.Option(metavar="BYTES", help="Of the tensor: a number, or like 64KiB.")] = "1KiB",
@@ -93,7 +97,7 @@ def bench(
         raise fail(str(error), _BAD_SIZE) from None
     try:
         figures = _run(nbytes, seconds)
-    except PeerLost as error:
+    except (PeerLost, NoMemory) as error:
         raise fail(str(error)) from None
     ours, *rivals = [each.as_dict(nbytes) for each in figures]
     if as_json:
@@ -287,7 +291,10 @@ def _open(
 def _payload(nbytes: int) -> Any:
     import torch
 
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    try:
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    except (MemoryError, OverflowError, RuntimeError, TypeError):  # of what is more than an int64, too
+        raise NoMemory(f"there is no memory for a tensor of {format_bytes(nbytes)}: choose a smaller --size") from None
 
 
 def _compare(value: Any, payload: Any) -> None:

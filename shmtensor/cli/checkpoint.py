@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -29,8 +28,8 @@ from ..checkpoint.opening import LATEST, Opener, open_path
 from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
-from ..options import format_bytes, parse_bytes
-from .output import console, fail, guarded, print_json, seconds
+from ..options import format_bytes, parse_bytes, reason
+from .output import console, fail, guarded, print_json, seconds, visible
 
 app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
 
@@ -65,7 +64,7 @@ def _with_files(function: _F) -> _F:
         except ShmTensorError:
             raise
         except OSError as error:
-            raise fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")) from None
+            raise fail(reason(error)) from None
 
     return run  # type: ignore[return-value]
 
@@ -90,7 +89,7 @@ def info(
     plan = opened.plan
     size = format_bytes(sum(opened.sizes))
     by = ("" if opened.native else ", written by another program") + (", encrypted" if opened.encrypted else "")
-    out.print(f"[bold]{escape(str(opened.main))}[/]  {opened.format}{by}, {size}", soft_wrap=True)
+    out.print(f"[bold]{visible(str(opened.main))}[/]  {opened.format}{by}, {size}", soft_wrap=True)
     if len(opened.files) > 1:
         out.print(f"  {len(opened.files)} files")
     digest = combine(opened.digests) if opened.digests is not None else "none"
@@ -99,14 +98,14 @@ def info(
         return
     out.print(f"  {len(plan.tensors)} tensors, {format_bytes(plan.nbytes)}, digest {digest}")
     kinds = Counter(_dtype(entry) for entry in plan.tensors)
-    out.print("  " + escape(", ".join(f"{count} {name}" for name, count in kinds.most_common())))
+    out.print("  " + visible(", ".join(f"{count} {name}" for name, count in kinds.most_common())))
     if plan.meta is not None:
-        out.print(f"  meta {escape(str(plan.meta))}", soft_wrap=True)
-    shown = plan.tensors if every else plan.tensors[:_SHOWN]
-    if shown:
-        out.print(_tensor_table(shown))
-    if len(shown) < len(plan.tensors):
-        out.print(f"  and {len(plan.tensors) - len(shown)} more: --all")
+        out.print(f"  meta {visible(str(plan.meta))}", soft_wrap=True)
+    listed = plan.tensors if every else plan.tensors[:_SHOWN]
+    if listed:
+        out.print(_tensor_table(listed))
+    if len(listed) < len(plan.tensors):
+        out.print(f"  and {len(plan.tensors) - len(listed)} more: --all")
 
 
 @app.command()
@@ -174,12 +173,12 @@ def convert(
                 readable_names=readable_names, progress=progress,
             )  # fmt: skip
     except ArgumentError as error:
-        raise fail(str(error), 2) from None
+        raise fail(reason(error), 2) from None
     if as_json:
         print_json({"path": str(made.path), "bytes": made.nbytes, "digest": made.digest})
     else:
         console().print(
-            f"wrote {escape(str(made.path))}  {format_bytes(made.nbytes)}, digest {made.digest}", soft_wrap=True
+            f"wrote {visible(str(made.path))}  {format_bytes(made.nbytes)}, digest {made.digest}", soft_wrap=True
         )
 
 
@@ -206,7 +205,7 @@ def encrypt(
                 progress=progress,
             )  # fmt: skip
     except ArgumentError as error:
-        raise fail(str(error), 2) from None
+        raise fail(reason(error), 2) from None
     _show_written(made, as_json=as_json)
 
 
@@ -230,7 +229,7 @@ def decrypt(
         with _bar("decrypting", source.stat().st_size, shown=not as_json) as progress:
             made = decrypt_file(source, target, opener, overwrite=overwrite, replace=replace, progress=progress)
     except ArgumentError as error:
-        raise fail(str(error), 2) from None
+        raise fail(reason(error), 2) from None
     _show_written(made, as_json=as_json)
 
 
@@ -245,7 +244,7 @@ def _show_written(path: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), "bytes": nbytes})
     else:
-        console().print(f"wrote {escape(str(path))}  {format_bytes(nbytes)}", soft_wrap=True)
+        console().print(f"wrote {visible(str(path))}  {format_bytes(nbytes)}", soft_wrap=True)
 
 
 @app.command()
@@ -279,17 +278,17 @@ def ls(
         table.add_column(heading, justify="right" if number else "left", no_wrap=heading != "metrics")
     for row in rows:
         whole = not row["error"]
-        values = escape(", ".join(f"{name}={float(value):.6g}" for name, value in row["metrics"].items()))
+        values = visible(", ".join(f"{name}={float(value):.6g}" for name, value in row["metrics"].items()))
         table.add_row(
-            escape(row["name"]), row["format"] or "", "" if row["step"] is None else str(row["step"]),
+            visible(row["name"]), row["format"] or "", "" if row["step"] is None else str(row["step"]),
             format_bytes(row["bytes"]) if whole else "", "" if row["tensors"] is None else str(row["tensors"]),
             seconds(max(0.0, time.time() - row["time"])), *[values] * metrics,
-            escape(", ".join(row["aliases"])) if whole else "[red]damaged[/]",
+            visible(", ".join(row["aliases"])) if whole else "[red]damaged[/]",
         )  # fmt: skip
     out.print(table, soft_wrap=True)
     for row in rows:
         if row["error"]:  # below the table, as a long text would squeeze its columns
-            out.print(f"[red]{escape(row['name'])}:[/] {escape(row['error'])}", soft_wrap=True)
+            out.print(f"[red]{visible(row['name'])}:[/] {visible(row['error'])}", soft_wrap=True)
 
 
 def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
@@ -304,7 +303,7 @@ def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
             return row | {"tensors": None}  # nobody can know
         return row | {"tensors": len(opened.plan.tensors)}
     except CheckpointError as error:  # of a file of torch's own, which is opened by torch
-        return row | {"error": str(error)}
+        return row | {"error": reason(error)}
 
 
 def _plain(value: float) -> float | str:
@@ -316,7 +315,7 @@ def _number_of_readers(readers: int | None) -> int:
     try:
         return check_options(readers, True)
     except ShmTensorError as error:
-        raise fail(str(error), 2) from None
+        raise fail(reason(error), 2) from None
 
 
 def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, Any]:
@@ -335,9 +334,9 @@ def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, 
         with _bar(opened.main.name, nbytes, shown=bar) as progress:
             damaged = check(opened, readers=readers, progress=progress)
     except ResourceError as error:  # a server or disk that does not answer says nothing of the bytes
-        return report | {"ok": None, "error": str(error)}
+        return report | {"ok": None, "error": reason(error)}
     except (CheckpointError, OSError) as error:
-        return report | {"error": str(error)}
+        return report | {"error": reason(error)}
     report["damaged"] = [
         {"tensors": each.names, "file": str(each.path), "offset": each.offset, "error": str(each)} for each in damaged
     ]
@@ -346,14 +345,14 @@ def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, 
 
 def _show_report(report: dict[str, Any]) -> None:
     out = console()
-    path = escape(report["path"])
+    path = visible(report["path"])
     if report["ok"]:
         note = "" if report["digests"] else ", [yellow]no digests: only its structure was checked[/]"
         out.print(f"[green]ok[/] {path}  {format_bytes(report['bytes'])}{note}", soft_wrap=True)
         return
     out.print(f"[red]{'not checked' if report['ok'] is None else 'bad'}[/] {path}", soft_wrap=True)
     for text in [report["error"]] if report["error"] else [each["error"] for each in report["damaged"]]:
-        out.print(f"  {escape(text)}", soft_wrap=True)
+        out.print(f"  {visible(text)}", soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -362,7 +361,7 @@ def _bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], Any
     out = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=out, disable=not (shown and out.is_terminal), transient=True) as progress:
-        task = progress.add_task(escape(label), total=total)
+        task = progress.add_task(visible(label), total=total)
         yield functools.partial(progress.advance, task)
 
 
@@ -403,7 +402,7 @@ def _tensor_table(entries: list[Entry]) -> Table:
     for heading in ("tensor", "dtype", "shape", "bytes"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
     for entry in entries:
-        table.add_row(escape(entry.name), escape(_dtype(entry)), escape(str(list(entry.shape))), str(entry.nbytes))
+        table.add_row(visible(entry.name), visible(_dtype(entry)), visible(str(list(entry.shape))), str(entry.nbytes))
     return table
 
 

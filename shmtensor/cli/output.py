@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from rich.markup import escape
 from ..channel.names import check_channel, control_name
 from ..errors import ShmTensorError
 from ..memory import segment as shm
+from ..options import printable, reason
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -53,8 +57,21 @@ def print_json_line(value: Any) -> None:
 
 def fail(text: str, code: int = 1) -> typer.Exit:
     """Print an error on stderr; raise what this returns."""
-    console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+    console(stderr=True).print(f"[bold red]error:[/] {visible(text)}", soft_wrap=True)
     return typer.Exit(code)
+
+
+def visible(text: object) -> str:
+    """A name, a path or what else comes from outside, in a text with markup: what cannot be printed, such as escape
+    sequences, can be seen."""
+    return escape(printable(str(text)))
+
+
+def write_any_text() -> None:
+    """Let stdout and stderr write what their encoding does not have as escapes, in place of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def guarded(function: _F) -> _F:
@@ -69,13 +86,35 @@ def guarded(function: _F) -> _F:
             console(stderr=True).print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except ShmTensorError as error:
-            raise fail(str(error)) from None
+            raise fail(reason(error)) from None
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             raise fail(f"cannot write the output: {error.strerror}") from None
 
     return run  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def signals_interrupt(*numbers: int) -> Iterator[None]:
+    """Within, the first of these signals is a Ctrl-C, for a regular end. Those that are ignored (nohup) stay so."""
+    ended = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            raise KeyboardInterrupt
+
+    before = {each: signal.getsignal(each) for each in numbers}
+    try:
+        for each, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(each, interrupt)
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextlib.contextmanager
@@ -138,7 +177,8 @@ class Unreadable:
         """It cannot be read: wait a little, it may just be being made. Ends the command with code 1 if it stays so."""
         self._until = time.monotonic() + _MAKING_S if self._until is None else self._until
         if time.monotonic() > self._until:
-            raise fail(f'channel "{channel}" cannot be read: {why}')
+            text = reason(why) if isinstance(why, BaseException) else why
+            raise fail(f'channel "{channel}" cannot be read: {text}')
         time.sleep(_PAUSE_S)
 
     def over(self) -> None:
@@ -151,7 +191,7 @@ def named(channel: str) -> str:
     try:
         return check_channel(channel)
     except ShmTensorError as error:
-        raise fail(str(error), 2) from None
+        raise fail(reason(error), 2) from None
 
 
 def wait_for_channel(channel: str, timeout: float | None) -> None:

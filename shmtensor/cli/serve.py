@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ArgumentError
 from ..rpc import worker
 from ..rpc.pool import serve as serve_forever
-from .output import guarded
+from .output import fail, guarded
 
 
 @guarded
@@ -67,17 +68,20 @@ def serve(
 
     SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. SIGHUP replaces
     the workers one by one, for new code or a new model: each new one is ready before the old one ends. One line per
-    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying or the handler cannot serve, 3 if
-    workers had to be killed before they had finished.
+    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying or the handler cannot serve, 2 for options
+    that cannot be, 3 if workers had to be killed before they had finished.
 
     Example: shmtensor serve mymodel:predict --name model --workers 4 --max-batch 32
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    for what, each in (("handler", handler), ("setup", setup), ("teardown", teardown)):
-        if each is not None:
-            worker.check(each, what)
-    code = serve_forever(
-        handler, name=name, workers=workers, setup=setup, teardown=teardown, max_batch=max_batch, max_wait=max_wait,
-        max_attempts=max_attempts, max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
-    )  # fmt: skip
+    try:
+        for what, each in (("handler", handler), ("setup", setup), ("teardown", teardown)):
+            if each is not None:
+                worker.check(each, what)
+        code = serve_forever(
+            handler, name=name, workers=workers, setup=setup, teardown=teardown, max_batch=max_batch, max_wait=max_wait,
+            max_attempts=max_attempts, max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise fail(str(error), 2) from None
     raise typer.Exit(code)

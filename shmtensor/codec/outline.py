@@ -40,7 +40,7 @@ class Parts:
     def __str__(self) -> str:
         if self.kind == "data":
             return f"bytes{list(self.leaves[0].shape)}"
-        return f"{self.kind}({', '.join(map(str, (*self.leaves, *self.scalars)))})"
+        return f"{self.kind}({', '.join(map(as_text, (*self.leaves, *self.scalars)))})"
 
 
 class Outline(Tree):
@@ -111,11 +111,14 @@ def _joined(texts: Iterable[str], count: int) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """An outline of types that JSON has; what JSON cannot say is text."""
+    """An outline of types that JSON has; what JSON cannot say is text. A dict with keys that are no texts is a list of
+    pairs."""
     if isinstance(value, (list, tuple)):
         return [as_json(each) for each in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else as_text(key): as_json(each) for key, each in value.items()}
+        if all(isinstance(key, str) for key in value):
+            return {key: as_json(each) for key, each in value.items()}
+        return [[as_json(key), as_json(each)] for key, each in value.items()]
     if isinstance(value, Leaf):
         return {"dtype": value.dtype, "shape": list(value.shape), "library": "torch" if value.torch else "numpy"}
     if isinstance(value, Parts):

@@ -159,3 +159,19 @@ def test_ls(run, state, tmp_path):
     run("ls", tmp_path / "none", code=1)
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "step-3.npz")
+
+
+def test_names_of_others_reach_no_terminal_as_they_are(run, tmp_path):
+    """Those of tensors, of files and in meta: whoever wrote the checkpoint chose them."""
+    name = "w\x1b[2J\n[red]x"
+    path = tmp_path / f"{name}.safetensors"
+    safetensors.torch.save_file({name: torch.zeros(2)}, path, metadata={name: name})
+    (tmp_path / "a\x1b]0;b.safetensors").write_bytes(b"damaged")
+    for command, code in (("info", 0), ("verify", 0), ("ls", 0)):
+        text = run(command, tmp_path if command == "ls" else path, code=code)
+        assert "w\\x1b[2J\\n[red]x" in text
+        assert all(line.isprintable() for line in text.splitlines())
+    text = run("verify", tmp_path / "a\x1b]0;b.safetensors", code=1)
+    assert "a\\x1b]0;b" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "\\udc80" in run("info", tmp_path / os.fsdecode(b"\x80.safetensors"), code=1)

@@ -371,3 +371,24 @@ def test_interrupt(monkeypatch):
 
     monkeypatch.setattr(shm, "listing", interrupted)
     cli("ls", code=130)
+
+
+def test_options_that_cannot_be_are_code_2():
+    for options in (["nope"], ["json:loads", "--max-bytes", "much"], ["json:loads", "--name", "x/y"]):
+        run = CliRunner().invoke(app, ["serve", *options, *([] if "--name" in options else ["--name", "x"])])
+        assert (run.exit_code, run.stderr.startswith("error: ")) == (2, True)
+
+
+def test_bench_of_more_than_there_is():
+    for size in ("1024TiB", "100000000TiB"):
+        run = CliRunner().invoke(app, ["bench", "--size", size])
+        assert (run.exit_code, "choose a smaller --size" in run.stderr.replace("\n", " ")) == (1, True)
+
+
+def test_errors_have_no_number(monkeypatch):
+    def refused() -> list[str]:
+        raise ResourceError(errno.EMFILE, "too many open files\x1b[2J")
+
+    monkeypatch.setattr(shm, "listing", refused)
+    run = CliRunner().invoke(app, ["ls"])
+    assert (run.exit_code, run.stderr) == (1, "error: too many open files\\x1b[2J\n")

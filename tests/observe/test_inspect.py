@@ -18,7 +18,6 @@ import shmtensor
 from shmtensor.channel import inspect as looking
 from shmtensor.channel import processes, published
 from shmtensor.memory import segment as shm
-from shmtensor.ring import layout as lay
 
 from ..implementations import once
 from ..scenes import Fellow, unswept
@@ -269,7 +268,7 @@ def test_the_newest_message_of_a_sender_that_reuses_its_slots_meanwhile(channel,
 
 
 class Finishes:
-    """Within, the holder of a message finishes it as soon as a private function of a ring is called, or has returned."""
+    """The holder of a message finishes it as soon as a private function of a ring is called, or has returned."""
 
     def __init__(self, monkeypatch, message, name: str, *, first: bool) -> None:
         real = getattr(looking._Ring, name)
@@ -307,13 +306,16 @@ def test_what_a_member_of_a_group_finishes_while_it_is_inspected(channel, first,
 
 
 def test_what_a_member_of_a_group_gives_back_is_abandoned(channel):
-    with shmtensor.Publisher(channel, slots=4) as pub:
-        with shmtensor.Subscriber(channel, group="g") as sub, shmtensor.Subscriber(channel, group="g") as other:
-            pub.send(b"1")
-            with contextlib.suppress(KeyError), sub.recv(timeout=PATIENCE):
-                raise KeyError
-            assert [(it.how, it.uid) for it in seen(channel).holdings] == [("abandoned", 0)]
-            other.recv(timeout=PATIENCE).release()
+    with (
+        shmtensor.Publisher(channel, slots=4) as pub,
+        shmtensor.Subscriber(channel, group="g") as sub,
+        shmtensor.Subscriber(channel, group="g") as other,
+    ):
+        pub.send(b"1")
+        with contextlib.suppress(KeyError), sub.recv(timeout=PATIENCE):
+            raise KeyError
+        assert [(it.how, it.uid) for it in seen(channel).holdings] == [("abandoned", 0)]
+        other.recv(timeout=PATIENCE).release()
 
 
 def test_many_held_messages_do_not_multiply_the_work(channel, monkeypatch):
