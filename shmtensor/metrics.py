@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from .channel.info import ChannelInfo, MemberInfo
 from .channel.inspect import Inspector
-from .errors import DependencyError
+from .errors import DependencyError, ResourceError
+from .memory import placement
 from .observe.rates import has_newest
 from .options import how_to_install
 
@@ -59,6 +60,7 @@ _CHANNEL = ("channel", "kind")
 _MEMBER = (*_CHANNEL, "pid", "process", "label", "group", "member")
 
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "shmtensor_readable": ("1; 0 if no channel can be looked at: the segment server of this process is away.", ()),
     "shmtensor_channels": ("Channels that have files in /dev/shm.", ()),
     "shmtensor_channels_unreadable": ("Channels that cannot be read, such as another user's.", ()),
     "shmtensor_senders": ("Senders that live: publishers, producers, clients.", _CHANNEL),
@@ -69,8 +71,11 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         _CHANNEL,
     ),
     "shmtensor_oldest_unread_seconds": ("How long the oldest message waits that was not taken.", _CHANNEL),
-    "shmtensor_held_messages": ("Messages whose slots are not free, by how they are held.", (*_CHANNEL, "how")),
-    "shmtensor_held_bytes": ("Payload of these.", (*_CHANNEL, "how")),
+    "shmtensor_held_messages": (
+        "Messages whose slots are not free, by how they are held: counted once for each member that holds them.",
+        (*_CHANNEL, "how"),
+    ),
+    "shmtensor_held_bytes": ("Payload of these, counted in the same way.", (*_CHANNEL, "how")),
     "shmtensor_oldest_held_seconds": ("Seconds since the oldest of these was sent.", (*_CHANNEL, "how")),
     "shmtensor_unread_messages": ("Messages that a subscriber has not taken.", _MEMBER),
     "shmtensor_slots": ("Slots of a sender's rings.", _MEMBER),
@@ -109,8 +114,14 @@ class _Collector:
         def put(name: str, value: float, *labels: str) -> None:
             families[name].add_metric(labels, value)
 
-        with self._one_at_a_time:
-            channels = self._inspector.channels(lambda name: fnmatch.fnmatchcase(name, self._pattern))
+        try:
+            with self._one_at_a_time, placement.at_once():
+                channels = self._inspector.channels(lambda name: fnmatch.fnmatchcase(name, self._pattern))
+        except ResourceError:  # a program's other metrics are scraped nevertheless
+            put("shmtensor_readable", 0)
+            yield from families.values()
+            return
+        put("shmtensor_readable", 1)
         put("shmtensor_channels", len(channels))
         put("shmtensor_channels_unreadable", sum(not channel.readable for channel in channels))
         found: dict[tuple[str, str], list[ChannelInfo]] = {}

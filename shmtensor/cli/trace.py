@@ -49,9 +49,9 @@ def trace(
 
     While it lasts, the members of the channel write their events to memory that they share with this command, which
     joins the channel as a member that neither sends nor receives; before and after, they write nothing. A sleeping
-    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C
-    ends it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no such channel, or it
-    is traced already.
+    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C and
+    SIGTERM end it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no such
+    channel, or it is traced already.
     """
     named(channel)
     to_stdout = str(output) == "-"
@@ -92,7 +92,8 @@ def trace(
 
 @contextlib.contextmanager
 def until_second_interrupt() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C is only noted, in this list: whatever it interrupts goes on, to a complete file."""
+    """Within, the first Ctrl-C or SIGTERM is only noted, in this list: whatever it interrupts goes on, to a complete
+    file."""
     found: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -100,11 +101,12 @@ def until_second_interrupt() -> Iterator[list[int]]:
         if len(found) > 1:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield found
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _record(tracer: Tracer, seconds: float, most: int, interrupted: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fnmatch
 import itertools
 import signal
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.live import Live
 from rich.text import Text
 
@@ -39,6 +41,7 @@ from .output import (
     named,
     print_json_line,
     seconds,
+    signals_interrupt,
     until_interrupted,
     wait_for_channel,
 )
@@ -118,7 +121,10 @@ def _show_live(view: View, ends: Ends, interval: float) -> None:
         return Text("\n").join(shown)
 
     reading = view.read()
-    with Live(screen(reading), console=out, screen=True, auto_refresh=False) as live:
+    live = Live(screen(reading), console=out, screen=True, auto_refresh=False)
+    with signals_interrupt(signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
+        stack.callback(live.stop)  # also of one that is interrupted while it starts
+        stack.enter_context(live)
         while True:
             ends.watch(reading.channels)
             ends.wait(reading.pause(interval))
@@ -265,15 +271,17 @@ class _Columns:
     last: int
 
     def line(self, name: str, numbers: tuple[str, ...], counted: str, held: str, style: str = "") -> Text:
-        cells = [_cut(name, self.first).ljust(self.first)]
+        cells = [set_cell_size(_cut(name, self.first), self.first)]
         cells += [_cut(text, size).rjust(size) for text, size in zip(numbers, _NUMBERS, strict=True)]
         if self.counted:
             cells += ["", _cut(counted, self.counted).ljust(self.counted)]
-        return Text(" ".join([*cells, "", _cut(held, self.last)])[: self.width].rstrip(), style=style)
+        whole = " ".join([*cells, "", _cut(held, self.last)])
+        return Text(set_cell_size(whole, min(self.width, cell_len(whole))).rstrip(), style=style)
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """A text of at most so many columns of a terminal, of which some characters take two."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
 def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) -> Iterator[Text]:
@@ -448,7 +456,11 @@ def _sender_dict(member: MemberInfo, rate: tuple[float, float] | None) -> dict[s
     }  # fmt: skip
 
 
-_ECHO_PAUSE_S = 0.02
+_LEAST_PAUSE_S: Final = 0.001
+_MOST_PAUSE_S: Final = 0.02
+_PAUSE: Final = 1 / 8
+"""`echo` waits for this part of the time since it has found a message: it looks often enough for a stream of any
+steady rate up to 1 kHz, and of what is silent seldom."""
 
 
 @guarded
@@ -491,13 +503,16 @@ def _messages(channel: str, digest: bool, timeout: float | None) -> Generator[Se
 
 
 def _until_ended(messages: Messages) -> Generator[Seen]:
-    last = False
+    last, newest = False, 0.0
     while not last:
         last = messages.ended  # what was sent before that is read once more
         found = messages.new()
         yield from found
-        if not found:
-            time.sleep(_ECHO_PAUSE_S)
+        now = time.monotonic()
+        if found:
+            newest = now
+        else:
+            time.sleep(min(_MOST_PAUSE_S, max(_LEAST_PAUSE_S, _PAUSE * (now - newest))))
 
 
 def _print_message(channel: str, seen: Seen, as_json: bool) -> None:
@@ -532,6 +547,17 @@ def _message_dict(channel: str, seen: Seen, age: float) -> dict[str, Any]:
     }
 
 
+class _Impatient:
+    """A handler of requests with this base class gives up a connection on which nothing comes."""
+
+    timeout = 10.0
+    """Seconds."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()  # type: ignore[misc]
+
+
 @guarded
 def metrics(
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.", min=0, max=65535)] = 9464,
@@ -551,16 +577,23 @@ def metrics(
         raise DependencyError(str(error), name="prometheus_client") from None
     registry = CollectorRegistry()
     registry.register(found)
+
+    def where(port: int) -> str:
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
-        raise fail(f"cannot listen at {address}:{port}: {error.strerror or error}: choose another --port") from None
+        remedy = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--address"
+        raise fail(f"cannot listen at {where(port)}: {error.strerror or error}: choose another {remedy}") from None
+    handler: Any = server.RequestHandlerClass
+    server.RequestHandlerClass = type("Handler", (_Impatient, handler), {})
     try:
         with until_interrupted():
-            where = f"{address}:{server.server_port}"
-            console(stderr=True).print(f"metrics at http://{where}/metrics", soft_wrap=True, markup=False)
+            url = f"http://{where(server.server_port)}/metrics"
+            console(stderr=True).print(f"metrics at {url}", soft_wrap=True, markup=False)
             ended.wait()
     finally:
         server.shutdown()

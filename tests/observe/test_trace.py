@@ -426,7 +426,8 @@ def run(*args: str, code: int = 0):
 
 
 @pytest.mark.slow
-def test_the_command_traces_other_processes(channel, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_traces_other_processes(channel, number, tmp_path):
     path = tmp_path / "trace.json"
     with shmtensor.Subscriber(channel) as sub:
         fellow = Fellow(SENDER, channel)
@@ -438,7 +439,7 @@ def test_the_command_traces_other_processes(channel, tmp_path):
             for _ in range(3):
                 sub.recv(timeout=PATIENCE).release()
             fellow.listen("sent")
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, err = process.communicate(timeout=PATIENCE)
             assert (process.returncode, err) == (0, "")
         fellow.end()

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import shmtensor
@@ -29,6 +31,8 @@ from shmtensor.cli import output, watch
 from shmtensor.cli.main import app
 from shmtensor.codec.implementation import encode
 from shmtensor.codec.outline import Outline, as_json, as_text
+from shmtensor.errors import ResourceError
+from shmtensor.memory import segment as shm
 from shmtensor.observe import messages as reading
 from shmtensor.observe.messages import Messages
 from shmtensor.observe.rates import Rates
@@ -582,9 +586,102 @@ def test_outlines():
         f"{{'a': [numpy.float32[2, 3], 1, 'x\\n'], 'b': bytes[5], 7: (None, nan), 'c': {1 << 100}}}"
     )
     assert outline.meta == {"k": [1, 2]}
-    assert json.loads(json.dumps(as_json(outline.value), allow_nan=False))["7"] == [None, "nan"]
+    found = json.loads(json.dumps(as_json(outline.value), allow_nan=False))
+    assert [key for key, _ in found] == ["a", "b", 7, "c"]
+    assert found[2] == [7, [None, "nan"]]
+    alike = {1: "int", "1": "text", None: "none", "None": "text"}
+    assert as_json(Outline(encode(alike).description).value) == [list(item) for item in alike.items()]
     assert len(outline.extents()) == 2
     assert as_text(list(range(25))).endswith("19, ... 5 more]")
+
+
+@once("text")
+def test_no_text_of_a_message_reaches_the_terminal_as_it_is():
+    text = "\x1b[2J\n#99 of 1"
+    for value in (text, np.str_(text), {text: text}, {"meta": [np.str_(text)]}):
+        assert as_text(Outline(encode(value).description).value).isprintable()
+
+
+@pytest.mark.slow
+def test_echo_follows_a_stream_and_rests_when_it_is_silent(channel, monkeypatch):
+    pauses: list[float] = []
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: pauses.append(seconds) or tick(seconds))
+    clock = [100.0]
+
+    def tick(seconds: float) -> None:
+        clock[0] += seconds
+
+    class Stream:
+        ended = False
+
+        def __init__(self) -> None:
+            self.next, self.missed = 101.0, 0
+
+        def new(self) -> list[int]:
+            count = 0
+            while self.next <= clock[0]:
+                self.next, count = self.next + 1 / 60, count + 1
+            self.missed += max(0, count - 1)
+            return [1] * min(1, count)
+
+    monkeypatch.setattr(watch, "time", fake)
+    stream = Stream()
+    for number, _ in enumerate(watch._until_ended(stream)):
+        if number == 200:
+            break
+    assert stream.missed <= 1
+    stream.next = 1000.0
+    pauses.clear()
+    next(watch._until_ended(stream))
+    assert len(pauses) < 900 / 0.02 * 1.01
+
+
+# --- what a terminal gets
+
+
+@pytest.mark.slow
+@once("text")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_top_leaves_the_terminal_as_it_was(channel, number):
+    ours, theirs = os.openpty()
+    with shmtensor.Publisher(channel), os.fdopen(ours, "rb", buffering=0) as screen:
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "0.1"]
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            shown = b""
+            while channel.encode() not in shown:
+                shown += screen.read(4096)
+            process.send_signal(number)
+            with contextlib.suppress(OSError):  # EIO: nobody writes to it any more
+                while more := screen.read(4096):
+                    shown += more
+            assert process.wait(PATIENCE) == 0
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+@once("text")
+@pytest.mark.parametrize("width", [80, 140])
+def test_characters_of_two_columns_shift_nothing(channel, width):
+    with shmtensor.Publisher(channel, label="宽" * 21), shmtensor.Publisher(channel, label="x"):
+        lines = cli("top", channel, "--once", "--interval", "0.1", width=width).splitlines()
+    assert len({cell_len(line[: line.index("0.0")]) for line in lines[1:4]}) == 1
+    assert max(map(cell_len, lines)) <= width
+
+
+@pytest.mark.slow
+@once("text")
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}])
+def test_output_that_is_not_utf8(channel, variables):
+    environment = {**os.environ, "PYTHONCOERCECLOCALE": "0", **variables}
+    with shmtensor.Publisher(channel, label="宽ü"):
+        for command in (["top", channel, "--once", "--interval", "0.1"], ["ls", channel], ["--help"]):
+            full = [sys.executable, "-m", "shmtensor", *command]
+            run = subprocess.run(full, env=environment, capture_output=True, timeout=PATIENCE)
+            assert (run.returncode, run.stderr) == (0, b"")
+            assert run.stdout.isascii()
+            assert (b"\\u5bbd" in run.stdout) == (channel in command)
 
 
 # --- metrics
@@ -653,6 +750,53 @@ def test_the_dead_are_gone_from_the_next_scrape(channel):
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0
     assert prometheus_client
+
+
+@pytest.mark.slow
+@once("HTTP")
+def test_silent_connections_are_given_up():
+    pytest.importorskip("prometheus_client")
+    command = [sys.executable, "-m", "shmtensor", "metrics", "test-none", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stderr.readline().split(":")[2].split("/")[0])
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as silent:
+                silent.send(b"GET /metrics HTTP/1.1\r\nX: ")
+                assert silent.recv(1) == b""
+        finally:
+            server.terminate()
+        assert (server.wait(PATIENCE), server.stderr.read()) == (0, "")
+
+
+@once("HTTP")
+def test_an_address_that_cannot_be_is_not_a_matter_of_the_port():
+    pytest.importorskip("prometheus_client")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        run = CliRunner().invoke(app, ["metrics", "--address", "2001:db8::1"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert run.exit_code == 1
+    assert run.stderr.startswith("error: cannot listen at [2001:db8::1]:9464: ")
+    assert "choose another --address" in run.stderr
+
+
+def test_a_scrape_without_a_segment_server(channel, monkeypatch):
+    """It says so at once, and a program's other metrics are there."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    import shmtensor.metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(shmtensor.metrics.collector(channel))
+    assert b"shmtensor_readable 1.0" in prometheus_client.generate_latest(registry)
+
+    def listing():
+        raise ResourceError("the segment server does not serve")
+
+    monkeypatch.setattr(shm, "listing", listing)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert "shmtensor_readable 0.0" in text
+    assert "shmtensor_channels " not in [line[: len("shmtensor_channels ")] for line in text.splitlines()]
 
 
 @once("the package is missing")
