@@ -53,6 +53,13 @@ def control_c_works():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def nothing_is_skipped():
+    """For tests that need an interpreter that neither loses what a call returns, nor leaves out a handler."""
+    if interrupts.loses_results() or interrupts.skips_handlers():
+        pytest.skip("this interpreter lets an exception come between a return and its result, or leaves out a handler")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loaded_modules_stay():
     """What the imports have made is looked through once, not by every full collection: with PyTorch, 0.15 s each."""

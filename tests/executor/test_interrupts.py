@@ -28,7 +28,7 @@ from ..waiting import PATIENCE, wait_until
 
 """Of calls for each of which processes are started."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_skipped")]
 
 
 def twice(value):

@@ -25,11 +25,9 @@ from .interrupts import (
     each_boundary,
     interrupted,
     interrupted_at_random,
-    loses_results,
     note,
     random_count,
     random_signals,
-    skips_handlers,
     stride,
 )
 
@@ -117,13 +115,6 @@ class Group(FanOut):
 
 
 PATTERNS = {"fan-out": FanOut, "work-queue": WorkQueue, "group": Group}
-
-
-@pytest.fixture
-def nothing_is_skipped():
-    """For tests that need an interpreter that neither loses what a call returns, nor leaves out a handler."""
-    if loses_results() or skips_handlers():
-        pytest.skip("this interpreter lets an exception come between a return and its result, or leaves out a handler")
 
 
 @pytest.fixture(params=PATTERNS)

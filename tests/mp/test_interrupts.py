@@ -22,7 +22,7 @@ KINDS = [SimpleQueue, Queue, JoinableQueue]
 """To make a queue has some 900 boundaries, to close one 6,000 to 10,000: every one of them, or every 97th."""
 WAIT = 120
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_skipped")]
 
 
 class Slow:

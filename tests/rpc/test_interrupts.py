@@ -35,7 +35,7 @@ from .test_requests import pair, serving  # noqa: F401
 """Signals at random times, for each call."""
 
 
-pytestmark = pytest.mark.usefixtures("implementation")
+pytestmark = pytest.mark.usefixtures("nothing_is_skipped", "implementation")
 
 
 def plain(number: int):
