@@ -63,12 +63,16 @@ def examine() -> list[Finding]:
     """
     findings: list[Finding] = []
     with contextlib.ExitStack() as without_waiting:
+
+        def add(finding: Finding) -> None:
+            findings.append(finding)
+            if finding.name == _SERVER and finding.status == FAIL:
+                without_waiting.enter_context(placement.at_once())
+
         for check in (*MACHINE, *SOFTWARE):
             try:
                 for finding in check():
-                    findings.append(finding)
-                    if finding.name == _SERVER and finding.status == FAIL:
-                        without_waiting.enter_context(placement.at_once())
+                    add(finding)
             except Exception as error:
                 name = check.__name__.replace("_", " ")
                 findings.append(

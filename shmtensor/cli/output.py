@@ -107,10 +107,10 @@ def signals_interrupt(*numbers: int) -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = {each: signal.getsignal(each) for each in numbers}
+    heeded = [each for each, handler in before.items() if handler is not signal.SIG_IGN]
     try:
-        for each, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(each, interrupt)
+        for each in heeded:
+            signal.signal(each, interrupt)
         yield
     finally:
         for each, handler in before.items():

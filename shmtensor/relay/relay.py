@@ -179,10 +179,10 @@ class Relay(Local):
                     channel = Outbound(
                         session, each, remote or each, patterns[number], delivery=delivery, user=who, transit=transit
                     )
-                self._channels.append(channel)
-                channel.start()  # what it begins, `close` ends from here on
                 if self.is_far:
                     log.info("relay of channel %s listens at %s", each, ", ".join(endpoints[1]))
+                self._channels.append(channel)
+                channel.start()  # what it begins, `close` ends from here on
         except BaseException:
             self.close(linger=0)
             raise
