@@ -250,7 +250,7 @@ def test_several_wait_and_the_standard_library_does(tmp_path):
         for waiter in waiters:
             waiter.join(PATIENCE)
             assert not waiter.is_alive()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             Outcome().result(0)
 
 

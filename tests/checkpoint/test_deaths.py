@@ -6,6 +6,7 @@ durable last, and nothing else is left, neither there nor in `/dev/shm`.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import subprocess
@@ -443,7 +444,7 @@ def test_trainer_dies_and_the_next_one_waits_for_what_it_left(tmp_path):
     with CheckpointWriter(path) as writer:
         writer.start(timeout=PATIENCE)
         handle = writer.save(state_of(4))
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             handle.durable.result(0.3)
         os.kill(pid, signal.SIGCONT)
         handle.durable.result(PATIENCE)

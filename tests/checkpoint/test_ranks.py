@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import json
@@ -810,7 +811,7 @@ def test_the_next_run_waits_for_what_the_one_before_has_to_finish(tmp_path):
     writers = open_writers(path, 2)
     handles = save_all(writers, 3)
     wait_until(lambda: all(handle.status == "voted" for handle in handles))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         handles[0].durable.result(0.3)
     for pid in pids:
         wait_until(lambda pid=pid: f"pid {pid} (" in _why_not_over(writers[0]))
