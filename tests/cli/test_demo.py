@@ -168,5 +168,5 @@ def test_nothing_to_stream(tmp_path):
 
 def test_without_scikit_image(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(command.InputError, match=r"shmtensor\[demo\]"):
+    with pytest.raises(command.InputError, match=r"'\.\[demo\]'"):
         command.paths(None)

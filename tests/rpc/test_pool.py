@@ -409,7 +409,7 @@ def test_the_command_serves_until_a_signal(channel, tmp_path, number):
 def test_the_command_says_what_is_wrong(arguments, text):
     with command(*arguments) as process:
         out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert text in err
     assert not out
     assert "Traceback" not in err
