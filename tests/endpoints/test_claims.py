@@ -251,9 +251,7 @@ def test_a_sender_is_woken_by_the_death_of_the_receiver_that_holds_it_up(kind, c
             thread.join(PATIENCE)
         assert not thread.is_alive()
         assert tx.statistics().sent == 2
-        if (
-            not tx.statistics().dead_receivers
-        ):  # of the locks of the dead, that on the message has gone first: look again
+        if not tx.statistics().dead_receivers:  # of the locks of the dead, that on the message has gone first
             kind.wait_for(tx, 0)
         assert tx.statistics().dead_receivers == 1
 
