@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import numpy as np
@@ -321,8 +323,14 @@ def test_doctor_fails_and_survives_broken_checks(monkeypatch):
 
 def test_doctor_waits_once_for_a_segment_server_that_has_ended(monkeypatch, tmp_path):
     now = [1e6]
-    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-    monkeypatch.setattr(served, "time", clock)
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            now[0] += seconds
+        else:  # that which looks for the next server
+            time.sleep(seconds)
+
+    monkeypatch.setattr(served, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     tmp_path.chmod(0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ended:
         ended.bind(f"{tmp_path}/{placement.SOCKET}")
