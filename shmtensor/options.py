@@ -65,8 +65,8 @@ def format_bytes(nbytes: float) -> str:
 def reason(error: BaseException) -> str:
     """What an error says, for people: without the number that an `OSError` has before it.
 
-    >>> reason(PermissionError(13, "Permission denied", "/root/x"))
-    '/root/x: Permission denied'
+    >>> reason(PermissionError(13, "Permission denied", "runs/a"))
+    'runs/a: Permission denied'
     """
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)

@@ -18,6 +18,7 @@ from ..errors import ArgumentError, ArgumentTypeError, ClosedError, DependencyEr
 from ..options import how_to_install, parse_bytes
 from ..relay.frames import ONE_VERSION, PATTERNS
 from ..relay.session import zenoh_module
+from ..relay.threads import Closing
 from ..rpc.endpoints import check_service
 from ..statistics import RelayStatistics
 from .node import NodeRelays, NodeStatistics, Report, Settings
@@ -167,11 +168,10 @@ class Relays(Local):
         self._class = ray.remote(NodeRelays)
         self._nodes: dict[str, _Node] = {}
         self._changed = threading.Condition()
-        self._stop = self._closed = False
+        self._stop = False
         self._reason = ""
         self._begun = self._seen = 0  # rounds, numbered from 1: the last one that has begun, and that went well
-        self._closing = threading.RLock()  # again in a signal handler
-        self._is_closing = self._is_hurried = False
+        self._closing, self._is_hurried = Closing(), False
         self._thread = threading.Thread(target=self._run, name="shmtensor ray relays", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # before Ray's own, which was there first
@@ -369,15 +369,8 @@ class Relays(Local):
         check_timeout(linger, "linger")
         if self._pid != os.getpid():
             return
-        self._is_hurried = self._is_closing
-        with self._closing:
-            if self._closed or self._is_closing:  # closing: in a signal handler that has interrupted it
-                return
-            try:
-                self._is_closing = True
-                self._end(linger)
-            finally:
-                self._is_closing = False
+        self._is_hurried = self._closing.is_running
+        self._closing.run(lambda: self._end(linger))
 
     def _end(self, linger: float) -> None:
         with self._changed:
@@ -392,7 +385,6 @@ class Relays(Local):
                 self._await(calls, deadline)
             for node in self._nodes.values():
                 self._drop_actor(node)
-        self._closed = True
         atexit.unregister(self.close)
 
     def _await(self, calls: list[Any], deadline: float) -> None:
@@ -423,7 +415,7 @@ class Relays(Local):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._nodes)} nodes"
+        state = "closed" if self._closing.is_over else f"{len(self._nodes)} nodes"
         return f"<Relays {self._settings.pattern} of {', '.join(self.names)}: {state}>"
 
 

@@ -22,6 +22,7 @@ from .inbound import Inbound, Terms
 from .keys import user_name
 from .outbound import FAILED, Outbound
 from .session import Session, check_endpoint
+from .threads import Closing
 
 log = logging.getLogger("shmtensor.relay")
 
@@ -115,8 +116,7 @@ class Relay(Local):
     ) -> None:
         self._channels: list[Outbound | Inbound] = []
         self._session: Session | None = None
-        self._pid, self._closed, self._is_closing = os.getpid(), False, False
-        self._closing = threading.RLock()  # again in a signal handler
+        self._pid, self._closing = os.getpid(), Closing()
         self.names = [check_channel(each) for each in ([name] if isinstance(name, str) else name)]
         if not self.names or len(set(self.names)) != len(self.names):
             raise ArgumentError(f"name={name!r}: one channel, or several that differ")
@@ -232,17 +232,10 @@ class Relay(Local):
         check_timeout(linger, "linger")
         if self._pid != os.getpid():
             return
-        if self._is_closing:
+        if self._closing.is_running:
             for channel in self._channels:
                 channel.stop()
-        with self._closing:
-            if self._closed or self._is_closing:  # closing: in a signal handler that has interrupted it
-                return
-            try:
-                self._is_closing = True
-                self._end(linger)
-            finally:
-                self._is_closing = False
+        self._closing.run(lambda: self._end(linger))
 
     def _end(self, linger: float) -> None:
         deadline = time.monotonic() + linger
@@ -255,13 +248,12 @@ class Relay(Local):
             channel.close()
         if self._session is not None:
             self._session.close()
-        self._closed = True
         open_relays.discard(self)
 
     def _check(self) -> None:
         if self._pid != os.getpid():
             raise ForkedError(f"this relay belongs to process {self._pid}, which forked this one: make one here")
-        if self._closed:
+        if self._closing.is_over:
             raise ClosedError("this relay is closed")
 
     def _instead(self) -> str:
@@ -276,7 +268,7 @@ class Relay(Local):
 
     def __repr__(self) -> str:
         states = ", ".join(f"{channel.name}: {channel.state}" for channel in self._channels)
-        return f"<Relay {'far' if self.is_far else 'near'} {'closed' if self._closed else states}>"
+        return f"<Relay {'far' if self.is_far else 'near'} {'closed' if self._closing.is_over else states}>"
 
 
 def _endpoints(given: str | Sequence[str] | None, what: str) -> list[str]:

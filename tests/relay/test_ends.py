@@ -44,7 +44,7 @@ def test_a_second_close_ends_the_lingering(channel):
     with unfinished(channel) as near:
         first = threading.Thread(target=near.close, args=(3600,))
         first.start()
-        wait_until(lambda: near._is_closing)
+        wait_until(lambda: near._closing.is_running)
         near.close()
         first.join(PATIENCE)
         assert not first.is_alive()
