@@ -167,7 +167,7 @@ class Recipients(ABC):
     def is_settled(self) -> bool:
         """Whether everything sent was taken (fan-out) or done (work queue), and device memory unmapped: for `close`."""
 
-    def have_rest(self) -> bool:
+    def have_unread(self) -> bool:
         """Whether anything that was sent is still to be read once this sender has left."""
         return not self.is_settled()
 
@@ -219,9 +219,9 @@ class Subscribers(Recipients):
         settled: bool = self._writer.is_settled(local)
         return settled and (self._memory is None or self._memory.is_unmapped(self._writer.rings, self._member.control))
 
-    def have_rest(self) -> bool:
+    def have_unread(self) -> bool:
         """Also what newest-only receivers are to get, for which nothing waits: see channel/cleanup.py."""
-        if super().have_rest():
+        if super().have_unread():
             return True
         has_sent = self._memory is None and self._sequences.words[L_PUBLISHED] > 0
         return has_sent and any(peer.entry.flags & ctl.LATEST for peer in self.listeners)

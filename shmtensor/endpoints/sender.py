@@ -215,7 +215,9 @@ class Sender(Endpoint):
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._last_statistics: SenderStatistics | None = None  # of one that is closed
-        self._ends: list[float] = []  # until when each `close` lingers, in monotonic seconds: the earliest counts
+        self._linger_ends: list[
+            float
+        ] = []  # until when each `close` lingers, in monotonic seconds: the earliest counts
         try:
             super().__init__()
             membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
@@ -578,7 +580,7 @@ class Sender(Endpoint):
 
     def _say_that_it_ends(self, linger: float | None) -> None:
         """Another thread that is inside a call ends it: at once, or, if it lingers, after so many seconds."""
-        self._ends.append(math.inf if linger is None else time.monotonic() + linger)
+        self._linger_ends.append(math.inf if linger is None else time.monotonic() + linger)
         self._stop = True
         self._sleeper.post()
 
@@ -622,7 +624,7 @@ class Sender(Endpoint):
                 return
         if not self._member.has_left:
             lost = self._lose if self._traits.counts_lost else None
-            self._member.leave(keep=recipients.have_rest(), lost=lost)
+            self._member.leave(keep=recipients.have_unread(), lost=lost)
         recipients.wake_all()
         recipients.close()
         self._sleeper.close()
@@ -680,7 +682,7 @@ class Sender(Endpoint):
 
     def _left(self) -> float:
         """Seconds that it may linger now; `inf` for ever."""
-        return min(self._ends) - time.monotonic()
+        return min(self._linger_ends) - time.monotonic()
 
     def _at_exit(self) -> None:
         self._leave(0)
