@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
@@ -37,6 +37,7 @@ from ..ring.layout import FAN_OUT, L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, 
 from ..ring.pool import Sizing
 from ..ring.ring import Ring, SequenceTable
 from ..ring.writer import SlotRange, Writer
+from ..shielded import Flag
 from ..statistics import SenderStatistics
 from ..wire.record import BELL_SIZE, pack_bell
 from .base import (
@@ -174,6 +175,20 @@ _PAUSE_S = 0.01  # between two checks of a process that ends
 _LEAST_BATCHED = 8  # messages in flight from which on there are batches
 
 
+class _Waits(Exception):
+    """The thread that has the mutex waits for other processes."""
+
+
+class _Offer:
+    """A loan that a thread wants to publish, while another one has the mutex and waits for a slot."""
+
+    __slots__ = ("is_over", "loan")
+
+    def __init__(self, loan: tuple[Ring, int, Encoded, Any]) -> None:
+        self.loan = loan
+        self.is_over = Flag()
+
+
 class Sender(Endpoint):
     """Base of `Publisher` and `Producer`."""
 
@@ -215,6 +230,7 @@ class Sender(Endpoint):
         self._history = history
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._last_statistics: SenderStatistics | None = None  # of one that is closed
+        self._offers: deque[_Offer] = deque()
         self._linger_ends: list[
             float
         ] = []  # until when each `close` lingers, in monotonic seconds: the earliest counts
@@ -403,10 +419,39 @@ class Sender(Endpoint):
         return f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait'
 
     def _commit(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
-        """Publish a loan. Returns its sequence number."""
-        return self._run(self._commit_inside, ring, slot, out, array)  # type: ignore[no-any-return]
+        """Publish a loan. Returns its sequence number.
 
-    def _commit_inside(self, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+        The thread that has the mutex may be waiting for a slot, perhaps for this very one: then it publishes the loan.
+        """
+        offer = _Offer((ring, slot, out, array))
+        try:
+            while True:
+                with contextlib.suppress(_Waits):
+                    return self._run_within(0, _Waits, self._commit_inside, *offer.loan)  # type: ignore[no-any-return]
+                if offer not in self._offers:
+                    self._offers.append(offer)
+                self._sleeper.post()
+                offer.is_over.wait(LIVENESS_INTERVAL)
+                if offer.is_over.is_set():
+                    break
+        finally:
+            with contextlib.suppress(ValueError):
+                self._offers.remove(offer)
+        return self._commit_inside(0, *offer.loan)  # it is published: this finds its number
+
+    def _take_offers(self) -> None:
+        """Publish the loans of threads that wait for the mutex. An error is for them: they try it themselves."""
+        while True:
+            if not self._offers:
+                break
+            offer = self._offers[0]
+            with contextlib.suppress(Exception):
+                self._commit_inside(0, *offer.loan)
+                offer.is_over.set()
+            with contextlib.suppress(IndexError, ValueError):
+                self._offers.remove(offer)
+
+    def _commit_inside(self, _: float | None, ring: Ring, slot: int, out: Encoded, array: Any) -> int:
         seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
         if 0 < seq <= self._published:
             return seq  # an exception came when it was published already
@@ -474,10 +519,15 @@ class Sender(Endpoint):
         wait = Wait(self._full_text, self._member)
         if self._published:  # another thread's `_wake_late` may be waiting for our mutex
             self._wake_for(self._published)
-        place = self._spin.wait(lambda _: None if self._stop else self._pool.find(nbytes), timeout)
+
+        def find() -> SlotRange | None:
+            self._take_offers()
+            return self._pool.find(nbytes)
+
+        place = self._spin.wait(lambda _: None if self._stop else find(), timeout)
         if place is None and (target := self._batch_end()):
             seconds = _BATCH_S if deadline is None else min(_BATCH_S, deadline - time.monotonic())
-            woken = self._sleep(max(0.0, seconds), lambda: self._pool.find(nbytes), target)
+            woken = self._sleep(max(0.0, seconds), find, target)
             place = woken if isinstance(woken, tuple) else self._pool.find(nbytes)
         if place is None and not self._stop:
             place = self._place_at_once(nbytes)
@@ -488,7 +538,7 @@ class Sender(Endpoint):
             if remaining <= 0:
                 raise RingFull(self._full_text(nbytes))
             wait.check(nbytes)
-            woken = self._sleep(remaining, lambda: self._pool.find(nbytes))
+            woken = self._sleep(remaining, find)
             if isinstance(woken, tuple):
                 place = woken
                 break

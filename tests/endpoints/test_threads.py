@@ -237,6 +237,62 @@ def test_a_loan_from_a_sender_that_another_thread_closes(channel, pair):
         closing.end()
 
 
+def test_a_loan_is_sent_while_another_thread_waits_for_its_slot(channel, pair):
+    with pair[1](channel) as rx, pair[0](channel, slots=2) as tx:
+        loans = [tx.loan(1, np.int64), tx.loan(1, np.int64)]
+        with sending(tx, np.array([3])) as call:
+            for seq, loan in enumerate(loans, 1):
+                loan.array[0] = seq
+                sent = Call(loan.send).end()
+                assert sent.result == loan.seq == seq
+                assert call.is_alive()
+            with rx.recv(timeout=PATIENCE) as message:
+                assert int(message.value[0]) == 1
+        assert call.result == 3
+        assert [int(rx.recv(timeout=PATIENCE).value[0]) for _ in range(2)] == [2, 3]
+
+
+def test_a_loan_that_cannot_be_sent_for_another_thread_says_why(channel, pair, monkeypatch):
+    with pair[1](channel) as rx, pair[0](channel, slots=1) as tx:
+        loan = tx.loan(1, np.int64)
+        loan.array[0] = 1
+        with sending(tx, np.array([2])) as call:
+            commit, tried = tx._commit_inside, threading.Event()
+
+            def fails(*args):
+                tried.set()
+                raise OSError("on purpose")
+
+            monkeypatch.setattr(tx, "_commit_inside", fails)
+            sent = Call(loan.send)
+            assert tried.wait(PATIENCE)
+            monkeypatch.setattr(tx, "_commit_inside", commit)
+            sent.end()
+            assert (sent.error, sent.result) == (None, 1)
+            assert call.is_alive()
+            rx.recv(timeout=PATIENCE).release()
+        assert call.result == 2
+
+
+def test_more_threads_with_loans_than_slots(channel, pair):
+    """Some wait for slots that others have on loan."""
+    count, each = 6, 50
+
+    def send():
+        for _ in range(each):
+            with tx.loan(1, np.int64) as loan:
+                loan.array[0] = 1
+
+    with pair[1](channel) as rx, pair[0](channel, slots=3) as tx:
+        calls = [Call(send) for _ in range(count)]
+        seqs = []
+        for _ in range(count * each):
+            with rx.recv(timeout=PATIENCE) as message:
+                seqs.append(message.seq)
+        assert seqs == list(range(1, count * each + 1))
+        assert [call.end().error for call in calls] == [None] * count
+
+
 def test_a_client_with_several_threads(channel):
     """A request waits for room, or somebody for servers: the time-outs of other requests hold."""
     with shmtensor.Client(channel, slots=1) as client:
