@@ -174,6 +174,7 @@ class FarService:
         self._window: Outgoing[_Ended] = Outgoing()
         self._sender: ItemSender[_Ended] | None = None
         self._check_due = self._progress = self._confirmed = self._status_due = 0.0
+        self._said = 0  # so many STATUS
         self._stop = self._posted = False
         self._taken: set[int] = set()  # numbers of requests that were seen to be taken, and have not ended
         self._slices: deque[list[int]] = deque()  # number of a slice of time, and how many were taken in it
@@ -418,7 +419,8 @@ class FarService:
             if now < self._status_due or not len(self._window) or self._sender is None or self._current != attempt:
                 return
             self._status_due = now + _STATUS_S
-            frame = Status(self._near, self._far, attempt, self._sender.after, self._window.sent_bytes, ())
+            self._said += 1
+            frame = Status(self._near, self._far, attempt, self._said, self._sender.after, self._window.sent_bytes, ())
         self._put(frame.head(), b"")
 
     def _claim(self, attempt: int, nbytes: int) -> bool:

@@ -26,7 +26,7 @@ import xxhash
 from ..errors import WireError
 from ..wire import record, spec
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAGIC: Final = b"SHMR"
 HELLO, WELCOME, REFUSE, ITEMS, PART, STATUS, STATE, BYE, CANCEL = range(1, 10)
 NAMES: Final = ("", "HELLO", "WELCOME", "REFUSE", "ITEMS", "PART", "STATUS", "STATE", "BYE", "CANCEL")
@@ -63,7 +63,7 @@ _WELCOME = struct.Struct("<IQQBI")
 _ITEMS = struct.Struct("<QI")
 _ITEM = struct.Struct("<QQIQ")
 _PART = struct.Struct("<QQQQQI")
-_STATUS = struct.Struct("<QQI")
+_STATUS = struct.Struct("<QQQI")
 _SENDER = struct.Struct("<QIB")
 _STATE = struct.Struct("<QQQBBIII")
 _RANGE = struct.Struct("<QQ")
@@ -206,13 +206,15 @@ class Status(Frame):
 
     KIND = STATUS
 
+    number: int
+    """From 1 within an attempt: one that comes again is no news of the senders."""
     sent: int
     nbytes: int
     """Bytes of all bodies of this attempt."""
     senders: Sequence[Sender]
 
     def fields(self) -> bytes:
-        parts = [_STATUS.pack(self.sent, self.nbytes, len(self.senders))]
+        parts = [_STATUS.pack(self.number, self.sent, self.nbytes, len(self.senders))]
         for it in self.senders:
             label = it.label.encode("utf-8", "surrogatepass")
             parts.append(_SENDER.pack(it.uid, it.pid, len(label)) + label)
@@ -449,7 +451,7 @@ def _part(ids: _Ids, fields: _Fields, body: bytes) -> Part:
 
 
 def _status(ids: _Ids, fields: _Fields, body: bytes) -> Status:
-    sent, nbytes, count = fields.unpack(_STATUS)
+    number, sent, nbytes, count = fields.unpack(_STATUS)
     if count > MOST_SENDERS:
         raise WireError(f"{count} senders")
     found = []
@@ -458,7 +460,7 @@ def _status(ids: _Ids, fields: _Fields, body: bytes) -> Status:
         if not uid:
             raise WireError("sender 0")
         found.append(Sender(uid, pid, fields.text(length, _LABEL)))
-    return Status(*ids, sent, nbytes, found)
+    return Status(*ids, number, sent, nbytes, found)
 
 
 def _state(ids: _Ids, fields: _Fields, body: bytes) -> State:

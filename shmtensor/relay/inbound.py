@@ -303,7 +303,10 @@ class Stream:
         # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
         self._queue = FrameQueue(2 * (self._terms.nbytes + MOST_FRAME), 2 * self._terms.messages)
         self._gap = False
-        self._newest = (0, 0)  # number and offset of what this attempt has sent last
+        self._newest, self._newest_status = (
+            (0, 0),
+            0,
+        )  # number and offset of what this attempt has sent last, and STATUS
         self._audience = NOBODY
         self._senders: dict[int, _Far] = {}
         self._labels: dict[int, str] = {}
@@ -339,7 +342,7 @@ class Stream:
             knows = frame.attempt > self._first_attempt
             if frame.attempt != self.attempt:
                 self.attempt, self._gap, self._incoming.consumed, self._said = frame.attempt, False, 0, (0, 0)
-                self._newest = (0, 0)
+                self._newest, self._newest_status = (0, 0), 0
             if is_there:
                 self._away_since = None
             elif self._away_since is None:
@@ -379,7 +382,7 @@ class Stream:
         except WireError as error:
             self._inbound.count_bad(error)
             return ()
-        return frame.attempt, frame.sent, frame.nbytes
+        return frame.attempt, frame.number
 
     def _hear(self, service: FarService, head: bytes, body: Any) -> None:
         """What the near relay says of requests and replies, whatever the thread does."""
@@ -502,7 +505,7 @@ class Stream:
         with self._lock:
             if frame.attempt != self.attempt:
                 return
-            if isinstance(frame, (Items, Part)):
+            if isinstance(frame, (Items, Part, Status)):
                 self._note_newest(frame)
         # crash: relay.received
         if self._service is not None:
@@ -520,11 +523,8 @@ class Stream:
             elif isinstance(frame, Part):
                 self._add(frame)
             elif isinstance(frame, Status):
-                incoming = self._incoming
-                is_behind = frame.sent > incoming.received or frame.nbytes > incoming.consumed
-                if is_behind or (frame.sent, frame.nbytes) == (incoming.received, incoming.consumed):
-                    self._note_senders(frame)  # else it is an old one
-                if is_behind:
+                self._note_senders(frame)
+                if frame.sent > self._incoming.received or frame.nbytes > self._incoming.consumed:
                     raise Gap
                 if self._service is not None:
                     self._service.open(frame.attempt)
@@ -543,8 +543,13 @@ class Stream:
                 self._incoming.consumed += nbytes
                 self._due = True
 
-    def _note_newest(self, frame: Items | Part) -> None:
-        """Within an attempt, each frame with items is newer than the one before: another one is a replay."""
+    def _note_newest(self, frame: Items | Part | Status) -> None:
+        """Within an attempt, each frame of its kind is newer than the one before: another one is a replay."""
+        if isinstance(frame, Status):
+            if frame.number <= self._newest_status:
+                raise WireError(f"STATUS {frame.number} comes again, behind {self._newest_status}")
+            self._newest_status = frame.number
+            return
         place = (frame.number, frame.offset) if isinstance(frame, Part) else (frame.items[0].number, 0)
         if place <= self._newest:
             raise WireError(f"item {place[0]} at {place[1]} comes again, behind {self._newest[0]} at {self._newest[1]}")

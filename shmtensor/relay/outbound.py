@@ -127,6 +127,7 @@ class Outbound:
         self._heard = self._hello_due = self._status_due = 0.0
         self._explain_due: float | None = time.monotonic() + _EXPLAIN_S
         self._told: list[Sender] = []
+        self._said = 0  # so many STATUS
         self._audience, self._gap = 0, False
         self._is_latest = delivery == "latest"
         self._stop = self._is_draining = False
@@ -643,9 +644,11 @@ class Outbound:
         senders += needed.difference(senders)
         if sending is not None and (now >= self._status_due or senders != self._told):
             self._told, self._status_due = senders, now + _STATUS_S
+            self._said += 1
             with self._changed:
                 nbytes = self._window.sent_bytes
-            self._put(Status(self._id, self._far, self._attempt, sending.after, nbytes, senders).head())
+            status = Status(self._id, self._far, self._attempt, self._said, sending.after, nbytes, senders)
+            self._put(status.head())
             if self._replying is not None:
                 self._replying.say()
 

@@ -18,7 +18,7 @@ FRAMES = [
     (fr.Items(*IDS, 4, [fr.Item(5, 9, b"describe", b"payload"), fr.Item(8, 9, b"d", b"")]), b"describepayloadd"),
     (fr.Part(*IDS, 4, 5, 9, 0, 100, b"describe", b"first bytes"), b"describefirst bytes"),
     (fr.Part(*IDS, 4, 5, 9, 11, 100, b"", b"more"), b"more"),
-    (fr.Status(*IDS, 8, 4096, [fr.Sender(9, 1234, "left camera"), fr.Sender(10, 1, "")]), b""),
+    (fr.Status(*IDS, 3, 8, 4096, [fr.Sender(9, 1234, "left camera"), fr.Sender(10, 1, "")]), b""),
     (fr.State(*IDS, 20, 11, 4096, False, fr.LOSSLESS, [(13, 14), (20, 20)]), b""),
     (fr.State(*IDS, 20, 11, 4096, False, fr.NOBODY, [], 3, 7), b""),
     (fr.Bye(*IDS, True), b""),
@@ -134,5 +134,5 @@ def test_another_version_names_who_asks():
 
 def test_the_layout():
     head = fr.Bye(1, 2, 3, True).head()
-    assert head[8:] == b"SHMR" + bytes([1, 8, 0, 0]) + struct.pack("<QQI", 1, 2, 3) + b"\1"
+    assert head[8:] == b"SHMR" + bytes([fr.PROTOCOL, 8, 0, 0]) + struct.pack("<QQI", 1, 2, 3) + b"\1"
     assert head[:8] == xxhash.xxh3_64(head[8:]).intdigest().to_bytes(8, "little")

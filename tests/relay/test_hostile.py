@@ -6,6 +6,7 @@ import contextlib
 import random
 import struct
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,11 +168,14 @@ def test_a_replay_of_everything(scene):
     for _ in range(3):
         for head, body in replayed:
             scene.say(scene.keys.hello if head[13] == fr.HELLO else scene.to_far, head, body)
-    scene.wait_for_bad(3 * sum(head[13] in (fr.ITEMS, fr.PART) for head, _ in replayed))
+    kinds = [head[13] for head, _ in replayed]
+    items, statuses = (3 * sum(kind in which for kind in kinds) for which in ((fr.ITEMS, fr.PART), (fr.STATUS,)))
+    wait_until(lambda: state_of(scene.far).bad_frames >= items)
     scene.pass_on(20)
     scene.pass_on(2, 200_000)
     assert state_of(scene.near).connections == connections
     assert state_of(scene.near).bad_frames == 0
+    assert items <= state_of(scene.far).bad_frames <= items + statuses  # of several STATUS in a row, one is looked at
 
 
 def test_what_the_near_relay_hears(scene):
@@ -285,7 +289,7 @@ def test_a_sender_that_nobody_has_announced_gets_no_ring(channel):
         say_items(1, 5)
         scene.wait_for_bad(1)
         assert len(shmtensor.inspect(f"{channel}-far").senders) == 1
-        scene.say(scene.to_far, fr.Status(99, scene.ids[1], 1, 0, 0, [fr.Sender(5, 1, "x")]).head())
+        scene.say(scene.to_far, fr.Status(99, scene.ids[1], 1, 1, 0, 0, [fr.Sender(5, 1, "x")]).head())
         say_items(2, 5)  # the first one was not received: these begin behind it
         wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 2)
         scene.pass_on(3)
@@ -335,6 +339,21 @@ def served(channel):
     vars(made).clear()
 
 
+def test_an_old_status_is_no_news_of_the_senders(scene):
+    """The counts are those of now, so that only its number tells that it is a replay."""
+
+    def told():
+        return [fr.parse(*it) for it in scene.kinds(fr.STATUS)]
+
+    scene.pass_on(3)
+    wait_until(lambda: told()[-1].sent == 3)
+    last = told()[-1]
+    scene.say(scene.to_far, replace(last, senders=[]).head())
+    scene.wait_for_bad(1)
+    scene.pass_on(3)
+    assert state_of(scene.near).connections == 1
+
+
 def test_what_a_far_relay_hears_of_requests(served):
     """Everything again, cancellations of what there is not, confirmations of what was not sent."""
     for head, body in [it for it in list(served.heard) if it[0][13] in (fr.ITEMS, fr.STATE, fr.STATUS)]:
@@ -355,7 +374,7 @@ def test_requests_that_no_server_could_read(served):
     served.peer.receive(served.keys.near(99), lambda *_: welcomed.set())
     served.say(served.keys.hello, fr.Hello(99, 0, 1, fr.SERVICE, user_name(), 1, 1).head())
     assert welcomed.wait(PATIENCE)
-    status = fr.Status(99, served.ids[1], 1, 0, 0, [fr.Sender(5, 1, "x")])
+    status = fr.Status(99, served.ids[1], 1, 1, 0, 0, [fr.Sender(5, 1, "x")])
     served.say(served.to_far, status.head())
     good = bytes(encode(np.zeros(9), None).description)
     bad = [b"x", bytes(fr.NOTE), b"\xff" * fr.NOTE + good, fr.RequestNote(0, 0, 0).pack() + good[:-1]]

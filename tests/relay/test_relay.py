@@ -874,7 +874,7 @@ def test_other_versions_are_refused(channel, field):
         assert isinstance(frame, frames.Refuse)
         assert frame.attempt == 3
         assert "9" in frame.why
-        assert f"{record.VERSION if field != 'protocol' else 1}" in frame.why
+        assert f"{record.VERSION if field != 'protocol' else frames.PROTOCOL}" in frame.why
         assert state_of(far).state == "listening"
 
 
