@@ -73,6 +73,7 @@ class Recipients(ABC):
         """Which receivers are none of this sender's: they get nothing, it neither waits for them nor wakes them. A
         relay's senders exclude the relays that lead back. Set it before the first message."""
         self.notified = self.deaths = 0
+        self._dead: set[int] = set()  # they were dropped, and are in the table until somebody has the channel's lock
         self.local: frozenset[int] = frozenset()
         """The endpoints of this process, once it ends: a publisher does not wait for these."""
 
@@ -85,6 +86,9 @@ class Recipients(ABC):
         acquire_fence()
         entries = list(control.members())
         present = {entry.uid: entry for entry in entries if entry.role in (ctl.RECEIVER, ctl.GROUP)}
+        self._dead &= present.keys()
+        for uid in self._dead:
+            del present[uid]
         if self.excludes is not None:
             present = {uid: entry for uid, entry in present.items() if not self.excludes(entry)}
         for uid in [uid for uid in self._peers if uid not in present]:
@@ -146,16 +150,17 @@ class Recipients(ABC):
         """Ask the kernel about the receivers; remove those that died. True if that may have freed slots."""
         control = self._member.control
         dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
-        if not dead:
+        if not dead and not self._dead:
             return False
         self._member.reap()
         for peer in dead:
             if peer.uid in self._peers:
                 self.deaths += peer.entry.role == ctl.RECEIVER
+                self._dead.add(peer.uid)
                 self._forget(peer)
         self.listeners = tuple(peer for peer in self.listeners if not peer.gone)
         self._address(self.epoch)
-        return True
+        return bool(dead)
 
     def count(self) -> int:
         """How many receivers there are now."""

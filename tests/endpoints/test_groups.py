@@ -198,6 +198,8 @@ def test_a_group_whose_members_all_die_holds_nobody_up(channel):
                 kill(process)
             for number in range(6):
                 pub.send(np.array(number), timeout=PATIENCE)
+                pub.wait_for_subscribers(0)  # looks again, while they cannot be removed: each dies once
+            assert pub.statistics().dead_receivers == 2
         assert pub.statistics().dead_receivers == 2
         assert pub.statistics().receivers == 0
 

@@ -319,6 +319,7 @@ def test_a_newest_only_reader_takes_nothing_from_before_it_was_counted(channel, 
         del message
 
 
+@pytest.mark.usefixtures("nothing_is_skipped")
 @pytest.mark.parametrize("pattern", ["fan-out", "work queue"])
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_rings_that_come_while_exceptions_arrive(channel, pattern, who, implementation):
