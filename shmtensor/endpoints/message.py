@@ -80,7 +80,7 @@ class Message(Local, Received):
 
     @property
     def sent_at(self) -> float:
-        """When it was sent, in seconds, on the scale of `time.time()`, by what that clock says now.
+        """When it was sent, in seconds, on the scale of `time.time()`; shifted by as much as that clock was set since.
 
         >>> import shmtensor, time
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:

@@ -91,7 +91,7 @@ class Subscriber(AsyncReceiver):
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, the newest
             ones, never holding anybody back (`msg.missed` counts what was passed over).
         depth: with `delivery="latest"`: a queue of the newest `depth` messages of each publisher, in order; older ones
-            are dropped. A publisher's ring has to keep them: it should have some slots more.
+            are dropped. The publisher's ring needs at least `depth` slots, and should have a few more.
         group: the name of a group of subscribers, in any processes, that share the messages: each goes to one of them,
             by the rules of a work queue. It is done when its `Message` is released, or with the next `recv`; if its
             receiver dies before that, it goes to another (see `Consumer`). Other groups, and subscribers in none, get

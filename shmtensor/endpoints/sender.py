@@ -298,7 +298,7 @@ class Sender(Endpoint):
                 holds, and the message is published when that is done: docs/guide/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
-                It holds as well while another thread waits for one.
+                The time for which another thread's call is waited for counts.
 
         Returns:
             The message's sequence number, from 1; 0 if `full="drop"` threw it away.
