@@ -159,7 +159,7 @@ class Encoded:
     called.
     """
 
-    __slots__ = ("_jobs", "_producers", "_runs", "description", "device_jobs", "nbytes", "spilled", "total")
+    __slots__ = ("_jobs", "_places", "_producers", "_runs", "description", "device_jobs", "nbytes", "spilled", "total")
 
     def __init__(
         self,
@@ -171,6 +171,7 @@ class Encoded:
     ) -> None:
         """`runs`: (address, offset, bytes) of plain copies; `jobs` copy the rest; `sources` are kept alive."""
         self.description, self.nbytes, self._runs, self._producers = description, nbytes, runs, sources
+        self._places = [place_of(source) for source in sources]
         self.device_jobs: Sequence[Any] = [job for job in jobs if hasattr(job, "device")]
         self._jobs = [job for job in jobs if not hasattr(job, "device")]
         self.spilled = len(description) > INLINE
@@ -186,17 +187,26 @@ class Encoded:
             buffer: writable memory of `offset + nbytes` bytes at least, of which `offset` is 64-byte aligned.
             on_device: False: leave leaves on a CUDA device to the caller, see `device_jobs`.
 
-        Bytes between the leaves are not changed. Raises `ArgumentError` if the buffer is too small.
+        Bytes between the leaves are not changed. Raises `ArgumentError` if the buffer is too small, or if an array or
+        tensor has other memory by now.
         """
         payload: Array = np.ndarray((self.nbytes,), np.uint8, self._room(buffer, offset, self.nbytes), offset)
         alone = self.nbytes <= copies.ALONE
         for address, at, size in self._runs:
+            self._check_places()  # each time: while many bytes are copied, other threads run
             if alone or size <= copies.SMALL:
                 copies.move_small(address_of(payload) + at, address, size)
             else:
                 copies.move_large(payload, at, address, size)
         for job in (*self._jobs, *(self.device_jobs if on_device else ())):
             job(payload)
+
+    def _check_places(self) -> None:
+        if self._places != [place_of(source) for source in self._producers]:
+            raise ArgumentError(
+                "a tensor or array of the value was resized, or given other memory, while it was being sent: change it "
+                "before or after"
+            )
 
     def in_place(self) -> Array | None:
         """The payload where it lies, if it is one dense piece of memory: it is kept alive, and not copied."""
@@ -220,6 +230,13 @@ class Encoded:
             left = max(0, view.nbytes - offset) if offset >= 0 else 0
             raise ArgumentError(f"{left} bytes from {offset} on in a buffer of {view.nbytes}, the value needs {needed}")
         return view
+
+
+def place_of(source: Any) -> tuple[int, int] | None:
+    """Where the memory of a leaf's source lies, and how much it is. None: it has no memory here."""
+    if isinstance(source, np.ndarray):
+        return address_of(source), source.nbytes
+    return (source.data_ptr(), source.numel()) if source.device.type == "cpu" else None
 
 
 def encode(value: object, meta: object = None) -> Encoded:

@@ -135,12 +135,12 @@ class Compiled:
             return  # another thread is importing it
         views = torch_views()
         samples = {row.code: views.empty(row, (1,)) for row in views.ROW.values() if not row.quantized}
-        self._knows_torch = True
         self.codec.use_torch(
             torch.Tensor, torch.nn.Parameter, samples, torch.strided,
             getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if self._exchange else None,
             torch._C._to_dlpack, torch._C._from_dlpack,
         )  # fmt: skip
+        self._knows_torch = True
 
 
 codec: Any = None

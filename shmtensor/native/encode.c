@@ -16,11 +16,13 @@ typedef struct {
     PyObject *other;        /* SHARES: its node among others, or NULL if that is unchanged. COPIED: a key, equal for equal views */
     uintptr_t start, address; /* of the bytes that it spans; of those for a plain copy, or 0 */
     uint64_t extent, offset, size;
+    uintptr_t looked_at;     /* where the memory of its source lies, and how much it is: `has_moved` */
+    uint64_t looked_at_size;
     size_t node, node_size; /* its node's position and size in the description */
     Py_ssize_t first;       /* the leaf with which it shares its bytes, or itself */
     uint32_t storage, copies;
     Sharing sharing;
-    char known, is_torch, is_placed;
+    char is_odd, is_torch, is_placed;
 } Leaf;
 
 enum { FEW_BYTES = 1024, FEW_LEAVES = 16 };
@@ -203,7 +205,8 @@ static int write_leaf(Writer *writer, PyObject *source, int code, int flags, int
     }
     Leaf *leaf = add_leaf(writer, source, size ? (uintptr_t)data : 0, size, size);
     if (!leaf) return -1;
-    leaf->known = 1;
+    leaf->looked_at = leaf->start;
+    leaf->looked_at_size = size;
     leaf->is_torch = (flags & TORCH) != 0;
     if (leaf->is_torch && leaf->start % itemsize) leaf->sharing = ASKS;
     const size_t words = 8 * (size_t)ndim;
@@ -301,6 +304,8 @@ static int write_odd_leaf(Writer *writer, PyObject *item) {
     Leaf *leaf = add_leaf(writer, source, (uintptr_t)start, extent, size);
     if (!leaf) return -1;
     leaf->address = (uintptr_t)address;
+    leaf->is_odd = 1;
+    if (sharing != ON_DEVICE && extent && source_at(writer->codec, source, &leaf->looked_at, &leaf->looked_at_size)) return -1;
     leaf->sharing = (Sharing)sharing;
     leaf->is_torch = (PyBytes_AS_STRING(node)[2] & TORCH) != 0;
     leaf->node_size = count;
@@ -686,7 +691,8 @@ static PyObject *finish(Writer *writer) {
         encoded->runs[i] = (Run){
             .source = Py_NewRef(leaf->source), .address = leaf->address, .offset = leaf->offset,
             .size = leaf->address ? leaf->size : 0,
-            .looked_at = leaf->start, .looked_at_size = leaf->known ? leaf->extent : 0,
+            .looked_at = leaf->looked_at, .looked_at_size = leaf->looked_at_size,
+            .is_odd = leaf->is_odd, .is_shared = leaf->is_placed,
         };
     }
     encoded->nbytes = (Py_ssize_t)writer->end;
@@ -704,18 +710,23 @@ static PyObject *encode_raw(Codec *codec, PyObject *value, PyObject *meta) {
         PyErr_SetString(PyExc_TypeError, "a payload, bytes or memoryview, and a description, bytes");
         return NULL;
     }
-    if (PyObject_GetBuffer(value, &view, PyBUF_SIMPLE)) return NULL;
+    PyObject *source = PyBytes_Check(value) ? Py_NewRef(value) : PyMemoryView_FromObject(value); /* nobody can release that */
+    if (!source || PyObject_GetBuffer(source, &view, PyBUF_SIMPLE)) {
+        Py_XDECREF(source);
+        return NULL;
+    }
     Encoded *encoded = (Encoded *)codec->encoded_type->tp_alloc(codec->encoded_type, 1);
     if (encoded) {
         encoded->codec = (Codec *)Py_NewRef(codec);
         encoded->description = Py_NewRef(meta);
-        encoded->runs[0] = (Run){.source = Py_NewRef(value), .address = (uintptr_t)view.buf, .size = (uint64_t)view.len};
+        encoded->runs[0] = (Run){.source = Py_NewRef(source), .address = (uintptr_t)view.buf, .size = (uint64_t)view.len};
         encoded->total = encoded->nbytes = view.len;
         if (PyBytes_GET_SIZE(meta) > codec->inline_bytes)
             encoded->total = (Py_ssize_t)aligned((uint64_t)view.len) + PyBytes_GET_SIZE(meta);
         if (!(encoded->device_jobs = PyTuple_New(0))) Py_CLEAR(encoded);
     }
     PyBuffer_Release(&view);
+    Py_DECREF(source);
     return (PyObject *)encoded;
 }
 

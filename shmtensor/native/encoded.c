@@ -31,20 +31,53 @@ int can_copy_at_once(const Encoded *self) {
     return self->nbytes <= self->codec->alone && !self->jobs && !PySequence_Fast_GET_SIZE(self->device_jobs);
 }
 
-int has_moved(const Encoded *self) {
-    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
-        const Run *run = &self->runs[i];
-        if (!run->looked_at_size || PyBytes_Check(run->source)) continue;
-        if (PyArray_Check(run->source)) {
-            PyArrayObject *array = (PyArrayObject *)run->source;
-            if ((uintptr_t)PyArray_DATA(array) != run->looked_at || (uint64_t)PyArray_NBYTES(array) != run->looked_at_size)
-                return 1;
-        } else {
-            int stays = still_lies_at(self->codec, run->source, run->looked_at, run->looked_at_size);
-            if (stays <= 0) return stays < 0 ? -1 : 1;
-        }
+int source_at(const Codec *codec, PyObject *source, uintptr_t *address, uint64_t *count) {
+    *address = 0;
+    *count = 0;
+    if (PyArray_Check(source)) {
+        *address = (uintptr_t)PyArray_DATA((PyArrayObject *)source);
+        *count = (uint64_t)PyArray_NBYTES((PyArrayObject *)source);
+    } else if (codec->tensor_type && PyObject_TypeCheck(source, codec->tensor_type) &&
+               place_by_methods(codec, source, address, count)) {
+        *count = 0;
+        return is_for_the_reference() ? 0 : -1;
     }
     return 0;
+}
+
+static int run_has_moved(const Encoded *self, const Run *run) {
+    if (!run->looked_at_size || PyBytes_Check(run->source)) return 0;
+    if (!run->is_odd && !PyArray_Check(run->source)) {
+        int stays = still_lies_at(self->codec, run->source, run->looked_at, run->looked_at_size);
+        return stays < 0 ? -1 : !stays;
+    }
+    uintptr_t address;
+    uint64_t count;
+    if (source_at(self->codec, run->source, &address, &count)) return -1;
+    return address != run->looked_at || count != run->looked_at_size;
+}
+
+int has_moved(const Encoded *self) {
+    int moved = 0;
+    for (Py_ssize_t i = 0; i < Py_SIZE(self) && !moved; i++) moved = run_has_moved(self, &self->runs[i]);
+    return moved;
+}
+
+/* The same of the leaves whose bytes a run copies. */
+static int copied_has_moved(const Encoded *self, const Run *run) {
+    if (!run->is_shared) return run_has_moved(self, run);
+    int moved = 0;
+    for (Py_ssize_t i = 0; i < Py_SIZE(self) && !moved; i++)
+        if (self->runs[i].is_shared) moved = run_has_moved(self, &self->runs[i]);
+    return moved;
+}
+
+/* -1, with the error that a leaf has moved, if there is no other one. */
+static int refuse_moved(const Encoded *self, int moved) {
+    if (moved > 0)
+        PyErr_SetString(self->codec->argument_error, "a tensor or array of the value was resized, or given other memory, "
+                                                     "while it was being sent: change it before or after");
+    return moved ? -1 : 0;
 }
 
 int copy_small(const Encoded *self, char *base) {
@@ -63,6 +96,7 @@ static int copy_large(const Encoded *self, PyObject *payload) {
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) {
         const Run *run = &self->runs[i];
         if ((Py_ssize_t)run->size <= self->codec->small) continue;
+        if (refuse_moved(self, copied_has_moved(self, run))) return -1; /* while others were copied, without the lock */
         PyObject *done = PyObject_CallFunction(self->codec->move_large, "OKKK", payload, (unsigned long long)run->offset,
                                                (unsigned long long)run->address, (unsigned long long)run->size);
         if (!done) return -1;
@@ -92,12 +126,8 @@ static PyObject *copy(Encoded *self, PyObject *buffer, Py_ssize_t offset, int on
         PyBuffer_Release(&view);
         return NULL;
     }
-    int moved = has_moved(self);
-    if (moved) {
+    if (refuse_moved(self, has_moved(self))) {
         PyBuffer_Release(&view);
-        if (moved > 0)
-            PyErr_SetString(self->codec->argument_error, "a tensor or array of the value was resized, or given other memory, "
-                                                         "while it was being sent: change it before or after");
         return NULL;
     }
     char *base = (char *)view.buf + offset;

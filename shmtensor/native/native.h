@@ -105,7 +105,8 @@ typedef struct {
     uintptr_t address;       /* of the copy; of leaves that overlap, one copies the memory of all */
     uint64_t offset, size;   /* in the payload; bytes, 0: no plain copy */
     uintptr_t looked_at;     /* the address and bytes of a tensor or array when it was read, to be checked again before the copy; */
-    uint64_t looked_at_size; /* 0: no check */
+    uint64_t looked_at_size; /* 0: no check. Of a tensor that is odd, its elements */
+    char is_odd, is_shared;  /* read by Python; a run that has the bytes of several leaves, or one of these leaves */
 } Run;
 
 typedef struct {
@@ -133,6 +134,11 @@ int can_copy_at_once(const Encoded *self);
 /* Whether a tensor or array has other memory now than when it was read: a sender may have waited for a slot since, while
  * another thread resized one or gave it other memory. Runs no Python code, except for torch's modes. -1: an exception. */
 int has_moved(const Encoded *self);
+/* Where the memory of an array lies, and its bytes; of a tensor of a kind that only Python reads, and its elements. Zeros if
+ * that cannot be told. 0; -1: an exception that is no `Exception`. */
+int source_at(const Codec *codec, PyObject *source, uintptr_t *address, uint64_t *count);
+/* The same of a tensor, by its methods: -1 with an error set. */
+int place_by_methods(const Codec *codec, PyObject *tensor, uintptr_t *address, uint64_t *count);
 /* Make all copies but the large ones, which are made with the interpreter lock released, or by several threads. Returns
  * whether there are large ones. */
 int copy_small(const Encoded *self, char *base);

@@ -159,7 +159,7 @@ static PyObject *notify(PyObject *module, PyObject *const *args, Py_ssize_t narg
         PyErr_SetString(PyExc_TypeError, "peers, bytes");
         return NULL;
     }
-    PyObject *peers = PySequence_Fast(args[0], "peers");
+    PyObject *peers = PySequence_Tuple(args[0]);
     if (!peers) return NULL;
     int done = notify_peers(PySequence_Fast_ITEMS(peers), PySequence_Fast_GET_SIZE(peers), PyBytes_AS_STRING(args[1]),
                           (size_t)PyBytes_GET_SIZE(args[1]));

@@ -106,9 +106,11 @@ static int Received_clear(Received *self) {
 static void Received_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
+    Py_TRASHCAN_BEGIN(self, Received_dealloc) /* a message whose value is a message, and so on */
     Received_clear((Received *)self);
     type->tp_free(self);
     Py_DECREF(type);
+    Py_TRASHCAN_END
 }
 
 static PyMemberDef Received_members[] = {
@@ -362,6 +364,8 @@ static int get_words(PyObject *object, Py_buffer *view) {
 
 static int has_word(const Py_buffer *view, uint64_t at) { return at < (uint64_t)view->len / sizeof(word); }
 
+static void Reader_dealloc(Reader *self);
+
 static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"codec", "lease", "message", "counts", "wire_error", "dependency_error", "is_locked", "control", "table", "order", "mask",
                             "lock_fd", "mode", "depth", "history", "member", "recipient", "recipient_uid", "asleep_at", "epoch_at", "shown_at", "max_attempts",
@@ -374,8 +378,12 @@ static int Reader_init(Reader *self, PyObject *args, PyObject *kwargs) {
                                      &dependency_error, &is_locked, &control, &table, &order, &mask, &lock_fd, &mode, &depth, &history, &member,
                                      &recipient, &recipient_uid, &asleep_at, &epoch_at, &shown_at, &max_attempts, &version, &readonly))
         return -1;
+    PyTypeObject *type = Py_TYPE(self);
+    while (type->tp_dealloc != (destructor)Reader_dealloc) type = type->tp_base; /* of a subclass in Python */
+    PyTypeObject *codec_type = codec_type_of(type);
+    if (!codec_type) return -1;
     if (self->codec || !comes_from(lease, (destructor)Lease_dealloc) || !comes_from(message, Received_dealloc) ||
-        !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || Py_TYPE(codec)->tp_basicsize != sizeof(Codec) ||
+        !comes_from((PyObject *)Py_TYPE(counts), Counts_dealloc) || !PyObject_TypeCheck(codec, codec_type) ||
         mode < READER_ALL || mode > READER_GROUP || !depth || member >= MOST_MEMBERS ||
         recipient >= MOST_MEMBERS) {
         PyErr_SetString(PyExc_TypeError, "no parts of a reader, or it was made already");
@@ -727,14 +735,23 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
         return NULL;
     }
     Py_DECREF(meta);
+    Py_ssize_t at = PyList_GET_SIZE(sink->made);
+    if (PyList_Append(sink->made, Py_None)) { /* its place, while the take can still be undone */
+        Py_DECREF(value);
+        Raised error;
+        put_off(&error);
+        undo(self, t, lease);
+        raise_late(&error);
+        return NULL;
+    }
     if (!(made = PyObject_CallOneArg(sink->make, value))) {
         raise_late(&raised); /* there is another error */
         put_off(&raised);
         if (!(made = PyObject_CallOneArg(sink->make, value))) PyErr_Clear();
     }
     Py_DECREF(value);
-    if (made && PyList_Append(sink->made, made)) PyErr_WriteUnraisable(sink->made);
-    Py_XDECREF(made);
+    int failed = made ? PyList_SetItem(sink->made, at, made) : PyList_SetSlice(sink->made, at, at + 1, NULL);
+    if (failed) PyErr_WriteUnraisable(sink->made); /* `make` has changed the list */
     count(self, t, 1);
     if (traces(&self->trace, t->seq)) note_taken(self, t);
     CRASH_POINT("take.delivered");

@@ -341,6 +341,16 @@ int look_at_tensor(const Codec *codec, PyObject *value, Tensor *tensor) {
     return tensor->data ? code : 0; /* without memory it is a zero tensor, or its storage was freed */
 }
 
+int place_by_methods(const Codec *codec, PyObject *tensor, uintptr_t *address, uint64_t *count) {
+    char *data = NULL;
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, codec->names[NUMEL]);
+    *count = number ? PyLong_AsUnsignedLongLong(number) : 0;
+    Py_XDECREF(number);
+    if (PyErr_Occurred() || take_pointer(codec, tensor, &data)) return -1;
+    *address = (uintptr_t)data;
+    return 0;
+}
+
 /* By calls that make no object that the garbage collector tracks: no finalizer runs, and the interpreter lock stays. */
 int still_lies_at(const Codec *codec, PyObject *value, uintptr_t address, uint64_t nbytes) {
     uint64_t size = 0;

@@ -204,7 +204,7 @@ static PyObject *Writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         Py_DECREF(self);
         return NULL;
     }
-    if (epoch_at < 0 || epoch_at >= count_of(&self->control) || order < T_MEMBERS || mask < 0 || (mask & (mask + 1)) ||
+    if (epoch_at < 0 || epoch_at >= count_of(&self->control) || order < T_MEMBERS || order > UINT32_MAX || mask < 0 || mask > UINT32_MAX || (mask & (mask + 1)) ||
         order + mask >= count_of(&self->table) || share < 1 || capacity < 1 || capacity > MOST_MEMBERS || member < 0 || member >= capacity) {
         Py_DECREF(self);
         PyErr_SetString(PyExc_ValueError, "a word lies outside its segment");
@@ -249,7 +249,7 @@ static PyObject *Writer_add_ring(Writer *self, PyObject *object) {
     if (PyObject_CheckBuffer(data) && PyObject_GetBuffer(data, &mapped.data, PyBUF_SIMPLE | PyBUF_WRITABLE)) goto failed;
     uint64_t words = (uint64_t)count_of(&mapped.head), most = UINT32_MAX;
     uint64_t states = self->core.competing ? shared.slots * STATE_WORDS : (uint64_t)self->capacity * shared.row;
-    if (index != shared.index || shared.slots < 1 || shared.slots > most || shared.row > most || shared.slot_bytes > MAX_BYTES ||
+    if (index != shared.index || shared.slots < 1 || shared.slots > most || shared.row > most || shared.slot_bytes < 1 || shared.slot_bytes > MAX_BYTES ||
         shared.state > words || states > words - shared.state || (!self->core.competing && shared.row < shared.slots) ||
         HEADER_WORDS + shared.slots * RECORD_WORDS > shared.state ||
         (mapped.data.obj && shared.slots > (uint64_t)mapped.data.len / shared.slot_bytes)) {
@@ -551,13 +551,18 @@ static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_ValueError, "a description that is spilled if, and only if, it does not fit the record");
         return NULL;
     }
+    PyObject *number = PyLong_FromUnsignedLongLong(published(&self->core.table) + 1); /* before: what is sent is not an error */
+    if (!number) return NULL;
     end_dead_loans(self); /* an earlier loan of these slots */
-    if ((args[5] != Py_None && lend(self, args[5], &at)) || (registration.table && enter(self, &at, &registration))) return NULL;
+    if ((args[5] != Py_None && lend(self, args[5], &at)) || (registration.table && enter(self, &at, &registration))) {
+        Py_DECREF(number);
+        return NULL;
+    }
     int lent = self->core.rings[at.ring].messages[at.slot].lent; /* it stays lent until its array dies */
     uint64_t seq = writer_publish(&self->core, &at, nbytes, spilled ? NULL : PyBytes_AS_STRING(args[2]), (uint32_t)length, lent);
     self->sent_bytes += nbytes;
     if (is_traced(&self->trace)) note_sent(self, &at, seq, nbytes);
-    return PyLong_FromUnsignedLongLong(seq);
+    return number;
 }
 
 /* --- a whole message ------------------------------------------------------------------------------------------------- */
@@ -638,11 +643,12 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
     allocation at;
     int moved = has_moved(out), locked = moved ? 1 : is_locked(self->locked), one = self->core.competing;
     /* from here on no other code runs */
-    if (is_traced(&self->trace) && !locked) {
+    PyObject *number = locked ? NULL : PyLong_FromUnsignedLongLong(published(&self->core.table) + 1); /* as in `publish` */
+    if (is_traced(&self->trace) && number) {
         self->trace.begun = monotonic_ns();
         self->trace.goes_on = 1;
     }
-    if (!locked && !self->retired && load(words_of(&self->control) + self->epoch_at) == self->epoch &&
+    if (number && !self->retired && load(words_of(&self->control) + self->epoch_at) == self->epoch &&
         acquire_soon(self, (uint64_t)out->total, patience, &at) && !(registration.table && enter(self, &at, &registration))) {
         CRASH_POINT("send.acquired");
         copy_small(out, (char *)writer_payload(&self->core, &at));
@@ -664,8 +670,13 @@ static PyObject *Writer_send(Writer *self, PyObject *const *args, Py_ssize_t cou
             asleep = 0;
         CRASH_POINT("publish.notified");
         Py_DECREF(made);
-        return PyLong_FromLongLong(asleep ? -(int64_t)seq : (int64_t)seq);
+        if (!asleep) return number;
+        PyObject *negated = PyNumber_Negative(number);
+        if (!negated) PyErr_Clear(); /* no memory: it is sent, and the sleeper finds it when it looks */
+        else Py_SETREF(number, negated);
+        return number;
     }
+    Py_XDECREF(number);
     if (PyErr_Occurred()) Py_CLEAR(made);
     return made;
 }

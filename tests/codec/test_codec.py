@@ -549,18 +549,55 @@ CHANGES = {
     "strided": (lambda: torch.ones(1 << 10, 1 << 10).T, lambda source: source.untyped_storage().resize_(0)),
     "another shape": (lambda: torch.ones(1 << 20), lambda source: source.resize_(1 << 19)),
     "an array": (lambda: np.ones(1 << 20), lambda source: source.resize(1, refcheck=False)),
+    "dates": (lambda: np.ones(1 << 20, "M8[s]"), lambda source: source.resize(1, refcheck=False)),
+    "fields": (lambda: np.ones(1 << 20, "i4,f4"), lambda source: source.resize(1, refcheck=False)),
+    "big-endian": (lambda: np.ones(1 << 20, ">f8"), lambda source: source.resize(1, refcheck=False)),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(1 << 20), torch.ones(2)]),
+        lambda source: source.untyped_storage().resize_(0),
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(1 << 20), 0.1, 0, torch.qint8),
+        lambda source: source.untyped_storage().resize_(0),
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_source_that_was_given_other_memory_meanwhile_is_an_error(codec, change):
-    """Between `encode` and `write` a sender may wait for a slot. The reference keeps a tensor's old memory."""
+def test_a_source_that_was_given_other_memory_meanwhile_is_an_error(implementation, change):  # noqa: F811
+    """Between `encode` and `write` a sender may wait for a slot. The reference keeps a tensor, with its old memory."""
     make, act = CHANGES[change]
+    encode(torch.ones(1))  # a compiled codec has seen a tensor
     source = make()
     encoded = encode({"x": source, "id": 7})
     act(source)
+    room = bytearray(encoded.total)
+    if implementation == "pure" and change in ("other memory", "another shape"):
+        encoded.write(room, 0)
+        assert (decode(encoded.description, np.frombuffer(room, np.uint8))[0]["x"] == 1).all()
+        return
+    with pytest.raises(ArgumentError, match="while it was being sent"):
+        encoded.write(room, 0)
+
+
+@pytest.mark.parametrize("kind", ["array", "dates", "overlapping"])
+def test_a_source_that_gets_other_memory_while_others_are_copied_is_an_error(implementation, kind, monkeypatch):  # noqa: F811
+    """Copies of many bytes let other threads run, which is when this one would come."""
+    later = np.ones(1 << 20, "M8[s]" if kind == "dates" else np.float64)
+    value = [np.ones(1 << 20), later, later[:10]] if kind == "overlapping" else [np.ones(1 << 20), later]
+    encoded = encode(value)
+    copied = []
+
+    def copy(*args):
+        copied.append(args)
+        later.resize(1, refcheck=False)
+
+    for name in ("memmove", "move_far"):
+        monkeypatch.setattr(copies, name, copy)
     with pytest.raises(ArgumentError, match="while it was being sent"):
         encoded.write(bytearray(encoded.total), 0)
+    assert len(copied) == 1
 
 
 ONE_HASH = 2**61 - 1  # two ints whose difference is a multiple of it have the same hash

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import logging
 import resource
+import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,15 +274,20 @@ def test_the_compiled_types_refuse_misuse(channel):
         lease = message._lease
         assert bytes(lease) == torch.ones(4).numpy().tobytes()
         words = np.zeros(8, np.uint64)
+        no_ring = SimpleNamespace(
+            index=1, slots=1, slot_bytes=0, state=64, row=1, words=np.zeros(99, np.uint64), buffer=bytearray(64)
+        )
         for wrong in (
             lambda: made.add_ring(words, words, 4, 64, 8, 0),
             lambda: made.add_ring(words, words, 1 << 60, 1 << 60, 8, 0),
             lambda: made.add_ring(words, words, 0, 0, 0, 0), lambda: made.set_siblings((1 << 40,)),
             lambda: made.__init__(made.reception, made.sequences, made.index, 0, None, None),
             lambda: made.take(None, {}, -1, 2),
+            lambda: tx._writer.add_ring(no_ring),
         ):  # fmt: skip
             with pytest.raises((TypeError, ValueError)):
                 wrong()
+        assert tx._writer.acquire(1 << 63, 0) is tx._writer.acquire((1 << 64) - 1, 0) is None
         assert not made.has_lease(99, 99, 1)
         assert made.take_named(1, rx, {}) is None  # it is ours already
         message.release()
@@ -289,6 +296,59 @@ def test_the_compiled_types_refuse_misuse(channel):
         assert lease.acknowledged
         del lease
         assert rx.statistics().leases == 0
+
+
+@only("compiled", "no Python object is made of what goes on there; the reference makes many")
+def test_a_chain_of_messages_ends_without_recursion():
+    message = None
+    for _ in range(300_000):
+        message = native.module.Received(message, None, 1, None, 0, 0, 0, 0, None, None, None)
+    del message
+
+
+NO_MEMORY = """
+import queue, sys, _testcapi
+import shmtensor
+
+def failing(number, call):
+    _testcapi.set_nomemory(number, number + 1)
+    try:
+        return call(), False
+    except MemoryError:
+        return None, True
+    except RuntimeError as error:  # of `threading`: no lock
+        return None, True
+    finally:
+        _testcapi.remove_mem_hooks()
+
+with shmtensor.Publisher(sys.argv[1]) as pub, shmtensor.Subscriber(sys.argv[1]) as sub:
+    for warm in range(300):
+        pub.send(warm)
+        sub.recv(timeout=60).release()
+    for number in range(30):
+        before = pub.statistics().sent
+        _, failed = failing(number, lambda: pub.send("x"))
+        assert pub.statistics().sent - before == 1 - failed, number
+        while pub.statistics().sent > sub.statistics().received:
+            sub.recv(timeout=60).release()
+items = shmtensor.Queue()
+for warm in range(300):
+    items.put(warm)
+    items.get(timeout=60)
+for number in range(60):
+    items.put(number)
+    found, failed = failing(number, lambda: items.get(timeout=60))
+    assert (items.get(timeout=60) if failed else found) == number
+items.close()
+"""
+
+
+@only("compiled", "the reference makes an object at each step, also when the message is published")
+def test_one_allocation_that_fails(channel):
+    """Whichever it is: what an error comes of was not sent, and not taken."""
+    pytest.importorskip("_testcapi")
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY, channel], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_newest_only_reader_takes_nothing_from_before_it_was_counted(channel, implementation, monkeypatch):

@@ -71,7 +71,7 @@ static inline word *lease_word(const ring *r, uint64_t member, uint64_t slot) {
 static inline word *state_of(const ring *r, uint64_t slot) { return r->words + r->state + slot * STATE_WORDS; }
 
 static inline uint64_t span_of(const ring *r, uint64_t nbytes) {
-    return nbytes <= r->slot_bytes ? 1 : (nbytes + r->slot_bytes - 1) / r->slot_bytes;
+    return nbytes <= r->slot_bytes ? 1 : nbytes / r->slot_bytes + (nbytes % r->slot_bytes != 0);
 }
 
 static inline uint64_t padded(uint64_t nbytes) {

@@ -83,6 +83,7 @@ static uint64_t first_look(const writer *w, writer_ring *r) {
 /* The first of `span` consecutive free slots at or after `first_look`, wrapping once; -1: there are none. */
 static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look) {
     uint64_t slots = r->shared.slots, run = 0, slot = first_look(w, r);
+    if (span > slots) return -1;
     if (slot + span > slots) slot = 0;
     for (uint64_t steps = 0; steps < slots + span; steps++) {
         if (slot == slots) slot = run = 0;
