@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 TURN_S: Final = 0.005
 """Seconds after which a task that always finds what it asks for lets the loop's other tasks run."""
-_RETRY_S: Final = 0.001
 
 _A = TypeVar("_A", bound="AsyncEndpoint")
 _making = threading.Lock()
@@ -84,7 +83,9 @@ class AsyncEndpoint(Endpoint):
         """Wait until no thread is inside a call, so that the loop does not wait for it when it closes the endpoint."""
         import asyncio
 
-        seconds = _RETRY_S
+        from .wait_queue import RETRY_S
+
+        seconds = RETRY_S
         while self._mutex.locked() and self._state in (OPEN, CLOSING):
             await asyncio.sleep(seconds)
             seconds = min(2 * seconds, 0.05)

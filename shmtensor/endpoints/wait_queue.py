@@ -35,7 +35,8 @@ from ..memory.semaphores import BY_FIFO, COUNT, Fifo
 from ..memory.words import barrier, store
 from .base import BUSY, LIVENESS_INTERVAL, NOTHING, AsleepWord
 
-_RETRY_S: Final = 0.001
+RETRY_S: Final = 0.001
+"""Seconds until the first new attempt, while a thread is inside a call of the endpoint."""
 
 
 class Waiter:
@@ -105,7 +106,7 @@ class WaitQueue(ABC):
         self._asleep_since = 0.0
         self._liveness_timer: asyncio.TimerHandle | None = None
         self._retry_timer: asyncio.TimerHandle | None = None
-        self._retry_s = _RETRY_S
+        self._retry_s = RETRY_S
 
     # --- what the kinds of endpoints do differently; all of it under the mutex
 
@@ -214,7 +215,7 @@ class WaitQueue(ABC):
             return True
         if not fell_asleep or self._descriptor.fd < 0:
             return False
-        self._asleep, self._asleep_since, self._retry_s = True, self.loop.time(), _RETRY_S
+        self._asleep, self._asleep_since, self._retry_s = True, self.loop.time(), RETRY_S
         if not self._watched:
             self.loop.add_reader(self._descriptor.fd, _readable, weakref.ref(self))
             self._watched = True

@@ -79,12 +79,8 @@ class Row:
 
 def _row(descriptor: Any, index: int) -> Row:
     file = OpenFile()
-    file.open(_itself, descriptor.detach())
+    file.open(int, descriptor.detach())
     return Row(file, index)
-
-
-def _itself(fd: int) -> int:
-    return fd
 
 
 class Counting:

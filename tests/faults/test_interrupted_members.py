@@ -36,11 +36,6 @@ PEERS = {
 }  # fmt: skip
 
 
-def nothing_is_held() -> None:
-    assert not control._holders
-    assert not control._deferred
-
-
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-a-peer"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_interrupted_constructor_leaves_nothing(channel, kind, alone, socket_directory):

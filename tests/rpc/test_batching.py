@@ -37,10 +37,6 @@ def make(channel):
     gc.collect()  # what refers to itself through an error's traceback ends its leases; its endpoint goes at the next
 
 
-def values_of(batch) -> list:
-    return [request.value for request in batch]
-
-
 def all_fail(futures, text) -> None:
     """In a frame of its own: an error refers to it, and nothing that holds a slot should be in that circle."""
     for future in futures:

@@ -145,12 +145,6 @@ def taken_by_hand(server) -> None:
     request.reply(request.value)
 
 
-def taken_by_iteration(server) -> None:
-    for request in server:
-        request.reply(request.value)
-        break
-
-
 def run(server) -> None:
     def last(value):
         server.stop()
