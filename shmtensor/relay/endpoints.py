@@ -11,17 +11,16 @@ from typing import Any, Final
 
 from ..channel import control as ctl
 from ..channel.control import Control, Entry
-from ..channel.membership import Member
 from ..channel.names import control_name
 from ..codec import raw
 from ..codec.encode import Encoded
+from ..endpoints.asyncio import AsyncReceiver, AsyncSender
 from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.claims import Claims
 from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher, Subscriber
-from ..endpoints.recipients import Recipients
 from ..endpoints.workqueue import Consumer, Producer
-from ..errors import ArgumentError, TimedOut, WireError
+from ..errors import ArgumentError, RingFull, TimedOut, WireError
 from ..memory import placement
 from ..memory import segment as shm
 from ..memory.words import store
@@ -55,7 +54,7 @@ def relayed_label(label: str, path: int) -> str:
     return own.encode("utf-8", "replace")[: _LABEL - len(tail)].decode("utf-8", "ignore") + tail
 
 
-class _NearEnd:
+class _NearEnd(AsyncReceiver):
     """What a relay's subscriber and consumer have in common. `Message.value` is the payload, `meta` the description."""
 
     avoided = 0
@@ -64,17 +63,15 @@ class _NearEnd:
     """Whether to relay what another relay brought here."""
     refusal = ""
     """Why this channel cannot be relayed; empty if it can."""
-    _readers: list[Any]
 
     def _reception(self) -> Reception:
-        found: Reception = super()._reception()  # type: ignore[misc]
-        return found._replace(decode=raw.decode, codec=raw.codec)
+        return super()._reception()._replace(decode=raw.decode, codec=raw.codec)
 
     def _attach(self, entry: Entry) -> Reader:
-        control = self._member.control  # type: ignore[attr-defined]
+        control = self._member.control
         if self._leaves_alone and self.leaves(control.label(entry)):
             raise FileNotFoundError(entry.uid)
-        reader: Reader = super()._attach(entry)  # type: ignore[misc]
+        reader = super()._attach(entry)
         if reader.device:
             reader.close()
             self.refusal = f"process {entry.pid} publishes in device memory, which a relay does not read"
@@ -92,15 +89,19 @@ class _NearEnd:
     def next(self, timeout: float) -> Message | None:
         """The next message, or None."""
         try:
-            return self.recv(timeout=timeout)  # type: ignore[attr-defined, no-any-return]
+            return self.recv(timeout=timeout)
         except TimedOut:
             return None
 
+    def readers(self) -> list[Any]:
+        """One for each sender that is here, or that left messages which are not taken."""
+        return list(self._readers)
+
     def senders(self) -> list[Named]:
-        """The senders that are here, or that left messages which are not taken."""
+        """These senders, but for those whose messages this relay does not take."""
         return [
             Named(reader.uid, reader.sender.pid, reader.sender.name)
-            for reader in list(self._readers)
+            for reader in self.readers()
             if not self.leaves(reader.sender.name)
         ]
 
@@ -126,7 +127,7 @@ class NearSubscriber(_NearEnd, Subscriber):
         while self._before is not None:
             message = self._before.next(0)
             if message is None:
-                if all(reader.gone or self._start(reader) for reader in self._before._readers):
+                if all(reader.gone or self._start(reader) for reader in self._before.readers()):
                     self._before.close()
                     self._before = None
                 break
@@ -141,7 +142,7 @@ class NearSubscriber(_NearEnd, Subscriber):
 
     def _comes_here(self, message: Message) -> bool:
         """Whether a message of the one before comes to this one as well."""
-        readers = [] if self._before is None else self._before._readers
+        readers = [] if self._before is None else self._before.readers()
         starts = [self._start(reader) for reader in readers if f"{reader.uid:016x}" == message.sender.id]
         return any(start is not None and start <= message.seq for start in starts)
 
@@ -328,22 +329,14 @@ def give_back_untried(message: Message) -> None:
         store(lease.words, lease.word + CLAIMED, 0)
 
 
-class _FarEnd:
+class _FarEnd(AsyncSender):
     """What a relay's senders have in common."""
 
     _describe: Any = staticmethod(raw.encode)
-    _words: Any
-    _order: int
-    _mask: int
-    _rings: list[Ring]
-    _recipients: Recipients
-    _member: Member
-    _run_within: Any
-    _too_late: Any
 
     def forward(self, item: Item, timeout: float) -> int:
         """Send a whole message as it is. As `send`."""
-        return self.send(item.payload, item.description, timeout=timeout)  # type: ignore[attr-defined, no-any-return]
+        return self.send(item.payload, item.description, timeout=timeout)
 
     def fill(self, first: Part, timeout: float) -> Filling:
         """A free slot for a message whose payload comes in parts. Raises `RingFull` if there is none in time."""
@@ -356,26 +349,29 @@ class _FarEnd:
         )
 
     def _fill_inside(self, timeout: float, description: bytes, nbytes: int, beside: tuple[Any, ...]) -> Filling:
-        if self._state or self._stop:  # type: ignore[attr-defined]
-            self._refuse()  # type: ignore[attr-defined]
+        if self._state or self._stop:
+            self._refuse()
         out = Encoded(description, nbytes)
-        ring, slot = self._place(out.total, timeout)  # type: ignore[attr-defined]
+        place = self._place(out.total, timeout)
+        if place is None:
+            raise RingFull(self._no_loan_text())
+        ring, slot = place
         array = ring.block(slot, out.total)
-        self._writer.lend(ring.index, slot, weakref.ref(array))  # type: ignore[attr-defined]
+        self._writer.lend(ring.index, slot, weakref.ref(array))
 
         def commit(*message: Any) -> int:
-            return self._run(self._commit_beside, beside, *message)  # type: ignore[attr-defined, no-any-return]
+            return self._run(self._commit_beside, beside, *message)  # type: ignore[no-any-return]
 
         return Filling(commit, ring, slot, out, array)
 
     def _commit_beside(self, beside: tuple[Any, ...], ring: Ring, slot: int, out: Encoded, array: Any) -> int:
-        if self._state or self._stop:  # type: ignore[attr-defined]
-            self._refuse()  # type: ignore[attr-defined]
-        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:  # type: ignore[attr-defined]
+        if self._state or self._stop:
+            self._refuse()
+        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
             self._recipients.refresh()
         out.write(ring.buffer, slot * ring.slot_bytes)
         guard = weakref.ref(array)
-        return self._publish(ring, slot, out, guard, *beside)  # type: ignore[attr-defined, no-any-return]
+        return self._publish(ring, slot, out, guard, *beside)
 
 
 class _Onward(_FarEnd):
@@ -383,19 +379,19 @@ class _Onward(_FarEnd):
     back there get nothing, are not waited for, and not woken."""
 
     def __init__(self, channel: str, *, label: str, **options: Any) -> None:
-        super().__init__(channel, label=label, **options)  # type: ignore[call-arg]
+        super().__init__(channel, label=label, **options)
         control, paths = self._member.control, path_of(label)
         self._recipients.excludes = lambda entry: is_way_back(control.label(entry), paths)
 
     def audience(self) -> int:
         """Who receives its messages: `NOBODY`, `LOSSLESS`, or `LATEST` if none but latest subscribers are there."""
-        return self._run(self._audience_inside)  # type: ignore[attr-defined, no-any-return]
+        return self._run(self._audience_inside)  # type: ignore[no-any-return]
 
     def _audience_inside(self) -> int:
-        if self._state or self._stop:  # type: ignore[attr-defined]
+        if self._state or self._stop:
             return NOBODY
         recipients = self._recipients
-        if self._control_words[ctl.W_EPOCH] != recipients.epoch:  # type: ignore[attr-defined]
+        if self._control_words[ctl.W_EPOCH] != recipients.epoch:
             recipients.refresh()
         recipients.drop_dead()
         flags = [peer.entry.flags for peer in recipients.listeners]
