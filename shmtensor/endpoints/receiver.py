@@ -16,16 +16,7 @@ from ..channel import membership
 from ..channel.control import Entry
 from ..channel.membership import Member
 from ..codec.implementation import codec, decode
-from ..errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ClosedError,
-    DependencyError,
-    EndOfStream,
-    ReleasedError,
-    TimedOut,
-    WireError,
-)
+from ..errors import ClosedError, DependencyError, EndOfStream, ReleasedError, TimedOut, WireError
 from ..memory.segment import Unreadable
 from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
@@ -105,10 +96,6 @@ class Receiver(Endpoint):
             device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
             keeps_leases=claims is not None,
         )  # fmt: skip
-        if isinstance(spin, bool) or not isinstance(spin, (int, float)):
-            raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(spin).__name__}")
-        if not 0 <= spin <= 3600:
-            raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {spin!r}")
         self._spin = Spin(spin)
         self._turn = 0
         self._is_announced = False  # closed with views alive: other members know that it takes nothing more

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.descriptors import OpenFile
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -113,7 +114,7 @@ class Spin:
       to `MOST_SKIPPED`. A productive spin ends that.
 
     Args:
-        seconds: how long a wait spins at most; 0: never.
+        seconds: how long a wait spins at most; 0: never. What a user has passed as `spin=` is checked here.
         clock, processors, give_way: time, the number of usable processors, and how one is yielded; for tests.
     """
 
@@ -142,6 +143,10 @@ class Spin:
         processors: Callable[[], int] = usable_processors,
         give_way: Callable[[], Any] = os.sched_yield,
     ) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise ArgumentTypeError(f"spin is in seconds (int or float), not {type(seconds).__name__}")
+        if not 0 <= seconds <= 3600:
+            raise ArgumentError(f"spin must be between 0 and 3600 seconds, not {seconds!r}")
         self._seconds, self._clock, self._processors, self._give_way = seconds, clock, processors, give_way
         self._unproductive = self._skips = 0
         self._gives_way_first = False  # the last spin found something as soon as it had yielded
