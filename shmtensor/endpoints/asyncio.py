@@ -251,7 +251,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
         return (
             (self._claims is not None and self._claims.scan_wanted)
             or bool(self._undelivered)
-            or self._control_words[ctl.W_EPOCH] != self._epoch
+            or self._is_stale
             or self._has_more()
         )
 
@@ -424,7 +424,7 @@ class AsyncSender(Sender, AsyncEndpoint):
             return NOTHING
 
         def is_roomy() -> bool:
-            return not wanted or self._has_moved() or self._pool.has_room(wanted)
+            return not wanted or self._recipients.is_stale or self._pool.has_room(wanted)
 
         if self._state or self._stop:
             self._refuse()
@@ -444,10 +444,6 @@ class AsyncSender(Sender, AsyncEndpoint):
     def _try_send(self, attempt: Callable[[], Any]) -> Any:
         """`attempt()` while no thread sends; `BUSY` at once if one does."""
         return self._try_run(attempt)
-
-    def _has_moved(self) -> bool:
-        """Whether members have joined or left since the table of members was read."""
-        return bool(self._control_words[ctl.W_EPOCH] != self._recipients.epoch)
 
     def _wake_soon(self, seq: int) -> None:
         """Wake a receiver that fell asleep while its message was being published."""
@@ -499,6 +495,6 @@ class AsyncSender(Sender, AsyncEndpoint):
         wait_queue.notify_all()  # they find that nothing can be sent any more
 
         def look() -> bool:
-            return self._has_moved() or self._recipients.is_settled()
+            return self._recipients.is_stale or self._recipients.is_settled()
 
         await wait_queue.attend(lambda: self._try_run(attempt), look, None if remaining == math.inf else remaining)

@@ -267,7 +267,7 @@ class Receiver(Endpoint):
             if message is not None:
                 return message
             self._claims.scan_wanted = False
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
+        if self._control_words[ctl.W_EPOCH] != self._epoch:  # without a call: most messages come by here
             self._refresh()
         readers = self._readers
         count = len(readers)
@@ -364,8 +364,7 @@ class Receiver(Endpoint):
         """How many senders are there now."""
         if time.monotonic() >= self._liveness_check_due:
             self._check_liveness()
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        self._refresh_if_stale()
         return sum(not reader.gone for reader in self._readers)
 
     def _wait(self, timeout: float | None) -> Message:
@@ -491,7 +490,7 @@ class Receiver(Endpoint):
         if self._claims is not None:
             self._claims.scan_wanted = True
         self._end_dead_leases()
-        if self._unattached or self._control_words[ctl.W_EPOCH] != self._epoch:
+        if self._unattached or self._is_stale:
             self._refresh()
         control = self._member.control
         for reader in self._readers:
@@ -556,6 +555,16 @@ class Receiver(Endpoint):
         )  # fmt: skip
 
     # --- the senders of the channel, from attaching to them until they have left
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether members have joined or left since `_refresh` read the table of members."""
+        return bool(self._control_words[ctl.W_EPOCH] != self._epoch)
+
+    def _refresh_if_stale(self) -> None:
+        """`_refresh` if it is due, and this receiver is open."""
+        if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
+            self._refresh()
 
     def _refresh(self) -> None:
         """Read the table of members: attach new senders, mark those that left."""
@@ -680,8 +689,7 @@ class Receiver(Endpoint):
             )
         if self._readers or self._member.control.senders <= self._senders_before:
             return False
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        self._refresh_if_stale()
         if self._readers:
             return False
         unread = self.unread()

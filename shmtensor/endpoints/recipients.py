@@ -66,7 +66,7 @@ class Recipients(ABC):
         self.listeners: tuple[Peer, ...] = ()
         """The receivers that take messages now."""
         self.epoch = -1
-        """Of the table of members that was read last: `refresh` is due when the channel's is another."""
+        """Of the table of members that was read last."""
         self.events: EventLog | None = None
         """What the sender writes down for a tracer."""
         self.excludes: Callable[[Entry], bool] | None = None
@@ -78,6 +78,16 @@ class Recipients(ABC):
         """The endpoints of this process, once it ends: a publisher does not wait for these."""
 
     # --- who they are
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether members have joined or left since the table of members was read."""
+        return bool(self._words[ctl.W_EPOCH] != self.epoch)
+
+    def refresh_if_stale(self) -> None:
+        """Read the table of members if it has changed."""
+        if self._words[ctl.W_EPOCH] != self.epoch:
+            self.refresh()
 
     def refresh(self) -> None:
         """Read the table of members: who gets what is sent from now on."""

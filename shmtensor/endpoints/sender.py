@@ -357,8 +357,7 @@ class Sender(Endpoint):
     def _publish_copied(self, sending: Sending) -> int:
         """Publish a message whose copies are done, for the members that are there now."""
         # crash: copy.done
-        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-            self._recipients.refresh()
+        self._recipients.refresh_if_stale()
         return self._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
 
     def _wake_late(self, seq: int) -> int:
@@ -457,8 +456,7 @@ class Sender(Endpoint):
             return seq  # an exception came when it was published already
         if self._state or self._stop:
             self._refuse()
-        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-            self._recipients.refresh()
+        self._recipients.refresh_if_stale()
         out.write(ring.buffer, slot * ring.slot_bytes)
         return self._publish(ring, slot, out, weakref.ref(array))
 
@@ -482,8 +480,7 @@ class Sender(Endpoint):
         check_timeout(timeout)
         if self._full == "block" and timeout != 0:
             self._devices.poll()
-            if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-                self._recipients.refresh()
+            self._recipients.refresh_if_stale()
             self._pool.make_room(nbytes)
             return self._pool.find(nbytes) or self._wait_for_slot(nbytes, timeout)
         place = self._place_at_once(nbytes)
@@ -499,8 +496,7 @@ class Sender(Endpoint):
     def _place_at_once(self, nbytes: int) -> SlotRange | None:
         """Free slots for `nbytes` without waiting, or None."""
         self._devices.poll()  # a copy that was given up keeps its slot until it is done
-        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-            self._recipients.refresh()
+        self._recipients.refresh_if_stale()
         pool = self._pool
         pool.make_room(nbytes)
         place = self._pool.find(nbytes)
@@ -542,8 +538,7 @@ class Sender(Endpoint):
             if isinstance(woken, tuple):
                 place = woken
                 break
-            if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-                self._recipients.refresh()
+            self._recipients.refresh_if_stale()
             if not woken:
                 self._devices.poll()
                 self._recipients.drop_dead()
@@ -568,12 +563,12 @@ class Sender(Endpoint):
     # --- waiting
 
     def _wait_for_receivers(self, count: int, timeout: float | None, what: str) -> None:
-        recipients, words = self._recipients, self._control_words
+        recipients = self._recipients
         due = 0.0
 
         def look() -> int:
             nonlocal due
-            if (now := time.monotonic()) < due and words[ctl.W_EPOCH] == recipients.epoch:
+            if (now := time.monotonic()) < due and not recipients.is_stale:
                 return len(recipients.listeners)
             due = now + LIVENESS_INTERVAL
             return recipients.count()

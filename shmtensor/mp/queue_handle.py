@@ -86,7 +86,7 @@ class Getter(DeviceConsumer):
     def check_readable(self) -> None:
         """Raise `WireError` if the only putters left cannot be read here."""
         if not self._readers:
-            self._try_run(self._refresh_if_moved)
+            self._try_run(self._refresh_if_stale)
             if not self._readers and (unread := self.unread()) is not None:
                 raise unread
 
@@ -107,16 +107,12 @@ class Getter(DeviceConsumer):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to get now, neither new nor given back by a getter that died."""
-        self._try_run(self._refresh_if_moved)  # else another thread is inside a get, which refreshes as well
+        self._try_run(self._refresh_if_stale)  # else another thread is inside a get, which refreshes as well
         return not self._undelivered and not any(_has_open(reader) for reader in list(self._readers))
 
     def end(self) -> None:
         """Leave at the end of the process: clean up, even though views of items are alive."""
         self._at_exit()
-
-    def _refresh_if_moved(self) -> None:
-        if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
 
 
 def _has_open(reader: Any) -> bool:

@@ -164,12 +164,9 @@ class NearConsumer(_NearEnd, Consumer):
         super().__init__(channel, label=relay_label(avoided, transit), **options)
 
     def senders(self) -> list[Named]:
-        self._run(self._look)  # while no consumer is there, nothing is taken, which would notice who has come
+        # while no consumer is there, nothing is taken, which would notice who has come
+        self._run(self._refresh_if_stale)
         return super().senders()
-
-    def _look(self) -> None:
-        if not self._state and self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
 
 
 _RELAY: Final = "relay"
@@ -251,8 +248,7 @@ class NearIntake(_NearEnd, Intake):
     def _count_idle(self) -> int:
         if self._state:
             return 0
-        if self._control_words[ctl.W_EPOCH] != self._epoch:
-            self._refresh()
+        self._refresh_if_stale()
         control, now = self._member.control, time.monotonic()
         if now >= self._nearer_due:
             self._nearer_due = now + LIVENESS_INTERVAL
@@ -367,8 +363,7 @@ class _FarEnd(AsyncSender):
     def _commit_beside(self, beside: tuple[Any, ...], ring: Ring, slot: int, out: Encoded, array: Any) -> int:
         if self._state or self._stop:
             self._refuse()
-        if self._control_words[ctl.W_EPOCH] != self._recipients.epoch:
-            self._recipients.refresh()
+        self._recipients.refresh_if_stale()
         out.write(ring.buffer, slot * ring.slot_bytes)
         guard = weakref.ref(array)
         return self._publish(ring, slot, out, guard, *beside)
@@ -391,8 +386,7 @@ class _Onward(_FarEnd):
         if self._state or self._stop:
             return NOBODY
         recipients = self._recipients
-        if self._control_words[ctl.W_EPOCH] != recipients.epoch:
-            recipients.refresh()
+        recipients.refresh_if_stale()
         recipients.drop_dead()
         flags = [peer.entry.flags for peer in recipients.listeners]
         if not flags:
