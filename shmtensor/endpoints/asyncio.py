@@ -359,7 +359,7 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         try:
             while True:
-                if sending.is_done() and sendings[0] is sending and (sent := self._try_send(attempt)) is not BUSY:
+                if sending.is_done() and sendings[0] is sending and (sent := self._try_run(attempt)) is not BUSY:
                     return sent  # type: ignore[no-any-return]
                 await self._devices.pause()
         finally:
@@ -432,18 +432,14 @@ class AsyncSender(Sender, AsyncEndpoint):
         if self._wait_queue is None or self._wait_queue.is_empty or timeout == 0:
             if self._recipients.events is not None:
                 self._writer.seek()
-            found = self._try_send(attempt)
+            found = self._try_run(attempt)
         if (found is NOTHING or found is BUSY) and timeout != 0:
             self._counters.add(ctl.C_WAITS)
             wait = Wait(self._full_text, self._member)
-            found = await wait_queue_of(self).attend(lambda: self._try_send(attempt), is_roomy, timeout)
+            found = await wait_queue_of(self).attend(lambda: self._try_run(attempt), is_roomy, timeout)
         if found is NOTHING or found is BUSY:
             raise RingFull(self._full_text(wanted))
         return found
-
-    def _try_send(self, attempt: Callable[[], Any]) -> Any:
-        """`attempt()` while no thread sends; `BUSY` at once if one does."""
-        return self._try_run(attempt)
 
     def _wake_soon(self, seq: int) -> None:
         """Wake a receiver that fell asleep while its message was being published."""
@@ -492,7 +488,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         if not self._run(begin):
             return
         wait_queue = wait_queue_of(self)
-        wait_queue.notify_all()  # they find that nothing can be sent any more
+        wait_queue.notify_first()  # they find that nothing can be sent any more
 
         def look() -> bool:
             return self._recipients.is_stale or self._recipients.is_settled()

@@ -243,7 +243,7 @@ class Endpoint(Local, ABC):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            here = self._run_within(remaining, self._look_in_vain, self._look_inside, look)
+            here = self._run_within(remaining, self._busy_error, self._look_inside, look)
             if here >= count:
                 return
             if remaining == 0:
@@ -255,7 +255,7 @@ class Endpoint(Local, ABC):
             self._refuse()
         return look()
 
-    def _look_in_vain(self, _: float) -> TimedOut:
+    def _busy_error(self, _: float) -> TimedOut:
         return TimedOut(f"{self._called.format(self)}: another thread waits in a call of it")
 
     # --- one call at a time

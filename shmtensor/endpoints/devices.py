@@ -60,13 +60,6 @@ class Devices:
         """Seconds that a wait may last, given how long it would if no copy were in progress."""
         return _POLL_S if self.poll() else usual
 
-    def prefetching(self, device: Any, count: int, undelivered: dict[Message, Any], **ways: Any) -> Prefetch | None:
-        """What copies the messages of a receiver to a device before they are returned; None: they stay in host memory.
-
-        ways: see `Prefetch`
-        """
-        return None if device is None else Prefetch(device, count, undelivered, **ways)
-
     @staticmethod
     def check_prefetch(device: Any, prefetch: int, *, latest: bool = False) -> None:
         """Check the arguments `device=` and `prefetch=`."""

@@ -45,7 +45,7 @@ from .base import (
     local_members,
 )
 from .claims import Claims
-from .devices import Devices
+from .devices import Devices, Prefetch
 from .message import Message, drop_all
 from .senders import attach, clear_words, wake_senders
 from .spinning import Spin
@@ -92,10 +92,11 @@ class Receiver(Endpoint):
         self._devices = Devices(self, pin)
         # taken and not returned yet, with what `Prefetch` knows of its copy: the thread that removes one returns it
         self._undelivered: dict[Message, Any] = {}
-        self._prefetch = self._devices.prefetching(
-            device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
-            keeps_leases=claims is not None,
-        )  # fmt: skip
+        if device is not None:
+            self._prefetch = Prefetch(
+                device, prefetch, self._undelivered, poll=self._poll, wait=self._wait, copy_out=self._copy_out,
+                keeps_leases=claims is not None,
+            )  # fmt: skip
         self._spin = Spin(spin)
         self._turn = 0
         self._is_announced = False  # closed with views alive: other members know that it takes nothing more

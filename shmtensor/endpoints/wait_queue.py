@@ -181,11 +181,8 @@ class WaitQueue(ABC):
     def _first(self) -> Waiter | None:
         return next(iter(self._waiters), None)
 
-    def notify_all(self) -> None:
-        """Something has changed for every task here: notify the first; each that leaves notifies the next."""
-        self._notify_first()
-
-    def _notify_first(self) -> None:
+    def notify_first(self) -> None:
+        """There may be something for the tasks here: notify the first; each that leaves notifies the next."""
         first = self._first()
         if first is not None:
             first.notify()
@@ -263,7 +260,7 @@ class WaitQueue(ABC):
             self._unwatch()
             self._retry_later()
         elif woken:
-            self._notify_first()
+            self.notify_first()
 
     def _check_liveness(self) -> None:
         """The timer: have the first task look for the dead, if no wake-up has come for `LIVENESS_INTERVAL`."""
@@ -283,7 +280,7 @@ class WaitQueue(ABC):
         if self._run_at_once(wake_up) is BUSY:
             self._retry_later()
         else:
-            self._notify_first()
+            self.notify_first()
 
     def _retry_later(self) -> None:
         if self._retry_timer is None and not self.loop.is_closed():
@@ -293,7 +290,7 @@ class WaitQueue(ABC):
     def _retry(self) -> None:
         self._retry_timer = None
         if self._waiters:
-            self._notify_first()
+            self.notify_first()
         else:
             self._after_last(True)
 
@@ -301,7 +298,7 @@ class WaitQueue(ABC):
         """From any thread, under the mutex: it has slept at the same endpoint, so that the queue is awake now."""
         if self._waiters:
             with contextlib.suppress(RuntimeError):  # that loop is closed
-                self.loop.call_soon_threadsafe(self._notify_first)
+                self.loop.call_soon_threadsafe(self.notify_first)
 
     def _unwatch(self) -> None:
         if self._watched:
@@ -330,7 +327,7 @@ class WaitQueue(ABC):
         self._liveness_timer = self._retry_timer = None
         self._descriptor.close()
         self._asleep = False
-        self._notify_first()
+        self.notify_first()
 
     def drop_in_child(self) -> None:
         """A forked child: the loop is the parent's, and so is what its selector watches."""
@@ -382,7 +379,7 @@ class MessageWaiters(WaitQueue):
             return False
         self._take_wakeups()  # late doorbells of earlier sleeps
         if not self._inbox.can_accept():
-            self.loop.call_later(PAUSE_S, self._notify_first)
+            self.loop.call_later(PAUSE_S, self.notify_first)
             return True
         word.has_late_doorbells = True
         word.number = (word.number + 1) | 1

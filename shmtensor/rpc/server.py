@@ -244,12 +244,9 @@ class Server(Local):
         if request is None:
             del taken[:]
             return None
-        return request if self._collector is None else self._collect(taken)
-
-    def _collect(self, taken: list[Any]) -> Batch | None:
-        """Add the request that was taken to its group; the batch to return now, if there is one."""
-        if self._collector is not None:
-            self._collector.add(taken)
+        if self._collector is None:
+            return request
+        self._collector.add(taken)
         return self._batch(taken) if taken else None
 
     def _batch(self, taken: list[Any]) -> Batch | None:
