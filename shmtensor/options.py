@@ -1,4 +1,4 @@
-"""What several interfaces share: sizes such as `"64MiB"`, `multiprocessing` contexts, how to install an extra."""
+"""What several interfaces share: checks of arguments, sizes such as `"64MiB"`, `multiprocessing` contexts, extras."""
 
 from __future__ import annotations
 
@@ -96,3 +96,31 @@ def context_of(ctx: Any, option: str) -> Any:
     if not hasattr(ctx, "get_start_method") or not hasattr(ctx, "Process"):
         raise ArgumentTypeError(f"{option} must be a multiprocessing context or a start method's name, not {ctx!r}")
     return ctx
+
+
+def check_timeout(timeout: Any, name: str = "timeout") -> None:
+    """Check that a timeout is None, or seconds that are not negative. `name`: of the parameter."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise ArgumentTypeError(f"{name} is in seconds (int or float) or None, not {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ArgumentError(f"{name} must be 0 or more seconds, or None, not {timeout!r}")
+    try:
+        float(timeout)
+    except OverflowError:
+        raise ArgumentError(f"{name} is more seconds than a float can be: pass None to wait for ever") from None
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Check that an option is one of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
+def check_count(name: str, value: object, least: int, most: int) -> None:
+    """Check that an option is an int within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise ArgumentError(f"{name} must be between {least} and {most}, not {value}")

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
-from ..endpoints.base import Local, check_choice, check_count, check_timeout
+from ..endpoints.base import Local
 from ..errors import ArgumentError, ClosedError, ForkedError, ResourceError, TimedOut
 from ..memory import lifecycle
 from ..memory.segment import free_bytes, more_room, total_bytes, where
-from ..options import format_bytes, parse_bytes
+from ..options import check_choice, check_count, check_timeout, format_bytes, parse_bytes
 from ..shielded import Call, CallQueue
 from ..statistics import WriterStatistics
 from .directory import Directory

@@ -19,9 +19,10 @@ from ..channel import control as ctl
 from ..codec.encode import Encoded
 from ..errors import ClosedError, DependencyError, EndOfStream, LoopError, ReleasedError, RingFull
 from ..memory.words import store
+from ..options import check_timeout
 from ..ring.layout import L_CLOSED
 from ..ring.ring import Ring
-from .base import BUSY, CLOSING, NOTHING, OPEN, Endpoint, check_timeout
+from .base import BUSY, CLOSING, NOTHING, OPEN, Endpoint
 from .devices import Sending
 from .loan import Loan
 from .message import Message

@@ -29,6 +29,7 @@ from ..errors import (
     TimedOut,
 )
 from ..memory import lifecycle, words
+from ..options import check_count, check_timeout
 from ..ring.layout import FAN_OUT
 from ..ring.pool import SIZED, Pool, Sizing
 from ..shielded import Timed
@@ -403,20 +404,6 @@ class Endpoint(Local, ABC):
         return f'<{type(self).__name__} "{self._member.channel}" {self._state or "open"}>'
 
 
-def check_timeout(timeout: Any, name: str = "timeout") -> None:
-    """Check that a timeout is None, or seconds that are not negative. `name`: of the parameter."""
-    if timeout is None:
-        return
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise ArgumentTypeError(f"{name} is in seconds (int or float) or None, not {type(timeout).__name__}")
-    if not timeout >= 0:
-        raise ArgumentError(f"{name} must be 0 or more seconds, or None, not {timeout!r}")
-    try:
-        float(timeout)
-    except OverflowError:
-        raise ArgumentError(f"{name} is more seconds than a float can be: pass None to wait for ever") from None
-
-
 def check_label(label: str | None) -> str:
     """The label of a member as it is stored: empty for None."""
     if label is None:
@@ -430,20 +417,6 @@ def check_label(label: str | None) -> str:
             f"a label has printable characters, at most {LABEL_MAX} bytes"
         )
     return label
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that an option is one of a few words."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
-
-
-def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Check that an option is an int within bounds."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int, not {type(value).__name__}")
-    if not least <= value <= most:
-        raise ArgumentError(f"{name} must be between {least} and {most}, not {value}")
 
 
 def local_members() -> frozenset[int]:

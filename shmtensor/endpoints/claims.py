@@ -17,8 +17,9 @@ from ..channel import control as ctl
 from ..channel.control import Entry
 from ..channel.membership import Member
 from ..channel.wakeup import Doorbells
+from ..options import check_choice, check_count
 from ..wire.record import EMPTY_RECORD, pack_bell
-from .base import LIVENESS_INTERVAL, check_choice, check_count
+from .base import LIVENESS_INTERVAL
 from .recipients import Peer
 
 DEFAULT_ATTEMPTS: Final = 5

@@ -13,12 +13,12 @@ from ..cuda import keeper
 from ..cuda.runtime import runtime
 from ..errors import CudaError, DependencyError, PeerDied, WireError
 from ..memory.segment import unlink
+from ..options import check_count
 from ..ring.broadcast import BroadcastReader, LatestReader
 from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, OtherVersion, RingShape
 from ..ring.reader import ALL, LATEST, OTHER, PASSED_OVER, Found, Reader, Reception
 from ..ring.ring import Ring
-from .base import check_count
 from .message import Message
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ..cuda.pending import Pending
 from ..cuda.pinning import Part
 from ..cuda.runtime import runtime
 from ..errors import ArgumentError, CudaError
-from .base import check_count
+from ..options import check_count
 
 if TYPE_CHECKING:
     from ..codec.encode import Encoded

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from ..channel.names import check_group
 from ..errors import ArgumentError
+from ..options import check_choice, check_count
 from ..ring.layout import FAN_OUT, MAX_SLOTS
 from ..ring.pool import SIZED
 from ..ring.reader import ALL, GROUP, LATEST
 from .asyncio import AsyncReceiver, AsyncSender
-from .base import ReceiverTraits, SenderTraits, check_choice, check_count
+from .base import ReceiverTraits, SenderTraits
 from .claims import DEFAULT_ATTEMPTS, Claims
 from .device_fanout import DeviceMemory
 from .devices import Devices

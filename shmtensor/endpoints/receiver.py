@@ -20,6 +20,7 @@ from ..errors import ClosedError, DependencyError, EndOfStream, ReleasedError, T
 from ..memory.segment import Unreadable
 from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
+from ..options import check_choice, check_timeout
 from ..ring.implementation import Counts
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
 from ..ring.reader import ALL, ATTACH, GIVEN_UP, GROUP, LATEST, OTHER, UNREADABLE, Reader, Reception
@@ -38,9 +39,7 @@ from .base import (
     AsleepWord,
     Endpoint,
     ReceiverTraits,
-    check_choice,
     check_label,
-    check_timeout,
     lingering,
     local_members,
 )

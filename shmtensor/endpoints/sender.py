@@ -32,7 +32,7 @@ from ..codec.implementation import codec, decode, encode
 from ..errors import ClosedError, RingFull
 from ..memory.semaphores import COUNT, Sleeper, batched
 from ..memory.words import barrier, store
-from ..options import format_bytes, parse_bytes
+from ..options import check_choice, check_count, check_timeout, format_bytes, parse_bytes
 from ..ring.layout import FAN_OUT, L_CLOSED, L_PUBLISHED, MAX_SLOTS, R_RECORDS, RECORD_WORDS, round_slot
 from ..ring.pool import Sizing
 from ..ring.ring import Ring, SequenceTable
@@ -49,10 +49,7 @@ from .base import (
     AsleepWord,
     Endpoint,
     SenderTraits,
-    check_choice,
-    check_count,
     check_label,
-    check_timeout,
     lingering,
     local_members,
 )

@@ -31,11 +31,10 @@ from multiprocessing import util
 from typing import Any, Final
 
 from ..channel.control import CAPACITY
-from ..endpoints.base import check_count
 from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
 from ..mp.direct import ThreadLocks, check_fits
 from ..mp.pickling import Transfers, dumps
-from ..options import context_of, parse_bytes
+from ..options import check_count, context_of, parse_bytes
 from ..shielded import OwnThread, aside
 from . import transport, worker
 from .calls import Attempt, CallChannels, Retries, Task, end_attempt

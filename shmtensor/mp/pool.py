@@ -26,12 +26,11 @@ from typing import Any, Final, NamedTuple
 
 from ..channel.control import CAPACITY
 from ..children import ParentWatch, how_ended
-from ..endpoints.base import check_count
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer
 from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, ResourceError, TimedOut
 from ..memory.segment import free_bytes
-from ..options import context_of, parse_bytes
+from ..options import check_count, context_of, parse_bytes
 from .direct import DirectProducer, Patience, ThreadLocks, value_of
 from .pickling import dumps, loads
 from .queue_handle import default_limit

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ..channel.names import check_channel
-from ..endpoints.base import Local, check_choice, check_count, check_timeout
+from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, DependencyError, ForkedError, TimedOut, WireError
-from ..options import how_to_install, parse_bytes
+from ..options import check_choice, check_count, check_timeout, how_to_install, parse_bytes
 from ..relay.frames import ONE_VERSION, PATTERNS
 from ..relay.session import zenoh_module
 from ..relay.threads import Closing

@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 
 from ..channel.inspect import Inspector
 from ..channel.names import check_channel
-from ..endpoints.base import Local, check_choice, check_count, check_timeout
+from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError, WireError
-from ..options import parse_bytes
+from ..options import check_choice, check_count, check_timeout, parse_bytes
 from ..ring.layout import MAX_SLOTS
 from ..rpc.endpoints import check_service
 from ..statistics import RelayStatistics

@@ -29,9 +29,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from time import monotonic, monotonic_ns
 from typing import Any, Final
 
-from ..endpoints.base import LIVENESS_INTERVAL, check_timeout
+from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
 from ..errors import ArgumentTypeError, ClosedError, DependencyError, PeerDied, RemoteError, TimedOut, WireError
+from ..options import check_timeout
 from ..shielded import Condition
 from .endpoints import DIED, DROPPED, FOREVER, NO_ROOM, ONCE, Answers, Requests
 

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from ..channel.names import reply_channel
 from ..endpoints.asyncio import wait_queue_of
-from ..endpoints.base import BUSY, NOTHING, Local, check_count, check_timeout
+from ..endpoints.base import BUSY, NOTHING, Local
 from ..errors import ArgumentError
+from ..options import check_count, check_timeout
 from ..statistics import ClientStatistics
 from .calls import Call, CallsInFlight, RequestFuture
 from .endpoints import FOREVER, Answers, Requests, check_service

@@ -17,10 +17,10 @@ import numpy as np
 from ..channel import control as ctl
 from ..channel.control import Control
 from ..channel.names import control_name, ring_name, sequence_table_name
-from ..endpoints.base import Local, check_count, check_timeout
+from ..endpoints.base import Local
 from ..errors import ArgumentTypeError, ClosedError, TimedOut, WireError
 from ..memory import segment as shm
-from ..options import context_of
+from ..options import check_count, check_timeout, context_of
 from ..ring import layout as lay
 from ..statistics import PoolStatistics
 from . import worker

@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..endpoints.base import LIVENESS_INTERVAL, Local, check_count, check_timeout
+from ..endpoints.base import LIVENESS_INTERVAL, Local
 from ..endpoints.message import Message
 from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ReleasedError, TimedOut
-from ..options import parse_bytes
+from ..options import check_count, check_timeout, parse_bytes
 from ..statistics import ServerStatistics
 from .batching import Batch, Collector, batch_of
 from .endpoints import Intake, check_service
