@@ -327,15 +327,15 @@ class AsyncSender(Sender, AsyncEndpoint):
         sent = await self._asend(value, meta, timeout)
         return await self._when_copied(sent) if isinstance(sent, Sending) else sent or 0
 
-    async def _asend(self, value: Any, meta: Any, timeout: float | None, *beside: Any) -> int | Sending | None:
+    async def _asend(self, value: Any, meta: Any, timeout: float | None, *registration: Any) -> int | Sending | None:
         """Send, or start the copies from devices: a number, the message to be published after them, or None: dropped.
 
-        beside: see ring/writer.py
+        registration: see ring/writer.py
         """
         if self._state:
             self._refuse()
         if self._wait_queue is None or self._wait_queue.is_empty:
-            seq = self._writer.send(value, meta, 0, *beside)
+            seq = self._writer.send(value, meta, 0, *registration)
             if type(seq) is int:
                 if seq < 0:
                     self._wake_soon(-seq)
@@ -343,8 +343,8 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         def begin(out: Encoded, ring: Ring, slot: int) -> int | Sending:
             if out.device_jobs:
-                return self._devices.send(self._writer, self._rings, out, ring, slot, *beside, aside=True)
-            return self._fill(out, ring, slot, *beside)
+                return self._devices.send(self._writer, self._rings, out, ring, slot, *registration, aside=True)
+            return self._fill(out, ring, slot, *registration)
 
         return await self._with_slot(lambda: self._describe(value, meta), begin, timeout)  # type: ignore[no-any-return]
 

@@ -170,17 +170,17 @@ class Devices:
                 self._pending.let_go(number)
 
     def send(
-        self, writer: Any, rings: list[Ring], out: Encoded, ring: Ring, slot: int, *beside: Any, aside: bool
+        self, writer: Any, rings: list[Ring], out: Encoded, ring: Ring, slot: int, *registration: Any, aside: bool
     ) -> Sending:
         """Start to copy a described value into free slots, after what the caller's streams hold now.
 
-        writer, rings: the sender's; beside: see ring/writer.py
+        writer, rings: the sender's; registration: see ring/writer.py
         aside: on streams of this endpoint, so that what the caller's streams get meanwhile need not wait for the copies
         """
         array = np.ndarray((max(1, out.total),), np.uint8, ring.buffer, slot * ring.slot_bytes)
         # as a loan: whatever happens, the slot is not used again while a device may write to it
         writer.lend(ring.index, slot, weakref.ref(array))
-        sending = Sending(ring, slot, out, array, beside)
+        sending = Sending(ring, slot, out, array, registration)
         del array  # no frame of a traceback may hold the slot
         try:
             out.write(ring.buffer, slot * ring.slot_bytes, False)
@@ -219,10 +219,10 @@ class Devices:
 class Sending:
     """A message that a device is copying into its slot. It is not published yet."""
 
-    __slots__ = ("array", "beside", "copies", "out", "ring", "slot")
+    __slots__ = ("array", "copies", "out", "registration", "ring", "slot")
 
-    def __init__(self, ring: Ring, slot: int, out: Encoded, array: Any, beside: Any) -> None:
-        self.ring, self.slot, self.out, self.array, self.beside = ring, slot, out, array, beside
+    def __init__(self, ring: Ring, slot: int, out: Encoded, array: Any, registration: Any) -> None:
+        self.ring, self.slot, self.out, self.array, self.registration = ring, slot, out, array, registration
         self.copies: list[tuple[Any, int]] = []
         """The event after those from each device, and their number: see `Pending`."""
 

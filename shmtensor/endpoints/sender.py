@@ -319,31 +319,31 @@ class Sender(Endpoint):
             self._refuse()
         return RingFull(f"{self._called.format(self)}: another thread waits for room")
 
-    def _put(self, timeout: float | None, out: Encoded, *beside: Any) -> int:
-        """Do what the writer could not do at once: wait for a slot, copy, publish. `beside`: see ring/writer.py."""
+    def _put(self, timeout: float | None, out: Encoded, *registration: Any) -> int:
+        """What the writer could not do at once: wait for a slot, copy, publish. `registration`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
         if self._recipients.events is not None:
             self._writer.seek()
         # crash: send.described
         place = self._place(out.total, timeout)
-        return 0 if place is None else self._fill(out, *place, *beside)
+        return 0 if place is None else self._fill(out, *place, *registration)
 
-    def _fill(self, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
+    def _fill(self, out: Encoded, ring: Ring, slot: int, *registration: Any) -> int:
         """Copy a described value into free slots and publish it."""
         # crash: send.acquired
         if out.device_jobs:
-            return self._send_from_devices(out, ring, slot, *beside)
+            return self._send_from_devices(out, ring, slot, *registration)
         out.write(ring.buffer, slot * ring.slot_bytes)
         # crash: send.copied
-        return self._publish(ring, slot, out, None, *beside)
+        return self._publish(ring, slot, out, None, *registration)
 
-    def _send_from_devices(self, out: Encoded, ring: Ring, slot: int, *beside: Any) -> int:
+    def _send_from_devices(self, out: Encoded, ring: Ring, slot: int, *registration: Any) -> int:
         """Copy a described value from its devices into free slots, wait until that is done, publish.
 
         A copy that fails, or is interrupted, is not published.
         """
-        sending = self._devices.send(self._writer, self._rings, out, ring, slot, *beside, aside=False)
+        sending = self._devices.send(self._writer, self._rings, out, ring, slot, *registration, aside=False)
         try:
             self._devices.wait(sending)
             return self._publish_copied(sending)
@@ -355,7 +355,7 @@ class Sender(Endpoint):
         """Publish a message whose copies are done, for the members that are there now."""
         # crash: copy.done
         self._recipients.refresh_if_stale()
-        return self._publish(sending.ring, sending.slot, sending.out, None, *sending.beside)
+        return self._publish(sending.ring, sending.slot, sending.out, None, *sending.registration)
 
     def _wake_late(self, seq: int) -> int:
         """Wake a receiver that fell asleep while its message was being published."""
@@ -457,11 +457,11 @@ class Sender(Endpoint):
         out.write(ring.buffer, slot * ring.slot_bytes)
         return self._publish(ring, slot, out, weakref.ref(array))
 
-    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: weakref.ref[Any] | None, *beside: Any) -> int:
+    def _publish(self, ring: Ring, slot: int, out: Encoded, guard: weakref.ref[Any] | None, *registration: Any) -> int:
         """Publish, and wake receivers that sleep, also if an exception comes between the two."""
         writer, published = self._writer, self._words[L_PUBLISHED]
         try:
-            seq = writer.publish(ring.index, slot, out.description, out.nbytes, out.spilled, guard, *beside)
+            seq = writer.publish(ring.index, slot, out.description, out.nbytes, out.spilled, guard, *registration)
         except BaseException:
             if self._words[L_PUBLISHED] > published:
                 self._recipients.wake(ring, slot)

@@ -338,13 +338,13 @@ class _FarEnd(AsyncSender):
         """A free slot for a message whose payload comes in parts. Raises `RingFull` if there is none in time."""
         return self.fill_with(first.description, first.nbytes, timeout)
 
-    def fill_with(self, description: bytes, nbytes: int, timeout: float, *beside: Any) -> Filling:
-        """The same. `beside`: what is stored with the message, ring/writer.py."""
+    def fill_with(self, description: bytes, nbytes: int, timeout: float, *registration: Any) -> Filling:
+        """The same. `registration`: see `Registration`, ring/writer.py."""
         return self._run_within(  # type: ignore[no-any-return]
-            timeout, self._too_late, self._fill_inside, description, nbytes, beside
+            timeout, self._too_late, self._fill_inside, description, nbytes, registration
         )
 
-    def _fill_inside(self, timeout: float, description: bytes, nbytes: int, beside: tuple[Any, ...]) -> Filling:
+    def _fill_inside(self, timeout: float, description: bytes, nbytes: int, registration: tuple[Any, ...]) -> Filling:
         if self._state or self._stop:
             self._refuse()
         out = Encoded(description, nbytes)
@@ -356,17 +356,17 @@ class _FarEnd(AsyncSender):
         self._writer.lend(ring.index, slot, weakref.ref(array))
 
         def commit(*message: Any) -> int:
-            return self._run(self._commit_beside, beside, *message)  # type: ignore[no-any-return]
+            return self._run(self._commit_registered, registration, *message)  # type: ignore[no-any-return]
 
         return Filling(commit, ring, slot, out, array)
 
-    def _commit_beside(self, beside: tuple[Any, ...], ring: Ring, slot: int, out: Encoded, array: Any) -> int:
+    def _commit_registered(self, registration: tuple[Any, ...], ring: Ring, slot: int, out: Encoded, array: Any) -> int:
         if self._state or self._stop:
             self._refuse()
         self._recipients.refresh_if_stale()
         out.write(ring.buffer, slot * ring.slot_bytes)
         guard = weakref.ref(array)
-        return self._publish(ring, slot, out, guard, *beside)
+        return self._publish(ring, slot, out, guard, *registration)
 
 
 class _Onward(_FarEnd):
