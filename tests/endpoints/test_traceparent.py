@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.endpoints.sender import SWITCH
+from shmtensor.endpoints.traceparent import SWITCH
 
 from ..waiting import PATIENCE
 
