@@ -459,7 +459,7 @@ class AsyncSender(Sender, AsyncEndpoint):
         check_timeout(linger)
         if self._state not in (OPEN, CLOSING):
             return
-        self._say_that_it_ends(linger)
+        self._announce_close(linger)
         try:
             await self._until_idle()
             await self._alinger()

@@ -78,7 +78,7 @@ class Claims:
 
     # --- who else takes messages
 
-    def meet(self, entries: Iterable[Entry]) -> tuple[int, ...]:
+    def update_siblings(self, entries: Iterable[Entry]) -> tuple[int, ...]:
         """Note who the siblings are, among all members. Returns their `asleep` words."""
         member = self._member
         group = 0 if member.group is None else member.group[1]

@@ -605,7 +605,7 @@ class Receiver(Endpoint):
         # crash: attach.done
         claims = self._claims
         if claims is not None:
-            siblings = claims.meet(entries)
+            siblings = claims.update_siblings(entries)
             for reader in self._readers:
                 reader.set_siblings(siblings)
         self._epoch = epoch

@@ -578,10 +578,10 @@ class Sender(Endpoint):
         self._leave(linger)
 
     def _leave(self, linger: float | None) -> None:
-        self._say_that_it_ends(linger)
+        self._announce_close(linger)
         self._close(lambda: self._run(self._finish))
 
-    def _say_that_it_ends(self, linger: float | None) -> None:
+    def _announce_close(self, linger: float | None) -> None:
         """Another thread that is inside a call ends it: at once, or, if it lingers, after so many seconds."""
         self._linger_ends.append(math.inf if linger is None else time.monotonic() + linger)
         self._stop = True

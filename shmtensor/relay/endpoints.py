@@ -29,7 +29,7 @@ from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, KINDS, RELEASED, SERV
 from ..ring.reader import Reader, Reception
 from ..ring.ring import Ring
 from ..rpc.calls import Call
-from ..rpc.endpoints import Answers, Intake, Replies, Requests
+from ..rpc.endpoints import ReplyReceiver, ReplySender, RequestReceiver, RequestSender
 from .frames import LATEST, LOSSLESS, NOBODY, Item, Part
 from .frames import Sender as Named
 
@@ -219,7 +219,7 @@ def _may_serve(segment: Any, words: Any, index: int, paths: set[int]) -> bool:
     return not is_way_back(label, paths) and bool(segment.is_locked(ctl.LIFE + index))
 
 
-class NearIntake(_NearEnd, Intake):
+class NearRequestReceiver(_NearEnd, RequestReceiver):
     """Takes the requests of a service as they are, if no server of this host is about to take them."""
 
     _leaves_alone = True
@@ -284,7 +284,7 @@ def _age(reader: Any) -> int:
     return age
 
 
-class NearAnswers(_NearEnd, Answers):
+class NearReplyReceiver(_NearEnd, ReplyReceiver):
     """Receives replies as they are."""
 
 
@@ -447,10 +447,10 @@ class FarCall(Call):
         self.is_cancelled = self.is_returned = False
 
 
-class FarRequests(_Onward, Requests):
+class FarRequestSender(_Onward, RequestSender):
     """Sends requests of a service as they are."""
 
-    _traits = replace(Requests._traits, carries_context=False)
+    _traits = replace(RequestSender._traits, carries_context=False)
 
     def post_request(self, call: FarCall, payload: Any, description: bytes, timeout: float) -> None:
         """As `post`, of a whole request."""
@@ -472,7 +472,7 @@ class FarRequests(_Onward, Requests):
         return super()._publish(ring, slot, out, guard, *registration)
 
 
-class NearReplies(_FarEnd, Replies):
+class NearReplySender(_FarEnd, ReplySender):
     """Publishes replies to a client as they are."""
 
     def post_reply(self, seq: int, payload: Any, description: bytes) -> None:

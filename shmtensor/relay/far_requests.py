@@ -18,7 +18,7 @@ from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
 from ..errors import ClosedError
 from ..rpc.endpoints import ONCE
-from .endpoints import FarCall, FarRequests, Filling, NearAnswers, count_servers
+from .endpoints import FarCall, FarRequestSender, Filling, NearReplyReceiver, count_servers
 from .frames import (
     DIED,
     DROPPED,
@@ -64,9 +64,9 @@ class FarClient:
 
     def __init__(self, service: FarService, name: str, *, slots: int | None, max_bytes: Any, label: str) -> None:
         self._service = service
-        self.requests = FarRequests(name, slots=slots, max_bytes=max_bytes, full="grow", label=label)
+        self.requests = FarRequestSender(name, slots=slots, max_bytes=max_bytes, full="grow", label=label)
         try:
-            self.answers = NearAnswers(reply_channel(name, self.requests.uid), spin=0.0)
+            self.answers = NearReplyReceiver(reply_channel(name, self.requests.uid), spin=0.0)
         except BaseException:
             self.requests.close()
             raise

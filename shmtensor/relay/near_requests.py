@@ -19,7 +19,7 @@ from ..memory.words import store
 from ..ring.layout import ATTEMPT, CLAIMED
 from ..rpc.endpoints import ONCE
 from ..rpc.request import Request, TakenRequests, record_of
-from .endpoints import Filling, NearIntake, NearReplies
+from .endpoints import Filling, NearReplySender, NearRequestReceiver
 from .frames import (
     DIED,
     DROPPED,
@@ -140,7 +140,7 @@ class Taken:
 
     # --- its reply
 
-    def publisher(self) -> NearReplies | None:
+    def publisher(self) -> NearReplySender | None:
         """Publishes the reply; None if it is not wanted."""
         try:
             found = self._service.requests.replies_for(self._record)
@@ -174,13 +174,13 @@ class NearService:
 
     def __init__(self, name: str, avoided: int, transit: bool) -> None:
         self.avoided = avoided
-        self._intake = NearIntake(name, avoided, transit)
-        self.requests = TakenRequests(self._intake, slots=None, max_bytes=None, publisher=NearReplies)
+        self._receiver = NearRequestReceiver(name, avoided, transit)
+        self.requests = TakenRequests(self._receiver, slots=None, max_bytes=None, publisher=NearReplySender)
         self.ending = threading.Lock()
 
     def next(self, timeout: float) -> Taken | None:
         """The next request, or None."""
-        message = self._intake.next(timeout)
+        message = self._receiver.next(timeout)
         if message is None:
             self.requests.drop_clients()
             return None
@@ -189,11 +189,11 @@ class NearService:
 
     def senders(self) -> list[Sender]:
         """The clients that are here."""
-        return self._intake.senders()
+        return self._receiver.senders()
 
     def idle_servers(self) -> int:
         """How many living servers of this host wait for a request."""
-        return self._intake.idle_servers()
+        return self._receiver.idle_servers()
 
     def close(self) -> None:
         """Leave the service: what has not ended goes to other servers."""

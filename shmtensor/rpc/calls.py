@@ -34,7 +34,7 @@ from ..endpoints.message import Message
 from ..errors import ArgumentTypeError, ClosedError, DependencyError, PeerDied, RemoteError, TimedOut, WireError
 from ..options import check_timeout
 from ..shielded import Condition
-from .endpoints import DIED, DROPPED, FOREVER, NO_ROOM, ONCE, Answers, Requests
+from .endpoints import DIED, DROPPED, FOREVER, NO_ROOM, ONCE, ReplyReceiver, RequestSender
 
 log = logging.getLogger("shmtensor.rpc")
 
@@ -211,7 +211,7 @@ def from_reply(value: Any, meta: Any) -> Exception:
         return WireError("a reply says that it is an error, and is none")
 
 
-def unanswered(requests: Requests, call: Call, unread: WireError | None = None) -> Exception:
+def unanswered(requests: RequestSender, call: Call, unread: WireError | None = None) -> Exception:
     """The error of a request that is done and has no reply.
 
     `unread` is the error of a living server whose replies cannot be read, if there is one.
@@ -219,10 +219,10 @@ def unanswered(requests: Requests, call: Call, unread: WireError | None = None) 
     code, attempt = requests.verdict(call)
     what = f'service "{requests.name}": '
     if code == DROPPED:
-        return RemoteError("Unanswered", what + "the server let go of this request without an answer")
+        return RemoteError("Unanswered", what + "the server dropped this request without an answer")
     if code == NO_ROOM:
         return RemoteError(
-            "NoRoom", what + "the server found no room for the reply: let go of earlier replies, or give it more"
+            "NoRoom", what + "the server found no room for the reply: drop earlier replies, or give it more"
         )
     if not code and unread is not None:
         return unread
@@ -233,7 +233,7 @@ def unanswered(requests: Requests, call: Call, unread: WireError | None = None) 
     return PeerDied(what + f"{each} died (max_attempts={deaths})")
 
 
-def late(requests: Requests, call: Call) -> TimedOut:
+def late(requests: RequestSender, call: Call) -> TimedOut:
     """The error of a request that has expired."""
     if not requests.was_taken(call):
         state = "no server took it"
@@ -397,7 +397,7 @@ _NO_WAIT = (False,)
 class CallsInFlight:
     """A client's calls from their start to their end, and the threads that wait for them."""
 
-    def __init__(self, requests: Requests, answers: Answers) -> None:
+    def __init__(self, requests: RequestSender, answers: ReplyReceiver) -> None:
         self.requests, self.answers = requests, answers
         self.calls = requests.calls
         """Calls that were posted and have not ended, by sequence number."""

@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 from ..options import check_count, check_timeout
 from ..statistics import ClientStatistics
 from .calls import Call, CallsInFlight, RequestFuture
-from .endpoints import FOREVER, Answers, Requests, check_service
+from .endpoints import FOREVER, ReplyReceiver, RequestSender, check_service
 
 _Value = Any
 _C = TypeVar("_C", bound="Client")
@@ -62,9 +62,9 @@ class Client(Local):
         check_service(service)
         if str(full) == "drop":
             raise ArgumentError('full="drop" would lose requests: choose one of "block", "grow", "error"')
-        self._requests = Requests(service, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
+        self._requests = RequestSender(service, slots=slots, slot_bytes=slot_bytes, full=full, max_bytes=max_bytes)
         try:
-            self._answers = Answers(reply_channel(service, self._requests.uid), spin=spin)
+            self._answers = ReplyReceiver(reply_channel(service, self._requests.uid), spin=spin)
         except BaseException:
             self._requests.close()
             raise

@@ -107,7 +107,7 @@ class ServiceEndpoint(AsyncEndpoint):
 
 
 class Posting(ServiceEndpoint, AsyncSender):
-    """Base of `Requests` and `Replies`: a sender whose messages have notes."""
+    """Base of `RequestSender` and `ReplySender`: a sender whose messages have notes."""
 
     @abstractmethod
     def _registration(self, note: Any) -> Registration:
@@ -160,7 +160,7 @@ class RequestPool(Pool):
             if ring.words[state_word(ring, slot) + VERDICT] >> 8 == seq:
                 call = self.calls.get(seq)
                 if call is not None and call.verdict is None:
-                    call.verdict = Requests.verdict(call)
+                    call.verdict = RequestSender.verdict(call)
                 self._writer.judge(ring.index, slot)
                 found = True
         return found
@@ -172,7 +172,7 @@ _NO_ROOM: Final = (
 )
 
 
-class Requests(Posting, Producer):
+class RequestSender(Posting, Producer):
     """Publishes requests with their notes, and withdraws those that no server has started."""
 
     _called = 'Client of service "{0.service}"'
@@ -290,7 +290,7 @@ class Requests(Posting, Producer):
         self._wait_for_receivers(count, timeout, "servers")
 
 
-class Answers(ServiceEndpoint, Subscriber):
+class ReplyReceiver(ServiceEndpoint, Subscriber):
     """Receives the replies to one client, which is their only receiver: their values are writable."""
 
     _called = 'Client of service "{0.service}"'
@@ -361,10 +361,10 @@ class Source:
     def __init__(self, reader: Reader, words: memoryview) -> None:
         self.reader = reader
         self.words = words  # kept, so that its `id` stays its own
-        self.replies: Replies | None = None
+        self.replies: ReplySender | None = None
 
 
-class Intake(ServiceEndpoint, Consumer):
+class RequestReceiver(ServiceEndpoint, Consumer):
     """Takes requests; several may be open at once."""
 
     _called = 'Server of service "{0.service}"'
@@ -427,11 +427,11 @@ class Intake(ServiceEndpoint, Consumer):
 
 _NO_MEMORY: Final = (
     'service "{0.service}": no room for a reply of {nbytes}: its client keeps earlier ones in all {slots} slots, and '
-    "there is no memory for more: let go of replies there, or make the server with a larger max_bytes="
+    "there is no memory for more: drop replies there, or make the server with a larger max_bytes="
 )
 
 
-class Replies(Posting, Publisher):
+class ReplySender(Posting, Publisher):
     """Publishes replies to one client, each with the number of the request that it is for."""
 
     _called = 'Server of service "{0.service}"'

@@ -15,7 +15,7 @@ from ..endpoints.message import Message
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull
 from ..memory.words import store
 from ..ring.layout import DEADLINE, NOTE, VERDICT
-from .endpoints import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, ONCE, Intake, Replies, Source
+from .endpoints import CANCELLED, DIED, DROPPED, FAILED, NO_ROOM, ONCE, ReplySender, RequestReceiver, Source
 
 MOST_TEXT = 100_000
 """Characters of an error's text and of its traceback that reach the client; the end of a traceback says most."""
@@ -210,12 +210,17 @@ class TakenRequests:
     """A server's requests from when they were taken to their end, and the publishers of replies to their clients."""
 
     def __init__(
-        self, intake: Intake, *, slots: int | None, max_bytes: int | str | None, publisher: type[Replies] = Replies
+        self,
+        receiver: RequestReceiver,
+        *,
+        slots: int | None,
+        max_bytes: int | str | None,
+        publisher: type[ReplySender] = ReplySender,
     ) -> None:
-        self.intake, self._publisher = intake, publisher
+        self.receiver, self._publisher = receiver, publisher
         self.open: set[TakenRequest] = set()
         """Those that have not ended here."""
-        self.replies: dict[int, Replies] = {}
+        self.replies: dict[int, ReplySender] = {}
         """By their client's uid."""
         self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
         self._epoch = -1
@@ -227,10 +232,10 @@ class TakenRequests:
     def accept(self, message: Message, taken: list[Any]) -> Request | None:
         """The request of a message that was taken, which it replaces in `taken`; None if it is not to be started."""
         # crash: request.taken
-        if self.intake.epoch != self._epoch:
+        if self.receiver.epoch != self._epoch:
             self.drop_clients()
         lease = message._lease
-        source = self.intake.source_of(lease.words)
+        source = self.receiver.source_of(lease.words)
         record = TakenRequest(message, source, lease.word)
         request = Request(self, record)
         taken[0] = request
@@ -290,7 +295,7 @@ class TakenRequests:
 
     def is_cancelled(self, record: TakenRequest) -> bool:
         """See `Request.cancelled`."""
-        return record.is_cancelled or (not record.is_released and self.intake.has_left(record.source.reader))
+        return record.is_cancelled or (not record.is_released and self.receiver.has_left(record.source.reader))
 
     # --- answering
 
@@ -324,11 +329,11 @@ class TakenRequests:
             self._check_open(replies)
         self.count_and_finish(record, sent, False)
 
-    def replies_for(self, record: TakenRequest) -> Replies | None:
+    def replies_for(self, record: TakenRequest) -> ReplySender | None:
         """The publisher of the reply to a request; None if the reply is not wanted."""
         if record.is_released:
             raise ReleasedError("this request was answered already, or its server has closed")
-        self.intake.check_open()
+        self.receiver.check_open()
         source = record.source
         if source.reader.gone or (record.words[record.at + NOTE] != record.seq << 8 and record.is_cancelled):
             return None
@@ -337,23 +342,23 @@ class TakenRequests:
             replies = source.replies = self._replies_to(source.reader.uid)
         return replies
 
-    def _replies_to(self, uid: int) -> Replies:
+    def _replies_to(self, uid: int) -> ReplySender:
         """The publisher of replies to a client, created if there is none."""
         replies = self.replies.get(uid)
         if replies is None:
             with self._opening:
                 replies = self.replies.get(uid)
                 if replies is None:
-                    replies = self._publisher(reply_channel(self.intake.name, uid), **self._reply_options)
+                    replies = self._publisher(reply_channel(self.receiver.name, uid), **self._reply_options)
                     # crash: reply.opened
                     self.replies[uid] = replies
-                    if self.intake.closed:  # meanwhile, by a signal handler of this thread
+                    if self.receiver.closed:  # meanwhile, by a signal handler of this thread
                         replies.close()
         return replies
 
-    def _check_open(self, replies: Replies | None) -> None:
+    def _check_open(self, replies: ReplySender | None) -> None:
         """Inside `except`: raise again unless the publisher was closed because its client has left."""
-        if self.intake.closed or replies is None or not replies.closed:
+        if self.receiver.closed or replies is None or not replies.closed:
             raise
 
     def count_and_finish(self, record: TakenRequest, sent: bool, failed: bool) -> None:
@@ -385,7 +390,7 @@ class TakenRequests:
 
     def forget(self, record: TakenRequest) -> None:
         """A `Request` was dropped without an answer."""
-        if self.intake.closed:
+        if self.receiver.closed:
             self.open.discard(record)
             record.give_back()
         elif record in self.open:  # else it was never given out, or was given back
@@ -401,12 +406,12 @@ class TakenRequests:
 
     def drop_clients(self) -> None:
         """Close the publishers to clients that have left."""
-        if self._epoch != self.intake.epoch:
-            self._epoch = self.intake.epoch
-            self.intake.forget_sources()
+        if self._epoch != self.receiver.epoch:
+            self._epoch = self.receiver.epoch
+            self.receiver.forget_sources()
         if not self.replies:
             return
-        here = self.intake.clients()
+        here = self.receiver.clients()
         self._close_replies([uid for uid in list(self.replies) if here.get(uid, True)])
 
     def close(self) -> None:
@@ -415,7 +420,7 @@ class TakenRequests:
             for record in list(self.open):
                 record.give_back()
                 self.open.discard(record)
-        self.intake.close()
+        self.receiver.close()
         self._close_replies(list(self.replies))
 
     def _close_replies(self, uids: list[int]) -> None:

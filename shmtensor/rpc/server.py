@@ -19,7 +19,7 @@ from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ReleasedErro
 from ..options import check_count, check_timeout, parse_bytes
 from ..statistics import ServerStatistics
 from .batching import Batch, Collector, batch_of
-from .endpoints import Intake, check_service
+from .endpoints import RequestReceiver, check_service
 from .request import Request, TakenRequests, describe
 
 MOST_SLOTS = 1 << 16
@@ -152,8 +152,8 @@ class Server(Local):
         self._unfinished: list[Request | Batch] = []
         """Requests whose handlers were interrupted: other servers get them, or this one again."""
         self._stopping = False
-        self._intake = Intake(service, max_attempts=max_attempts, spin=spin)
-        self._taken = TakenRequests(self._intake, slots=slots, max_bytes=max_bytes)
+        self._receiver = RequestReceiver(service, max_attempts=max_attempts, spin=spin)
+        self._taken = TakenRequests(self._receiver, slots=slots, max_bytes=max_bytes)
 
     # --- taking
 
@@ -176,7 +176,7 @@ class Server(Local):
 
         What was taken stays in `taken` until this returns: every step moves it there, or within it, in one C call.
         """
-        intake, taken = self._intake, list[Any]()
+        receiver, taken = self._receiver, list[Any]()
         try:
             while True:
                 try:
@@ -185,7 +185,7 @@ class Server(Local):
                     if taken:
                         found = self._give_out(taken)
                     else:
-                        message = intake.recv(timeout=self._patience(deadline))
+                        message = receiver.recv(timeout=self._patience(deadline))
                         taken[:] = (message,)  # no call since it was taken
                         del message
                         found = self._give_out(taken)
@@ -282,7 +282,7 @@ class Server(Local):
                 try:
                     self._take_left(taken)
                     if not taken:
-                        message = await self._intake.arecv(timeout=self._patience(deadline))
+                        message = await self._receiver.arecv(timeout=self._patience(deadline))
                         taken[:] = (message,)
                         del message
                     found = self._give_out(taken)
@@ -301,7 +301,7 @@ class Server(Local):
         try:
             return self._next(None)
         except ClosedError:  # also where the process ends: then only the endpoint below is closed
-            if self._intake.is_forked:
+            if self._receiver.is_forked:
                 raise
             raise StopIteration from None
 
@@ -312,7 +312,7 @@ class Server(Local):
         try:
             return await self.arecv()
         except ClosedError:
-            if self._intake.is_forked:
+            if self._receiver.is_forked:
                 raise
             raise StopAsyncIteration from None
 
@@ -364,7 +364,7 @@ class Server(Local):
             request.reply(handler(value))
             return None
         except Exception as error:
-            if self._intake.closed and isinstance(error, (ClosedError, ReleasedError)):  # another server gets it
+            if self._receiver.closed and isinstance(error, (ClosedError, ReleasedError)):  # another server gets it
                 return None
             text = describe(error)  # a log record with the error itself would keep the request's slot
             log.warning(
@@ -407,9 +407,9 @@ class Server(Local):
     async def aclose(self) -> None:
         """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""
         self._stopping = True
-        self._intake.refuse_calls()
+        self._receiver.refuse_calls()
         try:
-            await self._intake.until_idle()
+            await self._receiver.until_idle()
         finally:
             self.close()
 
@@ -418,12 +418,12 @@ class Server(Local):
     @property
     def name(self) -> str:
         """The service's name."""
-        return self._intake.name
+        return self._receiver.name
 
     @property
     def closed(self) -> bool:
         """Whether `close()` was called, or the process forked."""
-        return self._intake.closed
+        return self._receiver.closed
 
     @property
     def stopping(self) -> bool:
@@ -432,7 +432,7 @@ class Server(Local):
 
     def statistics(self) -> ServerStatistics:
         """Counters since this server was made."""
-        self._intake.statistics()
+        self._receiver.statistics()
         taken = self._taken
         return ServerStatistics(
             taken=taken.taken, replied=taken.replied, failed=taken.failed, expired=taken.expired,
@@ -441,7 +441,7 @@ class Server(Local):
         )  # fmt: skip
 
     def __enter__(self: _S) -> _S:
-        self._intake.check_open()
+        self._receiver.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -455,4 +455,4 @@ class Server(Local):
 
     def __repr__(self) -> str:
         taken = self._taken
-        return f'<Server "{self.name}" {self._intake.state} taken={taken.taken} replied={taken.replied}>'
+        return f'<Server "{self.name}" {self._receiver.state} taken={taken.taken} replied={taken.replied}>'

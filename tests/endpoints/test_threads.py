@@ -319,7 +319,7 @@ def test_a_client_with_several_threads(channel):
 def test_a_server_with_several_threads(channel):
     with shmtensor.Server(channel) as server, shmtensor.Client(channel) as client:
         waiting = Call(server.recv)
-        wait_until(is_asleep(server._intake))
+        wait_until(is_asleep(server._receiver))
         for timeout in (0, 0.01):
             with pytest.raises(shmtensor.TimedOut):
                 server.recv(timeout=timeout)

@@ -152,7 +152,7 @@ def test_errors_arrive(channel):
         request = server.recv(timeout=PATIENCE)
         del request  # without an answer
         gc.collect()
-        with pytest.raises(shmtensor.RemoteError, match="let go of this request without an answer"):
+        with pytest.raises(shmtensor.RemoteError, match="dropped this request without an answer"):
             future.result()
 
 
@@ -270,10 +270,10 @@ def test_a_server_here_that_is_stopped_costs_a_moment(channel):
         shmtensor.Server(channel) as stopped,
     ):
         client.wait_for_servers(2, timeout=PATIENCE)
-        intake = stopped._intake
-        endpoints.store(intake._control_words, intake._asleep, 1)
+        receiver = stopped._receiver
+        endpoints.store(receiver._control_words, receiver._asleep, 1)
         assert client.request(1, timeout=PATIENCE) == "there"
-        endpoints.store(intake._control_words, intake._asleep, 2)
+        endpoints.store(receiver._control_words, receiver._asleep, 2)
 
 
 def test_the_relay_is_a_server_while_there_are_servers(channel):

@@ -128,7 +128,7 @@ def test_nothing_comes(run, channel):  # noqa: F811
                 with pytest.raises(shmtensor.TimedOut, match="no request in time"):
                     await server.arecv(timeout=timeout)
             waiting = asyncio.create_task(server.arecv())
-            await asleep(server._intake)
+            await asleep(server._receiver)
             server.close()
             with pytest.raises(shmtensor.ClosedError):
                 await waiting
@@ -141,7 +141,7 @@ def test_a_cancelled_task_has_taken_nothing(run, channel, turns):  # noqa: F811
     async def main():
         async with shmtensor.Server(channel) as server, shmtensor.Client(channel) as client:
             waiting = asyncio.create_task(server.arecv())
-            await asleep(server._intake)
+            await asleep(server._receiver)
             asking = asyncio.create_task(client.arequest(number(7), timeout=PATIENCE))
             await turns_of_the_loop(turns)
             waiting.cancel()

@@ -70,7 +70,7 @@ def test_what_a_request_is(pair):  # noqa: F811
         seen.append(
             (
                 req.value.tolist(), req.attempt, req.meta or None, record_of(req).at == call.at, req.seq == call.seq,
-                message.seq == call.seq, message.nbytes, message.missed, message._receiver is server._intake,
+                message.seq == call.seq, message.nbytes, message.missed, message._receiver is server._receiver,
                 message._lease is not None, message._lease.seq == call.seq, req.answered, req.cancelled, req.expired,
             )
         )  # fmt: skip

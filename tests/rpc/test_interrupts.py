@@ -99,7 +99,7 @@ def assert_idle(server) -> None:
     gc.collect()
     with pytest.raises(TimedOut):
         server.recv(timeout=0.3)
-    assert (server.statistics().unfinished, server._intake.statistics().leases) == (0, 0)
+    assert (server.statistics().unfinished, server._receiver.statistics().leases) == (0, 0)
 
 
 def answer_again(server, batch=None) -> None:

@@ -28,7 +28,7 @@ from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc import client as rpc_client
 from shmtensor.rpc.calls import late
-from shmtensor.rpc.endpoints import Replies
+from shmtensor.rpc.endpoints import ReplySender
 from shmtensor.rpc.request import record_of
 
 from ..conftest import left_files, shared_files
@@ -1160,14 +1160,14 @@ def test_an_error_without_a_traceback_that_can_be_printed_is_answered(pair, erro
 
 
 def test_an_error_for_want_of_room_does_not_wait_again(channel, monkeypatch):
-    waited, post = [], Replies.post
+    waited, post = [], ReplySender.post
 
     def recorded(replies, seq, value, meta, timeout):
         waited.append(timeout)
         post(replies, seq, value, meta, timeout)
 
     monkeypatch.setattr("shmtensor.rpc.request.ROOM_S", 0.01)
-    monkeypatch.setattr(Replies, "post", recorded)
+    monkeypatch.setattr(ReplySender, "post", recorded)
     kept = []
     with shmtensor.Server(channel, max_bytes="64KiB", slots=1) as server, shmtensor.Client(channel) as client:
         error = None
