@@ -163,11 +163,26 @@ def drop_all(messages: dict[Message, Any]) -> None:
         message._empty()
 
 
+def give_back(message: Message) -> None:
+    """Release a message without acknowledging it: another receiver gets it."""
+    message._empty()
+
+
+def words_of(message: Message) -> tuple[memoryview, int]:
+    """The words of its ring, and the index of the first of those of its slot: docs/internals/core.md, "Reader"."""
+    lease = message._lease
+    return lease.words, lease.word
+
+
 _set_value: Final = Received.__dict__["value"].__set__
 
 
 class Released(Message):
-    """A message that was released. A class of its own, so that reading the value of one that was not needs no check."""
+    """A message that was released, or given back.
+
+    A class of its own, so that reading the value of one that was not needs no check; and whether one was is known
+    without a call, at which an exception from outside could arrive.
+    """
 
     __slots__ = ()
 

@@ -17,7 +17,7 @@ from ..codec.encode import Encoded
 from ..endpoints.asyncio import AsyncReceiver, AsyncSender
 from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.claims import Claims
-from ..endpoints.message import Message
+from ..endpoints.message import Message, words_of
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, RingFull, TimedOut, WireError
@@ -318,11 +318,11 @@ class Filling:
 
 def give_back_untried(message: Message) -> None:
     """Give back a message of a work queue which no consumer has had: that this relay took it does not count."""
-    lease = message._lease
+    words, at = words_of(message)
     before = message.attempt - 1
-    store(lease.words, lease.word + ATTEMPT, message.seq << 8 | min(before, 255))
+    store(words, at + ATTEMPT, message.seq << 8 | min(before, 255))
     if not before:
-        store(lease.words, lease.word + CLAIMED, 0)
+        store(words, at + CLAIMED, 0)
 
 
 class _FarEnd(AsyncSender):

@@ -28,7 +28,7 @@ from ..channel.names import check_channel
 from ..endpoints.asyncio import AsyncEndpoint, AsyncSender
 from ..endpoints.base import BUSY, FORKED, NOTHING, ReceiverTraits, SenderTraits
 from ..endpoints.devices import Sending
-from ..endpoints.message import Message
+from ..endpoints.message import Message, words_of
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Consumer, Producer
@@ -329,10 +329,9 @@ class ReplyReceiver(ServiceEndpoint, Subscriber):
 
     def request_of(self, message: Message) -> int:
         """The sequence number of the request that a reply is for."""
-        lease = message._lease
-        words, shift = self._row_of(lease.words)
-        request: int = words[lease.word + shift]
-        return request
+        words, at = words_of(message)
+        _, shift = self._row_of(words)
+        return words[at + shift]
 
     def _row_of(self, words: memoryview) -> tuple[memoryview, int]:
         """A ring's words, and the distance from this member's row in them to the publisher's own."""

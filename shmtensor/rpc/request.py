@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..channel.names import reply_channel
 from ..endpoints.base import Local
-from ..endpoints.message import Message
+from ..endpoints.message import Message, Released, give_back, words_of
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull
 from ..memory.words import store
 from ..ring.layout import DEADLINE, NOTE, VERDICT
@@ -171,11 +171,11 @@ class TakenRequest:
     @property
     def is_released(self) -> bool:
         """Whether it is finished here, or was given back."""
-        return self.message._receiver is None
+        return self.message.__class__ is Released
 
     def give_back(self) -> None:
         """Drop the message without acknowledging it: another server gets it."""
-        self.message._empty()
+        give_back(self.message)
 
     @property
     def is_cancelled(self) -> bool:
@@ -234,14 +234,13 @@ class TakenRequests:
         # crash: request.taken
         if self.receiver.epoch != self._epoch:
             self.drop_clients()
-        lease = message._lease
-        source = self.receiver.source_of(lease.words)
-        record = TakenRequest(message, source, lease.word)
+        words, at = words_of(message)
+        source = self.receiver.source_of(words)
+        record = TakenRequest(message, source, at)
         request = Request(self, record)
         taken[0] = request
         self.taken += 1
         self.open.add(record)
-        words, at = record.words, record.at
         if (
             words[at + NOTE] == record.seq << 8
             and message.attempt == 1
@@ -385,7 +384,7 @@ class TakenRequests:
         try:
             message.release()
         finally:  # no boundary before it is out of `open`; what was interrupted before it was done is done again
-            if message._receiver is None:
+            if message.__class__ is Released:
                 self.open.discard(record)
 
     def forget(self, record: TakenRequest) -> None:

@@ -57,10 +57,6 @@ EXCEPTIONS: dict[str, set[str]] = {
     "endpoints/receiver.py": {"_hold", "_lease"},
     "endpoints/asyncio.py": {"_hold", "_lease"},
     "endpoints/devices.py": {"_hold", "_lease"},
-    "rpc/request.py": {"_empty", "_lease", "_receiver"},
-    "rpc/endpoints.py": {"_lease"},
-    # a lease knows the words of its slot: a relay that gives a message back restores how often it was delivered
-    "relay/endpoints.py": {"_lease"},
     # the compiled reader puts the receiver into the message, which gives itself back to it
     "endpoints/message.py": {"_acknowledge", "_reject", "_to_device"},
 }
