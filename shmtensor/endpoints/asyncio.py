@@ -412,17 +412,12 @@ class AsyncSender(Sender, AsyncEndpoint):
             out = describe()
             # crash: send.described
             wanted = max(1, out.total)
-            place = self._place_at_once(out.total)
-            if place is not None:
-                return use(out, *place)
-            if self._full == "drop":
-                self._counters.add(ctl.C_DROPPED)
-                return None
-            if self._full == "error" or timeout == 0:
-                raise RingFull(self._full_text(out.total))
-            if wait is not None:
-                wait.check(out.total)
-            return NOTHING
+            place = self._place_or_refuse(out.total, timeout)
+            if place is NOTHING:
+                if wait is not None:
+                    wait.check(out.total)
+                return NOTHING
+            return None if place is None else use(out, *place)
 
         def is_roomy() -> bool:
             return not wanted or self._recipients.is_stale or self._pool.has_room(wanted)
@@ -431,8 +426,7 @@ class AsyncSender(Sender, AsyncEndpoint):
             self._refuse()
         found = NOTHING
         if self._wait_queue is None or self._wait_queue.is_empty or timeout == 0:
-            if self._recipients.events is not None:
-                self._writer.seek()
+            self._seek()
             found = self._try_run(attempt)
         if (found is NOTHING or found is BUSY) and timeout != 0:
             self._counters.add(ctl.C_WAITS)

@@ -40,6 +40,7 @@ from .base import (
     FORKED,
     LEAVING,
     LIVENESS_INTERVAL,
+    NOTHING,
     AsleepWord,
     Endpoint,
     SenderTraits,
@@ -189,9 +190,8 @@ class Sender(Endpoint):
         self._spin = Spin(DEFAULT_S if full == "block" else 0.0)
         self._last_statistics: SenderStatistics | None = None  # of one that is closed
         self._offers: deque[_Offer] = deque()
-        self._linger_ends: list[
-            float
-        ] = []  # until when each `close` lingers, in monotonic seconds: the earliest counts
+        self._linger_ends: list[float] = []
+        """Until when each `close` lingers, in monotonic seconds: the earliest counts."""
         try:
             super().__init__()
             membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
@@ -284,8 +284,7 @@ class Sender(Endpoint):
         """What the writer could not do at once: wait for a slot, copy, publish. `registration`: see ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
-        if self._recipients.events is not None:
-            self._writer.seek()
+        self._seek()
         # crash: send.described
         place = self._place(out.total, timeout)
         return 0 if place is None else self._fill(out, *place, *registration)
@@ -359,8 +358,7 @@ class Sender(Endpoint):
     def _loan_inside(self, timeout: float | None, shape: tuple[int, ...], dtype: Any, meta: Any) -> Loan:
         if self._state or self._stop:
             self._refuse()
-        if self._recipients.events is not None:
-            self._writer.seek()
+        self._seek()
         out = self._describe_empty(shape, dtype, meta)
         place = self._place(out.total, timeout)
         if place is None:
@@ -433,14 +431,25 @@ class Sender(Endpoint):
 
     # --- slots
 
+    def _seek(self) -> None:
+        """A search for slots begins, which a tracer wants to know."""
+        if self._recipients.events is not None:
+            self._writer.seek()
+
     def _place(self, nbytes: int, timeout: float | None) -> SlotRange | None:
         """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
-        if self._full == "block" and timeout != 0:
+        if self._full == "block" and timeout != 0:  # the dead are looked for once the spin was in vain
             self._devices.poll()
             self._recipients.refresh_if_stale()
             self._pool.make_room(nbytes)
             return self._pool.find(nbytes) or self._wait_for_slot(nbytes, timeout)
+        place = self._place_or_refuse(nbytes, timeout)
+        return self._wait_for_slot(nbytes, timeout) if place is NOTHING else place
+
+    def _place_or_refuse(self, nbytes: int, timeout: float | None) -> Any:
+        """Free slots for `nbytes` without waiting. If there are none, what `full=` asks for: None: drop the message;
+        NOTHING: wait for a slot, which `timeout` allows. Else raise `RingFull`."""
         place = self._place_at_once(nbytes)
         if place is not None:
             return place
@@ -449,7 +458,7 @@ class Sender(Endpoint):
             return None
         if self._full == "error" or timeout == 0:
             raise RingFull(self._full_text(nbytes))
-        return self._wait_for_slot(nbytes, timeout)
+        return NOTHING
 
     def _place_at_once(self, nbytes: int) -> SlotRange | None:
         """Free slots for `nbytes` without waiting, or None."""
