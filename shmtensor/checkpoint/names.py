@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Final
 
 import numpy as np
@@ -71,6 +72,13 @@ class Namer:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
+    def call(self, name: str | None, step: int | None) -> contextlib.AbstractContextManager[None]:
+        """For `with`: while a call of `save` runs. name: the user's; step: in the state."""
+        return contextlib.nullcontext()
+
+    def took(self, name: str) -> None:
+        """A save of this name, which `choose` has returned, counts from now on, whatever becomes of it."""
+
     def check_alias(self, alias: str | None, name: str, taken: Set[str]) -> str:
         """Check an alias, which another checkpoint may have now; "" for None. Only links are replaced."""
         if alias is None:
@@ -94,7 +102,7 @@ class Namer:
             step = highest_number({*self._directory.names(), *taken}, "save-") + 1
             stem = f"save-{step:08d}"
         else:
-            stem = f"step-{step:08d}"
+            stem = _of_step(step)
         full, again = stem + ending, 1
         while full in taken or self._directory.is_taken(full):
             again += 1
@@ -132,26 +140,60 @@ class UrlNamer(Namer):
 
 
 class RankNamer(Namer):
-    """Names on which all ranks agree without communication: from the state, and the number of saves of this writer."""
+    """Names on which all ranks agree without communication: from the state, and the number of saves of this writer.
+
+    Ranks count alike as long as each call of `save` makes a save. One that raises may have made one or not, and may be
+    tried again, so that this rank's next save could get the number of another moment of the other ranks. From then on
+    no name is given by that count.
+    """
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(directory)
         self._given: set[str] = set()
+        self._calls: list[str] = []  # of `save` that have not returned: they run, or have raised; "" without a step
+
+    @contextlib.contextmanager
+    def call(self, name: str | None, step: int | None) -> Iterator[None]:
+        """As `Namer.call`. What raises stays among the calls that have not returned."""
+        call = "" if name is not None or step is None else _of_step(step)
+        self._calls.append(call)
+        yield
+        self._calls.remove(call)
+
+    def took(self, name: str) -> None:
+        """As `Namer.took`."""
+        self._given.add(name)
 
     def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
         """As `Namer.choose`. Another check for an existing name follows when the parts become one checkpoint."""
         if name is not None:
-            if check_name(name) in self._given or self._directory.is_taken(name):
+            if self._directory.is_taken(check_name(name)):
                 raise ArgumentError(f"checkpoint {self._directory.at(name)} exists: pass another name, or remove it")
-            key, again = name, 1
-        else:
-            stem = f"save-{count:08d}" if step is None else f"step-{step:08d}"
-            key, again = stem, 1
-            while key in self._given:
-                again += 1
-                key = f"{stem}-{again}"
-        self._given.add(key)
+            if name in self._given:
+                raise ArgumentError(f"this rank has saved {name!r} before: pass another name")
+            return name, count if step is None else step
+        stem = f"save-{count:08d}" if step is None else _of_step(step)
+        key, again = stem, 1
+        while key in self._given:
+            again += 1
+            key = f"{stem}-{again}"
+        if step is None and len(self._calls) > 1:
+            self._refuse(key, "save() of this rank", "have an int `step` in the state or in meta=")
+        if again > 1 and self._calls.count(stem) > 1:
+            self._refuse(key, f"save() of step {step} of this rank", "another step")
         return key, count if step is None else step
+
+    @staticmethod
+    def _refuse(key: str, calls: str, instead: str) -> None:
+        raise ArgumentError(
+            f"the name would be {key}, by the number of saves, but another {calls} has raised, or has not returned: "
+            "other ranks may count it, and one checkpoint would have parts of two moments. Pass name=, or "
+            f"{instead}; or open new writers on all ranks"
+        )
+
+
+def _of_step(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def check_metrics(metrics: object) -> dict[str, float]:

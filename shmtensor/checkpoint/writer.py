@@ -257,34 +257,39 @@ class CheckpointWriter(Local):
 
         With `on_error="raise"` it raises the error of an earlier save that you have not seen, and saves nothing.
 
+        With `rank=`, `save-00000003` and the `-2` come from a count, which all ranks have in common as long as no call
+        raises. After one that has raised, whatever the reason, such a name is an `ArgumentError`.
+
         Raises:
             ArgumentTypeError: the state holds something that cannot be saved; the message names where.
             TimedOut: there was no room within `timeout`.
             ResourceError: `/dev/shm` has no room for the slots.
             PeerDied: the writing process is dead and cannot be started again.
         """
-        check_timeout(timeout)
-        began = time.monotonic()
-        deadline = None if timeout is None else began + timeout
-        self._check_open()
-        step, numbers = step_of(state, meta), check_metrics(metrics)
-        while True:
-            prepared = self._plan_cache.prepare(state, meta)
-            after = marks(prepared.plan) if prepared.plan.devices else {}
-            call = Call(partial(self._save, prepared, after, name, alias, step, numbers, began, deadline))
-            try:
-                self._put(call)
-                made = call.wait(deadline, self._busy_text)
-                if isinstance(made, SaveHandle):
-                    if ordered:
-                        made.wait_stream()
-                    return made
-            except BaseException:
-                call.abandon()  # before the caller may change the state
-                raise
-            finally:
-                del call, prepared
-            self._report_errors(made, raises=self._on_error == "raise")
+        step = step_of(state, meta)
+        with self._namer.call(name, step):
+            check_timeout(timeout)
+            began = time.monotonic()
+            deadline = None if timeout is None else began + timeout
+            self._check_open()
+            numbers = check_metrics(metrics)
+            while True:
+                prepared = self._plan_cache.prepare(state, meta)
+                after = marks(prepared.plan) if prepared.plan.devices else {}
+                call = Call(partial(self._save, prepared, after, name, alias, step, numbers, began, deadline))
+                try:
+                    self._put(call)
+                    made = call.wait(deadline, self._busy_text)
+                    if isinstance(made, SaveHandle):
+                        if ordered:
+                            made.wait_stream()
+                        return made
+                except BaseException:
+                    call.abandon()  # before the caller may change the state
+                    raise
+                finally:
+                    del call, prepared
+                self._report_errors(made, raises=self._on_error == "raise")
 
     def _save(
         self, prepared: Prepared, after: dict[int, Any], name: str | None, alias: str | None, step: int | None,
@@ -329,6 +334,7 @@ class CheckpointWriter(Local):
             return handle
         process = self._running()
         self._number += 1
+        self._namer.took(name)
         save.number, save.asked_to_yield = self._number, asked
         options = {
             "name": name, "step": step, "format": self._format.name, "max_shard": self._max_shard,

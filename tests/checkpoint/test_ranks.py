@@ -184,6 +184,75 @@ def test_names_are_those_that_all_ranks_agree_on(tmp_path):
     }  # fmt: skip
 
 
+RAISING = {
+    "state": lambda writer, state: writer.save({**state, "bad": object()}),
+    "metrics": lambda writer, state: writer.save(state, metrics={"loss": "low"}),
+    "alias": lambda writer, state: writer.save(state, alias="no alias"),
+    "timeout": lambda writer, state: writer.save(state, timeout=-1.0),
+}
+
+
+@pytest.mark.parametrize("raises", RAISING.values(), ids=RAISING)
+@pytest.mark.parametrize("step", [{}, {"step": 1}], ids=["count", "step"])
+def test_parts_of_two_moments_make_no_checkpoint(tmp_path, raises, step):
+    """One rank's `save` raises, and its training goes on: other ranks have counted what it has not."""
+    path = tmp_path / "a"
+    writers = open_writers(path, 2, on_error="warn")
+
+    def at(moment: int) -> dict:
+        return {"at": np.full(3, moment), **step}
+
+    for moment in (1, 2):
+        for writer in writers:
+            writer.save(at(moment))
+    alone = writers[1].save(at(3))
+    with pytest.raises((shmtensor.ArgumentError, shmtensor.ArgumentTypeError)):
+        raises(writers[0], at(3))
+    with pytest.raises(shmtensor.ArgumentError, match="parts of two moments"):
+        writers[0].save(at(4))
+    for handle in [writer.save(at(5), name="five") for writer in writers] + save_all(writers, 6):
+        handle.durable.result(PATIENCE)
+    with pytest.raises(shmtensor.ArgumentError, match="parts of two moments"):
+        writers[0].save(at(7))
+    assert "rank 0 saved five" in str(alone.durable.exception(PATIENCE))
+    close_all(writers)
+    assert len(names_in(path)) == 4
+    for name in names_in(path):
+        found = [part.get("at", part.get("again")) for part in shmtensor.load_checkpoint(path / name).values()]
+        assert name == "step-00000006" or found[0].tolist() == found[1].tolist()
+
+
+def test_parts_of_two_moments_make_no_checkpoint_when_a_rank_waits_too_short(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2, on_error="warn")
+    first = [writers[0].save({"at": np.full(3, moment)}) for moment in (1, 2)]
+    wait_until(lambda: {handle.status for handle in first} == {"voted"})
+    with pytest.raises(shmtensor.TimedOut):
+        writers[0].save({"at": np.full(3, 3)}, timeout=0)
+    for moment in (1, 2, 3):
+        last = writers[1].save({"at": np.full(3, moment)})
+    for handle in first:
+        handle.durable.result(PATIENCE)
+    with pytest.raises(shmtensor.ArgumentError, match="save-00000003"):
+        writers[0].save({"at": np.full(3, 4)})
+    writers[0].close()
+    assert "rank 0" in str(last.durable.exception(PATIENCE))
+    writers[1].close()
+    assert names_in(path) == {"save-00000001", "save-00000002"}
+
+
+def test_a_save_that_raised_has_not_used_its_name_up(tmp_path):
+    path = tmp_path / "a"
+    writers = open_writers(path, 2)
+    for name in (None, "mine"):
+        with pytest.raises(shmtensor.ArgumentError, match="alias"):
+            writers[0].save(part_of(0, 1), name, alias="no alias")
+        for handle in save_all(writers, 1, name=name):
+            handle.durable.result(PATIENCE)
+    close_all(writers)
+    assert names_in(path) == {"step-00000001", "mine"}
+
+
 # --- who is missing
 
 
