@@ -11,8 +11,9 @@ A rank that fails must not keep the others waiting:
 
 With `AsyncStager`, what `async_save` waits for is one copy into shared memory. DCP stages a state before it plans, in
 the trainer's thread, and plans afterwards, in a thread of its own. Here the ranks plan first, by a small exchange in
-`stage`: each rank knows then which items are its own, and copies exactly those into its writer's slots. From there on
-no trainer is needed. DCP's thread plans once more, over the same tensors, for the metadata that it returns; it copies
+`stage`: each rank knows then which items are its own, and copies exactly those into its writer's slots. Then they tell
+each other that they have, or why not: if one has not, `async_save` raises on all of them. From there on no trainer is
+needed. DCP's thread plans once more, over the same tensors, for the metadata that it returns; it copies
 nothing, and waits until the checkpoint is durable.
 """
 
@@ -27,7 +28,7 @@ import re
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ from ..checkpoint.writer import CheckpointWriter
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
 from .metadata import OBJECTS, Description, ObjectItem, TensorItem, check_item
+
+_T = TypeVar("_T")
 
 
 class _Ahead(threading.local):
@@ -439,45 +442,58 @@ class AsyncStager(staging.AsyncStager):
         """Copy this rank's items of a state dict into shared memory. Returns a state dict of the same tensors."""
         if self._closed:
             raise ArgumentError("the AsyncStager is closed: make a new one")
+        (planner, local, digest), same = self._together(partial(self._prepare, state_dict))
+        plan = self._plan
+        if plan is None or not same:
+            self._local = None  # until the exchange is over
+            plan = self._plan = self._exchange(planner, local)
+            self._local = digest
+        try:
+            (saving, staged), _ = self._together(partial(self._copy, state_dict, planner, plan))
+        except BaseException:
+            self._writer.close()  # some rank's part of this checkpoint never comes
+            raise
+        key = next(iter(staged), "")  # of an empty state dict: DCP notes one more object, in what it returns
+        staged[key] = _Staged(staged.get(key), partial(self._writer.announce, saving))
+        return staged
+
+    def _prepare(self, state_dict: State) -> tuple[tuple[SavePlanner, SavePlan, bytes], bool]:
+        """Open the writer, and plan; and whether the plan is that of the last save."""
         planner = self._make_planner()
         planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=self._place.rank == 0)
         local = planner.create_local_plan()
         if not local.usable:
             raise ArgumentError("planner= makes planners that cache their plans: leave that out, the stager does it")
-        plan = planner.finish_plan(self._agreed(planner, local))
-        saving = self._writer.save_ahead(plan, planner, self._place)
-        staged = {key: _frame(value) for key, value in state_dict.items()}
-        key = next(iter(staged), "")  # of an empty state dict: DCP notes one more object, in what it returns
-        staged[key] = _Staged(staged.get(key), partial(self._writer.announce, saving))
-        return staged
-
-    def _agreed(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
-        """This rank's items: those of the last save if no rank's plan has changed, else the coordinator decides. Also
-        opens the writers, before any rank saves: if one cannot, every rank raises."""
-        if self._group is None:
-            self._writer.open(self._place)
-            return planner.create_global_plan([local])[0][0]
         digest = hashlib.sha256(pickle.dumps(local)).digest()
-        problem, votes = None, [(False, "")] * self._place.world_size
+        self._writer.open(self._place)
+        return (planner, local, digest), self._plan is not None and digest == self._local
+
+    def _copy(self, state_dict: State, planner: SavePlanner, plan: SavePlan) -> tuple[tuple[Saving, State], bool]:
+        """Copy this rank's items into shared memory."""
+        saving = self._writer.save_ahead(planner.finish_plan(plan), planner, self._place)
+        return (saving, {key: _frame(value) for key, value in state_dict.items()}), True
+
+    def _together(self, action: Callable[[], tuple[_T, bool]]) -> tuple[_T, bool]:
+        """Do something on every rank. Returns what it makes here, and whether what it says is true on all ranks; raises
+        on every rank if it does on one."""
+        if self._group is None:
+            return action()
+        told = [(False, "")] * self._place.world_size
         try:
-            self._writer.open(self._place)
-        except Exception as error:
-            problem = error
-        mine = self._plan is not None and digest == self._local, "" if problem is None else str(problem)
-        dist.all_gather_object(votes, mine, self._group)
-        if problem is not None:
-            raise problem
-        for rank, (_, text) in enumerate(votes):
+            made, says = action()
+        except BaseException as error:
+            dist.all_gather_object(told, (False, str(error) or repr(error)), self._group)
+            raise
+        dist.all_gather_object(told, (says, ""), self._group)
+        for rank, (_, text) in enumerate(told):
             if text:
                 raise ResourceError(errno.ECANCELED, f"rank {rank} cannot save: {text}")
-        if self._plan is None or not all(same for same, _ in votes):
-            self._local = None  # until the exchange is over
-            self._plan = self._exchange(planner, local)
-            self._local = digest
-        return self._plan
+        return made, all(says for says, _ in told)
 
     def _exchange(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
         """Gather the plans of all ranks at the first one, and scatter what its planner makes of them, or its error."""
+        if self._group is None:
+            return planner.create_global_plan([local])[0][0]
         rank, count = self._place
         first = dist.get_global_rank(self._group, 0)
         plans: list[Any] = [None] * count

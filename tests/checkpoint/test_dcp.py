@@ -455,6 +455,31 @@ def test_a_rank_that_fails_fails_the_checkpoint_and_not_the_next(play, tmp_path)
     assert [different for different, _ in play(2, loading, str(path), 3)] == [[], []]
 
 
+def failing_ahead(rank, count, path):
+    """`async_save`s of which rank 1 cannot plan, or copy, its part, and others: what each rank is told."""
+    told = []
+    with StorageWriter(path) as writer:
+        for seed, planner, item in ((1, Refuses, 5), (2, dcp.DefaultSavePlanner, Fails()), (3, Refuses, 5)):
+            stager = AsyncStager(writer, planner=planner if rank == 1 and seed < 3 else dcp.DefaultSavePlanner)
+            state = {**distributed(count, seed), f"own of {rank}": item if rank == 1 else 5}
+            try:
+                dcp.async_save(state, storage_writer=writer, async_stager=stager).result(PATIENCE)
+            except (ValueError, shmtensor.ResourceError) as error:
+                told.append(str(error))
+            stager.close()
+        dcp.save(distributed(count, 4), storage_writer=writer)
+    return told
+
+
+def test_a_rank_that_fails_in_async_save_fails_it_on_all(play, tmp_path):
+    path = tmp_path / "runs"
+    for told in play(2, failing_ahead, str(path)):
+        assert len(told) == 2
+        assert "no plan" in told[0]
+        assert "not this one" in told[1]
+    assert names_in(path) == {"step-00000003", "step-00000004"}
+
+
 def refused(rank, count, path):
     """Saves while rank 1 cannot open its writer, and afterwards: what each rank is told, and no rank waits."""
     other = CheckpointWriter(path, rank=1, world_size=count) if rank == 1 else None
