@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, ResourceError
 from ..memory.locks import LockFile
@@ -37,9 +36,9 @@ from .description import combine, digest, text
 from .directory import LATEST, Best, Directory, highest_number, remove, sync, target
 from .formats import distcp
 from .index import PENDING, Saved
-from .locations import read_regular
-from .manifest import MANIFEST, MAX_RANKS, Manifest, Part
+from .manifest import MANIFEST, Manifest, Part, part_name
 from .run_record import MAX_RUN, RUN, Outcome, Run, read, upload_mark, write
+from .votes import Vote, VoteFiles, is_part, read_vote, vote_name, write_vote
 
 _TRAINER, _WRITER, _MUTEX, _COMPLETING = 0, 1, 2, 3
 _TRAINERS: Final = 1 << 17
@@ -286,8 +285,6 @@ def by_state(missing: dict[int, str], instead: dict[int, str]) -> str:
 
 
 _PENDING: Final = re.compile(r"\.(?P<key>[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199})\.(?P<run>[0-9a-f]{16})\.ranks")
-_VOTE: Final = re.compile(r"rank-(\d{5})\.vote")
-_MAX_VOTE: Final = 256 << 10  # bytes, most of which are metrics
 _DEAD: Final = 3.0
 """Seconds for which a rank must look dead: a writing process that is starting holds no lock yet."""
 _DECIDING: Final = 10.0
@@ -295,27 +292,6 @@ NOT_OPEN: Final = "not open"
 LATE: Final = "late"
 DEAD: Final = "dead"
 CLOSED: Final = "closed"
-
-
-class Vote(NamedTuple):
-    """A rank's statement about its part: the file's size, time and digest, and the options of `save`.
-
-    fixed:  the user gave the name; otherwise another one is chosen if it exists
-    upload: which URL it is to be uploaded to (`upload.mark_of`), "" for none
-    """
-
-    rank: int
-    world_size: int
-    number: int
-    file: str
-    nbytes: int
-    changed: int
-    digest: str
-    step: int
-    metrics: dict[str, float]
-    alias: str
-    fixed: bool
-    upload: str = ""
 
 
 class Waiting(NamedTuple):
@@ -336,6 +312,9 @@ class Votes:
     def __init__(self, directory: RankDirectory, keep: tuple[int | None, int | None, Best | None]) -> None:
         self._directory, self._keep = directory, keep
         self._dead: dict[int, float] = {}  # when each rank was first found dead
+        self.refused: dict[str, str] = {}
+        """What is to be given up, with the reason: there was no room to write it."""
+        self._files = VoteFiles()
         self.deleted: list[str] = []
         """Names of old checkpoints that were deleted."""
         self.undeleted: list[str] = []
@@ -354,7 +333,7 @@ class Votes:
 
     def find(self, key: str) -> Vote | None:
         """This rank's vote, if there is one already."""
-        return _read_vote(self.pending(key), self._directory.rank)
+        return read_vote(self.pending(key), self._directory.rank)
 
     def prepare(self, key: str, vote: Vote) -> None:
         """Write the vote, before `add` adds the part. Raises OSError."""
@@ -363,25 +342,70 @@ class Votes:
             os.mkdir(pending)
             sync(self._directory.path)
         # crash: vote.begun
-        fields = {**vote._asdict(), "metrics": index.json_metrics(vote.metrics)}
-        index.replace(os.path.join(pending, _vote_name(vote.rank)), json.dumps(fields).encode())
+        write_vote(pending, vote)
         # crash: vote.written
 
     def add(self, key: str, vote: Vote, path: str) -> None:
         """Add the part, which counts from then on. May be repeated. Raises OSError."""
         pending = self.pending(key)
-        if not _is_part(pending, vote):
+        if not is_part(pending, vote):
             os.rename(path, os.path.join(pending, vote.file))
         # crash: vote.added
         sync(pending)
         # crash: vote.durable
 
-    def refuse(self, key: str, reason: str) -> None:
-        """Give the checkpoint up, because this rank's part will not come. Raises OSError."""
-        with self._directory.deciding(_DECIDING) as mine:
-            record = read(self._directory.path) if mine else None
-            if record is not None and record.outcome(self._directory.run, key) is None:
-                self._give_up(record, self._directory.run, key, f"rank {self._directory.rank}: {reason}")
+    def refuse(self, key: str, reason: str, patience: float = 0.0) -> Outcome | None:
+        """Give the checkpoint up, because this rank's part will not come. Returns the outcome, which may be another,
+        or None if other processes decide for longer than `patience`.
+
+        This rank's part is removed first, so that nobody can commit the checkpoint, and there is room for the outcome.
+        If that cannot be written all the same, `refuse_again` does it. OSError: neither is done.
+        """
+        with self._directory.deciding(patience) as mine:
+            return self._refuse(key, f"rank {self._directory.rank}: {reason}") if mine else None
+
+    def refuse_again(self) -> None:
+        """Write what could not be written before, if possible now."""
+        for key, reason in list(self.refused.items()):
+            with contextlib.suppress(OSError), self._directory.deciding() as mine:
+                if mine:
+                    self._refuse(key, reason)
+
+    def refuse_later(self, key: str, reason: str) -> None:
+        """Have `refuse_again` give the checkpoint up."""
+        self.refused.setdefault(key, f"rank {self._directory.rank}: {reason}")
+
+    def _refuse(self, key: str, reason: str) -> Outcome:
+        number = self._directory.run
+        try:
+            record = self._record()
+            outcome = record.outcome(number, key)
+            if outcome is None:
+                self._take_back(key)
+                # crash: refuse.taken
+                outcome = self._give_up(record, number, key, reason)
+            else:
+                outcome = self._complete(outcome)
+        except OSError:
+            if not self._take_back(key):
+                raise
+            self.refused[key] = reason
+            return Outcome(number, key, "", reason)
+        self.refused.pop(key, None)
+        return outcome
+
+    def _take_back(self, key: str) -> bool:
+        """Remove this rank's part of a checkpoint that has not got its name; False if there is no such checkpoint. The
+        vote stays: it tells a process that is started again that there was one."""
+        pending = self.pending(key)
+        try:
+            names = os.listdir(pending)
+        except FileNotFoundError:
+            return False
+        for name in names:
+            if name.startswith(part_name(self._directory.rank, ".")) and name != vote_name(self._directory.rank):
+                os.unlink(os.path.join(pending, name))
+        return True
 
     # --- the decision
 
@@ -417,7 +441,7 @@ class Votes:
 
     def _missing(self, record: Run, key: str) -> dict[int, str]:
         """The ranks whose parts are missing, with the state of each."""
-        there = _votes(self.pending(key))
+        there = self._files.read(self.pending(key))
         missing = {}
         for rank in range(self._directory.world_size):
             if rank in there:
@@ -462,7 +486,7 @@ class Votes:
                 )
             if not self._finish_older_runs():
                 return Waiting({}, {})
-            votes = _votes(self.pending(key))
+            votes = self._files.read(self.pending(key))
             self._decide_older(key, votes)
             outcome = self._commit(self._record(), number, key, votes)
         elif outcome.name:
@@ -474,7 +498,7 @@ class Votes:
     def _others(self, record: Run, key: str) -> dict[str, dict[int, Vote]]:
         """The votes of every other checkpoint of the run that is not decided."""
         return {
-            other: _votes(path)
+            other: self._files.read(path)
             for path, other, run in self._all_pending()
             if run == self._directory.run and other != key and record.outcome(run, other) is None
         }
@@ -483,18 +507,20 @@ class Votes:
         """A checkpoint that some rank has left out, this one or another, and the reason to give it up; None if all
         ranks may still save the same in the same order. key: the oldest in which this rank's part waits for others.
 
-        A rank's parts come in its order: one that is missing here when a later one is there never comes. The others
-        were listed first: parts may come meanwhile, and what is here by then was not left out.
+        A rank's parts come in its order: one that is missing here when a later one is there never comes. Which of the
+        two is later, a rank shows that has parts of both. The others were listed first: parts may come meanwhile, and
+        what is here by then was not left out.
         """
         me = self._directory.rank
-        here = _votes(self.pending(key)) if others else {}
+        here = self._files.read(self.pending(key)) if others else {}
         if me not in here:
             return None
         for other, there in others.items():
-            ahead, common = there.keys() - here.keys(), there.keys() & here.keys()
-            if me not in there and any(there[rank].number < here[rank].number for rank in common):
+            ahead = there.keys() - here.keys()
+            order = [there[rank].number - here[rank].number for rank in there.keys() & here.keys()]
+            if me not in there and min(order, default=0) < 0:
                 return other, _why({me}, other, key)
-            if ahead and common:
+            if ahead and max(order, default=0) > 0:
                 return key, _why(ahead, key, other)
         return None
 
@@ -503,7 +529,7 @@ class Votes:
         parts are all there: `latest` never goes back."""
         older = []
         for pending, other, number in self._all_pending():
-            there = _votes(pending)
+            there = self._files.read(pending)
             is_older = any(vote.number < votes[rank].number for rank, vote in there.items() if rank in votes)
             if number == self._directory.run and other != key and is_older:
                 older.append((min(vote.number for vote in there.values()), other, there))
@@ -524,7 +550,7 @@ class Votes:
             if number >= directory.run:
                 continue
             # crash: finish.older
-            record, votes = self._record(), _votes(pending)
+            record, votes = self._record(), self._files.read(pending)
             outcome = record.outcome(number, key)
             if outcome is not None:
                 self._complete(outcome)
@@ -545,10 +571,11 @@ class Votes:
 
     def _all_pending(self) -> Iterator[tuple[str, str, int]]:
         """(path, key, run) of every hidden directory of a checkpoint."""
-        for found in os.listdir(self._directory.path):
-            match = _PENDING.fullmatch(found)
-            if match is not None:
-                yield self._directory.at(found), match["key"], int(match["run"], 16)
+        matches = list(filter(None, map(_PENDING.fullmatch, os.listdir(self._directory.path))))
+        there = {self._directory.at(match[0]): match for match in matches}
+        self._files.forget_others(there)
+        for path, match in there.items():
+            yield path, match["key"], int(match["run"], 16)
 
     def _give_up(self, record: Run, number: int, key: str, reason: str) -> Outcome:
         outcome = Outcome(number, key, "", reason)
@@ -640,7 +667,7 @@ class Votes:
             combine([int(part.digest, 16) for part in made.parts]), tuple(files), made.metrics, made.alias,
         )  # fmt: skip
         before = self._directory.recorded_as(entry)
-        uploads = any(vote.upload for vote in _votes(pending).values()) if before is None else before.upload
+        uploads = any(vote.upload for vote in self._files.read(pending).values()) if before is None else before.upload
         self._directory.record(replace(entry, upload=PENDING if uploads else ""))
         # crash: ranks.recorded
         for name in set(os.listdir(pending)) - {name for name, _, _ in files}:
@@ -674,56 +701,9 @@ def _why(ranks: Iterable[int], key: str, other: str) -> str:
     return f"{some(ranks)} saved {other}, and not {key}: all ranks save the same names in the same order"
 
 
-def _vote_name(rank: int) -> str:
-    return f"rank-{rank:05d}.vote"
-
-
 def _as_saved(pending: str, name: str) -> tuple[str, int, int]:
     info = os.lstat(os.path.join(pending, name))
     return name, info.st_size, info.st_mtime_ns
-
-
-def _votes(pending: str) -> dict[int, Vote]:
-    """The votes whose parts are there, by rank."""
-    try:
-        names = os.listdir(pending)
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for name in names:
-        match = _VOTE.fullmatch(name)
-        vote = None if match is None else _read_vote(pending, int(match[1]))
-        if vote is not None and _is_part(pending, vote):
-            found[vote.rank] = vote
-    return found
-
-
-def _is_part(pending: str, vote: Vote) -> bool:
-    """Whether the part is there, with the size and time of the vote."""
-    try:
-        info = os.lstat(os.path.join(pending, vote.file))
-    except OSError:
-        return False
-    return (info.st_size, info.st_mtime_ns) == (vote.nbytes, vote.changed)
-
-
-def _read_vote(pending: str, rank: int) -> Vote | None:
-    """A rank's vote; None if there is none, or it cannot be read."""
-    try:
-        found: Any = json.loads(read_regular(Path(pending, _vote_name(rank)), _MAX_VOTE))
-        vote = Vote(**found)._replace(metrics=index.metrics_of(found["metrics"]))
-        numbers = (vote.rank, vote.world_size, vote.number, vote.nbytes, vote.changed, vote.step)
-        if not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) or type(vote.fixed) is not bool:
-            return None
-        if vote.rank != rank or not rank < vote.world_size <= MAX_RANKS or not index.is_file_name(vote.file):
-            return None
-        if not isinstance(vote.alias, str) or not re.fullmatch(r"[0-9a-f]{16}", vote.digest):
-            return None
-        if not re.fullmatch(r"(?:[0-9a-f]{16})?", vote.upload):
-            return None
-        return vote
-    except index.UNREADABLE:
-        return None
 
 
 def finish_older_runs(directory: Directory) -> None:

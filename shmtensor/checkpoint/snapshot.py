@@ -18,6 +18,7 @@ one receives the head again and finds the vote.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -27,6 +28,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..endpoints.message import Message
+from ..errors import ShmTensorError
 from .description import Summer, combine
 from .directory import Best, Directory, remove
 from .envelope import HIDDEN_DIGEST, SUFFIX
@@ -37,9 +39,10 @@ from .limits import PAGE
 from .manifest import part_name
 from .output import Disk, EncryptedOutput, Output, Sealing
 from .plan import Plan
-from .ranks import Vote, Votes, Waiting
+from .ranks import Votes, Waiting
 from .run_record import Outcome
 from .slots import Chunk, cut
+from .votes import Vote
 
 WRITES: Final = 4
 """Chunks that are being written at once, so that the disk never waits for the next one."""
@@ -345,6 +348,8 @@ class Snapshot:
             remove(self._log_path)
 
 
+_PATIENCE: Final = 10.0
+"""Seconds in which a part that may count is taken back, before its save is said to have failed all the same."""
 POLLS = (0.02, 0.5)
 """Seconds between two checks of the votes: the first, plus a twentieth of the time waited so far; at most the last."""
 
@@ -357,6 +362,9 @@ class PartSnapshot(Snapshot):
         self._votes = votes
         self.since = self._next_poll = 0.0
         self.entry: Saved | None = None
+        """Once its part may count."""
+        self.failure: OSError | ShmTensorError | None = None
+        self._failed = 0.0
 
     def was_recorded(self, directory: Directory, writer: str) -> bool:
         """Whether an earlier process had voted, or the outcome is known."""
@@ -373,7 +381,8 @@ class PartSnapshot(Snapshot):
                 return entry
         if outcome is not None:  # committed: the directory with this rank's vote was renamed
             return self._entry(None)
-        if not self.streams and len(self._chunks) < len(self.chunks):  # an earlier process had voted, and released them
+        voted = vote is not None or not self.streams
+        if voted and len(self._chunks) < len(self.chunks):  # an earlier process had voted, and released them
             raise FileNotFoundError(2, f"{self._path} is gone: somebody removed it")
         return None
 
@@ -418,13 +427,30 @@ class PartSnapshot(Snapshot):
         now = time.monotonic()
         if now < self._next_poll:
             return None
-        found = self._votes.poll(self.name, alone=alone)
+        if self.failure is None:
+            found: Outcome | Waiting | None = self._votes.poll(self.name, alone=alone)
+        else:
+            found = self._votes.refuse(self.name, reason_of(self.failure))
         first, last = POLLS
         self._next_poll = now + min(last, first + (now - self.since) / 20)
         if isinstance(found, Outcome):
             self.seconds = now - float(self.options["began"])
         return found
 
-    def refuse(self, reason: str) -> None:
-        """Give the checkpoint up: this part will not come."""
-        self._votes.refuse(self.name, reason)
+    def fail(self, error: OSError | ShmTensorError) -> bool:
+        """Have `poll` give the checkpoint up from now on; False if that has failed for `_PATIENCE` as well."""
+        now = time.monotonic()
+        if self.failure is None:
+            self.failure, self._failed = error, now
+            self.since, self._next_poll = now, 0.0
+        return now - self._failed < _PATIENCE
+
+    def refuse_later(self) -> None:
+        """Have the checkpoint given up, without waiting for that."""
+        if self.failure is not None:
+            self._votes.refuse_later(self.name, reason_of(self.failure))
+
+
+def reason_of(error: OSError | ShmTensorError) -> str:
+    """The text of an error; of an outcome, which is raised as `ECANCELED`, the reason alone."""
+    return str(error.strerror if isinstance(error, OSError) and error.errno == errno.ECANCELED else error)

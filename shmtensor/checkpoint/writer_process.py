@@ -28,7 +28,7 @@ from .process_handle import UPLOAD, receive_secret, results_channel
 from .ranks import RankDirectory, Votes, finish_older_runs
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import WRITES, PartSnapshot, Snapshot
+from .snapshot import WRITES, PartSnapshot, Snapshot, reason_of
 from .streamed import StreamedSnapshot
 from .upload import Ended, Keep, RankUploads, Target, Uploads, explained, sweep_marks
 
@@ -43,6 +43,8 @@ _BLOCKED: Final = 30.0
 """Seconds to wait for that process before it is reported."""
 _VOTES_INTERVAL: Final = 0.02
 """Seconds between two checks of the votes of other ranks."""
+_REFUSED_INTERVAL: Final = 0.5
+"""Seconds between two attempts to note that a checkpoint is given up."""
 _AWAITED_INTERVAL: Final = 1.0
 """Seconds between two reports of the ranks whose parts are missing."""
 _PROGRESS_INTERVAL: Final = 0.05
@@ -66,7 +68,7 @@ class Worker:
         self._writer: str = settings["writer"]
         self._directory, self._votes = self._open(settings)
         self._voted: list[PartSnapshot] = []  # durable parts that wait for other ranks, oldest first
-        self._awaited = 0.0
+        self._awaited = self._refused = 0.0
         self._has_all = False  # the trainer has closed or died, and all that it staged is written
         self._snapshots: dict[int, Snapshot] = {}
         self._strays: dict[int, list[Message]] = {}  # chunks of snapshots whose head has not come yet
@@ -129,6 +131,7 @@ class Worker:
                     self._end_parts()  # uploads may take long
                 time.sleep(_VOTES_INTERVAL)
             self._check_votes()
+            self._refuse_again()
             self._check_uploads()
             is_polling = self._voted or self._is_sending() or (self._uploads is not None and self._uploads.busy)
             messages = self._taker.take(
@@ -246,10 +249,22 @@ class Worker:
             self._drop(snapshot)
 
     def _refuse(self, snapshot: Snapshot, reason: str) -> None:
-        if isinstance(snapshot, PartSnapshot):
-            with contextlib.suppress(OSError):  # else the others see that this rank is gone, or has saved another since
-                if self._may_write():
-                    snapshot.refuse(reason)
+        """Give up the checkpoint of a part that does not count."""
+        if self._votes is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._may_write() and self._votes.refuse(snapshot.name, reason, _PATIENCE) is not None:
+                return
+        self._votes.refuse_later(snapshot.name, reason)
+
+    def _refuse_again(self) -> None:
+        """Try again what had no room. If this process ends before, others see that this rank is gone."""
+        if self._votes is None or not self._votes.refused or time.monotonic() - self._refused < _REFUSED_INTERVAL:
+            return
+        self._refused = time.monotonic()
+        with contextlib.suppress(OSError):
+            if self._may_write():
+                self._votes.refuse_again()
 
     def _drop(self, snapshot: Snapshot) -> None:
         self._dropped.add(snapshot.number)
@@ -315,22 +330,32 @@ class Worker:
 
     def _fail(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
         snapshot.discard_files()
-        text = error.strerror if isinstance(error, OSError) and error.errno == errno.ECANCELED else str(error)
-        self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=text)
-        self._refuse(snapshot, str(text))
+        if isinstance(snapshot, PartSnapshot) and snapshot.entry is not None:
+            snapshot.fail(error)  # reported once its part does not count
+            self._hold(snapshot)
+            return
+        self._report_error(snapshot, error)
+        self._refuse(snapshot, reason_of(error))
         self._drop(snapshot)
+
+    def _report_error(self, snapshot: Snapshot, error: OSError | ShmTensorError) -> None:
+        self._report(r="error", n=snapshot.number, errno=getattr(error, "errno", None) or 0, text=reason_of(error))
 
     # --- several ranks
 
     def _wait_for_others(self, snapshot: PartSnapshot) -> None:
         # crash: part.before
+        self._hold(snapshot)
+        self._report(r="voted", n=snapshot.number)
+        self._check_votes()
+
+    def _hold(self, snapshot: PartSnapshot) -> None:
+        """Keep the head alone, until there is an outcome."""
         snapshot.release_chunks()
         # crash: part.released
         snapshot.drop_log()
         del self._snapshots[snapshot.number]
         self._voted.append(snapshot)
-        self._report(r="voted", n=snapshot.number)
-        self._check_votes()
 
     def _check_votes(self) -> None:
         """Check the oldest first: a decision about a checkpoint follows those about earlier ones."""
@@ -338,9 +363,9 @@ class Worker:
             try:
                 found = snapshot.poll(alone=self._taker.over or bool(_ending) or not self._trainer_is_connected())
             except (OSError, ShmTensorError) as error:
-                self._voted.remove(snapshot)
-                self._snapshots[snapshot.number] = snapshot
-                self._fail(snapshot, error)
+                if not snapshot.fail(error):
+                    snapshot.refuse_later()
+                    self._conclude(snapshot, None)
                 return
             if isinstance(found, Outcome):
                 self._conclude(snapshot, found)
@@ -362,26 +387,30 @@ class Worker:
             with contextlib.suppress(OSError):  # tried again
                 self._directory.end()
 
-    def _conclude(self, snapshot: PartSnapshot, outcome: Outcome) -> None:
+    def _conclude(self, snapshot: PartSnapshot, outcome: Outcome | None) -> None:
+        """Report the outcome, or its own failure; None: others may still commit it."""
         votes, entry = self._votes, snapshot.entry
-        if outcome.name and votes is not None and entry is not None:
+        name = "" if outcome is None else outcome.name
+        if name and votes is not None and entry is not None:
             deleted, votes.deleted = len(votes.deleted), []
             self._report(
-                r="durable", n=snapshot.number, path=self._directory.at(outcome.name), nbytes=entry.nbytes,
+                r="durable", n=snapshot.number, path=self._directory.at(name), nbytes=entry.nbytes,
                 digest=entry.digest, seconds=snapshot.seconds, deleted=deleted,
                 undeleted="; ".join(votes.undeleted[:3]), unlinked=votes.unlinked,
             )  # fmt: skip
-        else:
-            self._report(r="error", n=snapshot.number, errno=errno.ECANCELED, text=outcome.reason)
+        elif snapshot.failure is not None:
+            self._report_error(snapshot, snapshot.failure)
+        elif outcome is not None:
+            self._report_error(snapshot, OSError(errno.ECANCELED, outcome.reason))
         # crash: part.reported
         self._voted.remove(snapshot)
         self._dropped.add(snapshot.number)
         snapshot.release()
         # crash: part.done
-        if outcome.name and self._uploads is not None:
+        if name and self._uploads is not None:
             entries = index.read(self._directory.path)
             self._uploads.add(entries)
-            self._await_upload(snapshot.number, self._entry_of(outcome.name, entries), outcome.name)
+            self._await_upload(snapshot.number, self._entry_of(name, entries), name)
 
     def _may_write(self) -> bool:
         """Become the only process that writes in the directory; False while that of an earlier trainer does."""

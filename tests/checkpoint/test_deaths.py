@@ -54,7 +54,7 @@ RANK_POINTS = [
     "ranks.durable", "part.reported", "part.done",
 ]  # fmt: skip
 """Those of several ranks' writing processes: checkpoint/test_ranks.py, as the next."""
-GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "finish.older", "run.begun", "ranks.ended"]
+GIVING_UP_POINTS = ["giveup.before", "giveup.decided", "refuse.taken", "finish.older", "run.begun", "ranks.ended"]
 EXCHANGE_POINTS = ["recorded", "renamed", "pointed", "removed"]  # `encrypt --replace`: test_encryption.py
 SEAL_POINTS = ["seal.begun", "seal.written", "seal.journal", "seal.described"]  # test_encryption.py
 UPLOAD_POINTS = [

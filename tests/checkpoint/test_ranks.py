@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
-from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record
+from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record, votes
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
@@ -321,6 +321,97 @@ def test_a_rank_that_fails_fails_all(tmp_path, monkeypatch):
     save_all(writers, 2)
     close_all(writers)
     check(path, [2], 2)
+
+
+def no_room(flag: Path, *files: str) -> str:
+    """Code for the start of each writing process: while the flag is there, these files cannot be replaced."""
+    return (
+        "import os; from shmtensor.checkpoint import index; old = index.replace\n"
+        "def replace(path, data):\n"
+        f"    if os.path.exists({str(flag)!r}) and path.endswith({files!r}): raise OSError(28, 'no room')\n"
+        "    return old(path, data)\n"
+        "index.replace = replace\n"
+    )
+
+
+def test_no_room_at_the_commit(tmp_path, monkeypatch):
+    """Nor for the outcome: what has failed stays so when there is room again, and what follows is not held up."""
+    path, flag = tmp_path / "a", tmp_path / "full"
+    monkeypatch.setattr(process_handle, "LAUNCH", no_room(flag, MANIFEST, run_record.RUN) + process_handle.LAUNCH)
+    writers = open_writers(path, 2)
+    for handle in save_all(writers, 1):
+        handle.durable.result(PATIENCE)
+    first = writers[0].save(part_of(0, 2))
+    wait_until(lambda: first.status == "voted")
+    flag.touch()
+    handles = [first, writers[1].save(part_of(1, 2))]
+    wait_until(lambda: any(handle.durable.done() for handle in handles))
+    flag.unlink()
+    for handle in handles:
+        assert "no room" in str(handle.durable.exception(PATIENCE))
+    later = writers[1].save(part_of(1, 3))
+    wait_until(lambda: later.missing == {0: "late"})
+    for handle in [later, writers[0].save(part_of(0, 3)), *save_all(writers, 4)]:
+        handle.durable.result(PATIENCE)
+    close_all(writers)
+    check(path, [1, 3, 4], 2)
+
+
+@pytest.mark.parametrize("size", [20_000, 400_000])
+def test_a_writing_process_dies_while_it_takes_its_part_back(dies, tmp_path, monkeypatch, size):
+    """Also of one that has streamed: it is not written again."""
+    path, flag = tmp_path / "a", tmp_path / "full"
+    monkeypatch.setattr(process_handle, "LAUNCH", no_room(flag, MANIFEST) + process_handle.LAUNCH)
+    dies("refuse.taken")
+    writers = open_writers(path, 2, memory="1MiB")
+    flag.touch()
+    handles = [writer.save({"w": np.full(size, 1.0), "step": 1}) for writer in writers]
+    for handle in handles:
+        assert handle.durable.exception(PATIENCE) is not None
+    flag.unlink()
+    for handle in save_all(writers, 2):
+        handle.durable.result(PATIENCE)
+    assert sum(writer.statistics().restarts for writer in writers) == 1
+    close_all(writers)
+    check(path, [2], 2)
+
+
+def test_an_older_checkpoint_does_not_show_that_a_part_never_comes(tmp_path):
+    directory = ranks.RankDirectory(str(tmp_path), 0, 2, "0" * 16)
+    directory.own(lambda: False)
+    directory.begin()
+    own = ranks.Votes(directory, (None, None, None))
+    for key, rank, number in (("older", 0, 1), ("older", 1, 1), ("newer", 0, 2)):
+        add_vote(own, key, rank, number)
+    assert own.poll("newer", alone=False).missing == {1: "not open"}
+    directory.close()
+
+
+def add_vote(own: ranks.Votes, key: str, rank: int, number: int) -> None:
+    """Add a part of one byte, and the vote about it."""
+    file = own.pending(key) + f"/rank-{rank:05d}.npz"
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_bytes(b"x")
+    changed = os.stat(file).st_mtime_ns
+    own.prepare(key, votes.Vote(rank, 2, number, os.path.basename(file), 1, changed, "0" * 16, 1, {}, "", False))
+
+
+def test_a_vote_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
+    directory = ranks.RankDirectory(str(tmp_path), 0, 2, "0" * 16)
+    own, files, read = ranks.Votes(directory, (None, None, None)), votes.VoteFiles(), []
+    read_vote = votes.read_vote
+    monkeypatch.setattr(votes, "read_vote", lambda *args: read.append(args[1]) or read_vote(*args))
+    for number in (1, 2):
+        add_vote(own, "a", 0, number)
+        add_vote(own, "a", 1, 1) if number == 1 else None
+        for _ in range(3):
+            assert {rank: vote.number for rank, vote in files.read(own.pending("a")).items()} == {0: number, 1: 1}
+    assert sorted(read) == [0, 0, 1]
+    Path(own.pending("a"), "rank-00001.npz").unlink()
+    assert list(files.read(own.pending("a"))) == [0]
+    files.forget_others(())
+    assert list(files.read(own.pending("a"))) == [0]
+    assert len(read) == 5
 
 
 def test_a_checkpoint_that_one_rank_leaves_out_is_given_up(tmp_path):
@@ -948,7 +1039,7 @@ def test_a_part_that_names_tensors_of_another_is_damaged():
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rank": 1}', "[" * 100_000, '{"rank":0,"file":"../x"}'])
 def test_a_vote_that_cannot_be_read_counts_as_none(tmp_path, text):
     (tmp_path / "rank-00000.vote").write_text(text)
-    assert ranks._votes(str(tmp_path)) == {}
+    assert votes.VoteFiles().read(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 3}', json.dumps({"version": 1, "run": -1})])

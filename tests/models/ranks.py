@@ -46,7 +46,7 @@ class Decider(Process):
 
     def remove(self, mem, me):
         files = mem.sys
-        files["pending"] = files["part", 0] = files["part", 1] = False
+        files["pending"] = files["part", 0] = files["part", 1] = files["vote", 0] = files["vote", 1] = False
         return "unlock"
 
     def unlock(self, mem, me):
@@ -61,7 +61,7 @@ class Writing(Decider):
     """The writing process of rank `r`."""
 
     start = "begin"
-    variables = named(dead=False, saw=None)
+    variables = named(dead=False, saw=None, failed=False, lacks_room=False)
 
     def begin(self, mem, me):
         """Its part is written under a temporary name, or cannot be."""
@@ -71,7 +71,7 @@ class Writing(Decider):
     def add(self, mem, me):
         """The rename of the part into the directory, which is made if it is missing."""
         files = mem.sys
-        files["part", self.r] = files["pending"] = True
+        files["part", self.r] = files["vote", self.r] = files["pending"] = True
         return "look"
 
     def look(self, mem, me):
@@ -93,7 +93,14 @@ class Writing(Decider):
             return "give_up"
         if not files["part", 0] or not files["part", 1]:
             return "give_up" if me.dead else "unlock_again"
-        return "rename" if self.broken == "rename_first" else "decide"
+        step = "rename" if self.broken == "rename_first" else "decide"
+        return (step, "cannot") if self.may_fail else step
+
+    def cannot(self, mem, me):
+        """There is no room for the manifest, or for the outcome."""
+        me.failed, me.saw = True, GIVEN_UP
+        mem.unlock("mutex")
+        return "told" if self.broken == "told_first" else "refuse"
 
     def unlock_again(self, mem, me):
         mem.unlock("mutex")
@@ -108,7 +115,9 @@ class Writing(Decider):
 
     def resume(self, mem, me):
         files = mem.sys
-        return "look" if files["outcome"] or files["part", self.r] else "add"
+        if files["outcome"] or files["part", self.r]:
+            return "look"
+        return "refuse" if files["vote", self.r] else "add"  # what it had added has been taken back
 
     def refuse(self, mem, me):
         """The save has failed: nobody need wait."""
@@ -116,12 +125,32 @@ class Writing(Decider):
 
     def refuse_outcome(self, mem, me):
         me.saw = mem.sys["outcome"]
-        return "give_up" if me.saw is None else "unlock"
+        if me.saw is None:
+            return "refuse_write" if self.broken == "part_stays" else "take_back"
+        return "rename" if me.saw == COMMITTED else "unlock"
+
+    def take_back(self, mem, me):
+        """From here on nobody can commit it, whatever becomes of the outcome."""
+        mem.sys["part", self.r] = False
+        return "refuse_write"
+
+    def refuse_write(self, mem, me):
+        mem.barrier()
+        return ("give_up", "no_room") if me.failed and not me.lacks_room else "give_up"
+
+    def no_room(self, mem, me):
+        """The outcome is not written: later."""
+        me.lacks_room, me.saw = True, GIVEN_UP
+        mem.unlock("mutex")
+        return "told"
 
     def told(self, mem, me):
         """The trainer hears of it."""
         mem.barrier()
         mem.ghost["told", self.r] = me.saw
+        if me.failed and not mem.ghost["again"]:
+            mem.ghost["again"] = True
+            return "refuse"
         return END
 
 
@@ -158,14 +187,17 @@ class Ranks(Model):
         no_mutex="who decides does not lock the others out",
         rename_first="the checkpoint gets its name before the outcome is written",
         counted_before="a dead rank's part is not looked for again under the mutex",
+        told_first="its trainer hears that a rank has failed before its part is taken back",
+        part_stays="a part whose rank has failed stays, and the outcome cannot be written",
         next_run_waits_for_nobody="the next run removes what living processes of this one still make",
     )
     crashes = 2
 
     def __init__(self, broken=None):
         super().__init__(broken)
-        self.sys = {"outcome": None, "pending": False, "name": False, ("part", 0): False, ("part", 1): False}
-        self.ghost = {"wrong": None, "late": False, ("told", 0): None, ("told", 1): None}
+        self.sys = {"outcome": None, "pending": False, "name": False}
+        self.sys |= {(what, rank): False for what in ("part", "vote") for rank in (0, 1)}
+        self.ghost = {"wrong": None, "late": False, "again": False, ("told", 0): None, ("told", 1): None}
         self.locks = {(("life", 0), "W0"), (("life", 1), "W1")}
         self.processes = [
             Writing("W0", broken, killable=True, r=0, may_fail=False),

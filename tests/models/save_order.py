@@ -127,12 +127,10 @@ class Writing(Process):
         mem.barrier()
         other = A if me.key == B else B
         mine, theirs = dict(me.mine), dict(me.theirs)
-        ahead, common = theirs.keys() - mine, mine.keys() & theirs
-        if self.r in theirs:
-            me.lost = me.key if ahead else None
-        elif any(theirs[rank] < mine[rank] for rank in common):
+        ahead, order = theirs.keys() - mine, [theirs[rank] - mine[rank] for rank in mine.keys() & theirs]
+        if self.r not in theirs and min(order, default=0) < 0:
             me.lost = other
-        elif ahead and (common or self.broken == "guess"):
+        elif ahead and (max(order, default=0) > 0 or self.broken == "guess"):
             me.lost = me.key
         if me.lost:
             return "give_up"
