@@ -158,8 +158,6 @@ def replacing(
             original.after(target)
     except OSError as error:
         output.discard()
-        if isinstance(error, ShmTensorError):  # of what is read
-            raise
         raise _explain(error, target) from None
     except BaseException:
         output.discard()
@@ -269,7 +267,9 @@ def _read_piece(opened: Opened, files: Files, region: int, at: int, nbytes: int)
     return memoryview(memory)
 
 
-def _explain(error: OSError, target: Path) -> ResourceError:
+def _explain(error: OSError, target: Path) -> OSError:
+    if isinstance(error, ShmTensorError):  # of what is read, or with a remedy
+        return error
     code = error.errno or errno.EIO
     return ResourceError(code, f"cannot write {target}: {os.strerror(code)}")
 

@@ -23,7 +23,7 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 
 from ..memory.descriptors import OpenFile, open_file
 from ..memory.mapped_file import fresh
+from ..memory.shortage import explain
 from .description import Described
 from .directory import remove, sync
 from .envelope import CONTENTS, DATA, ENTRY, SEGMENT, SUFFIX, Cipher, Envelope, SealedFile, read_envelope, render_names
@@ -43,10 +44,35 @@ from .plan import Plan
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+MOST_OPEN: Final = 64
+"""Files of a save that are open at once, by two descriptors each. Of the usual `ulimit -n`, 1024, most are left."""
+
+
+class _File:
+    """A file of a save that is open.
+
+    plain:  its descriptor, to write through the page cache
+    direct: another one, for direct I/O; None where that is refused
+    users:  threads that use it now
+    """
+
+    __slots__ = ("direct", "plain", "users")
+
+    def __init__(self, plain: OpenFile, direct: OpenFile | None) -> None:
+        self.plain, self.direct, self.users = plain, direct, 0
+
+    def close(self) -> None:
+        for file in (self.plain, self.direct):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
 class Output:
     """Files (name, bytes) below `path`; a single file with the name "" is `path` itself.
+
+    There may be more of them than a process may open: `MOST_OPEN` are open at once, those used last. A file is complete
+    on disk before it is closed, so that no error of the disk is lost with its descriptor.
 
     resume: continue with the existing files. They had their full sizes: `OSError` if one is shorter, because bytes are
             lost.
@@ -55,75 +81,104 @@ class Output:
     def __init__(self, path: str, files: Sequence[tuple[str, int]], *, resume: bool = False) -> None:
         self.path, self.files = path, tuple(files)
         self.is_directory = bool(self.files[0][0])
-        self._plain: list[OpenFile] = []
-        self._direct: list[OpenFile] = []  # -1 where that is refused
-        self._refuses: list[bool] = []  # direct I/O; set by any writing thread, never reset
-        flags = os.O_RDWR
-        try:
-            if not resume:
-                remove(path)
-                if self.is_directory:
-                    os.mkdir(path)
-                flags |= os.O_CREAT | os.O_EXCL
-            for index, (_, nbytes) in enumerate(self.files):
-                self._plain.append(open_file(self.at(index), flags))
-                if resume:
-                    self._check_size(index)
-                else:  # to its full size: writes that extend a file wait for each other
-                    os.ftruncate(self._plain[-1].fd, -(-nbytes // PAGE) * PAGE)
-                self._direct.append(self._open_direct(self.at(index)))
-                self._refuses.append(self._direct[-1].fd < 0)
-        except BaseException:
-            self.close()
-            raise
+        self._lock = threading.Lock()
+        self._open: dict[int, _File] = {}  # the one that was used last is the last
+        self._synced: dict[int, tuple[str, int, int]] = {}  # files that are complete on disk, as `finish` returns them
+        self._refuses = not _DIRECT  # direct I/O; set by any writing thread, never reset
+        if not resume:
+            remove(path)
+            if self.is_directory:
+                os.mkdir(path)
+        for index in range(len(self.files)):
+            if resume:
+                self._check_size(index)
+            else:
+                self._create(index)
 
     def at(self, index: int) -> str:
         """Path of a file."""
         name = self.files[index][0]
         return os.path.join(self.path, name) if name else self.path
 
+    def _create(self, index: int) -> None:
+        with contextlib.closing(self._descriptor(index, os.O_RDWR | os.O_CREAT | os.O_EXCL)) as file:
+            # to its full size: writes that extend a file wait for each other
+            os.ftruncate(file.fd, -(-self.files[index][1] // PAGE) * PAGE)
+
     def _check_size(self, index: int) -> None:
-        expected, found = self.files[index][1], os.fstat(self._plain[index].fd).st_size
+        expected, found = self.files[index][1], os.stat(self.at(index)).st_size
         if found < expected:
             raise OSError(errno.EIO, f"{self.at(index)} was truncated by somebody, from {expected} bytes to {found}")
 
-    @staticmethod
-    def _open_direct(path: str) -> OpenFile:
-        if not _DIRECT:
-            return OpenFile()
+    def _descriptor(self, index: int, flags: int) -> OpenFile:
         try:
-            return open_file(path, os.O_WRONLY | _DIRECT)
+            return open_file(self.at(index), flags)
         except OSError as error:
-            if error.errno in _REFUSED:
-                return OpenFile()
+            if error.errno == errno.EMFILE:
+                raise explain(error, f"cannot open {self.at(index)}") from None
             raise
+
+    def _direct(self, index: int) -> OpenFile | None:
+        if self._refuses:
+            return None
+        try:
+            return self._descriptor(index, os.O_WRONLY | _DIRECT)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            return None
+
+    @contextlib.contextmanager
+    def _using(self, index: int) -> Iterator[_File]:
+        """A file, which stays open meanwhile."""
+        with self._lock:
+            file = self._open.pop(index, None)
+            if file is None:
+                self._make_room()
+                file = _File(self._descriptor(index, os.O_RDWR), self._direct(index))
+            self._open[index] = file
+            self._synced.pop(index, None)
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def _make_room(self) -> None:
+        """Close the file that was used first, if many are open."""
+        oldest = next((index for index, file in self._open.items() if not file.users), None)
+        if oldest is not None and len(self._open) >= MOST_OPEN:
+            file = self._open[oldest]
+            self._synced[oldest] = self._sync(oldest, file)
+            del self._open[oldest]
+            file.close()
 
     def write(self, index: int, offset: int, view: memoryview) -> None:
         """Write whole pages of a slot at a page's offset; `finish` cuts off what is beyond the file's end.
 
         Callable from several threads at once, at different offsets.
         """
-        if not self._refuses[index] and not offset % PAGE and not len(view) % PAGE:
-            try:
-                _write(self._direct[index].fd, view, offset)
-                return
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self._refuses[index] = True  # its descriptor stays open: another thread may be using it
-        _write(self._plain[index].fd, view, offset)
+        with self._using(index) as file:
+            if file.direct is not None and not self._refuses and not offset % PAGE and not len(view) % PAGE:
+                try:
+                    _write(file.direct.fd, view, offset)
+                    return
+                except OSError as error:
+                    if error.errno not in _REFUSED:
+                        raise
+                    self._refuses = True  # its descriptor stays open: another thread may be using it
+            _write(file.plain.fd, view, offset)
 
     def patch(self, index: int, offset: int, data: Any) -> None:
         """Write a small piece at any offset."""
-        _write(self._plain[index].fd, memoryview(data), offset)
+        with self._using(index) as file:
+            _write(file.plain.fd, memoryview(data), offset)
 
     def read(self, index: int, offset: int, into: memoryview) -> None:
         """Read back what was written. `OSError` if it is not there."""
-        while into:
-            count = os.preadv(self._plain[index].fd, [into], offset)
-            if not count:
-                raise OSError(errno.EIO, "the file under its temporary name is shorter than what was written")
-            into, offset = into[count:], offset + count
+        with self._using(index) as file:
+            _read(file.plain.fd, into, offset)
 
     def describe(self, digests: Sequence[int]) -> None:
         """Plain files describe themselves in their own format: nothing to do."""
@@ -136,28 +191,43 @@ class Output:
     def finish(self) -> list[tuple[str, int, int]]:
         """Set the exact size of each file and sync it; returns (name, bytes, mtime in ns) of each."""
         found = []
-        for file, (name, nbytes) in zip(self._plain, self.files, strict=True):
-            os.ftruncate(file.fd, nbytes)
-            # crash: write.sized
-            os.fsync(file.fd)
-            found.append((name, nbytes, os.fstat(file.fd).st_mtime_ns))
+        for index in range(len(self.files)):
+            if index not in self._synced:
+                with self._using(index) as file:
+                    found.append(self._sync(index, file))
+            else:
+                found.append(self._synced[index])
         # crash: write.synced
         if self.is_directory:
             sync(self.path)
         return found
 
+    def _sync(self, index: int, file: _File) -> tuple[str, int, int]:
+        name, nbytes = self.files[index]
+        os.ftruncate(file.plain.fd, nbytes)
+        # crash: write.sized
+        os.fsync(file.plain.fd)
+        return name, nbytes, os.fstat(file.plain.fd).st_mtime_ns
+
     def close(self) -> None:
         """Close the files. Idempotent."""
-        for file in (*self._plain, *self._direct):
-            with contextlib.suppress(OSError):
-                file.close()
-        self._plain, self._direct, self._refuses = [], [], []
+        files, self._open = self._open, {}
+        for file in files.values():
+            file.close()
 
     def discard(self) -> None:
         """Close and remove the files."""
         self.close()
         with contextlib.suppress(OSError):
             remove(self.path)
+
+
+def _read(fd: int, into: memoryview, offset: int) -> None:
+    while into:
+        count = os.preadv(fd, [into], offset)
+        if not count:
+            raise OSError(errno.EIO, "the file under its temporary name is shorter than what was written")
+        into, offset = into[count:], offset + count
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
@@ -272,12 +342,10 @@ class EncryptedOutput:
         self.path, self.files, self.is_directory = path, self._output.files, self._output.is_directory
         self._own = threading.local()
         self._sealed: list[SealedFile] = []
-        self._reading: list[OpenFile] = []
         self._ciphers: list[Cipher] = []
         try:
             for number, envelope in enumerate(envelopes):
                 names = sealing.names if envelope.names else b""
-                self._reading.append(open_file(self.at(number), os.O_RDONLY))
                 if resume:
                     envelope, cipher = self._resume(number, envelope, sealing.master)
                 else:
@@ -307,7 +375,8 @@ class EncryptedOutput:
 
     def _resume(self, number: int, expected: Envelope, master: MasterKey) -> tuple[Envelope, Cipher]:
         path = Path(self.at(number))
-        found = read_envelope(path, file=LocalFile(self._reading[number].fd), is_complete=False)
+        with self._reading(number) as file:
+            found = read_envelope(path, file=LocalFile(file.fd), is_complete=False)
         data_key = master.unwrap(found.wrapped, found.digest)
         if data_key is None or found.envelope.file_bytes != expected.file_bytes:
             raise OSError(errno.EIO, f"{path} was changed by somebody: it does not open with the key of the save")
@@ -317,7 +386,7 @@ class EncryptedOutput:
         """Write the segment in the journal again, if one is there."""
         envelope, at = self._sealed[index].envelope, self._journal_at(index)
         head, sealed = bytearray(_JOURNAL.size), bytearray(SEGMENT)
-        room = os.fstat(self._reading[index].fd).st_size - at - len(head)
+        room = os.stat(self.at(index)).st_size - at - len(head)
         if room <= 0:
             return
         self._output.read(index, at, memoryview(head))
@@ -330,6 +399,9 @@ class EncryptedOutput:
         if self._ciphers[index].open(DATA, number, nonce, bytes(sealed[:size]) + tag, bytearray(size)):
             self._output.patch(index, envelope.data_at + number * SEGMENT, bytes(sealed[:size]))
             self._output.patch(index, envelope.entry_at(DATA, number), entry)
+
+    def _reading(self, index: int) -> contextlib.closing[OpenFile]:
+        return contextlib.closing(open_file(self.at(index), os.O_RDONLY))
 
     def _journal_at(self, index: int) -> int:
         return -(-self._sealed[index].envelope.file_bytes // PAGE) * PAGE
@@ -414,7 +486,8 @@ class EncryptedOutput:
         """Read back what was written. Raises `CheckpointError` if it is not there."""
         sealed = self._sealed[index]
         reader = SealedFile(sealed.path, sealed.envelope, self._ciphers[index])  # which keeps no segment
-        reader.read(LocalFile(self._reading[index].fd), DATA, offset, into)
+        with self._reading(index) as file:
+            reader.read(LocalFile(file.fd), DATA, offset, into)
 
     def describe(self, digests: Sequence[int]) -> None:
         """Write the contents, with the digests of the regions. Call it once, after everything else."""
@@ -430,9 +503,6 @@ class EncryptedOutput:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        for file in self._reading:
-            file.close()
-        self._reading = []
         self._output.close()
 
     def discard(self) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shmtensor.checkpoint import output
+import shmtensor
+from shmtensor.checkpoint import names, output
+from shmtensor.checkpoint.convert import convert
+from shmtensor.checkpoint.formats import get_format
 from shmtensor.checkpoint.limits import PAGE
 from shmtensor.checkpoint.output import Output
 from shmtensor.memory.mapped_file import fresh
+
+from ..waiting import PATIENCE
 
 PIECE = 16 * PAGE
 COUNT = 20
@@ -59,7 +65,9 @@ def test_pieces_in_any_order_by_several_threads(tmp_path, memory):
 def test_a_file_system_that_refuses_direct_writes(tmp_path, memory, monkeypatch, after):
     """At once or in the middle: the other threads go on with the descriptor, and nothing of it is lost."""
     target = Output(str(tmp_path / "a"), [("", NBYTES)])
-    real, refused, direct = output._write, [], {each.fd for each in target._direct} - {-1}
+    with target._using(0) as file:
+        direct = {file.direct.fd} if file.direct is not None else set()
+    real, refused = output._write, []
 
     def refuse(fd: int, view: memoryview, offset: int) -> None:
         if fd in direct:
@@ -109,3 +117,70 @@ def test_what_was_written_is_there_when_it_goes_on(tmp_path, memory):
     assert bytes(back) == memory[:PIECE].tobytes()
     write_all(second, memory)
     assert finished(second, tmp_path / "a") == patched(memory)
+
+
+def test_more_files_than_may_be_open(tmp_path, memory, monkeypatch):
+    """Each is complete on disk before it is closed, and again if it was changed after that."""
+    monkeypatch.setattr(output, "MOST_OPEN", 3)
+    files = [(f"{number}", PIECE - number) for number in range(9)]
+    synced, sync, inode_of = set(), os.fsync, lambda fd: os.fstat(fd).st_ino
+
+    def fsync(fd: int) -> None:
+        sync(fd)
+        synced.add(inode_of(fd))
+
+    def write(fd: int, view: memoryview, offset: int) -> None:
+        synced.discard(inode_of(fd))
+        real(fd, view, offset)
+
+    real = output._write
+    monkeypatch.setattr(output, "_write", write)
+    monkeypatch.setattr(os, "fsync", fsync)
+    target = Output(str(tmp_path / "a"), files)
+    with ThreadPoolExecutor(4) as pool:
+        view = memoryview(memory)[:PIECE]
+        assert list(pool.map(target.write, range(9), [0] * 9, [view] * 9)) == [None] * 9
+    assert len(target._open) <= 3 + 3  # one that is being written is not closed
+    target.patch(2, 3, b"patched")
+    found = target.finish()
+    assert synced >= {(tmp_path / "a" / name).stat().st_ino for name, _ in files}
+    target.close()
+    expected = [memory[:nbytes].tobytes() for _, nbytes in files]
+    expected[2] = expected[2][:3] + b"patched" + expected[2][10:]
+    assert [(tmp_path / "a" / name).read_bytes() for name, _ in files] == expected
+    assert found == [(name, nbytes, (tmp_path / "a" / name).stat().st_mtime_ns) for name, nbytes in files]
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)], ids=["plain", "encrypted"])
+def test_a_checkpoint_of_more_files_than_a_process_may_open(tmp_path, monkeypatch, channel, key):
+    monkeypatch.setattr(names, "PREFIX", channel)  # which the leak check knows
+    state = {f"w{number}": np.full(1024, number, np.float32) for number in range(300)}
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with shmtensor.CheckpointWriter(tmp_path / "one", memory="8MiB") as writer:
+        one = writer.save(state).durable.result(PATIENCE).path
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
+    try:
+        with shmtensor.CheckpointWriter(tmp_path / "many", memory="8MiB", max_shard=4096, key=key) as writer:
+            many = writer.save(state).durable.result(PATIENCE).path
+        convert(get_format("safetensors").open(Path(one)), tmp_path / "converted", max_shard=4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    for path, more in ((many, {"key": key}), (tmp_path / "converted", {})):
+        assert len(os.listdir(path)) == 301
+        found = shmtensor.load_checkpoint(path, map=False, **more)
+        assert all(np.array_equal(found[name], state[name]) for name in state)
+
+
+def test_too_few_open_files_are_named(tmp_path):
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, usual[1]))
+    try:
+        with pytest.raises(shmtensor.ResourceError, match=r"cannot open .*raise ulimit -n"):
+            for _ in range(max(opened) + 2):
+                Output(str(tmp_path / "a"), [("", NBYTES)])
+                opened.append(os.dup(opened[0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        for fd in opened:
+            os.close(fd)
