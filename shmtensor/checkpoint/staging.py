@@ -4,11 +4,11 @@ It runs in the writer's thread. No wait takes longer than a quarter of a second;
 process lives and that the caller still waits.
 
 `PlanCache` reuses plan and layout of the last save for a state with the same tensors at the same addresses. What is
-reused depends on *marks* alone: each leaf's name, address, shape, strides, dtype and device. A save computes the marks
-of its state. If they are equal, the table of tensors, the regions and the JSON text of both are reused; the structure
-around the tensors, with every scalar in it, and the plan's references to memory are always made anew, so that the cache
-keeps no tensor alive. The layout is reused if it has room for the new description (`Layout.holds`). In any other case
-the state is planned from scratch.
+reused depends on *marks* alone: each leaf's name, address, shape, strides, dtype, device and size of storage. A save
+computes the marks of its state. If they are equal, the table of tensors, the regions and the JSON text of both are
+reused; the structure around the tensors, with every scalar in it, and the plan's references to memory are always made
+anew, so that the cache keeps no tensor alive. The layout is reused if it has room for the new description
+(`Layout.holds`). In any other case the state is planned from scratch.
 """
 
 from __future__ import annotations
@@ -400,6 +400,7 @@ def _marks(names: list[str], sources: Sequence[Any]) -> Marks | None:
             return None  # what is saved is a copy of their own memory
         marks += [
             list(map(views.data_ptr, tensors)), list(map(views.stride, tensors)), list(map(_ATTRIBUTES, tensors)),
+            [storage.nbytes() for storage in map(views.untyped_storage, tensors)],
         ]  # fmt: skip
     marks.append([
         (address_of(source), source.shape, source.strides) for source in sources if isinstance(source, np.ndarray)

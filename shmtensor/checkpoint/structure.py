@@ -261,7 +261,7 @@ def _plain_leaf(tensor: Any, views: Any) -> Leaf | None:
     ):
         return None
     address = tensor.data_ptr()
-    if not address:
+    if not address or not views.has_memory(tensor):
         return None
     row = views.ROW[tensor.dtype]
     return Leaf(tensor, row, row.itemsize, tuple(tensor.shape), None, address, views.copy_strided, torch=True)

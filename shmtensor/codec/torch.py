@@ -37,6 +37,7 @@ is_neg = torch.Tensor.is_neg
 is_conj = torch.Tensor.is_conj
 stride = torch.Tensor.stride
 data_ptr = torch.Tensor.data_ptr
+untyped_storage = torch.Tensor.untyped_storage
 
 CPU = torch.device("cpu")
 
@@ -75,6 +76,8 @@ def refuse(value: torch.Tensor) -> Refused:
 def tensor_leaf(tensor: torch.Tensor) -> Leaf:
     """The leaf of a strided tensor, not quantized and not nested."""
     tensor = tensor.detach()
+    if tensor.data_ptr() and not has_memory(tensor):
+        raise Refused(ArgumentError, SHRUNK)
     if tensor.is_conj() or tensor.is_neg():
         if tensor.dtype == getattr(torch, "complex32", None):
             silence("complex32")
@@ -99,6 +102,18 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
         tensor, row, size, tuple(tensor.shape), strides, tensor.data_ptr(), copy_strided,
         torch=True, device=str(tensor.device),
     )  # fmt: skip
+
+
+SHRUNK = "the tensor has no memory: its storage was made smaller than the tensor, which a copy would read beyond"
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage has all of a tensor's elements: it may have been made smaller since."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    held: int = tensor.untyped_storage().nbytes()
+    return not count or (tensor.storage_offset() + count) * tensor.element_size() <= held
 
 
 def copy_strided(leaf: Leaf, payload: Array, offset: int) -> None:

@@ -221,6 +221,8 @@ static int write_leaf(Writer *writer, PyObject *source, int code, int flags, int
     return 0;
 }
 
+#define UNUSUAL ((uintptr_t)1 << 32) /* below it lies next to no memory of a process */
+
 /* 1: not one that is known here. */
 static int write_tensor(Writer *writer, PyObject *value) {
     Tensor tensor;
@@ -237,6 +239,17 @@ static int write_tensor(Writer *writer, PyObject *value) {
         if (conjugate != Py_False) return 1;
         int again = look_at_tensor(writer->codec, value, &tensor);
         if (again != code) return again < 0 ? -1 : 1;
+    }
+    uint64_t size = writer->codec->rows[code].itemsize;
+    for (int i = 0; i < tensor.ndim; i++)
+        if (__builtin_mul_overflow(size, (uint64_t)tensor.shape[i], &size)) return 1;
+    /* A copy of a large one takes far longer than to ask. A part of a storage that was freed seems to lie at its offset. */
+    if (size > (uint64_t)writer->codec->small || (uintptr_t)tensor.data < UNUSUAL) {
+        const char *data = tensor.data;
+        int has_all = is_in_its_storage(writer->codec, value, data, size);
+        if (has_all <= 0) return has_all ? -1 : 1;
+        int again = look_at_tensor(writer->codec, value, &tensor);
+        if (again != code || tensor.data != data) return again < 0 ? -1 : 1;
     }
     for (int i = 0; tensor.has_strides && i < tensor.ndim; i++)
         if (__builtin_mul_overflow(tensor.strides[i], (int64_t)writer->codec->rows[code].itemsize, &tensor.strides[i]))

@@ -84,7 +84,7 @@ static int take_rows(Codec *self, PyObject *rows) {
 static const char *const tensor_names[NAMES] = {
     [IS_NEG] = "is_neg", [IS_CONJ] = "is_conj", [LAYOUT] = "layout", [IS_CPU] = "is_cpu", [DTYPE] = "dtype",
     [SHAPE] = "shape", [STRIDE] = "stride", [IS_CONTIGUOUS] = "is_contiguous", [DATA_PTR] = "data_ptr",
-    [NUMEL] = "numel", [VIEW] = "view",
+    [NUMEL] = "numel", [VIEW] = "view", [UNTYPED_STORAGE] = "untyped_storage", [NBYTES] = "nbytes",
 };
 
 static PyObject *Codec_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

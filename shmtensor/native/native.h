@@ -73,7 +73,7 @@ typedef struct {
 enum { CODES = 256, TYPE_NUMS = 64 };
 
 /* Attributes of a tensor: module.c has the names. */
-enum { IS_NEG, IS_CONJ, LAYOUT, IS_CPU, DTYPE, SHAPE, STRIDE, IS_CONTIGUOUS, DATA_PTR, NUMEL, VIEW, NAMES };
+enum { IS_NEG, IS_CONJ, LAYOUT, IS_CPU, DTYPE, SHAPE, STRIDE, IS_CONTIGUOUS, DATA_PTR, NUMEL, VIEW, UNTYPED_STORAGE, NBYTES, NAMES };
 
 typedef struct {
     PyObject_HEAD
@@ -165,6 +165,8 @@ int use_torch(Codec *codec, PyObject *tensor_type, PyObject *parameter_type, PyO
               PyObject *exchange, PyObject *to_dlpack, PyObject *from_dlpack);
 /* Read a tensor. The code of its dtype; 0: not of a known type; -1: an exception. */
 int look_at_tensor(const Codec *codec, PyObject *value, Tensor *tensor);
+/* Whether the storage has all of these bytes: it may have been made smaller. -1: an exception. */
+int is_in_its_storage(const Codec *codec, PyObject *value, const char *data, uint64_t nbytes);
 /* Whether a tensor still has this memory; -1: an exception. */
 int still_lies_at(const Codec *codec, PyObject *value, uintptr_t address, uint64_t nbytes);
 PyObject *make_tensor(const Codec *codec, const Row *row, void *data, int ndim, const int64_t *shape,

@@ -351,6 +351,20 @@ int place_by_methods(const Codec *codec, PyObject *tensor, uintptr_t *address, u
     return 0;
 }
 
+/* May run other code: torch's modes. */
+int is_in_its_storage(const Codec *codec, PyObject *value, const char *data, uint64_t nbytes) {
+    PyObject *storage = PyObject_CallMethodNoArgs(value, codec->names[UNTYPED_STORAGE]);
+    PyObject *held = storage ? PyObject_CallMethodNoArgs(storage, codec->names[NBYTES]) : NULL;
+    uint64_t size = held ? PyLong_AsUnsignedLongLong(held) : 0;
+    char *start = NULL;
+    if (held && !PyErr_Occurred()) take_pointer(codec, storage, &start);
+    Py_XDECREF(held);
+    Py_XDECREF(storage);
+    if (!is_for_the_reference()) return -1;
+    uint64_t before = (uint64_t)((uintptr_t)data - (uintptr_t)start);
+    return start && start <= data && before <= size && nbytes <= size - before;
+}
+
 /* By calls that make no object that the garbage collector tracks: no finalizer runs, and the interpreter lock stays. */
 int still_lies_at(const Codec *codec, PyObject *value, uintptr_t address, uint64_t nbytes) {
     uint64_t size = 0;

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmtensor
-from shmtensor import native
+from shmtensor import ArgumentError, native
 from shmtensor.checkpoint import names
 from shmtensor.checkpoint import slots as slots_module
 from shmtensor.checkpoint.formats import FORMATS, get_format
@@ -278,3 +278,19 @@ def test_saves_of_a_training(tmp_path, monkeypatch, channel):
         assert writer._plan_cache.hits == 4
     for expected, handle in kept:
         assert same(shmtensor.load_checkpoint(handle.durable.result(PATIENCE).path), expected)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[:2000], lambda x: x.view(1 << 10, -1).T, lambda x: x[9000:]])
+def test_a_tensor_whose_storage_became_smaller_is_refused_also_when_it_was_saved_before(nbytes, part):
+    """Its copy would read memory that the process has given back, and end the process."""
+    held, plan_cache = torch.randn(1 << 20), PlanCache(get_format("safetensors"), None)
+    state = {"part": part(held), "x": held}
+    for _ in range(2):
+        plan_cache.prepare(state, None)
+    assert plan_cache.hits == 1
+    held.untyped_storage().resize_(nbytes)
+    with pytest.raises(ArgumentError, match=r"(part|x): the tensor has no memory: its storage was"):
+        plan_cache.prepare(state, None)
+    held.untyped_storage().resize_(1 << 22)
+    check(plan_cache, state, "safetensors")

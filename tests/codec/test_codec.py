@@ -884,10 +884,38 @@ def test_the_last_look_before_the_copy_runs_no_code_for_dtypes_that_look_alike(c
 
 def test_a_tensor_whose_memory_was_freed_is_refused():
     freed = torch.ones(3, 3)
+    part = freed[1:]
     freed.untyped_storage().resize_(0)
-    for value in (freed, {"a": freed}):
+    for value in (freed, {"a": freed}, part, {"a": part}):
         with pytest.raises(ArgumentError, match="no memory"):
             encode(value)
+
+
+SHRUNK = {
+    "plain": lambda: torch.ones(1 << 20),
+    "transposed": lambda: torch.ones(1 << 10, 1 << 10).T,
+    "with gaps": lambda: torch.ones(1 << 20)[::2],
+    "the end of it": lambda: torch.ones(1 << 20)[1 << 19 :],
+    "complex": lambda: torch.ones(1 << 19, dtype=torch.complex64),
+    "conjugate": lambda: torch.ones(1 << 19, dtype=torch.complex64).conj(),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(1 << 20)),
+    "values of a sparse one": lambda: torch.sparse_coo_tensor(
+        torch.arange(1 << 20).unsqueeze(0), torch.ones(1 << 20), (1 << 20,), check_invariants=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHRUNK)
+def test_a_tensor_whose_storage_was_made_smaller_is_refused(kind):
+    """Its copy would read what the process has given back: it would be killed."""
+    shrunk = SHRUNK[kind]()
+    held = shrunk._values() if shrunk.is_sparse else shrunk
+    held.untyped_storage().resize_(4096)
+    for value in (shrunk, {"a": shrunk}):
+        with pytest.raises(ArgumentError, match="no memory: its storage was made smaller"):
+            encode(value)
+    held.untyped_storage().resize_(1 << 22)
+    encode(shrunk)
 
 
 def test_a_tensor_that_torch_only_traces_is_told_from_one_whose_memory_was_freed():
