@@ -128,7 +128,7 @@ class Flag:
 
 
 class Call(Generic[_T]):
-    """One call: its thread runs `function(call)`."""
+    """One call: it is put into a `CallQueue`, whose thread runs `function(call)`."""
 
     def __init__(self, function: Callable[[Call[_T]], _T]) -> None:
         self._function: Callable[[Call[_T]], _T] | None = function
@@ -139,7 +139,7 @@ class Call(Generic[_T]):
         self.abandoned = False
         """The caller's wait was ended by an exception."""
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         """Run it, unless the caller has cancelled it. For the thread."""
         function, self._function = self._function, None
         if function is None or not self._claimed_by(_THREAD):
@@ -150,8 +150,8 @@ class Call(Generic[_T]):
             self._error = error
         finally:
             del function
+            self._over.set()  # first: whoever has the reply finds that it is over
             self._replied.set()
-            self._over.set()
 
     def reply(self, result: _T) -> None:
         """Return a result to the caller before the function has ended. Only the first reply counts."""
@@ -159,14 +159,15 @@ class Call(Generic[_T]):
             self._result = result
             self._replied.set()
 
-    def wait(self, deadline: float | None, busy: Callable[[], str]) -> _T:
-        """Wait for the result, and return it or raise the error. For the caller.
+    def wait(self, deadline: float | None, busy: Callable[[], str], queue: CallQueue) -> _T:
+        """Wait for the result, and return it or raise the error. For the caller, who has put it into the queue.
 
-        Raises `TimedOut(busy())` at the deadline if it has not begun; once begun, the function checks the time itself.
+        Raises `TimedOut(busy())` at the deadline if another call is before it. If none is, it begins, although its time
+        is up; the function checks the time itself.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._replied.wait(left):
-            if self._claimed_by(_CALLER):
+            if not queue.is_next(self) and self._claimed_by(_CALLER):
                 raise TimedOut(busy())
             self._replied.wait()
         error, self._error = self._error, None
@@ -184,6 +185,11 @@ class Call(Generic[_T]):
         if not self._claimed_by(_CALLER):
             self._over.wait()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its function has ended."""
+        return self._over.is_set()
+
     def _claimed_by(self, who: str) -> bool:
         return self._claim.setdefault("first", who) == who  # one C call; gives the same answer when repeated
 
@@ -198,7 +204,8 @@ class CallQueue:
 
     def __init__(self, name: str, *, stays: bool = True, daemon: bool = True) -> None:
         self._name, self._stays, self._daemon = name, stays, daemon
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: deque[Callable[[], None] | None] = deque()  # the first is being made
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # one for each call, if the thread stays
         self._serving = _thread.allocate_lock()
         self._ident = 0
 
@@ -210,11 +217,22 @@ class CallQueue:
     @property
     def is_idle(self) -> bool:
         """Whether there is no thread, and the queue is empty."""
-        return not self._serving.locked() and self._queue.empty()
+        return not self._serving.locked() and not self._calls
+
+    def is_next(self, call: Call[Any]) -> bool:
+        """Whether every call before this one, which was put in, is over."""
+        for each in self._calls.copy():
+            if each is call:
+                break
+            if not (isinstance(each, Call) and each.is_over):
+                return False
+        return True
 
     def put(self, function: Callable[[], None] | None) -> None:
         """Have the function called by the thread. If no thread can be started, it is called here, now."""
-        self._queue.put(function)
+        self._calls.append(function)
+        if self._stays:
+            self._wakeups.put(None)
         if not self._serving.locked():
             try:
                 _thread.start_new_thread(self._begin, ())  # one C call; two threads at once do no harm
@@ -237,18 +255,30 @@ class CallQueue:
         while self._serving.acquire(False):
             self._ident = get_ident()
             try:
-                go_on = not self._queue.empty()  # else another thread has run everything
+                go_on = bool(self._calls)  # else another thread has made all
                 while go_on:
-                    function = self._queue.get()
-                    if function is not None:
-                        function()
-                    go_on = function is not None and (stays or not self._queue.empty())
-                    del function
+                    go_on = self._make_first() and (bool(self._calls) or (stays and self._wait()))
             finally:
                 self._ident = 0
                 self._serving.release()
-            if self._queue.empty():  # else a call was put in before the lock was released
+            if not self._calls:  # else a call was put in before the lock was released
                 return
+
+    def _make_first(self) -> bool:
+        """Make the first call; False for the end of the thread."""
+        function = self._calls[0]
+        try:
+            if function is not None:
+                function()
+        finally:
+            self._calls.popleft()
+        return function is not None
+
+    def _wait(self) -> bool:
+        """Wait for a call."""
+        while not self._calls:
+            self._wakeups.get()
+        return True
 
 
 def aside(function: Callable[[], _T], name: str, *, wait: bool = True, complete: bool = True) -> _T | None:
@@ -265,9 +295,10 @@ def aside(function: Callable[[], _T], name: str, *, wait: bool = True, complete:
     if isinstance(threading.current_thread(), OwnThread):
         return function()
     call: Call[_T] = Call(lambda _: function())
+    queue = CallQueue(name, stays=False, daemon=False)
     try:
-        CallQueue(name, stays=False, daemon=False).put(call.run)
-        return call.wait(None, str) if wait else None
+        queue.put(call)
+        return call.wait(None, str, queue) if wait else None
     except BaseException:
         if complete:
             call.abandon()

@@ -250,7 +250,8 @@ class CheckpointWriter(Local):
             metrics: numbers by name, which `keep_best` compares and `list_checkpoints` shows.
             alias: a second name, such as "best": a symbolic link that moves from the checkpoint that had it when this
                 one is durable. The checkpoint that it leads to is not deleted.
-            timeout: seconds to wait for room; None waits as long as the writing process lives.
+            timeout: seconds to wait for room, and for an earlier call of this writer; 0 saves only if there is room
+                now. None waits as long as the writing process lives.
             ordered: with tensors on a device: later work on the current stream waits for the copies, so that it may
                 change the state. False: it does not wait; change nothing of the state before `staged` is done, or make
                 the stream wait by `SaveHandle.wait_stream`.
@@ -278,8 +279,7 @@ class CheckpointWriter(Local):
                 after = marks(prepared.plan) if prepared.plan.devices else {}
                 call = Call(partial(self._save, prepared, after, name, alias, step, numbers, began, deadline))
                 try:
-                    self._put(call)
-                    made = call.wait(deadline, self._busy_text)
+                    made = call.wait(deadline, self._busy_text, self._put(call))
                     if isinstance(made, SaveHandle):
                         if ordered:
                             made.wait_stream()
@@ -359,21 +359,22 @@ class CheckpointWriter(Local):
         """Call a function in the writer's thread; return or raise what it does."""
         call = Call(function)
         try:
-            self._put(call, calls)
-            return call.wait(deadline, self._busy_text)
+            return call.wait(deadline, self._busy_text, self._put(call, calls))
         except BaseException:
             call.abandon()
             raise
         finally:
             del call
 
-    def _put(self, call: Call[Any], calls: CallQueue | None = None) -> None:
+    def _put(self, call: Call[Any], calls: CallQueue | None = None) -> CallQueue:
         if self._is_own_thread:
             raise ResourceError(
                 errno.EDEADLK,
                 "a finalizer in one of the writer's own threads cannot wait for it: call from another thread",
             )
-        (calls or self._calls).put(call.run)
+        queue = calls or self._calls
+        queue.put(call)
+        return queue
 
     @property
     def _is_own_thread(self) -> bool:
@@ -459,7 +460,7 @@ class CheckpointWriter(Local):
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._is_own_thread:  # called by a finalizer, which must not wait; the next `close` does
-            self._calls.put(Call(lambda call: self._shut(call, None)).run)
+            self._calls.put(Call(lambda call: self._shut(call, None)))
             return
         if not self._ended:
             self._run(lambda call: self._shut(call, deadline), deadline)
