@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from ..endpoints.base import Local
-from ..errors import ArgumentError, PeerDied, ResourceError, TimedOut
+from ..errors import ArgumentError, ForkedError, PeerDied, ResourceError, TimedOut
 from ..shielded import CallQueue, Flag
 from .ranks import by_state
 
@@ -34,6 +34,7 @@ COMPLETE: Final = "complete"
 FAILED: Final = "failed"
 SKIPPED: Final = "skipped"
 REPLACED: Final = "replaced"
+_OPEN: Final = (WAITING, WRITING, VOTED)
 
 log = logging.getLogger("shmtensor.checkpoint")
 
@@ -77,6 +78,7 @@ class _Result(Local, Future[_T]):
         self._condition: Any = _Mutex()
         self._callbacks = callbacks
         self._ended = Flag()
+        self._pid = os.getpid()
 
     def _instead(self) -> str:
         return "pass its result"
@@ -89,7 +91,13 @@ class _Result(Local, Future[_T]):
         self._wait(timeout)
         return super().exception(0)
 
+    def _check_here(self) -> None:
+        """Raise `ForkedError` where it never ends: in a child that was forked before it had ended."""
+        if not self.done():
+            check_pid(self._pid)
+
     def _wait(self, timeout: float | None) -> None:
+        self._check_here()
         # a callback may ask before `_ended` is set
         if not self.done() and not self._ended.wait(timeout if timeout is None else max(0.0, timeout)):
             raise TimeoutError
@@ -97,6 +105,7 @@ class _Result(Local, Future[_T]):
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Call `function(future)` when it is done: in the writer's thread for callbacks, one after the other; at once,
         in this thread, if it is done already."""
+        self._check_here()
         if self._callbacks is None or self._ended.is_set():
             super().add_done_callback(function)
         else:
@@ -119,6 +128,12 @@ class _Result(Local, Future[_T]):
         super().cancel()
         self.set_running_or_notify_cancel()
         self._ended.set()
+
+
+def check_pid(pid: int) -> None:
+    """Raise `ForkedError` unless this is the process that saves."""
+    if os.getpid() != pid:
+        raise ForkedError(f"this save belongs to process {pid}, which forked this one before it had ended: ask there")
 
 
 def _call_later(callbacks: CallQueue, function: Callable[[Any], object], future: _Result[Any]) -> None:
@@ -192,6 +207,7 @@ class Save:
         self.last_missing: dict[int, str] = {}
         """Ranks whose parts were missing in the last report, with the reason for each."""
         self.status = WAITING
+        self.pid = os.getpid()
         self._lock = threading.Lock()
 
     @property
@@ -217,7 +233,7 @@ class Save:
         result: of `durable`, a value or an exception; None cancels the futures that are not done.
         """
         with self._lock:
-            if self.status not in (WAITING, WRITING, VOTED):
+            if self.status not in _OPEN:
                 return False
             self.status = status
         if isinstance(result, Durable):
@@ -247,7 +263,8 @@ class SaveHandle(Local):
     `staged` is done when the state may be changed again: when `save` returns, or, if part of the state lies on a
     device, when the copies from there are complete; its result is the number of bytes that were copied. `durable` is
     done when the checkpoint is safe on disk; its result is a `Durable`, its exception says what went wrong. A save
-    that was skipped or replaced (`busy=`) has cancelled futures: `status` says which.
+    that was skipped or replaced (`busy=`) has cancelled futures: `status` says which. In a child that was forked before
+    the save had ended, what would wait or be out of date raises `ForkedError`.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path, shmtensor.CheckpointWriter(path) as writer:
@@ -258,6 +275,13 @@ class SaveHandle(Local):
 
     def __init__(self, save: Save) -> None:
         self._save = save
+
+    @property
+    def _now(self) -> Save:
+        """The save as it is now, which a forked child does not see."""
+        if self._save.status in _OPEN:
+            check_pid(self._save.pid)
+        return self._save
 
     @property
     def name(self) -> str:
@@ -305,7 +329,7 @@ class SaveHandle(Local):
         `"voted"`, with `rank=`: this rank's part is durable, and other ranks' are not yet: `missing` has those.
         `"complete"`: it has its name and can be loaded, but the disk did not confirm it: `durable` has the error.
         """
-        return self._save.status
+        return self._now.status
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -317,7 +341,7 @@ class SaveHandle(Local):
         """With `rank=`, once this rank's part is durable: the ranks whose parts are missing, as last seen. Each is
         `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`), `"closed"` (it closes
         its writer, and saves no more) or `"dead"`."""
-        return self._save.missing
+        return self._now.missing
 
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait until the state was copied from the device; the host does not wait.
@@ -334,7 +358,7 @@ class SaveHandle(Local):
     @property
     def progress(self) -> Progress:
         """Bytes written and bytes in all. If the writing process is restarted, it may start again from 0."""
-        save = self._save
+        save = self._now
         return Progress(save.total if save.status in (DURABLE, COMPLETE) else save.written, save.total)
 
     def _instead(self) -> str:

@@ -751,6 +751,46 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path):
     assert checkpoints(tmp_path) == ["step-00000001.safetensors", "step-00000002.safetensors"]
 
 
+def test_a_forked_child_is_told_that_it_does_not_see_the_end_of_a_save(tmp_path):
+    run(
+        """
+        import asyncio, shmtensor, signal
+        w = CheckpointWriter(sys.argv[2])
+        w.start()
+        before = w.save(state(1))
+        before.durable.result()
+        os.kill(w.statistics().pid, signal.SIGSTOP)
+        h = w.save(state(2))
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)  # would wait for ever
+            async def wait():
+                await asyncio.wrap_future(h.durable)
+            asks = [
+                h.durable.result, h.durable.exception, lambda: h.durable.result(0),
+                lambda: h.durable.add_done_callback(print), lambda: asyncio.run(wait()), lambda: h.status,
+                lambda: h.progress, lambda: h.missing,
+            ]
+            told = 0
+            for ask in asks:
+                try:
+                    ask()
+                except shmtensor.ForkedError:
+                    told += 1
+            assert told == len(asks), told
+            assert h.staged.result() > 0 and not h.durable.done() and "waiting" in repr(h)
+            assert before.status == "durable" and before.durable.result().path == before.path
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.kill(w.statistics().pid, signal.SIGCONT)
+        h.durable.result()
+        w.close()
+        assert code == 0
+        """,
+        tmp_path,
+    )
+
+
 def test_numpy_only_imports_no_torch(tmp_path):
     run("with CheckpointWriter(sys.argv[2]) as w: w.save(state(1))\nassert 'torch' not in sys.modules", tmp_path)
     assert checkpoints(tmp_path) == ["step-00000001.safetensors"]
