@@ -207,15 +207,24 @@ def fitting(entries: Sequence[Saved], path: str) -> bytes:
 
 
 def replace(path: str, data: bytes) -> None:
-    """Replace a small file as a whole and sync it, but not its directory. Raises OSError."""
+    """Replace a small file as a whole and sync it, but not its directory. Raises OSError, and leaves it as it was."""
+    temporary = path + ".tmp"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path + ".tmp")
-    with contextlib.closing(open_file(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file.fd, view) :]
-        os.fsync(file.fd)
-    os.replace(path + ".tmp", path)
+        os.unlink(temporary)
+    with contextlib.closing(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
+        try:
+            _write(file.fd, memoryview(data))
+            os.fsync(file.fd)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+def _write(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _render(entries: Sequence[Saved]) -> bytes:

@@ -178,6 +178,21 @@ def test_the_list_is_not_written_through_a_link(tmp_path):
 
 
 def test_a_list_that_becomes_too_long_loses_its_oldest(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_list_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(tmp_path, monkeypatch, call):
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    index.write(str(tmp_path), [])
+    before = (tmp_path / index.INDEX).read_bytes()
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match="No space"):
+        index.replace(str(tmp_path / index.INDEX), b"{}")
+    monkeypatch.undo()
+    assert [each.name for each in tmp_path.iterdir()] == [index.INDEX]
+    assert (tmp_path / index.INDEX).read_bytes() == before
+
+
     monkeypatch.setattr(index, "MAX_LIST", 2000)
     directory = Directory(str(tmp_path))
     for number in range(40):
