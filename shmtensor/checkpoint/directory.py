@@ -72,7 +72,14 @@ class Directory:
         except BaseException:
             locks.close()
             raise
+        self.close()
         self._locks = locks
+
+    def own_again(self) -> None:
+        """For the trainer: own a directory that was removed and made again. Does nothing while it is gone: the writing
+        process reports that. Raises as `own`."""
+        if self._locks is not None and not self._is_still() and os.path.isdir(self.path):
+            self.own()
 
     def _own(self, locks: LockFile, is_abandoned: Callable[[], bool]) -> None:
         if not locks.try_exclusive(_TRAINER):

@@ -301,6 +301,8 @@ class CheckpointWriter(Local):
         if unreported:
             return unreported
         plan, described, geometry = prepared
+        if not self._ranks:  # whose run would be gone with the directory
+            self._directory.own_again()
         if self._ranks and not self._saves.wait_for_votes(_MAX_VOTED, deadline, lambda: call.abandoned):
             raise Abandoned
         ending = self._format.suffix + (SUFFIX if self._secret else "") if geometry.single and not self._ranks else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -177,7 +178,6 @@ def test_the_list_is_not_written_through_a_link(tmp_path):
     assert not (tmp_path / f"{index.INDEX}.tmp").is_symlink()
 
 
-def test_a_list_that_becomes_too_long_loses_its_oldest(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_list_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(tmp_path, monkeypatch, call):
     def full(*args: object) -> int:
@@ -193,6 +193,7 @@ def test_a_list_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(tmp_
     assert (tmp_path / index.INDEX).read_bytes() == before
 
 
+def test_a_list_that_becomes_too_long_loses_its_oldest(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(index, "MAX_LIST", 2000)
     directory = Directory(str(tmp_path))
     for number in range(40):
@@ -226,6 +227,29 @@ def test_the_newest_is_the_last_of_the_list_whatever_the_times_say(tmp_path):
     with pytest.warns(RuntimeWarning, match="passed over"):
         assert load_arrays(tmp_path)["step"] == 7
     assert shmtensor.load_checkpoint(tmp_path / "step-00000003")["step"] == 3
+
+
+@pytest.mark.parametrize("first", ["the writer", "another one"])
+def test_a_directory_that_was_removed_and_made_again_has_one_writer(tmp_path, first):
+    path = tmp_path / "a"
+    with CheckpointWriter(path, memory="8MiB", on_error="warn") as writer:
+        writer.save({"w": np.ones(10), "step": 1}).durable.result(PATIENCE)
+        shutil.rmtree(path)
+        with pytest.raises(OSError, match="No such file"):
+            writer.save({"w": np.ones(10), "step": 2}).durable.result(PATIENCE)
+        assert not path.exists()
+        path.mkdir()
+        if first == "the writer":
+            writer.save({"w": np.ones(10), "step": 3}).durable.result(PATIENCE)
+            with pytest.raises(shmtensor.ResourceError, match="another CheckpointWriter is open"):
+                CheckpointWriter(path)
+        else:
+            other = CheckpointWriter(path, memory="8MiB")
+            with pytest.raises(shmtensor.ResourceError, match="another CheckpointWriter is open"):
+                writer.save({"w": np.ones(10), "step": 3})
+            other.close()
+            writer.save({"w": np.ones(10), "step": 3}).durable.result(PATIENCE)
+    assert load_arrays(path / "latest")["step"] == 3
 
 
 def test_there_is_no_latest_and_nothing_else(tmp_path):
