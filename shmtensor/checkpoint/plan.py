@@ -257,16 +257,17 @@ def assemble(tree: Any, named: Sequence[tuple[str, Leaf]], meta: dict[str, Any] 
 def unique_names(wanted: Iterable[str]) -> list[str]:
     """Unique names that any format can hold: two tensors `a.b` become `a.b` and `a.b#2`."""
     taken = {"__metadata__"}
+    counts: dict[str, int] = {}  # the last number that each name was given
     names = []
     for name in wanted:
         if not name.isprintable():
             name = name.encode("unicode_escape").decode("ascii")
         if len(name) > MAX_NAME:
             name = name[:MAX_NAME]
-        unique, count = name, 1
+        unique = name
         while unique in taken:
-            count += 1
-            unique = f"{name}#{count}"
+            counts[name] = counts.get(name, 1) + 1
+            unique = f"{name}#{counts[name]}"
         taken.add(unique)
         names.append(unique)
     return names

@@ -28,7 +28,8 @@ import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, CheckpointError, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint import reading
 from shmtensor.checkpoint.formats import detect, get_format
-from shmtensor.checkpoint.plan import Plan, plan
+from shmtensor.checkpoint.limits import MAX_NAME
+from shmtensor.checkpoint.plan import Plan, plan, unique_names
 from shmtensor.codec import torch as torch_views
 
 from ..waiting import wait_until
@@ -234,6 +235,24 @@ def test_names_are_unique_and_printable(path_of):
         assert same(load_checkpoint(path), state)
     with safetensors.safe_open(path_of("safetensors"), "pt") as file:
         assert sorted(len(file.get_tensor(name)) for name in file.keys()) == [1, 2, 3, 4, 5, 6, 7]  # noqa: SIM118
+
+
+def test_many_names_that_agree_are_numbered_in_time_that_grows_with_their_number():
+    lines, before = [], sys.gettrace()
+
+    def trace(frame, event, _):
+        lines.append(event)
+        return trace
+
+    wanted = [*("x" * 500 + f"{number}" for number in range(300)), "x" * MAX_NAME, "y#2", "y", "y"]
+    sys.settrace(trace)
+    try:
+        found = unique_names(wanted)
+    finally:
+        sys.settrace(before)
+    start = "x" * MAX_NAME
+    assert found == [start, *(f"{start}#{number}" for number in range(2, 302)), "y#2", "y", "y#3"]
+    assert len(lines) < 20 * len(wanted)
 
 
 # --- what others see

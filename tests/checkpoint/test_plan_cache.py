@@ -47,11 +47,11 @@ def chunks_of(made: Plan, layout) -> list[tuple]:
     return [(each.file, each.offset, slot[: each.nbytes].tobytes()) for each, slot in zip(pieces, slots, strict=True)]
 
 
-def check(plan_cache: PlanCache, state, form: str, meta=None) -> None:
+def check(plan_cache: PlanCache, state, form: str, meta=None, max_shard=None) -> None:
     """What was remembered is what a plan of the state alone says, down to each byte of each slot."""
     found, described, geometry = plan_cache.prepare(state, meta)
     expected = plan(state, meta)
-    layout = get_format(form).layout(Plan.from_description(expected.describe()))
+    layout = get_format(form).layout(Plan.from_description(expected.describe()), max_shard)
     assert described == found.describe() == expected.describe()
     assert (geometry.single, geometry.nbytes) == (layout.single, layout.nbytes)
     chunks = geometry.chunks(CHUNK)
@@ -162,24 +162,26 @@ def test_any_series_of_changes(steps, form):
         check(plan_cache, state, form, {"after": name})
 
 
-def test_what_changes_between_the_steps_of_a_training_is_no_reason_to_plan_anew():
-    state, plan_cache = base(), PlanCache(get_format("safetensors"), None)
+@pytest.mark.parametrize("max_shard", [None, 100, 40_000])
+def test_what_changes_between_the_steps_of_a_training_is_no_reason_to_plan_anew(max_shard):
+    state, plan_cache = base(), PlanCache(get_format("safetensors"), max_shard)
     for step in range(20):
         state["step"], state["optimizer"]["groups"][0]["lr"] = step, 0.1 / (step + 1)
         state["model"]["weight"].normal_()
         state["array"] += 1
-        check(plan_cache, state, "safetensors", {"step": step})
+        check(plan_cache, state, "safetensors", {"step": step}, max_shard)
     assert plan_cache.hits == 19
     geometry = plan_cache.prepare(state, {"step": 20}).geometry
     assert plan_cache.prepare(state, {"step": 21}).geometry is geometry
 
 
-def test_a_description_that_needs_a_longer_header_gets_another_layout():
-    state, plan_cache = base(), PlanCache(get_format("safetensors"), None)
+@pytest.mark.parametrize("max_shard", [None, 100])
+def test_a_description_that_needs_a_longer_header_gets_another_layout(max_shard):
+    state, plan_cache = base(), PlanCache(get_format("safetensors"), max_shard)
     sizes = set()
     for length in range(0, 20_000, 500):
         state["name"] = '"' * length
-        check(plan_cache, state, "safetensors")
+        check(plan_cache, state, "safetensors", max_shard=max_shard)
         sizes.add(plan_cache.prepare(state, None).geometry.nbytes)
     assert len(sizes) >= 5
 

@@ -296,9 +296,13 @@ class _Draft:
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             return json.dumps(index, indent=2).encode("ascii") + b"\n"
 
-        files.append(FileSpec(INDEX, len(render(None))))
-        last = len(files) - 1
-        return Layout(files, places, self.sizes, fill, lambda digests, _: [(last, 0, render(digests))])
+        bare = len(render(None))
+        nbytes, last = align(bare, PAGE), len(files)  # with spaces at the end, as a header
+        files.append(FileSpec(INDEX, nbytes))
+        return Layout(
+            files, places, self.sizes, fill, lambda digests, _: [(last, 0, render(digests).ljust(nbytes))],
+            holds=partial(_holds, nbytes, bare - _escaped(self.plan.describe())),
+        )  # fmt: skip
 
     def split(self, limit: int) -> list[list[int]]:
         """The regions of each shard; a region larger than the limit gets a shard to itself."""
@@ -342,7 +346,8 @@ def _escaped(description: bytes) -> int:
 
 
 def _holds(start: int, rest: int, description: bytes) -> bool:
-    """Whether a header of `start` bytes, `rest` of which are used by the tensors, is that of another description."""
+    """Whether a header or index of `start` bytes, `rest` of which are used by the tensors, is that of another
+    description."""
     return align(rest + _escaped(description), PAGE) == start
 
 
