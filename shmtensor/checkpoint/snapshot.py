@@ -23,6 +23,7 @@ import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -373,7 +374,7 @@ class PartSnapshot(Snapshot):
     def _recorded(self) -> Saved | None:
         outcome = self._votes.outcome(self.name)
         if outcome is not None and not outcome.name:
-            raise OSError(125, outcome.reason)  # ECANCELED
+            raise OSError(errno.ECANCELED, outcome.reason)
         vote = self._votes.find(self.name)
         if vote is not None:
             entry = self._entry(vote)
@@ -395,7 +396,23 @@ class PartSnapshot(Snapshot):
         return Saved(self.name, self._writer, self.number, self.options["step"], files[0][1], digest, files)
 
     def _record(self, entry: Saved) -> None:
-        self._votes.prepare(self.name, self._vote(entry))
+        with self._or_decided():
+            self._votes.prepare(self.name, self._vote(entry))
+
+    @contextlib.contextmanager
+    def _or_decided(self) -> Iterator[None]:
+        """An error of what is done within is that the others have decided meanwhile, if they have: its directory is gone.
+
+        Raises the reason, as OSError, if they have given the checkpoint up.
+        """
+        try:
+            yield
+        except OSError:
+            outcome = self._votes.outcome(self.name)
+            if outcome is None:
+                raise
+            if not outcome.name:
+                raise OSError(errno.ECANCELED, outcome.reason) from None
 
     def _vote(self, entry: Saved) -> Vote:
         _, nbytes, changed = entry.files[0]
@@ -413,14 +430,8 @@ class PartSnapshot(Snapshot):
         self.entry = entry
         self.since = time.monotonic()
         if self._votes.outcome(self.name) is None:
-            try:
+            with self._or_decided():
                 self._votes.add(self.name, self._vote(entry), self._path)
-            except OSError:
-                outcome = self._votes.outcome(self.name)
-                if outcome is None:
-                    raise
-                if not outcome.name:
-                    raise OSError(125, outcome.reason) from None
 
     def poll(self, *, alone: bool) -> Outcome | Waiting | None:
         """The outcome, or the missing ranks; None if it is not time to check. Raises OSError."""

@@ -451,6 +451,35 @@ def test_ranks_that_save_other_names_do_not_wait_for_each_other(tmp_path, names)
         assert "all ranks save the same names in the same order" in str(error)
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint :RuntimeWarning")
+def test_a_rank_votes_when_the_others_have_given_the_checkpoint_up(tmp_path, monkeypatch):
+    """Its vote finds no directory any more: its error is their reason."""
+    path = tmp_path / "a"
+    waits = (
+        "import json, sys, time; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "from shmtensor.checkpoint import run_record\n"
+        "def wait():\n"
+        f"    until = time.monotonic() + {PATIENCE}\n"
+        f"    while not any(it.key == '2' for it in run_record.read({str(path)!r}).outcomes):\n"
+        "        assert time.monotonic() < until\n"
+        "        time.sleep(0.01)\n"
+        "if json.loads(sys.argv[1]).get('rank') == 1: points.arm('vote.begun', wait, 3)\n"  # of 1, 3, 2
+    )
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(process_handle, "LAUNCH", waits + process_handle.LAUNCH)
+    writers = open_writers(path, 2, on_error="warn")
+    handles = [[writer.save(part_of(rank, int(name)), name=name) for name in names]
+               for rank, (writer, names) in enumerate(zip(writers, ("123", "132"), strict=True))]  # fmt: skip
+    for saved in handles:
+        for handle in saved:
+            if handle.name == "2":
+                with pytest.raises(shmtensor.ResourceError, match="all ranks save the same names in the same order"):
+                    handle.durable.result(PATIENCE)
+            else:
+                handle.durable.result(PATIENCE)
+    close_all(writers)
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_ranks_that_save_other_names_and_die(tmp_path, dies):
     """Their writing processes end, also if one dies when it has said so, and the next run waits for nobody."""
