@@ -83,7 +83,6 @@ class Entry:
     role: int
     flags: int
     pid: int
-    joined_ns: int
     leaving: bool
     group: int
     """The uid of its group, 0 if it is in none."""
@@ -222,8 +221,8 @@ class Control:
             if uid:
                 acquire_fence()
                 entry = Entry(
-                    index, uid, words[at + M_ROLE], words[at + M_FLAGS], words[at + M_PID], words[at + M_JOINED],
-                    words[at + M_LEAVING] != 0, words[at + M_GROUP],
+                    index, uid, words[at + M_ROLE], words[at + M_FLAGS], words[at + M_PID], words[at + M_LEAVING] != 0,
+                    words[at + M_GROUP],
                 )  # fmt: skip
                 acquire_fence()
                 if words[at] == uid:

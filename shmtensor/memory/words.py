@@ -21,9 +21,6 @@ from typing import Any, Final, cast
 
 __all__ = ["HAS_BARRIER", "WEAKLY_ORDERED", "acquire_fence", "barrier", "register", "store"]
 
-WORD: Final = 8
-MASK: Final = (1 << 64) - 1
-
 store: Callable[[memoryview, int, int], None] = cast(Any, _setitem)
 """`store(words, index, value)`: one atomic 64-bit store."""
 

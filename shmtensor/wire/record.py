@@ -37,7 +37,6 @@ _HEAD = struct.Struct("<QQHHIIIIIQ")
 BODY: Final = struct.Struct("<QHHIIIIIQ")
 """The head without `seq`, which is stored on its own, last."""
 BODY_OFFSET: Final = 8
-SLOT_OFFSET: Final = 24
 CONSTANT_OFFSET: Final = 16
 """Here begins what depends on the message's structure and slot, but not on its number and time."""
 INLINE_OFFSET: Final = _HEAD.size

@@ -431,14 +431,6 @@ _MAX_PARAMETERS: Final = 80
 _WORD, _DOUBLE, _LENGTH = Struct("<q"), Struct("<d"), Struct("<I")
 
 
-def is_single(description: bytes) -> bool:
-    """Whether a message is one tensor, which starts at offset 0, without strides, storage and meta."""
-    words = 8 * description[11] if len(description) > 24 else 0
-    return description[8:9] == b"\n" and description[10] == TORCH and not any(description[4:8]) and not any(
-        description[12:24]
-    ) and len(description) == 25 + words and not description[-1]  # fmt: skip
-
-
 def check_extent(leaf: LeafSpec, itemsize: int) -> int:
     """Bytes from the leaf's offset to its end. Raises `WireError` if its shape, strides or offset are impossible."""
     size = itemsize

@@ -13,7 +13,6 @@ import torch
 
 from shmtensor.codec.encode import encode_empty
 from shmtensor.errors import ArgumentTypeError
-from shmtensor.wire import spec
 from shmtensor.wire.dtypes import BY_CODE, BY_NAME, TABLE
 
 from ..codec.another import decode, encode, implementation, payload_of, travel  # noqa: F401
@@ -155,14 +154,6 @@ def test_a_loan_is_a_view_to_compute_into(dtype, arrives):
     assert (view.dtype, tuple(view.shape), meta) == (arrives, (3, 4), None)
     view[...] = 2
     assert payload.any()
-
-
-def test_what_is_a_single_tensor():
-    assert spec.is_single(encode(torch.zeros(2, 3, dtype=torch.bfloat16)).description)
-    strided = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    others = [torch.zeros(2)], np.zeros((2, 3)), strided, torch.eye(2).to_sparse(), None, 7, [1], {}, "x" * 40
-    assert not any(spec.is_single(encode(value).description) for value in others)
-    assert not spec.is_single(encode(torch.zeros(2), {}).description)
 
 
 def test_numpy_alone_never_imports_torch():
