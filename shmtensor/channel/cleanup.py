@@ -22,7 +22,7 @@ from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_exists, unlink_semaphore
 from ..memory.words import store
-from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, R_RECORDS, RECORD_WORDS
+from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, state_word
 from ..ring.ring import Ring, SequenceTable
 from . import control as ctl
 from .control import Control, Entry, exclusively
@@ -174,9 +174,8 @@ def _undone(control: Control, sequences: SequenceTable) -> Iterator[int]:
             )  # fmt: skip
         except (FileNotFoundError, WireError):
             continue
-        for slot in range(ring.slots):
-            seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
-            if 0 < seq <= published and ring.words[ring.state + 8 * slot + DONE] != seq:
+        for slot, seq in enumerate(ring.seqs):
+            if 0 < seq <= published and ring.words[state_word(ring, slot) + DONE] != seq:
                 yield seq
 
 

@@ -484,10 +484,11 @@ def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
             read_table = sender.table.read_anew
             published = min(read_table(lay.L_PUBLISHED, 1)[0], lay.MOST_MESSAGES)
         entry = read_table(order + published % sender.shape.order_size, 1)[0]
+        index, slot = entry >> 32, entry & 0xFFFFFFFF
         for ring in rings:
-            if ring.index == entry >> 32 and entry & 0xFFFFFFFF < ring.shape.slots:
+            if ring.index == index and slot < ring.shape.slots:
                 read = ring.source.read_anew if fresh else ring.source.read
-                record = read(lay.R_RECORDS + (entry & 0xFFFFFFFF) * lay.RECORD_WORDS, HEAD)
+                record = read(lay.record_word(slot), HEAD)
                 if published <= record[SEQ] <= lay.MOST_MESSAGES:  # it may hold a newer one by now
                     most = ring.shape.slots * ring.shape.slot_bytes
                     return min(record[NBYTES], most), max(1e-9, (time.monotonic_ns() - record[SENT]) / 1e9)
@@ -558,7 +559,7 @@ class _Ring:
     def _row(self, index: int, *, anew: bool = False) -> Words:
         """The words of one recipient for all slots."""
         read = self.source.read_anew if anew else self.source.read
-        return np.frombuffer(read(self.shape.state + index * self.shape.row, self.shape.slots), np.uint64)
+        return np.frombuffer(read(lay.lease_word(self.shape, index, 0), self.shape.slots), np.uint64)
 
     def leased(self) -> set[int]:
         """The slots that receivers say they have leased."""

@@ -14,7 +14,7 @@ from ..memory import placement
 from ..memory.semaphores import SenderWaker
 from ..memory.words import store
 from ..ring.implementation import make_reader
-from ..ring.layout import FAN_OUT, MAX_RINGS
+from ..ring.layout import FAN_OUT, MAX_RINGS, lease_word
 from ..ring.reader import Reader, Reception
 from ..ring.ring import Ring, SequenceTable
 from .device_fanout import make_device_reader
@@ -88,7 +88,7 @@ def clear_words(member: Member) -> None:
     """Fan-out, while it joins: the words of a former member at its index must not count for the messages that are kept
     for it."""
     for ring in _retaining_rings(member):
-        row = ring.state + member.recipient[0] * ring.row
+        row = lease_word(ring, member.recipient[0], 0)
         for word in range(row, row + ring.slots):
             store(ring.words, word, 0)
 

@@ -25,8 +25,7 @@ from ..endpoints.workqueue import Producer
 from ..errors import PeerDied, ResourceError, RingFull, WireError
 from ..memory.segment import PAGE, free_bytes, where
 from ..options import format_bytes
-from ..ring.competing import state_word
-from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot
+from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot, state_word
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import ATTACH, GIVEN_UP, UNREADABLE
 from .pickling import DeviceConsumer, loads, nbytes_of

@@ -48,8 +48,7 @@ from ..memory.counters import Counter
 from ..memory.descriptors import InheritedFile
 from ..memory.segment import NameTaken, free_bytes, more_room, total_bytes, where
 from ..options import format_bytes
-from ..ring.competing import state_word
-from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot
+from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot, state_word
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange

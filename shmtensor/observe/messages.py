@@ -262,12 +262,12 @@ class Messages:
     def _holds(ring: _Ring, slot: int, seq: int) -> bool:
         """Whether a slot still holds the record that was read. The barrier: what its sender stored before is seen."""
         barrier()
-        return ring.source.read(lay.R_RECORDS + slot * lay.RECORD_WORDS, 1)[0] == seq
+        return ring.source.read(lay.record_word(slot), 1)[0] == seq
 
     def _is_whole(self, sender: _Sender, ring: _Ring, slot: int, span: int, seq: int) -> bool:
         """Whether the payload that was read is known to be that of message `seq`."""
         if self._kind == lay.WORK_QUEUE:
-            state = ring.source.read(ring.shape.state + lay.STATE_WORDS * slot, lay.STATE_WORDS)
+            state = ring.source.read(lay.state_word(ring.shape, slot), lay.STATE_WORDS)
             taken = seq in (state[lay.CLAIMED], state[lay.DONE], state[lay.RELEASED])
             return not taken and self._holds(ring, slot, seq)
         is_needed = self._is_needed(sender, ring, slot, seq)
@@ -293,7 +293,7 @@ class Messages:
                 or words[at + ctl.M_FLAGS] & ctl.NO_RECIPIENT
             ):
                 continue
-            word = ring.source.read(shape.state + index * shape.row + slot, 1)[0] & lay.LEASE
+            word = ring.source.read(lay.lease_word(shape, index, slot), 1)[0] & lay.LEASE
             if (
                 ((word == 2 * seq and not self._is_writable) or (word < 2 * seq and not words[at + ctl.M_LEAVING]))
                 and self._control.is_locked(ctl.LIFE + index)

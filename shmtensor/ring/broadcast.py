@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import DependencyError, WireError
 from ..memory.words import acquire_fence, barrier, store
-from .layout import L_PUBLISHED, OtherVersion
+from .layout import L_PUBLISHED, OtherVersion, lease_word
 from .reader import OTHER, PASSED_OVER, Found, Lease, LockedLease, ReferenceReader
 
 
@@ -96,7 +96,7 @@ class BroadcastReader(ReferenceReader):
         if not self.started:
             return self._take_locked(array, found, seq)
         ring = found.ring
-        word = ring.state + self.member * ring.row + found.slot
+        word = lease_word(ring, self.member, found.slot)
         # crash: take.found
         self.taking = seq, word, ring.words
         store(ring.words, word, 2 * seq)
@@ -131,11 +131,11 @@ class BroadcastReader(ReferenceReader):
 
     def skip(self, seq: int) -> None:
         """Give back, unread, the slot of a message whose record is damaged, so that the publisher can reuse it."""
-        entry = self.words[self.order + (seq & self.mask)]
-        if self.started and entry >> 32 < len(self.rings):
-            ring, slot = self.rings[entry >> 32], entry & 0xFFFFFFFF
+        index, slot = self.sequences.place(seq)
+        if self.started and index < len(self.rings):
+            ring = self.rings[index]
             if slot < ring.slots:
-                store(ring.words, ring.state + self.member * ring.row + slot, 2 * seq + 1)
+                store(ring.words, lease_word(ring, self.member, slot), 2 * seq + 1)
                 self.wake_sender()
 
     def _take_locked(self, array: Any, found: Found, seq: int) -> Lease | None:
@@ -144,7 +144,7 @@ class BroadcastReader(ReferenceReader):
         The lease word is stored as well, since the publisher may begin to count this receiver at any moment.
         """
         ring = found.ring
-        word = ring.state + self.member * ring.row + found.slot
+        word = lease_word(ring, self.member, found.slot)
         self.taking = seq, word, None
         if not self._lock(found, seq):
             return None
@@ -161,7 +161,7 @@ class BroadcastReader(ReferenceReader):
         if not locks.try_shared(seq):
             return False
         # crash: take.shared
-        if self.holds(found.ring, found.slot, seq):
+        if found.ring.seqs[found.slot] == seq:
             return True
         locks.unlock(seq)
         self.wake_sender()  # our lock may have made it fail

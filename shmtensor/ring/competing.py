@@ -16,10 +16,10 @@ from .layout import (
     GROUP_DONE,
     L_PUBLISHED,
     LEASE,
-    R_RECORDS,
-    RECORD_WORDS,
     RELEASED,
     OtherVersion,
+    lease_word,
+    state_word,
 )
 from .reader import GIVEN_UP, OTHER, PASSED_OVER, UNREADABLE, Claim, Found, ReferenceReader
 from .states import State, of_queue, of_recipient
@@ -33,11 +33,6 @@ NOTHING = (1 << 64) - 1
 """The result of `age` if there is no message."""
 
 _UNDONE = (State.PUBLISHED, State.LEASED)
-
-
-def state_word(ring: Ring, slot: int) -> int:
-    """Index of the first state word of a slot."""
-    return ring.state + 8 * slot
 
 
 class CompetingReader(ReferenceReader):
@@ -148,7 +143,7 @@ class CompetingReader(ReferenceReader):
             except (WireError, FileNotFoundError):
                 return 0
             if found is not None and self.is_open(found.ring, found.slot, seq, walking=True):
-                return found.ring.words[R_RECORDS + found.slot * RECORD_WORDS + 1]
+                return found.ring.sent_ns[found.slot]
             self.position = seq
         return NOTHING
 
@@ -177,7 +172,7 @@ class CompetingReader(ReferenceReader):
             return False
         # crash: claim.locked
         # the state before `seq`: else the slot could be reused, and done for its next message, in between
-        if not self.may_claim(ring, slot, seq) or not self.holds(ring, slot, seq) or not self.keep(ring, slot, seq):
+        if not self.may_claim(ring, slot, seq) or ring.seqs[slot] != seq or not self.keep(ring, slot, seq):
             locks.unlock(byte)
             self.taking = None
             return False
@@ -214,9 +209,9 @@ class CompetingReader(ReferenceReader):
 
     def skip(self, seq: int) -> None:
         """Finish a message whose record is damaged, so that its slot is not lost."""
-        entry = self.words[self.order + (seq & self.mask)]
-        if entry >> 32 < len(self.rings):
-            ring, slot = self.rings[entry >> 32], entry & 0xFFFFFFFF
+        index, slot = self.sequences.place(seq)
+        if index < len(self.rings):
+            ring = self.rings[index]
             if slot < ring.slots and self.is_open(ring, slot, seq, walking=False) and self.claim(ring, slot, seq):
                 self.drop(ring, slot, seq)
 
@@ -331,7 +326,7 @@ class GroupReader(CompetingReader):
             self.shared.discard(seq)
             return False
         # crash: take.shared
-        if self.holds(ring, slot, seq):
+        if ring.seqs[slot] == seq:
             return True
         self.unlock(seq)
         self.wake_sender()  # our lock may have made it fail
@@ -371,4 +366,4 @@ class GroupReader(CompetingReader):
 
     def _own_word(self, ring: Ring, slot: int) -> int:
         """Index of this member's own word for a slot: it shows who holds a message, and no sender waits for it."""
-        return ring.state + self.member * ring.row + slot
+        return lease_word(ring, self.member, slot)

@@ -32,7 +32,7 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from ..errors import WireError
 from ..memory.segment import PAGE
@@ -151,7 +151,7 @@ class RingShape:
     @property
     def data(self) -> int:
         """Byte offset of slot 0."""
-        words = self.capacity * self.row if self.kind == FAN_OUT else 8 * self.slots
+        words = self.capacity * self.row if self.kind == FAN_OUT else STATE_WORDS * self.slots
         return (8 * (self.state + words) + PAGE - 1) & -PAGE
 
     @property
@@ -163,6 +163,30 @@ class RingShape:
     def device_bytes(self) -> int:
         """Bytes of device memory: whole blocks, the unit in which the driver shares memory between processes."""
         return -(-self.slots * self.slot_bytes // DEVICE_BLOCK) * DEVICE_BLOCK if self.device else 0
+
+
+class Slots(Protocol):
+    """A ring or its shape: where the words of its slots are."""
+
+    @property
+    def state(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+
+
+def record_word(slot: int) -> int:
+    """Index of the first word of a slot's record: its `seq`."""
+    return R_RECORDS + slot * RECORD_WORDS
+
+
+def state_word(ring: Slots, slot: int) -> int:
+    """Work queue: index of the first state word of a slot."""
+    return ring.state + STATE_WORDS * slot
+
+
+def lease_word(ring: Slots, member: int, slot: int) -> int:
+    """Fan-out: index of a member's word for a slot."""
+    return ring.state + member * ring.row + slot
 
 
 class OtherVersion(WireError):

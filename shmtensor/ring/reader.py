@@ -36,11 +36,10 @@ from .layout import (
     LEASE,
     MAX_RINGS,
     MOST_MESSAGES,
-    R_RECORDS,
-    RECORD_WORDS,
-    STATE_WORDS,
     OtherVersion,
     check_version,
+    lease_word,
+    state_word,
 )
 from .ring import Ring, SequenceTable
 
@@ -132,7 +131,7 @@ class Reader(ABC):
         """Set the attributes. None may refer to the receiver, which leaves its channel when it is collected."""
         self.reception, self.sequences, self.uid, self.index = reception, sequences, sequences.uid, index
         self.member, self.words, self.mask, self.order = (
-            reception.member, sequences.words, sequences.mask, sequences.shape.order,
+            reception.member, sequences.words, sequences.mask, sequences.order,
         )  # fmt: skip
         self.device = sequences.device  # its messages lie in device memory: see `endpoints/device_fanout.py`
         self._control, self._asleep, self._waker = reception.control, asleep, waker
@@ -245,7 +244,7 @@ class Reader(ABC):
 
     def group_word(self, ring: Ring, slot: int) -> int:
         """Index of a group's word for a slot."""
-        return ring.state + self.reception.recipient[0] * ring.row + slot
+        return lease_word(ring, self.reception.recipient[0], slot)
 
     def _first(self, published: int) -> int:
         """The first message that may be this receiver's."""
@@ -258,7 +257,7 @@ class Reader(ABC):
         """Whether nobody needs to do anything with a message: it is done. In a group, the one that had it lives as well
         until its views die; else another member gives the slot back."""
         if self.reception.mode == COMPETING:
-            return ring.words[ring.state + STATE_WORDS * slot + DONE] == seq
+            return ring.words[state_word(ring, slot) + DONE] == seq
         word = ring.words[self.group_word(ring, slot)]
         if word != GROUP_DONE << ATTEMPT_SHIFT | 2 * seq:
             return word & LEASE > 2 * seq
@@ -283,8 +282,7 @@ class Reader(ABC):
         self.map_all()
         found = []
         for index, ring in enumerate(self.rings):
-            for slot in range(ring.slots):
-                seq = ring.words[R_RECORDS + slot * RECORD_WORDS]
+            for slot, seq in enumerate(ring.seqs):
                 if first <= seq <= published and not self._is_finished(ring, slot, seq):
                     found.append((seq, index, slot))
         found.sort()
@@ -475,8 +473,8 @@ class ReferenceReader(Reader):
 
     def locate(self, seq: int) -> Found | None:
         """The record of message `seq`; None if its slot holds another message by now."""
-        entry = self.words[self.order + (seq & self.mask)]
-        return self.read(self.ring(entry >> 32), entry & 0xFFFFFFFF, seq)
+        index, slot = self.sequences.place(seq)
+        return self.read(self.ring(index), slot, seq)
 
     def read(self, ring: Ring, slot: int, seq: int) -> Found | None:
         """The validated record in a slot; None if the slot does not hold message `seq`."""
@@ -484,17 +482,17 @@ class ReferenceReader(Reader):
             raise WireError(f"order entry of message {seq} names slot {slot} of {ring.slots}")
         if WEAKLY_ORDERED:
             acquire_fence()
-        if not self.holds(ring, slot, seq):
+        if ring.seqs[slot] != seq:
             return None
         at = ring.records + slot * SIZE
         try:
             found = self._parse(ring, slot, ring.map[at + CONSTANT_OFFSET : at + SIZE])
             if not self.known:
                 check_version("its first description", found.description[0] if found.description else 0, spec.VERSION)
-                self.known = self.holds(ring, slot, seq)  # else the bytes may be a newer message's
+                self.known = ring.seqs[slot] == seq  # else the bytes may be a newer message's
                 return found if self.known else None
         except WireError:
-            if self.holds(ring, slot, seq):
+            if ring.seqs[slot] == seq:
                 raise
             return None  # read while the producer was reusing the slot
         return found
@@ -503,7 +501,7 @@ class ReferenceReader(Reader):
         head = unpack_constant(raw)
         device = ring.device
         version, flags, _, _, _, length, _, nbytes = head
-        sent_ns = ring.words[R_RECORDS + slot * RECORD_WORDS + 1]
+        sent_ns = ring.sent_ns[slot]
         if not self.known:
             check_version("its first record", version, record.VERSION)
         check_head(head, ring.index, slot, ring.slots, ring.slot_bytes + (device is not None) * DEVICE_SLOT)
@@ -517,16 +515,11 @@ class ReferenceReader(Reader):
         at = slot * ring.slot_bytes + padded(nbytes)
         return Found(ring, slot, bytes(ring.buffer[at : at + length]), nbytes, sent_ns)
 
-    def holds(self, ring: Ring, slot: int, seq: int) -> bool:
-        """Whether a slot still holds message `seq`."""
-        return ring.words[R_RECORDS + slot * RECORD_WORDS] == seq
-
     def is_current(self, seq: int) -> bool:
         """Whether message `seq` still lies where the sequence table says; True as well if that cannot be checked."""
-        entry = self.words[self.order + (seq & self.mask)]
-        index, slot = entry >> 32, entry & 0xFFFFFFFF
+        index, slot = self.sequences.place(seq)
         known = index < len(self.rings) and slot < self.rings[index].slots
-        return not known or self.holds(self.rings[index], slot, seq)
+        return not known or self.rings[index].seqs[slot] == seq
 
     # --- leases
 

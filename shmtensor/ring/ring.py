@@ -36,10 +36,12 @@ from .layout import (
     R_INDEX,
     R_KIND,
     R_MAGIC,
+    R_RECORDS,
     R_SLOT_BYTES,
     R_SLOTS,
     R_UID,
     R_VERSION,
+    RECORD_WORDS,
     RING_MAGIC,
     SEQUENCE_TABLE_MAGIC,
     VERSION,
@@ -52,11 +54,11 @@ from .layout import (
 class SequenceTable:
     """One producer's sequence table, mapped. Messages are leased and claimed on byte `seq` of `locks`."""
 
-    __slots__ = ("device", "history", "locks", "mask", "name", "shape", "uid", "words")
+    __slots__ = ("device", "history", "locks", "mask", "name", "order", "shape", "uid", "words")
 
     def __init__(self, name: str, uid: int, words: memoryview, shape: SequenceTableShape, locks: LockFile) -> None:
         self.name, self.uid, self.words, self.shape, self.locks = name, uid, words, shape, locks
-        self.mask = shape.order_size - 1
+        self.order, self.mask = shape.order, shape.order_size - 1
         self.history = words[L_HISTORY]
         self.device = words[L_DEVICE] == 1  # the data of its rings lie in device memory
 
@@ -109,6 +111,11 @@ class SequenceTable:
         """How many rings the producer has added."""
         return self.words[L_RINGS]
 
+    def place(self, seq: int) -> tuple[int, int]:
+        """The ring and the slot that the table names for message `seq`; another's, once that is overwritten."""
+        entry = self.words[self.order + (seq & self.mask)]
+        return entry >> 32, entry & 0xFFFFFFFF
+
     def start(self, index: int, uid: int) -> int | None:
         """The first message that counts member (index, uid) as a recipient; None while the producer has not seen it."""
         at = L_MEMBERS + 2 * index
@@ -136,12 +143,13 @@ class SequenceTable:
 class Ring:
     """A mapped ring. `words`, `view` and `map` cover header, records and states; `buffer`, at `address`, the data.
 
-    The data of a device ring are reached by `device`, which is its `buffer` as well; else `device` is None.
+    `seqs[slot]` and `sent_ns[slot]` are the first words of a slot's record: which message it holds, and since when. The
+    data of a device ring are reached by `device`, which is its `buffer` as well; else `device` is None.
     """
 
     __slots__ = (
         "address", "buffer", "device", "index", "map", "name", "nbytes", "pinning",
-        "records", "row", "shape", "slot_bytes", "slots", "state", "view", "words",
+        "records", "row", "sent_ns", "seqs", "shape", "slot_bytes", "slots", "state", "view", "words",
     )  # fmt: skip
 
     def __init__(self, name: str, index: int, shape: RingShape, segment: shm.Segment, *, writable: bool) -> None:
@@ -151,6 +159,7 @@ class Ring:
         self.slots, self.slot_bytes, self.nbytes = shape.slots, shape.slot_bytes, shape.nbytes
         self.records, self.state, self.row = HEADER, shape.state, shape.row
         self.words, self.view, self.map = head.words, head.view, head.map
+        self.seqs, self.sent_ns = (self.words[R_RECORDS + at : shape.state : RECORD_WORDS] for at in range(2))
         self.buffer: Any = data.buffer
         self.address = data.address
         self.device: DeviceSlots | None = None

@@ -23,11 +23,10 @@ from .layout import (
     L_PUBLISHED,
     LEASE,
     NOTE,
-    R_RECORDS,
-    RECORD_WORDS,
     RELEASED,
-    STATE_WORDS,
     VERDICT,
+    lease_word,
+    state_word,
 )
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Writer:
 
     def _note_sent(self, log: EventLog, ring: Ring, slot: int, seq: int, nbytes: int) -> None:
         """A message was published: its record has the time."""
-        end = ring.words[R_RECORDS + slot * RECORD_WORDS + 1]
+        end = ring.sent_ns[slot]
         begun = self._begun or end
         log.add(SEND, seq, log.member, begun, self._found or begun, end, nbytes)
         self._begun, self._found, self._waited = 0, 0, False
@@ -187,9 +186,7 @@ class Writer:
             slot = self._find(index, span, look=False)
             if slot >= 0:
                 self._in_flight[index][slot : slot + span] = [_InFlight(slot, span)] * span
-                store(
-                    found.words, R_RECORDS + slot * RECORD_WORDS, 0
-                )  # no receiver may take the old record for a new one
+                store(found.seqs, slot, 0)  # no receiver may take the old record for a new one
                 if self._events is not None:
                     self._note_search(True)
                 return found, slot
@@ -217,8 +214,7 @@ class Writer:
         owner may still write, or None. Returns the sequence number.
         """
         place, words = self.rings[ring], self._words
-        record, seq = R_RECORDS + slot * RECORD_WORDS, words[L_PUBLISHED] + 1
-        message = self._acquired(ring, slot)
+        seq, message = words[L_PUBLISHED] + 1, self._acquired(ring, slot)
         if array is not None:
             message.array = array
         try:
@@ -239,14 +235,14 @@ class Writer:
             if not spilled:
                 place.view[at + INLINE_OFFSET : at + INLINE_OFFSET + len(description)] = description
             # crash: publish.record
-            store(place.words, record, seq)
-            store(words, self._sequences.shape.order + (seq & self._sequences.mask), ring << 32 | slot)
+            store(place.seqs, slot, seq)
+            store(words, self._sequences.order + (seq & self._sequences.mask), ring << 32 | slot)
             # crash: publish.ordered
             message.waits, message.lockable, message.seq = self._recipients, self._lockable, seq
             store(words, L_PUBLISHED, seq)  # pairs with the position check of the receivers' readers
         except BaseException:
             if words[L_PUBLISHED] < seq:  # no receiver may find the record: another message will get its number
-                store(place.words, record, 0)
+                store(place.seqs, slot, 0)
                 message.seq = 0
                 if registration and registration[2] is not None:
                     registration[3].seq = 0
@@ -261,10 +257,10 @@ class Writer:
     def _enter(self, ring: Ring, slot: int, seq: int, note: int, deadline: int, table: Any, entry: Any) -> None:
         """Store what goes with a message: see `Registration`."""
         if not self._competing:
-            store(ring.words, ring.state + self._member * ring.row + slot, note)  # the sender's own row: no receiver's
+            store(ring.words, lease_word(ring, self._member, slot), note)  # the sender's own row: no receiver's
             # crash: publish.noted
             return
-        at = ring.state + STATE_WORDS * slot
+        at = state_word(ring, slot)
         if table is not None:
             entry.words, entry.at, entry.seq = ring.words, at, seq
             table[seq] = entry
@@ -292,7 +288,7 @@ class Writer:
             if not message.seq or message.lent or self._is_unjudged(ring, message):
                 continue
             # `done` before the lock: the other way round, it could be claimed, and done with views alive, in between
-            done = ring.words[ring.state + STATE_WORDS * message.first + DONE] == message.seq
+            done = ring.words[state_word(ring, message.first) + DONE] == message.seq
             if done and not self._sequences.locks.held_by_other(message.seq):
                 self._forget(ring.index, message)
                 freed = True
@@ -303,11 +299,11 @@ class Writer:
         uncounted = self._leaving | _bits(local)
         for ring, message in self._all():
             if self._competing:
-                if message.seq and ring.words[ring.state + STATE_WORDS * message.first + DONE] != message.seq:
+                if message.seq and ring.words[state_word(ring, message.first) + DONE] != message.seq:
                     return False
                 continue
             for member in _members(message.waits & ~uncounted):
-                word = ring.words[ring.state + member * ring.row + message.first]
+                word = ring.words[lease_word(ring, member, message.first)]
                 if word & LEASE < 2 * message.seq or 0 < word >> ATTEMPT_SHIFT < GROUP_DONE:
                     return False
         return True
@@ -365,10 +361,10 @@ class Writer:
         if not seq:
             return True
         if self._competing:
-            at = ring.state + STATE_WORDS * slot
+            at = state_word(ring, slot)
             return words[at + RELEASED] == seq and not self._is_unjudged(ring, message)
         for member in _members(message.waits):
-            word = words[ring.state + member * ring.row + slot]  # pairs with the store that ends a lease
+            word = words[lease_word(ring, member, slot)]  # pairs with the store that ends a lease
             if word != 2 * seq + 1 and (word & LEASE == 2 * seq or not self._leaving >> member & 1):
                 return False
             message.waits &= ~(1 << member)
@@ -381,9 +377,7 @@ class Writer:
             return not locks.held_by_other(seq)
         if not locks.try_exclusive(seq):
             return False
-        store(
-            words, R_RECORDS + slot * RECORD_WORDS, 0
-        )  # under the lock: a receiver that locks it next finds no message
+        store(ring.seqs, slot, 0)  # under the lock: a receiver that locks it next finds no message
         # crash: takeback.cleared
         locks.unlock(seq)
         return True
@@ -392,7 +386,7 @@ class Writer:
         """Work queue: whether the sender has yet to read the verdict on a message."""
         if not self._checks_verdicts or message.judged:
             return False
-        return ring.words[ring.state + STATE_WORDS * message.first + VERDICT] >> 8 == message.seq
+        return ring.words[state_word(ring, message.first) + VERDICT] >> 8 == message.seq
 
     def _first_look(self, index: int) -> int:
         """The slot at which a search begins: slot 0 if it is free, else the one after the last used.

@@ -34,8 +34,7 @@ from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, ClosedError
 from ..memory.words import store
-from ..ring.competing import state_word
-from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, NOTE, RELEASED, SERVICE, VERDICT, WORK_QUEUE
+from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, NOTE, RELEASED, SERVICE, VERDICT, WORK_QUEUE, state_word
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import Reader
 from ..ring.writer import Registration, SlotRange

@@ -9,7 +9,7 @@ import pytest
 
 import shmtensor
 from shmtensor.memory import words
-from shmtensor.ring import broadcast, competing, reader, states, writer
+from shmtensor.ring import broadcast, competing, layout, reader, states, writer
 from shmtensor.ring.layout import L_PUBLISHED, R_RECORDS, RECORD_WORDS, RELEASED
 from shmtensor.ring.states import State
 
@@ -54,7 +54,7 @@ class Watch:
             found = states.of_recipient(ring.words[ring.state + recipient * ring.row + slot], seq)
             claimed = any(each.has_lease(ring.index, slot, seq) or each.taking for each in self.rx._readers)
             return State.PUBLISHED if found is State.LEASED and not claimed else found
-        at = competing.state_word(ring, slot)
+        at = layout.state_word(ring, slot)
         if ring.words[at + RELEASED] == seq:
             return State.RELEASED
         found, claimed = states.of_queue(ring.words, at, seq), locks.held_by_other(seq)
