@@ -23,7 +23,7 @@ from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_exists, unlink_semaphore
 from ..memory.words import store
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, state_word
-from ..ring.ring import Ring, SequenceTable
+from ..ring.ring import SequenceTable
 from . import control as ctl
 from .control import Control, Entry, exclusively
 from .names import (
@@ -137,7 +137,7 @@ def _expendable(control: Control, me: Member | None) -> Iterator[int]:
 def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
     """Whether a dead or closed sender has messages that living members have not taken; True if that is unknown."""
     try:
-        sequences = SequenceTable.attach(sequence_table_name(control.channel, sender.uid), sender.uid, control.capacity)
+        sequences = control.sequence_table(sender.uid)
     except (FileNotFoundError, WireError):
         return False
     except ResourceError:
@@ -168,10 +168,7 @@ def _undone(control: Control, sequences: SequenceTable) -> Iterator[int]:
     published = sequences.published
     for index in range(min(sequences.rings, MAX_RINGS)):
         try:
-            ring = Ring.attach(
-                ring_name(control.channel, sequences.uid, index), sequences.uid, index,
-                kind=control.ring_kind, capacity=control.capacity, writable=False,
-            )  # fmt: skip
+            ring = control.ring(sequences.uid, index, writable=False)
         except (FileNotFoundError, WireError):
             continue
         for slot, seq in enumerate(ring.seqs):
@@ -185,9 +182,7 @@ def _count_undone(control: Control) -> int:
     for entry in control.members():
         if entry.role == ctl.SENDER:
             with contextlib.suppress(FileNotFoundError, WireError, ResourceError):
-                sequences = SequenceTable.attach(
-                    sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity
-                )
+                sequences = control.sequence_table(entry.uid)
                 try:
                     count += sum(1 for _ in _undone(control, sequences))
                 finally:

@@ -43,7 +43,8 @@ from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.words import acquire_fence, store
 from ..ring.layout import SERVICE, WORK_QUEUE
-from .names import control_name
+from ..ring.ring import Ring, SequenceTable
+from .names import control_name, ring_name, sequence_table_name
 
 MAGIC: Final = int.from_bytes(b"SHMTCTRL", "little")
 VERSION: Final = 3  # 2: a sender may sleep on a FIFO; 3: groups
@@ -241,6 +242,15 @@ class Control:
         """Under the lock: label a member that is not visible yet."""
         at = _HEADER + index * _ENTRY + _LABEL
         self._view[at : at + LABEL_MAX] = label.encode().ljust(LABEL_MAX, b"\0")
+
+    def sequence_table(self, uid: int) -> SequenceTable:
+        """Map a sender's sequence table: see `SequenceTable.attach`."""
+        return SequenceTable.attach(sequence_table_name(self.channel, uid), uid, self.capacity)
+
+    def ring(self, uid: int, index: int, *, writable: bool) -> Ring:
+        """Map one of a sender's rings: see `Ring.attach`."""
+        name = ring_name(self.channel, uid, index)
+        return Ring.attach(name, uid, index, kind=self.ring_kind, capacity=self.capacity, writable=writable)
 
     def owner(self, index: int) -> int:
         """The uid whose files may exist, whether or not the member became visible; 0 if the entry is free."""

@@ -643,7 +643,7 @@ class Receiver(Endpoint):
 
     def _attach(self, entry: Entry) -> Reader:
         """A reader of the sender of that entry."""
-        return attach(self._member, entry, self._reception(), self._traits.kind)
+        return attach(self._member, entry, self._reception())
 
     def _mapped_rings(self) -> list[Ring]:
         """Every ring that is attached."""

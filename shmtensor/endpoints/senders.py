@@ -8,32 +8,32 @@ from collections.abc import Iterator
 from ..channel import control as ctl
 from ..channel.control import Entry
 from ..channel.membership import Member
-from ..channel.names import ring_name, sequence_table_name, socket_path
+from ..channel.names import sequence_table_name, socket_path
 from ..errors import ResourceError, WireError
 from ..memory import placement
 from ..memory.semaphores import SenderWaker
 from ..memory.words import store
 from ..ring.implementation import make_reader
-from ..ring.layout import FAN_OUT, MAX_RINGS, lease_word
+from ..ring.layout import MAX_RINGS, lease_word
 from ..ring.reader import Reader, Reception
-from ..ring.ring import Ring, SequenceTable
+from ..ring.ring import Ring
 from .device_fanout import make_device_reader
 from .message import SenderInfo
 
 
-def attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Reader:
-    """A reader of the sender of that entry, whose rings are of that kind.
+def attach(member: Member, entry: Entry, reception: Reception) -> Reader:
+    """A reader of the sender of that entry.
 
     Raises `FileNotFoundError` if it has no sequence table, `WireError` or `Unreadable` if it cannot be read here, and
     `Unserved`, at once, if there is no segment server now that knows. Rings that are attached later wait for one.
     """
     with placement.at_once():
-        return _attach(member, entry, reception, kind)
+        return _attach(member, entry, reception)
 
 
-def _attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Reader:
+def _attach(member: Member, entry: Entry, reception: Reception) -> Reader:
     control = member.control
-    sequences = _sequences(member, entry)
+    sequences = control.sequence_table(entry.uid)
     waker = None
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -41,10 +41,7 @@ def _attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Re
 
         def attach_ring(index: int) -> Ring:
             try:
-                return Ring.attach(
-                    ring_name(control.channel, entry.uid, index), entry.uid, index,
-                    kind=kind, capacity=control.capacity, writable=not reception.readonly,
-                )  # fmt: skip
+                return control.ring(entry.uid, index, writable=not reception.readonly)
             except FileNotFoundError as error:
                 if sequences.closed or control.owner(entry.index) != entry.uid or not control.is_alive(entry.index):
                     raise  # removed with its producer
@@ -60,11 +57,6 @@ def _attach(member: Member, entry: Entry, reception: Reception, kind: int) -> Re
     reader.gone = sequences.closed
     reader.sender = SenderInfo(f"{entry.uid:016x}", control.label(entry), entry.pid)
     return reader
-
-
-def _sequences(member: Member, entry: Entry) -> SequenceTable:
-    control = member.control
-    return SequenceTable.attach(sequence_table_name(control.channel, entry.uid), entry.uid, control.capacity)
 
 
 def _waker(member: Member, entry: Entry) -> SenderWaker:
@@ -100,13 +92,10 @@ def _retaining_rings(member: Member) -> Iterator[Ring]:
         if entry.role != ctl.SENDER:
             continue
         try:
-            sequences = _sequences(member, entry)
+            sequences = control.sequence_table(entry.uid)
         except (FileNotFoundError, WireError):
             continue
         sequences.close()
         for index in range(min(sequences.rings, MAX_RINGS) if sequences.history else 0):
             with contextlib.suppress(FileNotFoundError, WireError):
-                yield Ring.attach(
-                    ring_name(control.channel, entry.uid, index), entry.uid, index,
-                    kind=FAN_OUT, capacity=control.capacity, writable=False,
-                )  # fmt: skip
+                yield control.ring(entry.uid, index, writable=False)
