@@ -452,9 +452,7 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
 
 
 def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryview) -> _Sender:
-    if words[lay.L_MAGIC] != lay.SEQUENCE_TABLE_MAGIC or words[lay.L_UID] != member.uid:
-        raise WireError(f"segment {table.name} is not its sequence table")
-    lay.check_version(f"sequences {table.name}", words[lay.L_VERSION])
+    shape = lay.table_shape(table.name, words, member.uid)
     published = words[lay.L_PUBLISHED]
     if published >= lay.MOST_MESSAGES:
         raise WireError(f"segment {table.name} is damaged: it says that {published} messages were sent")
@@ -468,7 +466,6 @@ def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryvie
         if words[at + 1] == group.uid:
             starts[group.index] = min(words[at], lay.MOST_MESSAGES)
     newest = {index: start - 1 for index, start in starts.items()}
-    shape = lay.SequenceTableShape(words[lay.L_CAPACITY], words[lay.L_ORDER])
     return _Sender(member, table, shape, published, min(words[lay.L_HISTORY], lay.MAX_SLOTS), starts, newest)
 
 
@@ -534,13 +531,7 @@ class _Ring:
         self.source = source = seen.open(ring_name(seen.channel, sender.member.uid, index))
         source.read_head(_HEAD_WORDS)
         head = source.read(0, lay.R_DEVICE + 1)
-        expected = [lay.RING_MAGIC, sender.member.uid, seen.ring_kind]
-        if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != expected:
-            raise WireError(f"segment {source.name} is not ring {index} of its sender")
-        lay.check_version(f"ring {source.name}", head[lay.R_VERSION])
-        self.shape = shape = lay.RingShape(
-            seen.ring_kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY], head[lay.R_DEVICE] == 1
-        )
+        self.shape = shape = lay.ring_shape(source.name, head, sender.member.uid, None, seen.ring_kind)
         if shape.nbytes != source.nbytes:
             raise WireError(f"segment {source.name} has {source.nbytes} bytes, its header says {shape.nbytes}")
         self.rows: list[tuple[MemberInfo, Words]] = []

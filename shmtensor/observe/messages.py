@@ -166,10 +166,7 @@ class Messages:
     def _open(self, uid: int, pid: int) -> _Sender:
         table = shm.look_at(sequence_table_name(self._channel, uid))
         words = table.read(0, lay.L_MEMBERS)
-        if words[lay.L_MAGIC] != lay.SEQUENCE_TABLE_MAGIC or words[lay.L_UID] != uid:
-            raise WireError(f"segment {table.name} is not its sequence table")
-        lay.check_version(f"sequences {table.name}", words[lay.L_VERSION])
-        shape = lay.SequenceTableShape(words[lay.L_CAPACITY], words[lay.L_ORDER])
+        shape = lay.table_shape(table.name, words, uid)
         return _Sender(uid, pid, table, shape, words[lay.L_HISTORY], 0)
 
     def _read_new(self, sender: _Sender) -> Iterator[Seen]:
@@ -196,12 +193,7 @@ class Messages:
         if ring is None:
             source = shm.look_at(ring_name(self._channel, sender.uid, index))
             head = source.read(0, lay.R_DEVICE + 1)
-            if [head[lay.R_MAGIC], head[lay.R_UID], head[lay.R_KIND]] != [lay.RING_MAGIC, sender.uid, self._kind]:
-                raise WireError(f"segment {source.name} is not ring {index} of its sender")
-            lay.check_version(f"ring {source.name}", head[lay.R_VERSION])
-            shape = lay.RingShape(
-                self._kind, head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY], head[lay.R_DEVICE] == 1
-            )
+            shape = lay.ring_shape(source.name, head, sender.uid, index, self._kind)
             ring = sender.rings[index] = _Ring(source, shape)
         return ring
 

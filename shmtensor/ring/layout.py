@@ -31,6 +31,7 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -199,6 +200,28 @@ def check_version(what: str, version: int, known: int = VERSION) -> None:
         raise OtherVersion(
             f"{what} has layout version {version}, this library reads {known}: use the same version everywhere"
         )
+
+
+def table_shape(name: str, words: Sequence[int], uid: int) -> SequenceTableShape:
+    """The shape of a sequence table, from its first words. Raises `WireError` unless it is that of producer `uid`."""
+    if words[L_MAGIC] == SEQUENCE_TABLE_MAGIC:
+        check_version(f"sequences {name}", words[L_VERSION])
+        if words[L_UID] == uid:
+            return SequenceTableShape(words[L_CAPACITY], words[L_ORDER])
+    raise WireError(f"segment {name} is not the sequence table of producer {uid:016x}")
+
+
+def ring_shape(name: str, words: Sequence[int], uid: int, index: int | None, kind: int) -> RingShape:
+    """The shape of a ring, from its first words. Raises `WireError` unless it is ring `index` of producer `uid`.
+
+    `index`: None if any of its rings will do.
+    """
+    if words[R_MAGIC] != RING_MAGIC:
+        raise WireError(f"segment {name} is not a ring")
+    check_version(f"ring {name}", words[R_VERSION])
+    if (words[R_UID], words[R_KIND]) != (uid, kind) or index not in (None, words[R_INDEX]):
+        raise WireError(f"ring {name} is not {'a ring' if index is None else f'ring {index}'} of producer {uid:016x}")
+    return RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], words[R_CAPACITY], words[R_DEVICE] == 1)
 
 
 def round_slot(nbytes: int) -> int:

@@ -47,7 +47,8 @@ from .layout import (
     VERSION,
     RingShape,
     SequenceTableShape,
-    check_version,
+    ring_shape,
+    table_shape,
 )
 
 
@@ -86,12 +87,7 @@ class SequenceTable:
             if segment.nbytes < 8 * L_MEMBERS:
                 raise WireError(f"sequences {name} has {segment.nbytes} bytes only")
             words = segment.map(writable=True).words
-            if words[L_MAGIC] != SEQUENCE_TABLE_MAGIC:
-                raise WireError(f"segment {name} is not the sequence table of producer {uid:016x}")
-            check_version(f"sequences {name}", words[L_VERSION])
-            if words[L_UID] != uid:
-                raise WireError(f"segment {name} is not the sequence table of producer {uid:016x}")
-            shape = SequenceTableShape(words[L_CAPACITY], words[L_ORDER])
+            shape = table_shape(name, words, uid)
             if shape.capacity != capacity or shape.nbytes != segment.nbytes:
                 raise WireError(f"sequences {name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
             return cls(name, uid, words, shape, segment.locks())
@@ -197,13 +193,9 @@ class Ring:
         with shm.attach(name) as segment:
             if segment.nbytes < HEADER:
                 raise WireError(f"ring {name} has {segment.nbytes} bytes only")
-            words = segment.map(0, HEADER, writable=False).words
-            if words[R_MAGIC] != RING_MAGIC:
-                raise WireError(f"segment {name} is not a ring")
-            check_version(f"ring {name}", words[R_VERSION])
-            if (words[R_UID], words[R_INDEX], words[R_KIND], words[R_CAPACITY]) != (uid, index, kind, capacity):
+            shape = ring_shape(name, segment.map(0, HEADER, writable=False).words, uid, index, kind)
+            if shape.capacity != capacity:
                 raise WireError(f"ring {name} is not ring {index} of producer {uid:016x}")
-            shape = RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], capacity, words[R_DEVICE] == 1)
             if shape.nbytes != segment.nbytes:
                 raise WireError(f"ring {name} has {segment.nbytes} bytes, its header says {shape.nbytes}")
             return cls(name, index, shape, segment, writable=writable)

@@ -64,10 +64,9 @@ def _of_client(service: str, uid: int) -> int:
     try:
         with shm.look_at(sequence_table_name(service, uid)) as table:
             head = table.read(0, lay.L_MEMBERS)
-            if [head[lay.L_MAGIC], head[lay.L_VERSION]] != [lay.SEQUENCE_TABLE_MAGIC, lay.VERSION]:
-                return 0
+            lay.table_shape(table.name, head, uid)
             for index in range(min(head[lay.L_RINGS], lay.MAX_RINGS)):
-                for seq, was_taken in _open_requests(ring_name(service, uid, index), head[lay.L_PUBLISHED]):
+                for seq, was_taken in _open_requests(service, uid, index, head[lay.L_PUBLISHED]):
                     waiting += not was_taken
                     claimed += [seq] * was_taken
             waiting += sum(not table.is_locked(seq) for seq in claimed)  # their servers died
@@ -76,13 +75,10 @@ def _of_client(service: str, uid: int) -> int:
     return waiting
 
 
-def _open_requests(name: str, published: int) -> Iterator[tuple[int, bool]]:
+def _open_requests(service: str, uid: int, index: int, published: int) -> Iterator[tuple[int, bool]]:
     """(sequence number, whether a server has ever taken it) of the requests in a ring that are not done."""
-    with shm.look_at(name) as ring:
-        head = ring.read(0, lay.R_DEVICE + 1)
-        if [head[lay.R_MAGIC], head[lay.R_VERSION]] != [lay.RING_MAGIC, lay.VERSION]:
-            return
-        shape = lay.RingShape(head[lay.R_KIND], head[lay.R_SLOTS], head[lay.R_SLOT_BYTES], head[lay.R_CAPACITY])
+    with shm.look_at(ring_name(service, uid, index)) as ring:
+        shape = lay.ring_shape(ring.name, ring.read(0, lay.R_DEVICE + 1), uid, index, lay.WORK_QUEUE)
         words = ring.read(shape.state, lay.STATE_WORDS * shape.slots)
     states = np.frombuffer(words, np.uint64).reshape(shape.slots, lay.STATE_WORDS)
     note, done, claimed = states[:, lay.NOTE], states[:, lay.DONE], states[:, lay.CLAIMED]
