@@ -76,9 +76,8 @@ def unlink_channel(control: Control, directory: str) -> None:
 
     If a segment server cannot do so now, the next sweep does it.
     """
-    for index in range(control.capacity):
-        if (owner := control.owner(index)) and not unlink_member(control.channel, owner, directory):
-            return
+    if not all(unlink_member(control.channel, uid, directory) for uid in control.owners()):
+        return
     # crash: sweep.channel
     shm.unlink(control.name)
 
@@ -327,9 +326,8 @@ def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, 
                 reap(control, directory, None)
             return _remove(gone, dry_run=dry_run)
         if not dry_run:
-            for index in range(control.capacity):
-                if owner := control.owner(index):
-                    unlink_member(channel, owner, directory)
+            for uid in control.owners():
+                unlink_member(channel, uid, directory)
     main = control_name(channel)[1:]
     return _remove(sorted(files, key=lambda leftover: leftover.file == main), dry_run=dry_run)
 

@@ -256,6 +256,10 @@ class Control:
         """The uid whose files may exist, whether or not the member became visible; 0 if the entry is free."""
         return self.words[base(index) + M_OWNER]
 
+    def owners(self) -> Iterator[int]:
+        """Every uid whose files may exist."""
+        return (uid for index in range(self.capacity) if (uid := self.owner(index)))
+
     def is_alive(self, index: int) -> bool:
         """Ask the kernel whether the member's life lock is held. Not valid for one's own index."""
         return self.locks.held_by_other(LIFE + index)

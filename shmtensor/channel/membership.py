@@ -224,9 +224,8 @@ def _make_ready(control: Control, kind: int, directory: str) -> None:
         control.check()
     if not control.anybody_alive():
         if control.is_ready:
-            for index in range(control.capacity):
-                if owner := control.owner(index):
-                    cleanup.unlink_member(control.channel, owner, directory)
+            for uid in control.owners():
+                cleanup.unlink_member(control.channel, uid, directory)
         control.initialise(kind, directory)
         # crash: join.initialised
         return

@@ -24,8 +24,9 @@ import zmq
 from .. import native
 from ..errors import ResourceError, WireError
 from ..memory import shortage
+from ..memory.descriptors import unopened
 from .names import socket_path
-from .zmtp import Pull, Push, frame_head, unopened
+from .zmtp import Pull, Push, frame_head
 
 _HIGH_WATER: Final = 1000
 _LINGER_MS: Final = 200

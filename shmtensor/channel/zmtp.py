@@ -19,6 +19,7 @@ from typing import Final
 
 from .. import native
 from ..errors import WireError
+from ..memory.descriptors import unopened
 
 MOST: Final = 4096
 """Bytes of the longest message that is accepted; a longer one ends the connection."""
@@ -48,13 +49,6 @@ _PULL_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PULL", Identity=
 def frame_head(nbytes: int) -> bytes:
     """The head of a frame with a message of `nbytes`."""
     return _LONG.pack(_LONG_FLAG, nbytes)
-
-
-def unopened() -> socket.SocketType:
-    """A socket without a descriptor, of the C type, whose `__init__` opens or takes one in a single C call.
-
-    The caller holds the socket before that call, so it can close it wherever an exception arrives."""
-    return socket.SocketType.__new__(socket.SocketType)
 
 
 class Push:

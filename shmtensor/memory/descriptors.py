@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from io import FileIO
 from typing import Any, Final, NamedTuple
@@ -70,6 +71,13 @@ def open_file(path: str, flags: int, mode: int = 0o644) -> OpenFile:
     file = OpenFile()
     file.open(os.open, path, flags | os.O_CLOEXEC, mode)
     return file
+
+
+def unopened() -> socket.SocketType:
+    """A socket without a descriptor, of the C type, whose `__init__` opens or takes one in a single C call.
+
+    The caller holds the socket before that call, so it can close it wherever an exception arrives."""
+    return socket.SocketType.__new__(socket.SocketType)
 
 
 class InheritedFile(OpenFile):

@@ -29,7 +29,7 @@ from ..errors import ResourceError, WireError
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import LOCKS, SOCKET, Op, Reply, Request, Space
 from . import lifecycle, shortage
-from .descriptors import Found, OpenFile, empty_all_of
+from .descriptors import Found, OpenFile, empty_all_of, unopened
 from .locks import LockFile
 from .shortage import Unserved
 
@@ -192,7 +192,7 @@ class Served:
         if 512 * info.st_blocks >= max(start + nbytes, info.st_size):
             yield  # every page of it is there
             return
-        connection = _unopened()
+        connection = unopened()
         try:
             self._room = None
             reply, _ = self._ask(Request(Op.RESERVE, name, nbytes), connection=connection)
@@ -255,7 +255,7 @@ class Served:
         if (hurried or not absent) and time.monotonic() < self._silent_until:
             raise self._failure(Reply(0, errno.ETIMEDOUT, text=b"it did not answer a moment ago"), hurried)
         packet, deadline, tries = request.pack(), time.monotonic() + (0 if hurried else patience), 0
-        used = _unopened() if connection is None else connection
+        used = unopened() if connection is None else connection
         try:
             while True:
                 reply, found = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
@@ -404,7 +404,7 @@ class Served:
         """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds."""
         tries = 0
         while True:
-            connection = _unopened()
+            connection = unopened()
             try:
                 self._open(connection)
                 connection.connect(self._socket)
@@ -517,8 +517,3 @@ def _passed(received: list[Any]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found += struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])
     return found
-
-
-def _unopened() -> socket.SocketType:
-    """A socket that is not opened yet: what opens it records it, so that an interrupt leaves none open."""
-    return socket.SocketType.__new__(socket.SocketType)
