@@ -175,7 +175,7 @@ class DeviceReader(BroadcastReader):
         lost = published - self.position
         self.position, self.gone = published, True
         self.unmap()
-        if self.sequences.closed and not (self.counted and self.started):
+        if self.sequences.closed and not (self.counted and self.start):
             return  # it has closed, and waited for its recipients: this subscriber was not one
         raise PeerDied(
             f'channel "{self._member.channel}": publisher {self.uid:016x} died, and the device memory with {lost} '

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..errors import DependencyError, WireError
-from ..memory.words import acquire_fence, barrier, store
+from ..memory.words import store
 from .layout import L_PUBLISHED, OtherVersion, lease_word
 from .reader import OTHER, PASSED_OVER, Found, Lease, LockedLease, ReferenceReader
 
@@ -17,34 +17,21 @@ class BroadcastReader(ReferenceReader):
     Until the publisher has stored `start`, messages (those of `history=`) are taken under a shared lock.
     """
 
-    __slots__ = ("start", "started")
+    __slots__ = ()
 
     counted = True
     """Whether the publisher waits until this receiver has taken its messages."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.started, self.start = False, 1 << 63
-        barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
-        published = self.words[L_PUBLISHED]
-        if not self._has_started():
-            self.position = max(0, published - self.sequences.history)
+        self.begin()
 
     def next(self) -> int:
         published = self.newest()
-        if not self.started and not self._has_started() and not self.sequences.history:
+        if not self.start and not self.has_started() and not self.sequences.history:
             self.position = published  # all of these were sent before the publisher saw this receiver
         self.position = max(self.position, published - self.mask)  # a larger distance means damage
         return self.position + 1 if published > self.position else 0
-
-    def _has_started(self) -> bool:
-        """Whether the publisher counts this receiver. Call it after reading `published`: protocols.md, section 2."""
-        acquire_fence()
-        start = self.sequences.start(*self.reception.recipient)
-        if start is not None:
-            position = max(self.position, start - 1) if self.sequences.history else start - 1
-            self.started, self.start, self.position = True, start, position
-        return self.started
 
     def take(self, receiver: Any, undelivered: dict[Any, Any], patience: int) -> Any:
         reception = self.reception
@@ -93,7 +80,7 @@ class BroadcastReader(ReferenceReader):
 
     def lease(self, array: Any, found: Found, seq: int) -> Lease | None:
         """Lease message `seq`; None if it is older than this receiver and the publisher took it back."""
-        if not self.started:
+        if not self.start:
             return self._take_locked(array, found, seq)
         ring = found.ring
         word = lease_word(ring, self.member, found.slot)
@@ -132,7 +119,7 @@ class BroadcastReader(ReferenceReader):
     def skip(self, seq: int) -> None:
         """Give back, unread, the slot of a message whose record is damaged, so that the publisher can reuse it."""
         index, slot = self.sequences.place(seq)
-        if self.started and index < len(self.rings):
+        if self.start and index < len(self.rings):
             ring = self.rings[index]
             if slot < ring.slots:
                 store(ring.words, lease_word(ring, self.member, slot), 2 * seq + 1)
@@ -188,11 +175,11 @@ class LatestReader(BroadcastReader):
 
     def next(self) -> int:
         published = self.newest()
-        if not self.started:
-            self._has_started()
+        if not self.start:
+            self.has_started()
         if published <= self.position:
             return 0
-        if published < self.start and not self.sequences.history:
+        if not self.sequences.history and (not self.start or published < self.start):
             self.position = published  # the publisher reuses their slots without trying the lock
             return 0
         lost = self.lost if self.lost < published else 0

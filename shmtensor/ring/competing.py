@@ -7,14 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DependencyError, WireError
-from ..memory.words import acquire_fence, barrier, store
+from ..memory.words import store
 from .layout import (
     ATTEMPT,
     ATTEMPT_SHIFT,
     CLAIMED,
     DONE,
     GROUP_DONE,
-    L_PUBLISHED,
     LEASE,
     RELEASED,
     OtherVersion,
@@ -277,34 +276,17 @@ class GroupReader(CompetingReader):
     Until the publisher has stored the group's `start`, messages (of `history=`) are taken under a shared lock, too.
     """
 
-    __slots__ = ("shared", "start")
+    __slots__ = ("shared",)
 
     def begin_queue(self) -> None:
-        """Begin at the group's `start`; before that, at the oldest message that is kept for newcomers."""
-        self.start = 0
         self.shared: set[int] = set()  # messages that this member holds by a shared lock as well
-        barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
-        published = self.words[L_PUBLISHED]
-        if not self._has_started():
-            self.position = max(0, published - self.sequences.history)
+        self.begin()
 
     def next(self) -> int:
         published = self.newest()
-        if not self._has_started() and not self.sequences.history:
+        if not self.start and not self.has_started() and not self.sequences.history:
             self.position = published  # all of these were sent before the publisher saw this group
         return super().next()
-
-    def _has_started(self) -> bool:
-        """Whether the publisher counts this group. Call it after reading `published`: protocols.md, section 2."""
-        if self.start:
-            return True
-        acquire_fence()
-        start = self.sequences.start(*self.reception.recipient)
-        if start is None:
-            return False
-        self.start = start
-        self.position = max(self.position, start - 1) if self.sequences.history else start - 1
-        return True
 
     def is_open(self, ring: Ring, slot: int, seq: int, *, walking: bool) -> bool:
         state = self.state(ring, slot, seq)

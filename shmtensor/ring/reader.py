@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import WireError
 from ..memory import lifecycle
 from ..memory.semaphores import SenderWaker, is_woken_by
-from ..memory.words import WEAKLY_ORDERED, acquire_fence, store
+from ..memory.words import WEAKLY_ORDERED, acquire_fence, barrier, store
 from ..wire import record, spec
 from ..wire.record import CONSTANT_OFFSET, INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 from .events import RELEASE, TAKE, EventLog
@@ -417,6 +417,7 @@ class ReferenceReader(Reader):
         "more",
         "position",
         "sender",
+        "start",
         "taking",
     )
 
@@ -424,14 +425,38 @@ class ReferenceReader(Reader):
     """By sequence number."""
     known: bool
     """Whether a record of this producer was read: all others are of this version, or damaged."""
+    start: int
+    """Fan-out: the first message that waits for this receiver or its group; 0: the publisher does not count it yet."""
     taking: Any
     """What `abandon` needs to undo the current take; None if there is none."""
 
     def __init__(self, *args: Any) -> None:
-        self.leases, self.known, self.taking, self.closing, self.position = {}, False, None, False, 0
+        self.leases, self.known, self.taking, self.closing, self.position, self.start = {}, False, None, False, 0, 0
         self.epoch, self.more, self._posted, self.sender = 0, False, 0, None
         self.events: EventLog | None = None
         self._set_up(*args)
+
+    def begin(self) -> None:
+        """Fan-out: begin at `start`; before that, at the oldest message that is kept for newcomers."""
+        barrier()  # whatever is published from here on, its publisher has read the epoch after this receiver joined
+        published = self.words[L_PUBLISHED]
+        if not self.has_started():
+            self.position = max(0, published - self.sequences.history)
+
+    def has_started(self) -> bool:
+        """Fan-out: whether the publisher counts this receiver or its group.
+
+        Call it after reading `published`: protocols.md, section 2.
+        """
+        if self.start:
+            return True
+        acquire_fence()
+        start = self.sequences.start(*self.reception.recipient)
+        if not start:
+            return False
+        position = max(self.position, start - 1) if self.sequences.history else start - 1
+        self.start, self.position = start, position
+        return True
 
     @property
     def lease_count(self) -> int:
