@@ -36,6 +36,7 @@ from ..cuda.runtime import runtime
 from ..errors import CudaError, ResourceError, ShmTensorError
 from ..memory import placement, words
 from ..memory import segment as shm
+from ..memory.control_groups import groups_of, read_text
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
 from .ls import describe
@@ -98,6 +99,8 @@ _MIB = 1 << 20
 _ROOMY = 256 * _MIB
 _FEW_FILES = 1024
 _NO_LIMIT = 1 << 60
+_MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+"""By version of the control groups: limit and use."""
 _NAMED = 3
 
 
@@ -205,28 +208,14 @@ def limits() -> Iterator[Finding]:
 def _cgroup_memory() -> tuple[int | None, int]:
     """(smallest limit on the way to the root, bytes used there); versions 2 and 1."""
     best: tuple[int | None, int] = (None, 0)
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit_file, used_file = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit_file, used_file = (
-                Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes",
-            )  # fmt: skip
-        else:
+    for version, group in groups_of("memory"):
+        limit_file, used_file = _MEMORY_FILES[version]
+        try:
+            limit, used = int(read_text(group / limit_file)), int(read_text(group / used_file))
+        except (OSError, ValueError):  # "max" as well: no limit
             continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
-            except (OSError, ValueError):
-                continue
-            if (
-                limit.isdigit()
-                and int(limit) < _NO_LIMIT
-                and (best[0] is None or int(limit) - used < best[0] - best[1])
-            ):
-                best = int(limit), used
+        if 0 <= limit < _NO_LIMIT and (best[0] is None or limit - used < best[0] - best[1]):
+            best = limit, used
     return best
 
 

@@ -21,7 +21,6 @@ import socket
 import stat
 import struct
 import time
-from pathlib import Path
 from typing import Final
 
 from ..errors import ResourceError, WireError
@@ -29,6 +28,7 @@ from ..options import format_bytes, parse_bytes
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import LOCKS, NEW_SOCKET, SOCKET, Op, Reply, Request, Space, Status
 from . import shortage
+from .control_groups import groups_of, read_text
 from .descriptors import OpenFile
 from .locks import LockFile, is_locked, locked_bytes
 from .served import ID_END, pid_of, receive
@@ -448,11 +448,8 @@ def _sealed(file: OpenFile, serial: int) -> _Named:
 def default_limit() -> int:
     """Half of the memory of this machine, or of the control group of this process, bytes."""
     nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-                for folder in (group, *group.parents):
-                    with contextlib.suppress(OSError, ValueError):
-                        nbytes = min(nbytes, int((folder / "memory.max").read_text()))
+    for version, group in groups_of("memory"):
+        if version == 2:
+            with contextlib.suppress(OSError, ValueError):
+                nbytes = min(nbytes, int(read_text(group / "memory.max")))
     return nbytes // 2
