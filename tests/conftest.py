@@ -141,7 +141,7 @@ def leaves_nothing(socket_directory):
         left = leftovers()
     _reported.update(*left.values())
     for name in left["shared memory"]:
-        segment.unlink_file(name)
+        segment.unlink("/" + name)
     for name in left["sockets"]:
         os.unlink(f"{socket_directory}/{name}")
     for child in multiprocessing.active_children():  # one that hangs would keep each test after this one waiting

@@ -341,7 +341,7 @@ def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
     if not dry_run:
         for leftover in leftovers:
             if leftover.file:
-                shm.unlink_file(leftover.file)
+                shm.unlink("/" + leftover.file)
                 continue
             with contextlib.suppress(OSError):
                 os.unlink(leftover.path)

@@ -255,9 +255,10 @@ class _Look:
         return _made(
             ChannelInfo, name=self.channel, kind=_KIND.get(self.kind, "unknown"),
             service=self.channel if self.kind == lay.SERVICE else replies[1] if replies else "",
-            owner=owner, nbytes=nbytes, files=shm.paths_of(files), locked=self.locked, members=tuple(self.members),
-            holdings=tuple(sorted(self.holdings.values(), key=_by_member)), held=tuple(self.held),
-            depth=depth, oldest_unread=oldest, notes=(*self.unread, *self.notes), readable=not self.unread,
+            owner=owner, nbytes=nbytes, files=tuple(map(shm.path_of, files)), locked=self.locked,
+            members=tuple(self.members), holdings=tuple(sorted(self.holdings.values(), key=_by_member)),
+            held=tuple(self.held), depth=depth, oldest_unread=oldest, notes=(*self.unread, *self.notes),
+            readable=not self.unread,
         )  # fmt: skip
 
     def open(self, name: str) -> shm.Glance:

@@ -367,16 +367,13 @@ def look_at(name: str, *, is_regular: bool = False) -> Glance:
 
 
 def unlink(name: str) -> bool:
-    """Remove a segment's name. Existing mappings stay valid. Does nothing if it is gone already or not ours.
+    """Remove the name of a segment, or the file of a semaphore. Existing mappings stay valid.
+
+    Does nothing if it is gone already or not ours.
 
     Returns False if a segment server cannot do so now: the name may still be there.
     """
     return placement.current().unlink(name[1:])
-
-
-def unlink_file(file: str) -> bool:
-    """Remove a name as `scan` has it: that of a segment or of a semaphore. Otherwise as `unlink`."""
-    return placement.current().unlink(file)
 
 
 def status(name: str) -> os.stat_result | None:
@@ -434,11 +431,6 @@ def more_room() -> str:
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
     return placement.current().path(file)
-
-
-def paths_of(files: Iterable[str]) -> tuple[str, ...]:
-    """The same of each of these names."""
-    return tuple(map(placement.current().path, files))
 
 
 def _open(name: str, flags: int) -> Segment:
