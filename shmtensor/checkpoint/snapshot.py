@@ -401,7 +401,7 @@ class PartSnapshot(Snapshot):
 
     @contextlib.contextmanager
     def _or_decided(self) -> Iterator[None]:
-        """An error of what is done within is that the others have decided meanwhile, if they have: its directory is gone.
+        """An error of what is done within says that the others have decided meanwhile, if so: its directory is gone.
 
         Raises the reason, as OSError, if they have given the checkpoint up.
         """
