@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError, ShmTensorError
 from ..memory import mapped_file
-from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
+from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, take_back, unfold, value_of
 from ..mp.pickling import dumps, loads
 from ..shielded import OwnThread
 
@@ -96,15 +96,6 @@ def named(packed: Packed) -> Packed:
     return packed
 
 
-class _ResultProducer(DirectProducer):
-    """Sends results."""
-
-    @property
-    def newest(self) -> MessageRef:
-        """The message that was published last."""
-        return MessageRef(self._member.uid, self._published)
-
-
 class Worker:
     """The state of a worker process."""
 
@@ -112,7 +103,7 @@ class Worker:
         self.busy = False  # with a call, which Ctrl-C ends
         self._address = address
         self._consumer = DirectConsumer(address.calls)
-        self._producer: _ResultProducer | None = None
+        self._producer: DirectProducer | None = None
         self.newest_named = 0
         """The newest message whose name the parent gets, or that was taken back."""
         mapped_file.keep_freed(KEPT_MOST)
@@ -143,7 +134,7 @@ class Worker:
         if packed is not None:
             return packed
         if self._producer is None:
-            self._producer = _ResultProducer(self._address.results, self._address.max_bytes)
+            self._producer = DirectProducer(self._address.results, self._address.max_bytes)
         self._take_back(self._producer.newest)
         holder = f"earlier results that process {multiprocessing.parent_process().pid} keeps"  # type: ignore[union-attr]
         ref = self._producer.post(value, Patience(self._producer), what, holder)
@@ -155,7 +146,7 @@ class Worker:
         it."""
         if newest.seq != self.newest_named:
             with contextlib.suppress(ShmTensorError), DirectConsumer(self._address.results) as consumer:
-                consumer.take(newest).release()
+                take_back(consumer, newest)
             self.newest_named = newest.seq
 
     def _exit_with_parent(self) -> None:

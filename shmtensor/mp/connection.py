@@ -18,14 +18,15 @@ import io
 import os
 import select
 import struct
+import threading
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any, Final
 
 from ..endpoints.message import Message
-from ..errors import ShmTensorError
+from ..errors import ReentrantError, ShmTensorError
 from ..memory.descriptors import InheritedFile
 from ..options import parse_bytes
-from .direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, unfold, value_of
+from .direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, take_back, unfold, value_of
 from .pickling import dumps, loads
 from .queue_handle import QueueHandle, default_limit, hold
 
@@ -36,31 +37,49 @@ _LONG: Final = -1
 """A message on the standard library's connections is a length and bytes; of 2 GiB and more `_LONG`, a length, bytes."""
 _IN_SLOT: Final = 0
 """First byte of a slot's name. No pickle begins with it."""
+_INSIDE: Final = (
+    "{0!r}: this thread is inside another {1} of it, which a signal handler or a finalizer has interrupted: from there "
+    "it may {1} {2}"
+)
 
 
-class _Sender(DirectProducer):
-    """The sending end."""
+class _Frame:
+    """A message as it is written: a length and that many bytes. `seq` is that of the slot that it names, or 0."""
 
-    named = 0
-    """The newest message whose name was sent, or that was taken back. `Connection` stores it."""
+    __slots__ = ("data", "seq", "written")
 
-    @property
-    def newest(self) -> MessageRef:
-        """The message that was published last."""
-        return MessageRef(self._member.uid, self._published)
+    def __init__(self, packed: Any, seq: int = 0) -> None:
+        size = len(packed)
+        head = _LENGTH.pack(size) if size < 1 << 31 else _LENGTH.pack(_LONG) + _LONG_LENGTH.pack(size)
+        self.data = memoryview(b"".join((head, packed)))
+        self.seq = seq
+        self.written: list[int] = []
+        """How much of it, by each write."""
 
 
 class _Slots(QueueHandle):
-    """One process's handle of the channel of a pipe: its end of the slots, as far as it has used them."""
+    """One process's handle of the channel of a pipe: its end of the slots, as far as it has used them; and what calls
+    of this process are doing with the end, which a forked child does not go on with."""
 
     _kind = "pipe"
 
-    def make_putter(self) -> _Sender:
+    def start_anew(self) -> None:
+        super().start_anew()
+        self.sender = self.receiver = 0
+        """The thread that sends, and the one that receives."""
+        self.frames: list[_Frame] = []
+        """What is written, in order. The first one may have been begun."""
+        self.may_be_unnamed = False
+        """Whether a message may be in its slot whose name is not written."""
+        self.named = 0
+        """The newest message whose name was written, or that was taken back."""
+
+    def make_putter(self) -> DirectProducer:
         """Create the sending end."""
-        return _Sender(self.name, self.max_bytes)
+        return DirectProducer(self.name, self.max_bytes)
 
     @property
-    def made_putter(self) -> _Sender | None:
+    def made_putter(self) -> DirectProducer | None:
         """This process's sending end, if it has one."""
         return self._putter  # type: ignore[no-any-return]
 
@@ -80,6 +99,10 @@ class Connection(connection.Connection):
     Pass it to a process as an argument, let a forked child inherit it, or send it through another connection or queue.
     As there, one thread at a time may send, and one receive.
 
+    A signal handler, or the finalizer of an object, may interrupt a call and use this end itself. What it sends inside
+    another `send` or `send_bytes` of its thread is written by that one, in order, and may not need a slot. It may not
+    receive inside another `recv`. Both raise `ReentrantError`, and change nothing.
+
     An exception of a signal handler may end any call. An interrupted `send` has sent the object or not. What an
     interrupted `recv` has taken, the next one returns; but an `Exception`, as opposed to `KeyboardInterrupt`, that
     arrives while the object is unpickled counts as the object's own.
@@ -89,10 +112,6 @@ class Connection(connection.Connection):
         super().__init__(descriptor, readable, writable)
         self._slots: _Slots = slots
         self._hold = hold(slots)
-        self._frame = b""
-        """What is written now: a length and that many bytes."""
-        self._written: list[int] = []
-        """How much of it, by each write."""
         self._chunks: list[bytes] = []
         """What was read of the message that is received now, with its length."""
         self._message: Message | None = None
@@ -121,35 +140,74 @@ class Connection(connection.Connection):
         self._check_closed()
         self._check_writable()
         value = dumps(obj)
-        packed = inline(value)
-        try:
-            self._settle()
-            if packed is None:
-                producer: _Sender = self._slots.putter
-                holder = "objects that the other end of the pipe keeps"
-                packed = _NAME.pack(_IN_SLOT, *producer.post(value, _Waits(self, producer), "an object", holder))
-                # crash: pipe.posted
-            self._frame = _LENGTH.pack(len(packed)) + packed
-            self._write_rest()
-        finally:
-            self._settle()  # if this is interrupted, the next `send` does it
+        self._transmit(inline(value), value)
 
-    def _write_rest(self) -> None:
-        while (count := sum(self._written)) < len(self._frame):
-            self._written.extend(map(os.write, (self.fileno(),), (self._frame[count:],)))  # one call: written and noted
+    def _send_bytes(self, buf: Any) -> None:
+        """What `send_bytes` writes by."""
+        self._transmit(buf, [])
+
+    def _transmit(self, packed: Any, value: list[Any]) -> None:
+        """Write a message: `packed`, or if that is None the name of a slot with `value`."""
+        slots, me = self._slots, threading.get_ident()
+        if slots.sender == me:
+            if packed is None:
+                raise ReentrantError(_INSIDE.format(self, "send", "only small objects without tensors or arrays"))
+            slots.frames.append(_Frame(packed))  # the call that this one has interrupted writes it
+            return
+        self._settle()
+        slots.may_be_unnamed, frame = packed is None, None
+        try:
+            slots.sender = me
+            frame = self._post(value) if packed is None else _Frame(packed)
+            slots.frames.append(frame)
+            self._write()
+        finally:
+            try:
+                if frame in slots.frames and not frame.written:
+                    slots.frames.remove(frame)  # not sent
+                self._settle()  # if this is interrupted, the next call does it
+            finally:
+                slots.sender = 0
+
+    def _post(self, value: list[Any]) -> _Frame:
+        """Put a value into a slot."""
+        producer: DirectProducer = self._slots.putter
+        holder = "objects that the other end of the pipe keeps"
+        ref = producer.post(value, _Waits(self, producer), "an object", holder)
+        # crash: pipe.posted
+        return _Frame(_NAME.pack(_IN_SLOT, *ref), ref.seq)
+
+    def _write(self) -> None:
+        """Write every frame. Meanwhile handlers that interrupt this may add some, and no more."""
+        slots, frames = self._slots, self._slots.frames
+        while frames:
+            frame = frames[0]
+            while (count := sum(frame.written)) < len(frame.data):
+                frame.written.extend(map(os.write, (self.fileno(),), (frame.data[count:],)))  # one call: written, noted
+            slots.named = frame.seq or slots.named
+            del frames[0]
 
     def _settle(self) -> None:
-        """Finish what a `send` has left: the rest of what it began to write; a message that it has not named."""
-        has_begun = bool(self._written)
-        if has_begun:
-            self._write_rest()
-        producer: _Sender | None = self._slots.made_putter
-        if producer is not None and producer.newest.seq != producer.named:
-            if not has_begun:  # no process will ask for it
-                with contextlib.suppress(ShmTensorError):
-                    self._slots.getter.take(producer.newest).release()
-            producer.named = producer.newest.seq
-        self._written.clear()
+        """Finish what calls have left: the rest of what they began to write, what handlers sent inside them, and a
+        message that was not named."""
+        slots = self._slots
+        while slots.frames or slots.may_be_unnamed:
+            try:
+                slots.sender = threading.get_ident()
+                self._write()
+                self._take_back_unnamed()
+            finally:
+                slots.sender = 0
+
+    def _take_back_unnamed(self) -> None:
+        """Free the slot of a message whose `send` was interrupted: no process will ask for it."""
+        slots = self._slots
+        producer = slots.made_putter
+        if producer is not None and producer.newest.seq != slots.named:
+            with contextlib.suppress(ShmTensorError):
+                take_back(slots.getter, producer.newest)
+            slots.named = producer.newest.seq
+        slots.may_be_unnamed = False
 
     def recv(self) -> Any:
         """The next object; waits until there is one.
@@ -162,29 +220,43 @@ class Connection(connection.Connection):
         """
         self._check_closed()
         self._check_readable()
-        undelivered = self._undelivered
-        if not undelivered:
-            self._fetch()
-        self._finish()
-        item = undelivered[0]  # from here to the return there is no interrupt
-        del undelivered[0]
-        return item
+        slots, undelivered = self._slots, self._undelivered
+        me = self._refuse_inside()
+        try:
+            slots.receiver = me
+            if not undelivered:
+                self._fetch()
+            self._finish()
+            item = undelivered[0]  # from here to the return there is no interrupt
+            del undelivered[0]
+            return item
+        finally:
+            slots.receiver = 0
+
+    def _refuse_inside(self) -> int:
+        """This thread, unless it is receiving."""
+        me = threading.get_ident()
+        if self._slots.receiver == me:
+            raise ReentrantError(_INSIDE.format(self, "recv", "nothing"))
+        return me
 
     def _fetch(self) -> None:
         """Fill `_undelivered`. What an interrupt stops, the next call goes on with."""
         if not self._chunks:
             self._finish()
         data = self._read()
-        is_name = len(data) == _NAME.size and data[0] == _IN_SLOT
-        if is_name and self._message is None:
+        message = self._message
+        if message is None and len(data) == _NAME.size and data[0] == _IN_SLOT:
             # crash: pipe.named
             try:
-                self._message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
+                self._message = message = self._slots.getter.take(MessageRef(*_NAME.unpack(data)[1:]))
+            except ReentrantError:  # inside a `send`: it can be taken later
+                raise
             except ShmTensorError:
                 self._finish()
                 raise
         try:
-            value = unfold(data) if self._message is None else loads(value_of(self._message))
+            value = unfold(data) if message is None else loads(value_of(message))
         except Exception:  # the object's own, or a signal handler's: they cannot be told apart
             self._finish()
             raise
@@ -193,8 +265,8 @@ class Connection(connection.Connection):
     def _finish(self) -> None:
         """The message that was received is done, whether or not it could be read."""
         self._chunks.clear()
-        if self._message is not None:
-            self._message.release()
+        if (message := self._message) is not None:
+            message.release()
             self._message = None
 
     def _read(self) -> bytes:
@@ -228,12 +300,17 @@ class Connection(connection.Connection):
 
     def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
         """What `recv_bytes` and `recv_bytes_into` read by: a file at its end."""
-        if maxsize is not None and self._lengths()[1] > maxsize:
-            return None
-        file = io.BytesIO()
-        file.write(self._read())
-        self._chunks.clear()
-        return file
+        slots, me = self._slots, self._refuse_inside()
+        try:
+            slots.receiver = me
+            if maxsize is not None and self._lengths()[1] > maxsize:
+                return None
+            file = io.BytesIO()
+            file.write(self._read())
+            self._chunks.clear()
+            return file
+        finally:
+            slots.receiver = 0
 
     def _poll(self, timeout: float | None) -> bool:
         """What `poll` asks: an interrupted `recv` may have read what is next, so that nothing is in the socket."""
@@ -257,9 +334,13 @@ class Connection(connection.Connection):
 
 
 class _Waits:
-    """Whether a sender without room keeps waiting: see `Patience`; not for an end that no process has."""
+    """Whether a sender without room keeps waiting: see `Patience`; not for an end that no process has.
+
+    What handlers have sent meanwhile is written: the other end may wait for it before it makes room.
+    """
 
     def __init__(self, end: Connection, producer: DirectProducer) -> None:
+        self._end = end
         self._ends = select.poll()
         self._ends.register(end.fileno(), 0)  # what is always reported: hung up, or no reader
         self._patience = Patience(producer)
@@ -267,6 +348,7 @@ class _Waits:
     def __call__(self) -> bool:
         if self._ends.poll(0):
             raise BrokenPipeError("no process has the other end of the pipe any more")
+        self._end._write()
         return self._patience()
 
 

@@ -9,6 +9,7 @@ view, the clean-up after a death.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -19,10 +20,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..channel.control import CAPACITY
 from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Producer
-from ..errors import PeerDied, ResourceError, RingFull, WireError
+from ..errors import PeerDied, ResourceError, RingFull, ShmTensorError, WireError
 from ..memory.segment import PAGE, free_bytes, where
 from ..options import format_bytes
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot, state_word
@@ -30,6 +32,8 @@ from ..ring.pool import Pool, Sizing
 from ..ring.reader import ATTACH, GIVEN_UP, UNREADABLE
 from .pickling import DeviceConsumer, loads, nbytes_of
 
+MOST_WORKERS: Final = CAPACITY - 6
+"""Of a pool or executor: members that a channel can have, less some for workers that replace others."""
 INLINE_MOST: Final = 32 << 10
 """Streams of at most so many bytes, without a tensor, are sent in the socket message, which is cheaper than a slot."""
 COPY_MOST: Final = 64 << 10
@@ -132,6 +136,11 @@ class DirectProducer(Producer):
     def post_now(self, value: list[Any]) -> MessageRef:
         """As `post`, but raises `RingFull` instead of a wait."""
         return MessageRef(self._member.uid, self.send(value, timeout=0))
+
+    @property
+    def newest(self) -> MessageRef:
+        """The message that was published last."""
+        return MessageRef(self._member.uid, self._published)
 
     def _shortage(self, nbytes: int, what: str, holder: str) -> str:
         now = self.statistics()
@@ -252,6 +261,12 @@ class DirectConsumer(DeviceConsumer):
     def end(self) -> None:
         """Leave at the end of the process: clean up, even though views of messages are alive."""
         self._at_exit()
+
+
+def take_back(consumer: DirectConsumer, ref: MessageRef) -> None:
+    """Free the slot of a message that was published and will not be named to any process."""
+    with contextlib.suppress(ShmTensorError):  # it is gone, or the channel is
+        consumer.take(ref).release()
 
 
 class ThreadLocks:

@@ -8,6 +8,8 @@ library's code and in the standard library's, and in C functions that look for s
     for attempt in each_boundary(call):     # call() is run again and again, interrupted at boundary 1, 2, 3, ...
         ...                                 # after each: whatever must hold
 
+With `each_boundary(call, act=act)` nothing is raised there: the handler calls `act()`, and `call` goes on.
+
 An exception that is raised in a finalizer or a weak reference's callback is swallowed by the interpreter, as always;
 `attempt.swallowed` tells.
 """
@@ -42,13 +44,17 @@ SIGNAL = signal.SIGUSR1
 _SOURCE = """
 extern int PyErr_SetInterruptEx(int);
 extern void PyErr_SetNone(void *);
+extern void *PyObject_CallObject(void *, void *);
+extern void Py_DecRef(void *);
 long counted, target, stopped;
-void *exception;
+void *exception, *act;
 void on_signal(int number, void *frame) {
     (void)frame;
     if (stopped) return;
-    if (++counted == target) PyErr_SetNone(exception);
-    else PyErr_SetInterruptEx(number); /* at the next boundary again */
+    if (++counted == target) {
+        if (act) Py_DecRef(PyObject_CallObject(act, 0)); /* what it raises goes on */
+        else PyErr_SetNone(exception);
+    } else PyErr_SetInterruptEx(number); /* at the next boundary again */
 }
 """
 
@@ -86,8 +92,8 @@ def _helper() -> Any:
     return helper
 
 
-def interrupted(call: Callable[[], Any], at: int) -> Attempt:
-    """Run `call`, in the main thread, with an `Interrupt` at its `at`-th boundary."""
+def interrupted(call: Callable[[], Any], at: int, act: Callable[[], object] | None = None) -> Attempt:
+    """Run `call`, in the main thread, with an `Interrupt`, or a call of `act`, at its `at`-th boundary."""
     helper = _helper()
     counted, target, stopped = (ctypes.c_long.in_dll(helper, name) for name in ("counted", "target", "stopped"))
     attempt = Attempt(at, False, False, False, None)
@@ -102,6 +108,7 @@ def interrupted(call: Callable[[], Any], at: int) -> Attempt:
     before, hook = signal.signal(SIGNAL, helper.on_signal), sys.unraisablehook
     sys.unraisablehook = unraisable
     target.value, stopped.value = -1, 0
+    ctypes.c_void_p.in_dll(helper, "act").value = None if act is None else id(act)
     try:
         try:
             ctypes.pythonapi.PyErr_SetInterruptEx(int(SIGNAL))
@@ -171,9 +178,16 @@ def random_count(usual: int) -> int:
 
 
 def each_boundary(
-    call: Callable[[], Any], *, first: int = 1, step: int = 1, may_leave: tuple[str, ...] = ("socket",)
+    call: Callable[[], Any],
+    *,
+    first: int = 1,
+    step: int = 1,
+    may_leave: tuple[str, ...] = ("socket",),
+    act: Callable[[], object] | None = None,
 ) -> Iterator[Attempt]:
     """`call` again and again, each time interrupted one boundary later, until one runs to its end.
+
+    With `act` it is interrupted by a call of that, otherwise by an `Interrupt`.
 
     Checks that no attempt has left a file open, but for kinds in `may_leave`: ZeroMQ keeps pairs of sockets, and the
     standard library's own functions can be interrupted, too. (The library's segments are checked after each test.)
@@ -181,7 +195,7 @@ def each_boundary(
     gc.collect()
     at, before = first, open_files()
     while True:
-        attempt = interrupted(call, at)
+        attempt = interrupted(call, at, act)
         yield attempt
         if not attempt.reached:
             break

@@ -23,6 +23,7 @@ import shmtensor
 
 from ..conftest import left_files
 from ..forkservers import preloaded
+from ..waiting import wait_until
 from .test_queues import VALUES, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
@@ -242,6 +243,89 @@ def test_what_cannot_be_pickled_is_not_sent():
             writer.send([np.zeros(LARGE), lambda: 1])
         writer.send(3)
         assert reader.recv() == 3
+
+
+@pytest.mark.parametrize("value", ["outer", np.arange(LARGE)], ids=["small", "large"])
+def test_a_send_of_a_signal_handler_inside_a_send(monkeypatch, value):
+    """It is written after the message that it interrupts, which may be half written."""
+    write, halves = os.write, [3, None]
+
+    def interrupted(fd, data):
+        if not halves or fd != writer.fileno():
+            return write(fd, data)
+        written = write(fd, data[: halves.pop(0)])
+        signal.raise_signal(signal.SIGUSR1)
+        return written
+
+    def handle(*_):
+        writer.send("inside")
+        writer.send_bytes(b"bytes")
+        with pytest.raises(shmtensor.ReentrantError, match="only small objects"):
+            writer.send(np.zeros(3))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pipe(False) as (reader, writer), monkeypatch.context() as patch:
+            patch.setattr(os, "write", interrupted)
+            writer.send(value)
+            assert np.array_equal(reader.recv(), value)
+            for _ in range(2):
+                assert reader.recv() == "inside"
+                assert reader.recv_bytes() == b"bytes"
+            writer.send(value)
+            assert np.array_equal(reader.recv(), value)
+            assert not reader.poll()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_calls_of_a_signal_handler_inside_a_recv(monkeypatch):
+    read, seen = os.read, []
+
+    def interrupted(fd, count):
+        data = read(fd, count)
+        signal.raise_signal(signal.SIGUSR1)
+        return data
+
+    def handle(*_):
+        for receive in (reader.recv, reader.recv_bytes, lambda: reader.recv_bytes_into(bytearray(9))):
+            with pytest.raises(shmtensor.ReentrantError, match="inside another recv"):
+                receive()
+        reader.send("from the handler")
+        seen.append(reader.poll())
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pipe() as (reader, writer), monkeypatch.context() as patch:
+            writer.send("first")
+            writer.send("second")
+            patch.setattr(os, "read", interrupted)
+            assert reader.recv() == "first"
+            patch.undo()
+            assert reader.recv() == "second"
+            assert len(seen) == 2
+            for _ in seen:
+                assert writer.recv() == "from the handler"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_forked_child_is_inside_no_call_of_its_parents_threads():
+    """A thread of the child may have the identity of one of those."""
+    with pipe() as (one, other):
+        thread = threading.Thread(target=one.recv, daemon=True)
+        thread.start()
+        wait_until(lambda: one._slots.receiver)
+        child = shmtensor.get_context("fork").Process(target=check_not_inside, args=(one,))
+        child.start()
+        child.join(LONG)
+        assert child.exitcode == 0
+        other.send("end")
+        thread.join(LONG)
+
+
+def check_not_inside(end):
+    assert not end._slots.receiver
 
 
 def test_a_connection_that_is_dropped_is_closed():
