@@ -30,17 +30,14 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import util
 from typing import Any, Final
 
-from ..channel.control import CAPACITY
 from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
-from ..mp.direct import ThreadLocks, check_fits
+from ..mp.direct import MOST_WORKERS, ThreadLocks, check_fits
 from ..mp.pickling import Transfers, dumps
 from ..options import check_count, context_of, parse_bytes
 from ..shielded import OwnThread, aside
 from . import transport, worker
 from .calls import Attempt, CallChannels, Retries, Task, end_attempt
 
-MOST_WORKERS: Final = CAPACITY - 6
-"""Members that a channel can have, less some for workers that replace others."""
 _TRIES: Final = 10
 """How often `submit` tries again because the pool breaks at that moment."""
 
@@ -117,6 +114,8 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
             raise ArgumentTypeError("initializer must be a callable")
         if max_workers is None:
             max_workers = min(os.cpu_count() or 1, MOST_WORKERS)
+        elif not isinstance(max_workers, int):
+            raise ArgumentTypeError(f"max_workers must be an int or None, not {type(max_workers).__name__}")
         elif max_workers > MOST_WORKERS:
             raise ArgumentError(f"max_workers must be <= {MOST_WORKERS}, not {max_workers}: use several executors")
         newer: dict[str, Any] = {}

@@ -24,19 +24,15 @@ from dataclasses import replace
 from multiprocessing import pool, util
 from typing import Any, Final, NamedTuple
 
-from ..channel.control import CAPACITY
 from ..children import ParentWatch, how_ended
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Consumer
 from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, ResourceError, TimedOut
 from ..memory.segment import free_bytes
 from ..options import check_count, context_of, parse_bytes
-from .direct import DirectProducer, Patience, ThreadLocks, value_of
+from .direct import MOST_WORKERS, DirectProducer, Patience, ThreadLocks, value_of
 from .pickling import dumps, loads
 from .queue_handle import default_limit
-
-_MOST_WORKERS: Final = CAPACITY - 6
-"""Members that a channel can have, less some for workers that replace others."""
 
 _PER_WORKER: Final = 8
 """Tasks per worker that wait for it or run; the others wait in the parent and take no slots."""
@@ -434,9 +430,9 @@ class Pool(pool.Pool):
         self._state = pool.INIT
         check_count("retry_on_death", retry_on_death, 0, _MOST_RETRIES)
         if processes is None:
-            processes = min(os.cpu_count() or 1, _MOST_WORKERS)
-        elif processes > _MOST_WORKERS:
-            raise ArgumentError(f"processes must be <= {_MOST_WORKERS}, not {processes}: use several pools")
+            processes = min(os.cpu_count() or 1, MOST_WORKERS)
+        elif processes > MOST_WORKERS:
+            raise ArgumentError(f"processes must be <= {MOST_WORKERS}, not {processes}: use several pools")
         name = f"pool-{os.getpid()}-{secrets.token_hex(4)}"
         limit = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         self._channels = _Channels(f"{name}.tasks", f"{name}.results", limit, retry_on_death)

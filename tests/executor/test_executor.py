@@ -348,6 +348,7 @@ def test_max_tasks_per_child_before_it_existed():
     ("options", "error"),
     [
         ({"max_workers": 0}, ValueError),
+        ({"max_workers": 1.5}, TypeError),
         ({"mp_context": "no such"}, ArgumentError),
         ({"mp_context": 3}, ArgumentTypeError),
         ({"max_workers": 251}, ArgumentError),
