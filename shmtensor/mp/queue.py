@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 from ..endpoints.base import LIVENESS_INTERVAL, has_left
 from ..endpoints.message import Message
 from ..endpoints.spinning import Spin
-from ..errors import ArgumentTypeError, DependencyError, TimedOut, WireError
+from ..errors import ArgumentError, ArgumentTypeError, DependencyError, ReentrantError, TimedOut, WireError
 from ..memory import lifecycle
 from ..memory.counters import MOST, Counter
 from ..memory.descriptors import InheritedFile
 from ..options import context_of, parse_bytes
 from . import pickling
 from .pickling import Transfers
-from .queue_handle import ONCE, ClosedQueueError, QueueHandle, deadline_of, hold, locked, remaining
+from .queue_handle import ONCE, ClosedQueueError, QueueHandle, ReentrantQueueError, deadline_of, hold, locked, remaining
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # with a default, so that `Queue()` needs no annotation
@@ -177,7 +177,12 @@ class SimpleQueue(Generic[T]):
         """Whether there is nothing to get now; others may put or get at any time."""
         self._check_open()
         left = any(pending.steps and not pending.lock.locked() for pending in self._pending)
-        return not left and not self._undelivered and self._handle.getter.is_empty()
+        if left or self._undelivered:
+            return False
+        try:
+            return bool(self._handle.getter.is_empty())
+        except ReentrantQueueError:  # this thread is making the getter: every item but those of the dead is posted
+            return not self._items.value()
 
     def _send(self, value: Any, deadline: float | None) -> None:
         if has_left():  # called by a finalizer at exit: as the standard queue once its feeder thread has ended
@@ -208,7 +213,10 @@ class SimpleQueue(Generic[T]):
 
     def _put(self, value: Any, deadline: float | None) -> None:
         """Put an item and count it; whatever is raised, both are done or neither."""
-        putter = self._handle.putter
+        try:
+            putter = self._handle.putter
+        except ReentrantQueueError as error:
+            raise Full(str(error)) from None
         before, reserved = putter.published, []  # type: ignore[var-annotated]
         try:
             self._reserve(reserved, deadline)
@@ -230,7 +238,8 @@ class SimpleQueue(Generic[T]):
 
     def _fetch(self, deadline: float | None) -> None:
         """Fill `_undelivered`, or raise `Empty`; `WireError` if there are only items that cannot be read here, and
-        `DependencyError` if the next one cannot, since a package is missing.
+        `DependencyError` if the next one cannot, since a package is missing; `ReentrantQueueError` in place of an
+        endless wait for the call of this thread that this one has interrupted.
 
         `_items` wakes a getter for each item, but shared memory decides: the item of a killed getter is not posted
         again, and is found by a look at least every `LIVENESS_INTERVAL`.
@@ -246,6 +255,12 @@ class SimpleQueue(Generic[T]):
                 if posted:
                     items.release()  # for a getter that can read it
                 raise
+            except ReentrantQueueError as error:
+                if posted:
+                    items.release()
+                if deadline is None:
+                    raise
+                raise Empty(str(error)) from None
             if received:
                 return
             if not posted and deadline is not None and time.monotonic() >= deadline:
@@ -290,6 +305,8 @@ class SimpleQueue(Generic[T]):
             # crash: get.delivered
         except TimedOut:
             self._handle.getter.check_readable()
+        except ReentrantError as error:
+            raise ReentrantQueueError(str(error)) from None
         finally:
             if not pending.steps:
                 self._pending.remove(pending)
@@ -385,6 +402,8 @@ class Queue(SimpleQueue[T]):
     ) -> None:
         if not isinstance(maxsize, int):
             raise ArgumentTypeError(f"maxsize must be an int, not {type(maxsize).__name__}")
+        if maxsize > MOST:
+            raise ArgumentError(f"maxsize must be <= {MOST}, not {maxsize}: 0 is no limit")
         self._maxsize = maxsize if maxsize > 0 else MOST
         super().__init__(ctx=ctx, max_bytes=max_bytes, device=device)
 
@@ -434,6 +453,7 @@ class Queue(SimpleQueue[T]):
             Exception: whatever unpickling the item raises; it is gone then.
             WireError, DependencyError: as for `SimpleQueue.get`.
             ClosedError: the queue is closed (a `ValueError`, and an `OSError`).
+            ReentrantError: without `timeout`, in a signal handler that interrupted a `get` or `put` of this thread.
         """
         self._check_open()
         deadline = deadline_of(block, timeout)
@@ -649,13 +669,17 @@ class _Tasks:
 
 class _Held:
     """Items that this process got and has not marked as done: (thread, message), oldest first. They are given back when
-    this object dies."""
+    this object dies.
+
+    Whatever marks one as done holds the lock. A signal handler or finalizer that interrupts such a call, in the same
+    thread, counts its item only; the interrupted call releases both. So nobody else removes an item meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._messages: collections.deque[tuple[int, Message]] = collections.deque()
-        self._finishing: list[Any] = []
-        """The entry that is being counted as done, then whether it was counted."""
+        self._finishing: list[list[Any]] = []
+        """Of each `finish` that has not ended: its thread, whether it has counted one, the entry that is released."""
 
     def adding(self, message: Message) -> Any:
         """A function that adds a message that this thread got."""
@@ -663,36 +687,59 @@ class _Held:
 
     def finish(self, tasks: _Tasks) -> bool:
         """Mark one as done; False if no process has any."""
-        with self._lock:
+        record: list[Any] = [threading.get_ident()]
+        if self._lock._is_owned():
+            return self._count(record, tasks)
+        try:
+            with self._lock:
+                return self._count(record, tasks)
+        finally:
             self.complete()
-            mine = threading.get_ident()
-            entry = next((entry for entry in self._messages if entry[0] == mine), None)
-            if entry is None and self._messages:
-                entry = self._messages[0]
-            finishing = tasks.finishing()
-            try:
-                self._finishing = [entry]
-                self._finishing += itertools.starmap(finishing, ONCE)
-                return self.complete()
-            except BaseException:
-                self.complete()
-                raise
 
-    def complete(self) -> bool:
-        """Release the entry that was counted as done; whether there was one."""
-        with self._lock:
-            entry, *counted = self._finishing or (None,)
-            if any(counted) and entry is not None:
-                entry[1].release()
-                with contextlib.suppress(ValueError):
-                    self._messages.remove(entry)
-            self._finishing = []
-            return any(counted)
+    def _count(self, record: list[Any], tasks: _Tasks) -> bool:
+        finishing = tasks.finishing()
+        self._finishing.append(record)
+        record += itertools.starmap(finishing, ONCE)
+        return bool(record[1])
+
+    def complete(self) -> None:
+        """Release an entry for each item that was counted as done."""
+        if self._lock._is_owned():
+            return
+        while self._finishing:  # also what a handler adds as the lock is released
+            with self._lock:
+                self._release_counted()
+
+    def _release_counted(self) -> None:
+        while self._finishing:
+            record = self._finishing[0]
+            if len(record) == 2 and record[1]:
+                entries = list(self._messages)
+                record.append(next((entry for entry in entries if entry[0] == record[0]), (*entries, None)[0]))
+            if len(record) > 2 and record[2] is not None:
+                self._release(record[2])
+            del self._finishing[0]
+
+    def _release(self, entry: tuple[int, Message]) -> None:
+        entry[1].release()
+        with contextlib.suppress(ValueError):  # an exception came after it was removed
+            self._messages.remove(entry)
 
     def trim(self, tasks: _Tasks) -> None:
         """Release those beyond the number of unfinished items: other processes called `task_done` for them."""
+        if self._lock._is_owned():
+            return
         with self._lock:
+            self._trim(tasks)
+        self.complete()
+
+    def _trim(self, tasks: _Tasks) -> None:
+        while True:
+            self._release_counted()
             held = len(self._messages)  # before the count, which includes what another thread gets now
-            for _ in range(held - tasks.unfinished):
-                self._messages[0][1].release()
-                self._messages.popleft()
+            surplus = held - tasks.unfinished
+            if self._finishing:  # a handler's, which the surplus includes
+                continue
+            if surplus <= 0:
+                break
+            self._release(self._messages[0])

@@ -42,7 +42,7 @@ from ..channel.names import semaphore_name, socket_dir
 from ..endpoints.base import SenderTraits
 from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Producer
-from ..errors import ClosedError, ResourceError, RingFull, ShmTensorError
+from ..errors import ArgumentError, ClosedError, ReentrantError, ResourceError, RingFull, ShmTensorError
 from ..memory import lifecycle
 from ..memory.counters import Counter
 from ..memory.descriptors import InheritedFile
@@ -62,6 +62,15 @@ if TYPE_CHECKING:
 
 class ClosedQueueError(ClosedError, OSError):
     """Of the standard library's queues, closed ones raise `ValueError` or `OSError`, depending on the call."""
+
+
+class ReentrantQueueError(ReentrantError):
+    """A call of a queue's handle has interrupted another one of its thread and would wait for it."""
+
+
+_INTERRUPTED: Final = (
+    "a signal handler or a finalizer has interrupted another call of this thread, and would wait for its end"
+)
 
 
 def _age(reader: Any) -> int:
@@ -392,17 +401,21 @@ class QueueHandle:
         return Getter(self.name, self.abandoned)
 
     def _make(self, which: str, make: Callable[[], Any]) -> Any:
-        """Create an endpoint; one thread at a time."""
-        leave = None
+        """Create an endpoint; one thread at a time. Raises `ReentrantQueueError` if this thread is doing it already."""
+        leave, me = None, threading.get_ident()
+        if self._maker == me:
+            raise ReentrantQueueError(f'queue "{self.name}": {_INTERRUPTED}')
         try:
             with self._joining:
-                if self._keeper.fd < 0:  # another thread has closed it meanwhile
-                    raise ClosedQueueError(f'queue "{self.name}" is closed')
-                self._maker = threading.get_ident()
+                self._maker = me  # no boundary before it, nor from the reset to the release
                 try:
+                    if self._keeper.fd < 0:  # another thread has closed it meanwhile
+                        raise ClosedQueueError(f'queue "{self.name}" is closed')
                     if getattr(self, which) is None:
                         setattr(self, which, make())
                     return getattr(self, which)
+                except ReentrantError as error:  # it holds a lock of the channel
+                    raise ReentrantQueueError(f'queue "{self.name}": {_INTERRUPTED}') from error
                 finally:
                     self._maker, leave, self._leave_when_made = 0, self._leave_when_made, None
         finally:
@@ -572,6 +585,8 @@ def deadline_of(block: bool, timeout: float | None) -> float | None:
     """The deadline in monotonic seconds; None: wait for ever."""
     if not block:
         return 0.0
+    if timeout is not None and timeout != timeout:
+        raise ArgumentError("timeout must be seconds or None, not nan")
     return None if timeout is None else time.monotonic() + max(0.0, timeout)
 
 

@@ -1,18 +1,21 @@
 """Exceptions from outside in every call of a queue: at each boundary, then by signals at random moments.
 
-After each the queue works, an item is there once or not at all, and what counts items agrees with them.
+After each the queue works, an item is there once or not at all, and what counts items agrees with them. So it is after
+calls that a signal handler makes in the middle of another call, at each of its boundaries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 from queue import Empty, Full
 
 import numpy as np
 import pytest
 
 from shmtensor import JoinableQueue, Queue, SimpleQueue, get_context
+from shmtensor.errors import ClosedError, ReentrantError
 
 from ..conftest import left_files
 from ..faults.interrupts import each_boundary, interrupted_at_random, note, random_count, random_signals, stride
@@ -194,6 +197,101 @@ def test_task_done_and_join(q):
         check_counts(q)
 
 
+@pytest.mark.parametrize("q", [Queue, JoinableQueue], indirect=True)
+@pytest.mark.parametrize("call", ["get", "put", "task_done"])
+def test_calls_inside_a_call(q, call):
+    """A handler gets, puts and marks as done what it can get and put at once; each item comes once."""
+    taken, put = [], []
+
+    def done():
+        if type(q) is JoinableQueue:
+            q.task_done()
+
+    def act():
+        q.empty()
+        with contextlib.suppress(Empty):
+            taken.append(q.get_nowait())
+            done()
+        with contextlib.suppress(Full):
+            q.put_nowait("inside")
+            put.append("inside")
+
+    def run():
+        if call == "put":
+            with contextlib.suppress(Full):
+                q.put_nowait("main")
+                put.append("main")
+        elif call == "get":
+            with contextlib.suppress(Empty):
+                taken.append(q.get_nowait())
+        else:
+            done()
+
+    for number in range(2):
+        q.put(number)
+    taken.append(q.get_nowait())
+    for attempt in each_boundary(run, act=act):
+        note(f"{type(q).__name__}, calls in {call}", attempt)
+        if call == "get" and type(q) is JoinableQueue:  # the handler's and this one, of which one may be done
+            with contextlib.suppress(ValueError):
+                while q._tasks.unfinished > q.qsize():
+                    q.task_done()
+        elif call == "put":
+            done()
+        found = drain(q)
+        assert sorted(map(str, [*taken, *found])) == sorted(map(str, [0, 1, *put])), attempt
+        if type(q) is JoinableQueue:
+            assert q._tasks.unfinished == 0, attempt
+            assert not q._held._messages
+        check_counts(q)
+        taken.clear(), put.clear()
+        for number in range(2):
+            q.put(number)
+        taken.append(q.get_nowait())
+    drain(q)
+    done()
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_calls_inside_the_first_call(call):
+    """which makes an endpoint: those that do not wait return, or raise `Empty` and `Full`."""
+    queues, taken, put = [], [], []
+
+    def act():
+        q = queues[-1]
+        q.empty()
+        with contextlib.suppress(Empty):
+            taken.append(q.get_nowait())
+        with contextlib.suppress(Empty):
+            taken.append(q.get(timeout=0.01))
+        with contextlib.suppress(ReentrantError):
+            if not q.empty():
+                taken.append(q.get())
+        with contextlib.suppress(Full):
+            q.put_nowait("inside")
+            put.append("inside")
+
+    def run():
+        if call == "put":
+            queues[-1].put("main")
+            put.append("main")
+        else:
+            with contextlib.suppress(Empty):
+                taken.append(queues[-1].get_nowait())
+
+    queues.append(Queue())
+    for attempt in each_boundary(run, act=act, step=stride(97)):
+        note(f"Queue, calls in the first {call}", attempt)
+        found = drain(queues[-1])
+        assert sorted(taken + found) == sorted(put), attempt
+        queues[-1].close()
+        queues[:] = [Queue()]
+        taken.clear(), put.clear()
+    queues.pop().close()
+    gc.collect()
+    assert files() == []
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_making_one(kind, method):
@@ -278,6 +376,118 @@ def test_sending_through_a_pipe(what):
     writer.close()
     gc.collect()
     assert files() == []
+
+
+def used_pipe():
+    """A pipe whose slots are in use, too."""
+    reader, writer = get_context("fork").Pipe(False)
+    for item in ITEMS.values():
+        writer.send(item)
+        assert same(reader.recv(), item)
+    return reader, writer
+
+
+@pytest.mark.parametrize("inside", ["object", "array", "bytes"])
+@pytest.mark.parametrize("what", ITEMS)
+def test_sending_inside_a_send(what, inside):
+    """Everything arrives once; an array inside a `send` does, or is refused."""
+    item, refused = ITEMS[what], []
+
+    def act():
+        if inside == "bytes":
+            writer.send_bytes(pickle.dumps("inside"))
+        elif inside == "object":
+            writer.send("inside")
+        else:
+            try:
+                writer.send(np.arange(3))
+            except ReentrantError:
+                refused.append(True)
+
+    reader, writer = used_pipe()
+    with reader, writer:
+        for attempt in each_boundary(lambda: writer.send(item), act=act):
+            note(f"Connection.send, {inside} in {what}", attempt)
+            writer.send("end")
+            found, nested = [], 0
+            while True:
+                got = reader.recv()
+                if type(got) is str and got == "end":
+                    break
+                if np.array_equal(got, np.arange(3) if inside == "array" else "inside"):
+                    nested += 1
+                else:
+                    found.append(got)
+            assert nested == (attempt.reached and not refused), attempt
+            assert len(found) == 1, attempt
+            assert same(found[0], item)
+            refused.clear()
+            del found, got
+    gc.collect()
+    assert files() == []
+
+
+@pytest.mark.parametrize("what", ITEMS)
+def test_receiving_inside_a_recv(what):
+    """The handler's gets one of the two objects, or is refused; none is lost."""
+    item, taken = ITEMS[what], []
+
+    def act():
+        with contextlib.suppress(ReentrantError):
+            taken.append(reader.recv())
+
+    def send():
+        writer.send(item)
+        writer.send("second")
+
+    reader, writer = used_pipe()
+    with reader, writer:
+        send()
+        for attempt in each_boundary(lambda: reader.recv(), act=act):
+            note(f"Connection.recv in recv, {what}", attempt)
+            taken.append(attempt.result)
+            if len(taken) == 1:
+                taken.append(reader.recv())
+            taken.sort(key=lambda got: type(got) is str)
+            assert same(taken[0], item), attempt
+            assert taken[1] == "second"
+            assert not reader.poll()
+            attempt.result = None
+            taken.clear()
+            send()
+    gc.collect()
+    assert files() == []
+
+
+@pytest.mark.parametrize("what", ["small", "large"])
+def test_closing_inside_a_send(what):
+    """The interrupted call ends with an error, or has sent the object whole; nothing stays."""
+    ends = []
+
+    def send():
+        with contextlib.suppress(OSError, ClosedError):
+            ends[1].send(ITEMS[what])
+
+    def make():
+        ends[:] = get_context("fork").Pipe(False)
+        ends[1].send(ITEMS[what])
+        assert same(ends[0].recv(), ITEMS[what])
+
+    make()
+    for attempt in each_boundary(send, act=lambda: ends[1].close(), step=stride(7)):
+        note(f"Connection.close in send, {what}", attempt)
+        ends[1].close()
+        try:
+            assert same(ends[0].recv(), ITEMS[what])
+        except EOFError:
+            assert attempt.reached
+        ends[0].close()
+        ends.clear()
+        gc.collect()
+        assert files() == [], attempt
+        make()
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1086,6 +1086,91 @@ def test_a_put_of_a_signal_handler_inside_a_put_is_refused(monkeypatch):
     assert q.empty()
 
 
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_calls_of_a_signal_handler_inside_the_first_call(monkeypatch, call):
+    """The interrupted one is creating an endpoint, and would wait for itself."""
+    q, seen = Queue(), []
+    which = "make_getter" if call == "get" else "make_putter"
+    make = getattr(q._handle, which)
+
+    def interrupted():
+        signal.raise_signal(signal.SIGUSR1)
+        return make()
+
+    def handle(*_):
+        seen.append(q.empty())
+        for options in ({"block": False}, {"timeout": 0.01}):
+            with pytest.raises(queue.Empty):
+                q.get(**options)
+            with pytest.raises(queue.Full):
+                q.put(1, **options)
+        with pytest.raises(shmtensor.ReentrantError):
+            q.get()
+
+    monkeypatch.setattr(q._handle, which, interrupted)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        if call == "put":
+            q.put("item")
+        else:
+            with pytest.raises(queue.Empty):
+                q.get_nowait()
+            q.put("item")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [True]
+    assert q.get(timeout=LONG) == "item"
+    assert q.empty()
+
+
+def test_task_done_of_a_signal_handler_inside_task_done_and_get(monkeypatch):
+    """Each call marks one item as done; no other one is released."""
+    q, items = JoinableQueue(), []
+    for number in range(6):
+        q.put(number)
+    q.get()
+    held = q._held
+    release = held._release_counted
+
+    def interrupted():
+        monkeypatch.setattr(held, "_release_counted", release)
+        signal.raise_signal(signal.SIGUSR1)
+        release()
+
+    def handle(*_):
+        items.append(q.get_nowait())
+        q.task_done()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        monkeypatch.setattr(held, "_release_counted", interrupted)
+        q.task_done()
+        assert (q._tasks.unfinished, len(held._messages)) == (4, 0)
+        monkeypatch.setattr(held, "_release_counted", interrupted)
+        assert q.get() == 3  # the handler took what this call had got
+        assert (q._tasks.unfinished, len(held._messages)) == (3, 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert items == [1, 2]
+    q.task_done()
+    assert [q.get_nowait(), q.get_nowait()] == [4, 5]
+    q.task_done(), q.task_done()
+    with pytest.raises(ValueError, match="too many"):
+        q.task_done()
+    q.join()
+
+
+def test_arguments_out_of_range():
+    with pytest.raises(shmtensor.errors.ArgumentError, match=r"maxsize must be <= 2147483647, not 2147483648"):
+        Queue(2**31)
+    with pytest.raises(shmtensor.errors.ArgumentError, match="maxsize"):
+        JoinableQueue(2**40)
+    with contextlib.closing(Queue()) as q:
+        for call in (q.get, lambda **options: q.put(1, **options)):
+            with pytest.raises(ValueError, match="timeout must be seconds or None, not nan"):
+                call(timeout=float("nan"))
+
+
 def test_a_child_ends_quietly_whose_parent_keeps_views_of_a_closed_queue():
     """What the parent's views keep is not the child's to end; its own endpoints are."""
     script = """if True:

@@ -39,6 +39,8 @@ FOREIGN: dict[str, set[str]] = {
     },
     # multiprocessing: the queue by which its pool's threads wake each other
     "mp/pool.py": {"_reader"},
+    # threading: whether this thread is inside a call already, which a handler has interrupted
+    "mp/queue.py": {"_is_owned"},
     # multiprocessing: what its `DupFd` registers, with an action when the descriptor has been sent
     "mp/queue_handle.py": {"_resource_sharer"},
     # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started;
