@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -175,7 +175,7 @@ def _undone(control: Control, sequences: SequenceTable) -> Iterator[int]:
                 yield seq
 
 
-def _count_undone(control: Control) -> int:
+def count_undone(control: Control) -> int:
     """How many messages of all senders of a work queue, closed and dead ones included, are not done."""
     count = 0
     for entry in control.members():
@@ -197,7 +197,9 @@ def leave(member: Member, *, keep: bool, count: bool = False) -> int:
     control, directory, index, uid = member.control, member.directory, member.index, member.uid
     if control.owner(index) != uid:
         return 0  # it has left, and the entry may be another member's
-    if not keep and unlink_member(control.channel, uid, directory):  # else it is left as if it had died
+    if keep:
+        store(control.words, ctl.base(index) + ctl.M_LEAVING, ctl.KEPT)
+    elif unlink_member(control.channel, uid, directory):  # else it is left as if it had died
         # crash: leave.unlinked
         control.clear(index)
     control.advance()
@@ -209,7 +211,7 @@ def leave(member: Member, *, keep: bool, count: bool = False) -> int:
         reap(control, directory, None)
         return 0
     with placement.at_once():
-        lost = _count_undone(control) if count else 0
+        lost = count_undone(control) if count else 0
     unlink_channel(control, directory)
     return lost
 
@@ -239,17 +241,80 @@ def channels() -> list[str]:
     return sorted(found)
 
 
-def _files(only: str | None = None) -> dict[str, list[Leftover]]:
-    """This user's files by channel. Other users' files, and what is no regular file, are skipped."""
-    found: dict[str, list[Leftover]] = {}
-    for name, info in shm.scan():
-        parsed = parse_file(name)
-        if not parsed or only not in (None, parsed[0]):
-            continue
-        if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
-            leftover = Leftover(parsed[0], shm.path_of(name), info.st_size, name)
-            found.setdefault(parsed[0], []).append(leftover)
+def _names() -> dict[str, dict[str, int]]:
+    """The names of every channel's files, of any user, with the uid in each; 0 for the control segment."""
+    found: dict[str, dict[str, int]] = {}
+    for name in shm.listing():
+        if parsed := parse_file(name):
+            found.setdefault(parsed[0], {})[name] = parsed[1] or 0
     return found
+
+
+def _mine(channel: str, names: Iterable[str]) -> list[Leftover]:
+    """Those that are this user's. Other users' files, and what is no regular file, are skipped."""
+    return [
+        Leftover(channel, shm.path_of(name), info.st_size, name)
+        for name, info in shm.statuses(names).items()
+        if info is not None and info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode)
+    ]
+
+
+def _files(channel: str) -> list[Leftover]:
+    """This user's files of a channel."""
+    return _mine(channel, _names().get(channel, ()))
+
+
+def has_members(channel: str) -> bool:
+    """Whether a member of a channel lives. It takes no lock and lists nothing."""
+    try:
+        with shm.look_at(control_name(channel), is_regular=True) as segment:
+            return segment.is_locked(ctl.LIFE, ctl.CAPACITY)
+    except TimeoutError:
+        raise  # a signal handler's: nothing here waits
+    except (OSError, WireError):
+        return False
+
+
+_WELL, _WITH_CLOSED, _UNKNOWN = range(3)
+"""Of a channel: somebody lives and nobody is dead; the same, but for senders that have closed, and whose messages the
+others may still need; neither is known."""
+_FEW: Final = 16
+"""Entries of a table that are read with its head. Few channels have more members, and reading takes most of a look."""
+
+
+class _Table:
+    """The table of members of one channel after the other, as read without the lock: memory that is used again."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(bytearray(Control.nbytes())).cast("Q")
+        self._first = self._words[: ctl.base(_FEW)]
+        self._owners = self._words[ctl.base(0) + ctl.M_OWNER :: ctl.base(1) - ctl.base(0)]
+
+    def look(self, channel: str) -> tuple[set[int], int]:
+        """The uids in it, and 0; and whether there may be something to clean up, for that only the lock decides.
+
+        If it is `_WELL`, there is nothing but files of a uid that is not in it: a member stores its uid before it makes
+        its files, with its life lock held, and files are removed before the uid.
+        """
+        try:
+            with shm.look_at(control_name(channel), is_regular=True) as segment:
+                if segment.info.st_uid != os.geteuid() or segment.nbytes != self._words.nbytes:
+                    return set(), _UNKNOWN
+                segment.read_into(self._first)
+                if (self._words[ctl.W_MAGIC], self._words[ctl.W_VERSION]) != (ctl.MAGIC, ctl.VERSION):
+                    return set(), _UNKNOWN
+                if self._words[ctl.W_USED] > _FEW:
+                    segment.read_into(self._words)
+                owners = self._owners[: self._words[ctl.W_USED]].tolist()
+                taken = [index for index, owner in enumerate(owners) if owner]
+                dead = [index for index in taken if not segment.is_locked(ctl.LIFE + index)]
+        except TimeoutError:
+            raise  # a signal handler's: nothing here waits
+        except (OSError, WireError):
+            return set(), _UNKNOWN
+        if len(dead) == len(taken) or any(self._words[ctl.base(at) + ctl.M_LEAVING] != ctl.KEPT for at in dead):
+            return {0, *owners}, _UNKNOWN
+        return {0, *owners}, _WITH_CLOSED if dead else _WELL
 
 
 def sweep_channel(
@@ -266,7 +331,7 @@ def sweep_channel(
     locked for longer is in use and left alone. `files`: the channel's files, if the caller has listed them already.
     """
     name = control_name(channel)
-    found = _files(channel).get(channel, []) if files is None else files
+    found = _files(channel) if files is None else files
     before = [leftover for leftover in found if _owner_of(leftover) is not None]
     if not shm.is_ours(name):
         # A control segment is made first and unlinked last: if there is none, the files listed before have no owner.
@@ -282,7 +347,7 @@ def sweep_channel(
         try:
             return exclusively(
                 locks, patience, f'channel "{channel}"',
-                lambda: _sweep_locked(channel, segment, locks, directory, dry_run=dry_run),
+                lambda: _sweep_locked(channel, segment, locks, directory, before, dry_run=dry_run),
             )  # fmt: skip
         except (TimedOut, ReentrantError):
             return []
@@ -291,14 +356,17 @@ def sweep_channel(
 
 
 def _sweep_locked(
-    channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool
+    channel: str, segment: shm.Segment, locks: LockFile, directory: str, before: list[Leftover], *, dry_run: bool
 ) -> list[Leftover]:
     """Without waiting for a segment server: others wait for the lock."""
     with placement.at_once():
-        return _sweep(channel, segment, locks, directory, dry_run=dry_run)
+        return _sweep(channel, segment, locks, directory, before, dry_run=dry_run)
 
 
-def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, *, dry_run: bool) -> list[Leftover]:
+def _sweep(
+    channel: str, segment: shm.Segment, locks: LockFile, directory: str, before: list[Leftover], *, dry_run: bool
+) -> list[Leftover]:
+    """`before`: the files of members, as listed before the channel was locked. Who has joined since owns none."""
     if not segment.is_still(control_name(channel)):
         return []
     segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it before we had the lock
@@ -309,7 +377,6 @@ def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, 
         if segment.is_sparse():
             return []  # not ours either: ours have every page reserved, and touching a missing one may kill (SIGBUS)
         control = Control(channel, segment, locks)
-    files = _files(channel).get(channel, [])
     if control is not None and control.is_ready:
         try:
             control.check()
@@ -319,7 +386,7 @@ def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, 
         if control.anybody_alive():
             expendable = {control.owner(index) for index in _expendable(control, None)}
             owners = {control.owner(index) for index in range(control.capacity)} - expendable
-            gone = [found for found in files if (uid := _owner_of(found)) is not None and uid not in owners]
+            gone = [found for found in before if _owner_of(found) not in owners]
             inboxes = (socket_path(directory, uid) for uid in expendable)
             gone += [Leftover(channel, path, 0) for path in inboxes if os.path.exists(path)]
             if not dry_run:
@@ -329,7 +396,7 @@ def _sweep(channel: str, segment: shm.Segment, locks: LockFile, directory: str, 
             for uid in control.owners():
                 unlink_member(channel, uid, directory)
     main = control_name(channel)[1:]
-    return _remove(sorted(files, key=lambda leftover: leftover.file == main), dry_run=dry_run)
+    return _remove(sorted(_files(channel), key=lambda leftover: leftover.file == main), dry_run=dry_run)
 
 
 def _owner_of(leftover: Leftover) -> int | None:
@@ -349,35 +416,55 @@ def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
 
 
 def sweep_all(
-    directory: str, *, dry_run: bool = False, skip: str | None = None, patience: float = 0.0
+    directory: str,
+    *,
+    dry_run: bool = False,
+    skip: str | None = None,
+    patience: float = 0.0,
+    most_closed: int | None = None,
 ) -> list[Leftover]:
     """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
 
-    Waits up to `patience` seconds for the lock of each.
+    Waits up to `patience` seconds for the lock of each in which somebody has died: the others are only looked at.
+    `most_closed`: of channels without such deaths where senders have closed and left messages, only so many are swept,
+    at random. Their receivers do so when they have taken these; and asking what they still need costs a join much.
     """
-    gone = []
-    for channel, files in _files().items():
-        if channel == skip:
+    gone: list[Leftover] = []
+    todo: list[str] = []
+    closed: list[str] = []
+    table, known = _Table(), set[int]()
+    listed = _names()
+    for channel, names in listed.items():
+        owners, state = table.look(channel)
+        known |= owners
+        if channel == skip or (state == _WELL and owners.issuperset(names.values())):
             continue
+        (closed if state == _WITH_CLOSED and owners.issuperset(names.values()) else todo).append(channel)
+    if most_closed is not None and len(closed) > most_closed:
+        start = time.monotonic_ns() % len(closed)
+        closed = (closed + closed)[start : start + most_closed]
+    for channel in todo + closed:
         try:
-            gone += sweep_channel(channel, directory, dry_run=dry_run, patience=patience, files=files)
+            if files := _mine(channel, listed[channel]):
+                gone += sweep_channel(channel, directory, dry_run=dry_run, patience=patience, files=files)
         except (ShmTensorError, OSError, ValueError, LookupError, ArithmeticError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, TimedOut):
                 raise  # a signal handler's
             log.debug("channel %s could not be swept: %s", channel, error, exc_info=True)
-    return gone + _sweep_sockets(directory, dry_run=dry_run)
+    return gone + _sweep_sockets(directory, known, dry_run=dry_run)
 
 
-def _sweep_sockets(directory: str, *, dry_run: bool) -> list[Leftover]:
+def _sweep_sockets(directory: str, known: set[int], *, dry_run: bool) -> list[Leftover]:
+    """`known`: uids that were in tables of members just now. Their inboxes are not looked at."""
     try:
-        names = [name for name in os.listdir(directory) if is_socket_name(name)]
+        names = [name for name in os.listdir(directory) if is_socket_name(name) and int(name, 16) not in known]
     except OSError as error:
         raise ResourceError(error.errno, f"socket directory {directory}: {error.strerror}") from None
     old = [found for name in names if (found := _stale(f"{directory}/{name}")) is not None]
     if not old:
         return []
     owners: set[int] = set()
-    for channel in _files():
+    for channel in _names():
         name = control_name(channel)
         if not shm.is_ours(name):
             continue  # it has no members of this user

@@ -1,12 +1,14 @@
 """The control segment of a channel: the table of its members.
 
     0      magic  version  kind  capacity  epoch  senders  dir_device  dir_inode       magic last
+    64     used                entries from here on were never taken                   holder of lock byte 0
     128    path of the socket directory, zero padded to 128 bytes
     4096   members: capacity x 256 bytes
            +0    uid      stored last on joining, zeroed first on leaving            holder of lock byte 0
            +8    owner    the uid whose names exist; set before they are made          "
            +16   role     +24 flags    +32 pid    +40 joined (unix ns)                 "
-           +48   leaving  closed with views alive: no longer a recipient             the member; as uid
+           +48   leaving  1: closed with views alive: no longer a recipient          the member; as uid
+                          2: a sender that closed and has left messages to others    as uid
            +56   group    the uid of its group's entry, 0: in none                   as uid
            +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
                           its top bit: a sender waits on its FIFO, not on its semaphore
@@ -55,11 +57,13 @@ RECEIVER: Final = 2
 GROUP: Final = 3
 TRACER: Final = 4
 """Neither sends nor receives: the others write down for it what they do (ring/events.py)."""
+KEPT: Final = 2
+"""`leaving` of a sender whose entry and files stay for the receivers of its messages."""
 LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
 MEMBER: Final = 2  # flag of a receiver: no recipient, its group is
 NO_RECIPIENT: Final = LATEST | MEMBER
 
-W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE = range(8)
+W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE, W_USED = range(9)
 M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_GROUP = range(8)
 M_ASLEEP: Final = 8
 C_WAITS, C_DROPPED, C_SLEEPS, C_LATE, C_MISSED, C_REDELIVERED = range(6)
@@ -194,7 +198,7 @@ class Control:
         self._view[_HEADER:] = bytes(CAPACITY * _ENTRY)  # no process reads it meanwhile
         for word, value in (
             (W_VERSION, VERSION), (W_KIND, kind), (W_CAPACITY, CAPACITY), (W_EPOCH, words[W_EPOCH] + 1),
-            (W_SENDERS, 0), (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_MAGIC, MAGIC),
+            (W_SENDERS, 0), (W_DEVICE, info.st_dev), (W_INODE, info.st_ino), (W_USED, 0), (W_MAGIC, MAGIC),
         ):  # fmt: skip
             store(words, word, value)
 

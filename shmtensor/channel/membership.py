@@ -172,7 +172,7 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     placement.check_for_server()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
-    cleanup.sweep_all(directory, skip=channel, patience=_MOMENT)
+    cleanup.sweep_all(directory, skip=channel, patience=_MOMENT, most_closed=1)
     held: list[LockFile] = []
     try:
         member = _join(channel, kind, part, directory, prepare, held)
@@ -284,6 +284,8 @@ def _take_entry(control: Control, group: str | None = None) -> tuple[int, int]:
         raise WireError(
             f'member {index} of channel "{control.channel}" is locked but free: the segment was tampered with'
         )
+    if index >= control.words[ctl.W_USED]:  # before the uid: who looks at the table sees that
+        words.store(control.words, ctl.W_USED, index + 1)
     words.store(control.words, ctl.base(index) + ctl.M_OWNER, uid)
     return index, uid
 

@@ -475,9 +475,11 @@ class QueueHandle:
 
 
 def _sweep(name: str, directory: str) -> None:
-    """Remove a channel that no process has any more; what dead members left if one has it."""
+    """Remove a channel that no process has any more. Else whoever has it does so, and what the dead left meanwhile goes
+    with the next join: each child looks here as it ends, for every queue that it inherited."""
     with contextlib.suppress(ShmTensorError, OSError):
-        cleanup.sweep_channel(name, directory, patience=membership.LOCK_TIMEOUT)
+        if not cleanup.has_members(name):
+            cleanup.sweep_channel(name, directory, patience=membership.LOCK_TIMEOUT)
 
 
 def _prepare_nothing(member: Member) -> None:

@@ -16,6 +16,7 @@ import shmtensor
 from shmtensor.channel import cleanup, membership
 from shmtensor.channel import control as ctl
 from shmtensor.channel.names import SERVER_FILES, control_name, parse_file, socket_dir
+from shmtensor.memory import placement
 from shmtensor.memory import segment as shm
 from shmtensor.memory.words import store
 from shmtensor.ring.layout import L_VERSION, R_VERSION
@@ -67,6 +68,80 @@ def test_any_create_sweeps_other_dead_channels(channel):
             return not [name for name in shared_files() if "-a" in name]
 
     wait_until(are_swept)  # a create passes by what another process is sweeping
+
+
+@pytest.fixture
+def looked_at(channel, monkeypatch):
+    """What this process lists, opens and asks the status of, of this test's files in `/dev/shm`. It sees no others."""
+    calls, listing = [], placement.Files.listing
+
+    def listed(self):
+        calls.append("listing")
+        return [name for name in listing(self) if channel in name]
+
+    def noted(call):
+        def note(path, *rest, **options):
+            if isinstance(path, str) and path.startswith(f"/dev/shm/shmtensor.{channel}"):
+                calls.append(path)
+            return call(path, *rest, **options)
+
+        return note
+
+    monkeypatch.setattr(placement.Files, "listing", listed)
+    monkeypatch.setattr(os, "lstat", noted(os.lstat))
+    monkeypatch.setattr(os, "open", noted(os.open))
+    monkeypatch.setattr(cleanup, "_FRESH_NS", 0)  # as if all inboxes were old
+    return calls
+
+
+@FILES_ONLY
+@pytest.mark.parametrize("make", ENDPOINTS)
+def test_a_join_looks_once_at_each_other_channel_whose_members_live(channel, make, looked_at):
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            for each in ENDPOINTS[number // 2 * 2 :][:2]:
+                stack.enter_context(each(f"{channel}-{number}"))
+        del looked_at[:]
+        with make(f"{channel}-new"):
+            others = [call for call in looked_at if f"{channel}-new" not in call]
+        assert sorted(others) == [*(f"/dev/shm/shmtensor.{channel}-{number}" for number in range(4)), "listing"]
+
+
+@FILES_ONLY
+def test_a_join_asks_in_one_channel_what_closed_senders_have_left(channel, looked_at):
+    """There the receivers remove it, once they have taken it."""
+    with contextlib.ExitStack() as stack:
+        receivers = [stack.enter_context(shmtensor.Subscriber(f"{channel}-{number}")) for number in range(4)]
+        for receiver in receivers:
+            with shmtensor.Publisher(receiver.name) as tx:
+                tx.send(np.zeros(9))
+        before = shared_files()
+        for _ in range(2):
+            del looked_at[:]
+            shmtensor.Producer(f"{channel}-new").close()
+            asked = {found[0] for call in looked_at if (found := parse_file(os.path.basename(call))) and found[1]}
+            assert len(asked - {f"{channel}-new"}) == 1
+        assert shared_files() == before
+        for receiver in receivers:
+            assert receiver.recv(timeout=PATIENCE).value.size == 9
+            with pytest.raises(shmtensor.EndOfStream):
+                receiver.recv(timeout=PATIENCE)
+        assert not [name for name in left_files() if "," in name]
+
+
+@FILES_ONLY
+def test_a_join_sees_the_dead_of_a_channel_with_many_members(channel):
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(shmtensor.Publisher(channel))
+        before = shared_files()
+        killed(channel, "x = shmtensor.Publisher(channel); x.send(np.zeros(100))")
+
+        def is_swept() -> bool:
+            shmtensor.Publisher(channel + "-b").close()
+            return shared_files() == before
+
+        wait_until(is_swept)
 
 
 @FILES_ONLY
