@@ -18,18 +18,18 @@ from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, placement, shortage
-from .descriptors import Descriptor, Found, OpenFile
+from .descriptors import Descriptor, Found, OpenFile, empty_all_of
 from .locks import LockFile, is_locked
 from .placement import Place
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
 _PROT_NONE = 0
-_REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
-_mmap = ctypes.CDLL(None).mmap
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_mmap.restype = ctypes.c_void_p
+_FIXED = 0x10  # MAP_FIXED
+_REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 _libc.mremap.restype = ctypes.c_void_p
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -50,27 +50,44 @@ _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
 
 
-class HeldMap(mmap.mmap):
-    """A mapping of a segment whose name a server keeps. As long as it is mapped, another server can be given it."""
+class SharedMap(mmap.mmap):
+    """A mapping of a segment, unmapped when nothing refers to it any more. It has no descriptor.
 
-    hold: Any = None
+    Python's `mmap` of a file keeps a descriptor of its own, which a forked child would inherit. So this is one of
+    private memory, in whose place the segment is mapped: as an owner of addresses, it unmaps whatever lies there.
+    """
 
+    hold: Any
+    """Where a server keeps the segment's name: as long as this is mapped, another server can be given the segment."""
+    address: int
+    _in_child: int
 
-class _Range:
-    """The address range of a mapping. Views keep it alive, even after the `Mapping` is gone."""
+    @classmethod
+    def of(cls, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> SharedMap:
+        """Map `[offset, offset + nbytes)` of a file. Raises `OSError`, and `WireError` if it has not so many bytes."""
+        if (size := os.fstat(fd).st_size) < offset + nbytes:  # touching more would kill the process (SIGBUS)
+            raise WireError(f"a segment ends at byte {size}: it was cut or is damaged")
+        made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        made.hold = hold
+        made.address = int(np.frombuffer(made, np.uint8).__array_interface__["data"][0])
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        if _libc.mmap(made.address, nbytes, protection, mmap.MAP_SHARED | _FIXED, fd, offset) != made.address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return made
 
-    __slots__ = ("__weakref__", "_address", "_nbytes")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._address, self._nbytes = address, nbytes
+    def end_in_children(self, *, values: bool) -> None:
+        """Have forked children keep nothing of it. `values`: programs have views of it."""
+        self._in_child = _PROT_NONE if values else mmap.PROT_READ | mmap.PROT_WRITE
         lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, since the words and leases are the parent's.
 
+        Words that no program sees become zeros of the child's own: what looks at its parent's endpoint does no harm.
         The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
         """
-        _mmap(self._address, self._nbytes, _PROT_NONE, _REPLACE, -1, 0)
+        _libc.mmap(self.address, len(self), self._in_child, _REPLACE, -1, 0)
 
 
 class Mapping:
@@ -85,23 +102,22 @@ class Mapping:
 
     __slots__ = ("__weakref__", "address", "buffer", "map", "nbytes", "view", "words")
 
-    def __init__(self, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        kind = mmap.mmap if hold is None else HeldMap
+    def __init__(
+        self, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None, values: bool = False
+    ) -> None:
+        """`values`: programs get views of it. In a forked child, touching one is a segmentation fault."""
         try:
-            self.map = kind(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+            self.map = SharedMap.of(fd, offset, nbytes, writable=writable, hold=hold)
         except OSError as error:
             raise shortage.explain(error, f"cannot map {format_bytes(nbytes)} of shared memory") from None
-        if isinstance(self.map, HeldMap):
-            self.map.hold = hold
-        self.nbytes = nbytes
-        self.view = memoryview(self.map)
-        self.words = self.view.cast("Q")
-        self.address = int(np.frombuffer(self.map, np.uint8).__array_interface__["data"][0])
+        self.map.end_in_children(values=values)
+        self.nbytes, self.address = nbytes, self.map.address
         slots: Any = type("Slots", (ctypes.c_char * nbytes,), {})
         whole = slots.from_address(self.address)
-        whole.mapping, whole.range = self.map, _Range(self.address, nbytes)
+        whole.mapping = self.map
         self.buffer = memoryview(whole).cast("B")
+        self.view = self.buffer if writable else self.buffer.toreadonly()
+        self.words = self.view.cast("Q")
 
     def populate(self, *, write: bool) -> None:
         """Enter every page into this process's page table now, not at first touch. Best effort."""
@@ -136,7 +152,7 @@ class Alias:
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, as that of a `Mapping`."""
-        _mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
+        _libc.mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
 
 class Unreadable(ResourceError):
@@ -179,10 +195,10 @@ class Segment(Descriptor):
         super().__init__(self._found.path, self._found.flags, leads_to=self._found.leads_to)
         self.nbytes = os.fstat(self.fd).st_size
 
-    def map(self, offset: int = 0, nbytes: int | None = None, *, writable: bool) -> Mapping:
-        """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size."""
+    def map(self, offset: int = 0, nbytes: int | None = None, *, writable: bool, values: bool = False) -> Mapping:
+        """Map `[offset, offset + nbytes)`; `offset` is a multiple of the page size. `values`: as for a `Mapping`."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
-        return Mapping(self.fd, offset, nbytes, writable=writable, hold=self._found.hold)
+        return Mapping(self.fd, offset, nbytes, writable=writable, hold=self._found.hold, values=values)
 
     def reserve(self, nbytes: int, remedy: str, start: int = 0) -> None:
         """Reserve every page of `nbytes` from byte `start` on, so that a small `/dev/shm` is an error here and never a
@@ -280,15 +296,17 @@ def attach(name: str) -> Segment:
 class Glance:
     """A segment of any user, opened for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_file", "_head", "fd", "info", "name", "nbytes")
+    __slots__ = ("__weakref__", "_file", "_head", "_opening", "fd", "info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
-        self.name, self.fd = name, -1
+        self.name, self.fd, self._opening = name, -1, ""
         self._head = memoryview(b"").cast("Q")
         self._file = OpenFile()
-        lifecycle.track(self, type(self).close)  # a forked child's copy would keep the memory of what is removed
+        lifecycle.track(self, type(self).drop_in_child)
         found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
+        self._opening = found.leads_to  # another thread may fork before the descriptor is recorded: see `Descriptor`
         self._file.open(os.open, found.path, found.flags | _LOOK)
+        self._opening = ""
         self.fd = self._file.fd
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
@@ -328,6 +346,13 @@ class Glance:
     def is_locked(self, byte: int, length: int = 1) -> bool:
         """Whether any process holds a lock within `[byte, byte + length)`."""
         return is_locked(self.fd, byte, length)
+
+    def drop_in_child(self) -> None:
+        """In a forked child: close the copy, which would keep the memory of what is removed."""
+        opening, self._opening = self._opening, ""
+        if opening:
+            empty_all_of(opening)
+        self.close()
 
     def close(self) -> None:
         """Close it. Idempotent."""

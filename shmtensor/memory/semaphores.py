@@ -25,7 +25,7 @@ import posix_ipc
 from ..errors import ResourceError
 from . import placement, shortage
 from .descriptors import Descriptor, Found, OpenFile
-from .segment import HeldMap, name_taken
+from .segment import SharedMap, name_taken
 
 
 class _Timespec(ctypes.Structure):
@@ -78,12 +78,11 @@ class MappedSemaphore:
         try:
             if os.fstat(file.fd).st_size < _LEAST:
                 raise FileNotFoundError(errno.ENOENT, f"{found.leads_to} is not a semaphore")
-            mapped = HeldMap(file.fd, _NBYTES)
+            mapped = SharedMap.of(file.fd, 0, _LEAST, writable=True, hold=found.hold)
         finally:
             file.close()
-        mapped.hold = found.hold
-        self._map: HeldMap | None = mapped
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self._map: SharedMap | None = mapped
+        self.address = mapped.address
 
     def release(self) -> None:
         """Add one. Raises `ValueError` if it is closed."""
@@ -102,7 +101,7 @@ class MappedSemaphore:
         """Unmap it, when nobody uses it any more. Idempotent."""
         self._map = None
 
-    def memory(self) -> HeldMap:
+    def memory(self) -> SharedMap:
         """Its mapping, which stays for as long as the caller has this. Raises `ValueError` if it is closed."""
         if self._map is None:
             raise ValueError("it is closed")

@@ -150,7 +150,7 @@ class Ring:
 
     def __init__(self, name: str, index: int, shape: RingShape, segment: shm.Segment, *, writable: bool) -> None:
         head = segment.map(0, shape.data, writable=True)
-        data = segment.map(shape.data, shape.nbytes - shape.data, writable=writable)
+        data = segment.map(shape.data, shape.nbytes - shape.data, writable=writable, values=not shape.device)
         self.name, self.index, self.shape = name, index, shape
         self.slots, self.slot_bytes, self.nbytes = shape.slots, shape.slot_bytes, shape.nbytes
         self.records, self.state, self.row = HEADER, shape.state, shape.row

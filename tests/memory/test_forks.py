@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import mmap
 import os
@@ -62,6 +64,39 @@ def test_a_fork_while_a_file_is_being_opened(channel, pair, monkeypatch):
     monkeypatch.undo()
     assert sum(path.startswith("/proc/self/fd/") for path in opened) >= 4, opened  # the locks
     assert not inherited
+
+
+@pytest.mark.parametrize("pair", [("Publisher", "Subscriber"), ("Producer", "Consumer")])
+def test_a_child_has_no_segment_of_its_parent(channel, pair):
+    """It would keep the memory, of which no name is left, for as long as it lives."""
+    make, take = (getattr(shmtensor, name) for name in pair)
+    out, into = os.pipe()
+    with make(channel, slots=2, slot_bytes=64) as tx, take(channel) as rx:
+        tx.send(np.arange(3))
+        message = rx.recv(timeout=60)
+        pid = os.fork()
+        if not pid:
+            try:
+                with open("/proc/self/maps") as maps:
+                    found = [line.split(maxsplit=5)[-1].strip() for line in maps]
+                for fd in os.listdir("/proc/self/fd"):
+                    with contextlib.suppress(OSError):
+                        found.append(os.readlink(f"/proc/self/fd/{fd}"))
+                os.write(into, "\n".join(name for name in found if f"shmtensor.{channel}" in name).encode())
+                with contextlib.suppress(shmtensor.ForkedError):
+                    tx.send(np.arange(3))
+                del tx, rx, message
+                gc.collect()
+            finally:
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        os.close(into)
+        with open(out) as told:
+            left = told.read().splitlines()
+        # those of the C library, which the parent's threads may be using just now
+        assert not [name for name in left if "sem." not in name]
+        assert message.value.tolist() == [0, 1, 2]
+        del message
 
 
 def test_a_queue_that_is_there_is_inherited_whoever_else_is_being_opened(monkeypatch):

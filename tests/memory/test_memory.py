@@ -77,14 +77,18 @@ def test_is_still_tells_a_replaced_name(name):
 
 
 def test_writing_through_a_read_only_mapping_ends_the_process(name):
-    with shm.create(name, 4096, "x") as segment:
-        mapping = segment.map(writable=False)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        mapping.buffer[0] = 1
-        os._exit(0)
+    with shm.create(name, 4096, "x"):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            shm.attach(name).map(writable=False).buffer[0] = 1
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+
+
+def test_a_mapping_beyond_the_end_of_a_segment_is_refused(name):
+    with shm.create(name, 4096, "x") as segment, pytest.raises(shmtensor.WireError, match="ends at byte 4096"):
+        segment.map(4096, 4096, writable=False)
 
 
 def test_locks_exclude_other_descriptions_and_end_with_them(name):
