@@ -167,14 +167,16 @@ class GrowingPool(Pool):
     wait as long as there is memory.
     """
 
-    __slots__ = ("eager",)
+    __slots__ = ("eager", "lacking")
 
     eager: bool
     """Whether to add a ring rather than wait."""
+    lacking: int
+    """Bytes of the ring that the last message needs, if others have the room for it; else 0."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.eager = False
+        self.eager, self.lacking = False, 0
 
     def find(self, nbytes: int) -> SlotRange | None:
         rings = self._of_size(_slot_of(nbytes))
@@ -185,7 +187,7 @@ class GrowingPool(Pool):
         if self.may_grow(nbytes):
             try:
                 self.add(nbytes)
-            except ResourceError:
+            except (ResourceError, RingFull):
                 if not self.rings:
                     raise
             else:
@@ -193,8 +195,16 @@ class GrowingPool(Pool):
         return super().find(nbytes)
 
     def make_room(self, nbytes: int) -> None:
+        self.lacking = 0
         if not self._of_size(_slot_of(nbytes)) and not self.may_grow(nbytes):
-            super().make_room(nbytes)
+            if self._others_have_room(nbytes):
+                self.lacking = self.shape(nbytes).nbytes
+            else:
+                super().make_room(nbytes)
+
+    def _others_have_room(self, nbytes: int) -> bool:
+        """Whether there would be room for a ring if others gave back what they have: then a put waits for that."""
+        return super().may_grow(nbytes) and self.shape(nbytes).nbytes <= total_bytes()
 
     def may_grow(self, nbytes: int) -> bool:
         if not self.eager and self._of_size(_slot_of(nbytes)):
@@ -207,6 +217,8 @@ class GrowingPool(Pool):
         except NameTaken:
             raise
         except ResourceError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._others_have_room(nbytes):
+                raise RingFull("another process has taken the room that there was") from error
             limit = self._max_bytes or 0
             raise ResourceError(
                 error.errno or errno.ENOMEM,
@@ -227,6 +239,8 @@ class GrowingPool(Pool):
         if self._max_bytes is not None:
             one = RingShape(self._kind, 1, slot_bytes, self._capacity).nbytes
             slots = min(slots, 1 + (self._max_bytes - self.nbytes - one) // (slot_bytes + 8 * RECORD_WORDS + 64))
+        # no more than a quarter of what is free: other putters want a ring just now, too, and rings never shrink
+        slots = min(slots, free_bytes() // 4 // (slot_bytes + 8 * RECORD_WORDS + 64))
         return RingShape(self._kind, max(1, slots), slot_bytes, self._capacity)
 
 
@@ -255,8 +269,8 @@ class Putter(Producer):
 
         Raises:
             queue.Full: the deadline has passed.
-            ResourceError: the value is larger than the limit; or everything that this process put was got, the
-                getters' tensors fill the memory, and for `PATIENCE` seconds none of them died.
+            ResourceError: the value is larger than the limit; or everything that was put was got, the getters' tensors
+                or others fill the memory, and for `PATIENCE` seconds none of them gave any back.
         """
         if type(value) is bytes:
             value = np.frombuffer(value, np.uint8)
@@ -282,7 +296,9 @@ class Putter(Producer):
             if unread or held != given_back:
                 held_since, given_back = now, held
             elif now - held_since >= PATIENCE:
-                raise ResourceError(errno.ENOMEM, self._held_text(held, nbytes))
+                if not (self._pool.lacking and cleanup.count_undone(self._member.control)):
+                    raise ResourceError(errno.ENOMEM, self._held_text(held, nbytes))
+                held_since = now  # others' items wait to be got, and their rings go when these putters end
             if deadline is not None and now >= deadline:
                 text = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
                 raise Full(f"no memory for the item: {text}")
@@ -305,6 +321,12 @@ class Putter(Producer):
         return unread, held, nbytes
 
     def _held_text(self, held: int, nbytes: int) -> str:
+        if lacking := self._pool.lacking:
+            return (
+                f"it needs a ring of {format_bytes(lacking)}, {where()} has {format_bytes(free_bytes())} free: the "
+                f"rings of other putters and channels hold the rest until they close (this process has "
+                f"{format_bytes(self._pool.nbytes)}): use fewer processes or smaller items, or {more_room()}"
+            )
         pids = (
             ", ".join(str(pid) for pid in sorted({peer.entry.pid for peer in self._recipients.listeners}))
             or "none alive"

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import errno
 import functools
 import gc
 import itertools
@@ -26,12 +27,17 @@ import torch
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
 from shmtensor.channel.control import exclusively
+from shmtensor.memory import placement, segment
 from shmtensor.memory.words import store
 from shmtensor.mp import queue as implementation
 from shmtensor.mp import queue_handle
 from shmtensor.ring.layout import L_VERSION
+from shmtensor.ring.pool import Pool
 
+from ..conftest import FILES_ONLY
 from ..forkservers import preloaded
+from ..implementations import once
+from ..scenes import own_shm, play
 from ..spawned import answer
 from ..waiting import complaints, wait_until
 
@@ -949,6 +955,74 @@ def test_unread_items_at_the_limit_are_a_full_queue():
         q.get(timeout=LONG)
     assert q.get(timeout=LONG) == "waits for memory"
     thread.join()
+
+
+@once("in an interpreter of its own")
+def test_putters_share_a_small_shm():
+    play(putters_in_a_small_shm, mounts=(own_shm("size=64m"),))
+
+
+def putters_in_a_small_shm() -> None:
+    item, pairs = np.ones(6 << 20, np.uint8), [Queue() for _ in range(4)]
+    for q in pairs:
+        q.put(item)
+    with open("/dev/shm/other", "wb") as other:
+        os.posix_fallocate(other.fileno(), 0, segment.free_bytes() - (1 << 20))
+        late = Queue()
+        with pytest.raises(queue.Full, match=r"needs a ring of .* hold the rest until they close"):
+            late.put(item, timeout=0.01)
+        patience, queue_handle.PATIENCE = queue_handle.PATIENCE, 0.0
+        with pytest.raises(shmtensor.ResourceError, match=r"needs a ring of .* hold the rest until they close"):
+            late.put(item)
+        with pytest.raises(shmtensor.ResourceError, match=r"128\.0 MiB does not fit"):
+            late.put(np.ones(128 << 20, np.uint8))
+        queue_handle.PATIENCE = patience
+        thread = threading.Thread(target=late.put, args=(item,))
+        thread.start()
+        wait_until(lambda: late._handle.putter._waits)
+        other.truncate(0)
+        thread.join()
+    for q in (*pairs, late):
+        assert q.get(timeout=LONG).sum() == item.size
+        q.close()
+
+
+def test_room_that_another_process_takes_first_is_waited_for(monkeypatch):
+    """It was free when the ring was sized."""
+    refusals, real = [1, 1], Pool.add
+
+    def taken(pool, nbytes):
+        if refusals:
+            refusals.pop()
+            raise shmtensor.ResourceError(errno.ENOSPC, "no room")
+        real(pool, nbytes)
+
+    monkeypatch.setattr(Pool, "add", taken)
+    q = Queue()
+    q.put(np.ones(1 << 20), timeout=LONG)
+    assert not refusals
+    assert q.get(timeout=LONG).size == 1 << 20
+
+
+@FILES_ONLY
+def test_a_child_that_ends_lists_nothing_for_the_queues_that_it_inherits(monkeypatch):
+    queues = [Queue() for _ in range(4)]
+    out, into = os.pipe()
+    os.set_blocking(out, False)
+    real = placement.Files.listing
+    monkeypatch.setattr(placement.Files, "listing", lambda self: [os.write(into, b"l"), *real(self)][1:])
+    child = fork.Process(target=bool)
+    child.start()
+    end(child)
+    with pytest.raises(BlockingIOError):
+        os.read(out, 1)
+    queues[0].put(1)
+    assert os.read(out, 9) == b"l", "its join does"
+    assert queues[0].get(timeout=LONG) == 1
+    for each in queues:
+        each.close()
+    os.close(out)
+    os.close(into)
 
 
 def test_an_item_larger_than_the_limit():
