@@ -537,7 +537,7 @@ def _targets(plan: Plan, tree: Any, own: dict[str, Any], *, is_mapped: bool) -> 
             and tensor.layout == torch.strided
             and tensor.is_contiguous()
             and str(tensor.dtype) == f"torch.{entry.dtype}"
-            and not tensor.is_quantized
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
             and tensor.shape == entry.shape
             and entry.region >= 0
             and entry.region not in found

@@ -490,6 +490,24 @@ def test_a_part_of_a_module_is_filled(format, path_of):
         load_into(target, path, key="model.1.weight")
 
 
+@each_format
+def test_memory_that_has_other_values_than_its_tensor(format, path_of):
+    """Conjugated and negated views."""
+
+    def made() -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.register_parameter("conj", torch.nn.Parameter(torch.randn(5, dtype=torch.complex64).conj()))
+        module.register_buffer("neg", torch._neg_view(torch.randn(5)))
+        module.register_buffer("plain", torch.randn(5))
+        return module
+
+    source, target = made(), made()
+    load_into(target, save(source, path_of(format), format))
+    assert all(torch.equal(target.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
+    assert target.conj.is_conj()
+    assert target.neg.is_neg()
+
+
 def test_a_module_of_other_types_and_ties(path_of):
     source = model()
     path = save(source, path_of("safetensors"))
