@@ -64,8 +64,10 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
     """An open checkpoint: made by `open_checkpoint`. Thread-safe.
 
     Its names are those that `shmtensor checkpoint info` shows: dotted paths; the parts of sparse, quantized and nested
-    tensors, and long `bytes`, are tensors of their own. Its files stay open until it is closed, so that they may be
-    renamed or deleted meanwhile. Tensors that were read have memory of their own, and stay valid.
+    tensors, and long `bytes`, are tensors of their own. That of a quantized tensor with its values gives the integers
+    that are stored, such as `torch.int8` for `torch.qint8`. Its files stay open until it is closed, so that they may be
+    renamed or deleted meanwhile; of more than 256, those that were read last. Tensors that were read have memory of
+    their own, and stay valid.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -76,7 +78,10 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
     (['model.w'], {'run': 'a'}, array([1., 1., 1.]))
     """
 
-    def __init__(self, opened: Opened, *, arrays: bool, readers: int, verify: bool, device: int | None) -> None:
+    def __init__(
+        self, opened: Opened, files: Files, *, arrays: bool, readers: int, verify: bool, device: int | None
+    ) -> None:
+        opened = replace(opened, made=_with_integers(opened.plan))
         self._opened: Opened | None = opened
         self._arrays, self._readers, self._verify, self._device = arrays, readers, verify, device
         self.format = opened.format
@@ -177,6 +182,21 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         )  # fmt: skip
         raise_damage(damage)
         return memory
+
+
+_INTEGERS: Final = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "quint4x2": "uint8", "quint2x4": "uint8"}
+
+
+def _with_integers(plan: Plan) -> Plan:
+    """The same plan, and quantized values are the integers that they are stored as: scale and zero point are other
+    tensors, or in the structure."""
+    if not any(entry.dtype in _INTEGERS for entry in plan.tensors if isinstance(entry.dtype, str)):
+        return plan
+    tensors = [
+        entry._replace(dtype=_INTEGERS.get(entry.dtype, entry.dtype)) if isinstance(entry.dtype, str) else entry
+        for entry in plan.tensors
+    ]
+    return Plan(plan.tree, tensors, plan.regions, plan.meta)
 
 
 def _no_bytes(region: int) -> NoReturn:

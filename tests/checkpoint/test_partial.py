@@ -193,6 +193,11 @@ def test_parts_of_a_mixed_state(tmp_path):
         assert checkpoint["big"].dtype == np.dtype(">i4")
         for name in ("quantized#0", "expanded", "empty", "0-d"):
             assert name in checkpoint
+        assert (checkpoint["quantized#0"].dtype, checkpoint["channels#0"].dtype) == (torch.int8, torch.uint8)
+        assert torch.equal(checkpoint["quantized#0"].read(np.s_[1:, 2]), full["quantized"].int_repr()[1:, 2])
+        assert torch.equal(checkpoint["channels#0"].read(), full["channels"].int_repr())
+    with open_checkpoint(path, arrays=True) as checkpoint:
+        assert (checkpoint["quantized#0"].read() == full["quantized"].int_repr().numpy()).all()
     for name in ("sparse#0", "long bytes"):
         with pytest.raises(ArgumentError, match="come whole"):
             load_checkpoint(path, slices={name: np.s_[:1]})
