@@ -29,7 +29,7 @@ from .keys import MasterKey
 from .load import OnBytes, map_files, raise_damage
 from .locations import Location, location, open_input
 from .manifest import MANIFEST
-from .opening import PLAIN, Opener, decrypt_to
+from .opening import LATEST, PLAIN, Opener, decrypt_to, known_aliases
 from .output import EncryptedOutput, Output, Sealing, describe
 from .plan import check_structure
 from .reading import Damage, Files
@@ -135,6 +135,11 @@ def replacing(
     if os.path.lexists(target):
         if not overwrite:
             raise ResourceError(errno.EEXIST, f"{target} exists: choose another name, or overwrite it")
+        if target.is_symlink() and (target.name == LATEST or target.name in known_aliases(target.parent)):
+            raise ArgumentError(
+                f"{target} is a link to {os.readlink(target)}, and a CheckpointWriter moves it when it saves, which it "
+                "cannot do with a file: choose another name, or pass what it leads to"
+            )
         if target.is_dir() or not is_file:
             raise ResourceError(errno.EEXIST, f"{target} exists, and only a file is replaced by a file: remove it")
     temporary, lock = target.with_name(f".{target.name}.convert-{os.getpid()}.tmp"), None

@@ -241,7 +241,7 @@ def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
         return second
     if isinstance(path, Path) and path.is_symlink() and not path.exists():
         # a file of another program, as in an incomplete cache; or an alias, which means no other checkpoint
-        if path.name.endswith(_SUFFIXES) or path.name in _known_aliases(path.parent):
+        if path.name.endswith(_SUFFIXES) or path.name in known_aliases(path.parent):
             raise FileNotFoundError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
         return newest(path.parent, opener)
     if path.is_dir():
@@ -267,13 +267,14 @@ def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
 
 def _by_alias(path: Location) -> Location | None:
     """The checkpoint of an alias by the list of saves, for aliases whose link could not be made."""
-    if not _known_aliases(path.parent):
+    if not known_aliases(path.parent):
         return None
     entry = index.aliases(index.entries(path.parent), path.parent).get(path.name)
     return None if entry is None else path.with_name(entry.name)
 
 
-def _known_aliases(directory: Location) -> set[str]:
+def known_aliases(directory: Location) -> set[str]:
+    """The aliases in a directory's list of saves."""
     return {entry.alias for entry in index.entries(directory) if entry.alias}
 
 

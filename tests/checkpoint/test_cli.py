@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from shmtensor import CheckpointError, load_checkpoint
+from shmtensor import CheckpointError, CheckpointWriter, load_checkpoint
 from shmtensor.checkpoint.formats import detect
 from shmtensor.cli.main import app
 
@@ -128,6 +128,21 @@ def test_convert_refuses(run, state, tmp_path):
     run("convert", path, tmp_path / "b.pt")
     run("convert", path, tmp_path / "b.pt", "--overwrite")
     assert same(load_checkpoint(tmp_path / "b.pt"), state)
+
+
+def test_convert_never_replaces_a_link_that_a_writer_moves(run, state, tmp_path):
+    path = tmp_path / "a"
+    with CheckpointWriter(path) as writer:
+        file = writer.save(state, alias="b.npz").durable.result(60).path
+    for name in ("latest", "b.npz"):
+        assert "moves it when it saves" in run("convert", file, path / name, "--format", "npz", "--overwrite", code=2)
+        assert (path / name).is_symlink()
+    (path / "own.npz").symlink_to(os.path.basename(file))
+    run("convert", file, path / "own.npz", "--overwrite")
+    assert same(load_checkpoint(path / "own.npz"), state)
+    assert sorted(each for each in os.listdir(path) if not each.startswith(".")) == [
+        "b.npz", "latest", "own.npz", os.path.basename(file)
+    ]  # fmt: skip
 
 
 def test_ls(run, state, tmp_path):
