@@ -291,7 +291,7 @@ def whole(directory: Location) -> Location | None:
     if found is not None or (directory / index.INDEX).exists():
         return found
     names = [found.name for found in directory.iterdir() if not found.name.startswith(".")]
-    groups = list(find_groups(names).values())
+    groups = _shards(directory, names)
     models = sorted(
         (match["variant"], not name.endswith(".safetensors"), name)
         for name in names
@@ -305,8 +305,7 @@ def whole(directory: Location) -> Location | None:
 def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
     """(mtime in ns, path) of what may be checkpoints in a directory; hidden names are unfinished ones."""
     there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
-    groups = find_groups(path.name for path in there)
-    first = {name: group[0] for group in groups.values() for name in group}
+    first = {name: group[0] for group in _shards(directory, (path.name for path in there)) for name in group}
     for path in there:
         try:
             if path.is_symlink() and path.resolve().parent == directory.resolve():
@@ -321,6 +320,24 @@ def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
             continue
         except CheckpointError:  # reported when it is opened
             yield _time_of(path), path
+
+
+def _shards(directory: Location, names: Iterable[str]) -> list[list[str]]:
+    """The shards among the files of a directory, by checkpoint. A file that is a checkpoint of its own is none,
+    although its name may be like that of one, such as `epoch-1-of-3.safetensors`."""
+    groups = find_groups(names)
+    if groups:
+        saved = index.order(directory)
+        groups = find_groups(name for group in groups.values() for name in group if name not in saved)
+    return [group for group in groups.values() if not _is_described(directory / group[0])]
+
+
+def _is_described(path: Location) -> bool:
+    """Whether a file has the description of a whole checkpoint."""
+    try:
+        return detect(path).describes(path)
+    except (CheckpointError, FileNotFoundError):
+        return False
 
 
 def _time_of(path: Location) -> int:

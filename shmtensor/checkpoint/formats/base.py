@@ -215,6 +215,11 @@ class Format(ABC):
     def recognizes(self, path: Location, start: bytes) -> bool:
         """Whether a path (a directory, or a file that begins with these up to 16 bytes) looks like this format."""
 
+    def describes(self, path: Location) -> bool:
+        """Whether a file of this format has the description of a whole checkpoint, so that it is no shard of another
+        one, whatever its name is. Raises `CheckpointError` if it is invalid."""
+        return False
+
     @abstractmethod
     def open(self, path: Location) -> Opened:
         """Read the description of a checkpoint, not its tensors. Raises `CheckpointError` if it is invalid."""

@@ -101,16 +101,19 @@ class Safetensors(Format):
             return ".safetensors.index" in path.name
         return len(start) > 8 and 2 <= int.from_bytes(start[:8], "little") <= MAX_HEADER and start[8:9] in _STARTS
 
+    def describes(self, path: Location) -> bool:
+        return not (path.is_dir() or is_index(path.name)) and read_header(path).described is not None
+
     def open(self, path: Location) -> Opened:
         """Open a checkpoint; for a shard, all of its shards: by the index that names it, or else by their names."""
         if path.is_dir():
             path = path / INDEX
         if is_index(path.name):
             return self._open_index(path)
-        if shard_of(path.name) is not None:
+        header = read_header(path)
+        if shard_of(path.name) is not None and header.described is None:
             index = _index_of(path)
             return self._open_group(path) if index is None else self._open_index(index)
-        header = read_header(path)
         stored = {name: (0, tensor) for name, tensor in header.tensors.items()}
         described = partial(read_description, path, 8, header.header_bytes) if header.described else None
         return _opened(self.name, path, [path], [header], stored, header, described)
@@ -121,6 +124,8 @@ class Safetensors(Format):
         headers = [read_header(file) for file in files]
         stored: dict[str, tuple[int, StoredTensor]] = {}
         for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+            if header.described is not None:
+                raise CheckpointError(f"{file} is named as a shard of {path.name}, and is a checkpoint of its own")
             if _INDEXED in header.metadata:
                 raise CheckpointError(
                     f"{file} is a shard whose structure is in {header.metadata[_INDEXED]!r:.80}, which is not beside it"

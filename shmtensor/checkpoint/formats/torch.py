@@ -75,6 +75,9 @@ class Torch(Format):
             return path.suffix in (".pt", ".pth", ".bin") and start[:1] == b"\x80"
         return has_member(path, lambda name: name.endswith("/data.pkl"))
 
+    def describes(self, path: Location) -> bool:
+        return not is_index(path.name) and _is_zip(path) and has_member(path, _DESCRIPTION.__eq__)
+
     def open(self, path: Location) -> Opened:
         if is_index(path.name):
             return self._open_foreign(check_shard_names(path, shard_names(path)))
