@@ -220,13 +220,14 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
     """Write everything; returns the digests of the regions."""
     plan = opened.plan
     in_pieces = opened.places is not None and not opened.mappable
-    mapped = map_files(opened, range(len(plan.regions))) if opened.places is not None and not in_pieces else {}
     tell = progress or _say_nothing
     summers = [Summer(crc=layout.needs_crc) for _ in plan.regions]
     with (
         ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool,
-        Files(opened.files, opened.sizes, opened.sealed) if in_pieces else contextlib.nullcontext() as files,
+        Files.of(opened) as files,
     ):
+        is_mapped = opened.places is not None and not in_pieces
+        mapped = map_files(opened, files, range(len(plan.regions))) if is_mapped else {}
         for file in range(len(layout.files)):
             for piece in layout.pieces(file):
                 if piece.region < 0:
@@ -234,11 +235,11 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
                         output.patch(file, piece.offset, piece.data)
                     continue
                 contents: Any = None
-                if files is None:
+                if not in_pieces:
                     contents = mapped[piece.region] if mapped else plan.regions[piece.region].bytes()
                     contents = memoryview(contents)
                 for at in range(0, piece.nbytes, _PIECE):
-                    if files is None:
+                    if not in_pieces:
                         part = contents[at : at + _PIECE]
                     else:
                         part = _read_piece(opened, files, piece.region, at, min(_PIECE, piece.nbytes - at))

@@ -38,6 +38,7 @@ from .keys import NONCE_BYTES, TAG_BYTES, WRAPPED_BYTES, check_recipe, import_ae
 from .limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
 from .locations import InputFile, Location, open_input
 from .plan import Plan
+from .stamps import Stamp, stamp_of
 
 SUFFIX: Final = ".encrypted"
 """Added to the name of a file that is encrypted."""
@@ -257,9 +258,9 @@ class SealedFile:
 class Readable:
     """What an encrypted file says without a key: not authentic before the data key was unwrapped."""
 
-    def __init__(self, path: Location, envelope: Envelope, wrapped: bytes, digest: bytes, file_bytes: int) -> None:
+    def __init__(self, path: Location, envelope: Envelope, wrapped: bytes, digest: bytes, stamp: Stamp) -> None:
         self.path, self.envelope, self.wrapped, self.digest = path, envelope, wrapped, digest
-        self.file_bytes = file_bytes
+        self.stamp = stamp
 
 
 def read_envelope(path: Location, *, file: InputFile | None = None, is_complete: bool = True) -> Readable:
@@ -270,7 +271,8 @@ def read_envelope(path: Location, *, file: InputFile | None = None, is_complete:
     if file is None:
         with open_input(path) as opened:
             return read_envelope(path, file=opened, is_complete=is_complete)
-    size = file.nbytes
+    found = stamp_of(file)
+    size = found.nbytes
     start = file.pread(_START.size, 0)
     magic, length = _START.unpack(start) if len(start) == _START.size else (b"", 0)
     if magic != MAGIC:
@@ -296,7 +298,7 @@ def read_envelope(path: Location, *, file: InputFile | None = None, is_complete:
             raise CheckpointError(f"{path}: the file ends at offset {at}: it is truncated")
         summer.update(piece)
         at += len(piece)
-    return Readable(path, envelope, wrapped, summer.digest(), size)
+    return Readable(path, envelope, wrapped, summer.digest(), found)
 
 
 def _parse(start: bytes, label: str) -> Envelope:

@@ -121,8 +121,9 @@ def order(directory: Location) -> dict[str, int]:
 
 
 def entries(directory: Location) -> list[Saved]:
-    """Every entry, oldest first, for readers; none if there is no list, or it cannot be read. Raises `ResourceError` if
-    a server fails or refuses it: without its list, another checkpoint would be taken for the newest."""
+    """Every entry, oldest first, for readers; none if there is no list, or it is damaged. Raises `ResourceError` if a
+    server fails or refuses it, OSError if this process lacks what it needs to read it: without its list, another
+    checkpoint would be taken for the newest."""
     try:
         return _read(directory)
     except (*UNREADABLE, CheckpointError) as error:

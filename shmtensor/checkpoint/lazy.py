@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, Final, NoReturn
 
 from ..codec.libraries import torch_views
 from ..endpoints.base import Local
@@ -13,8 +14,8 @@ from ..errors import ArgumentError, ClosedError
 from .devices import Blocks, check_device
 from .formats import Opened
 from .keys import Key
-from .load import Path, Verify, check_options, raise_damage
-from .opening import Opener, open_path
+from .load import Path, Verify, check_options, open_files, raise_damage
+from .opening import Opener
 from .plan import Entry, Plan, Region, array_dtype, build_state
 from .reading import Files, private, read_regions
 from .selection import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
@@ -56,8 +57,8 @@ def open_checkpoint(
     if arrays and device is not None:
         raise ArgumentError(f"device={device!r:.80} is for torch tensors: leave it out, or arrays=True")
     number = check_device(device)
-    opened = open_path(path, Opener(key))
-    return CheckpointReader(opened, arrays=arrays, readers=count, verify=bool(verify), device=number)
+    opened, files = open_files(path, Opener(key))
+    return CheckpointReader(opened, files, arrays=arrays, readers=count, verify=bool(verify), device=number)
 
 
 class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
@@ -94,7 +95,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self._stored = opened.stored
         self._entries = plan.tensors
         self._numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
-        self._files = Files(opened.files, opened.sizes, opened.sealed)
+        self._files = files
         self._lock = threading.Lock()
         self._reading = 0
         self._finalizer = weakref.finalize(self, self._files.close)

@@ -81,7 +81,7 @@ def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> lis
         entry = saved.get(path.name)
         aliases = tuple(sorted(links.get(path.name, ()), key=lambda name: (name != LATEST, name)))
         try:
-            opened = open_found(path, opener)
+            opened = open_listed(path, opener)
         except FileNotFoundError:
             if not (path.is_symlink() or path.exists()):
                 continue  # deleted meanwhile
@@ -188,7 +188,7 @@ def load_newest(
         for _, path in newest_first(fresh(root)):
             try:
                 return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key, device=device)
-            except FileNotFoundError:
+            except (FileNotFoundError, Replaced):
                 gone = True
             except (WrongKey, CudaError):
                 raise

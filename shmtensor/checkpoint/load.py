@@ -25,14 +25,16 @@ from .description import Summer
 from .devices import Blocks, check_device, move_state
 from .envelope import DATA, SEGMENT
 from .formats import Opened, Stored
+from .formats.base import Place
 from .formats.zips import check_crcs
 from .keys import Key
 from .locations import open_input
 from .manifest import MANIFEST, check_others
-from .opening import Opener, open_path, open_rank
+from .opening import PLAIN, Opener, open_once, persistently
 from .plan import Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
 from .reading import CHUNK, MAX_READERS, Damage, Files, default_readers, private, read_regions
 from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
+from .stamps import check_same, stamp_of
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]
@@ -157,8 +159,29 @@ def _load(
             if value is not None:
                 raise ArgumentError(f"from_memory= copies {why}: leave out {option}=, or from_memory= to load a file")
         return _load_staged(path, keys=keys, arrays=arrays, device=device)
-    opener = Opener(key)
-    opened = open_path(path, opener) if rank is None else open_rank(path, rank, opener)
+    opened, files = open_files(path, Opener(key), rank)
+    with files:
+        return _load_opened(
+            opened, files, map=map, keys=keys, readers=count, verify=verify, slices=slices, arrays=arrays,
+            progress=progress, device=device,
+        )  # fmt: skip
+
+
+def open_files(path: Path, opener: Opener = PLAIN, rank: int | None = None) -> tuple[Opened, Files]:
+    """Open the checkpoint that a path means, or one rank's part of it, and its files: what is read from these is what
+    the description says, whatever a trainer makes of the path meanwhile."""
+
+    def once() -> tuple[Opened, Files]:
+        opened = open_once(path, opener, rank)
+        return opened, Files.of(opened)
+
+    return persistently(path, once)
+
+
+def _load_opened(
+    opened: Opened, files: Files, *, map: bool, keys: Iterable[str] | str | None, readers: int, verify: Verify,
+    slices: Slices, arrays: bool, progress: Progress | None, device: int | None,
+) -> Any:  # fmt: skip
     map = map and opened.mappable and device is None
     if verify == "all" and opened.digests is None and opened.format != "safetensors":
         check_archive(opened)  # of another program: the CRCs are the only digests
@@ -178,27 +201,28 @@ def _load(
     wanted = [region for region in regions_of(plan, tensor_numbers(tree)) if region not in parts]
     add = None if progress is None else _summed(progress, sum(plan.regions[region].nbytes for region in wanted))
     if device is not None:
-        return _load_to(device, opened, plan, tree, wanted, parts, readers=count, verify=bool(verify), progress=add)
+        return _load_to(
+            device, opened, files, plan, tree, wanted, parts, readers=readers, verify=bool(verify), progress=add
+        )
     memory: dict[int, Array] = {}
     if parts:
-        with Files(opened.files, opened.sizes, opened.sealed) as files:
-            memory = {region: read_part(files, span, count) for region, span in parts.items()}
+        memory = {region: read_part(files, span, readers) for region, span in parts.items()}
     if opened.places is None:
         for region in wanted:
             memory[region] = opened.plan.regions[region].bytes()
     elif map:
-        memory |= map_files(opened, wanted)
+        memory |= map_files(opened, files, wanted)
         if verify:
             now = wanted if verify == "all" else regions_of(opened.plan, tensor_numbers(tree, only_read=True))
-            verify_mapped(opened, now, memory, count)
+            verify_mapped(opened, now, memory, readers)
     else:
-        memory |= read(opened, wanted, readers=count, verify=bool(verify), progress=add)
+        memory |= read(opened, files, wanted, readers=readers, verify=bool(verify), progress=add)
     return build_state(plan, memory.__getitem__, tree=tree, arrays=arrays)
 
 
 def _load_to(
-    device: int, opened: Opened, plan: Plan, tree: Any, wanted: Sequence[int], parts: Mapping[int, Span], *,
-    readers: int, verify: bool, progress: Callable[[int], None] | None,
+    device: int, opened: Opened, files: Files, plan: Plan, tree: Any, wanted: Sequence[int],
+    parts: Mapping[int, Span], *, readers: int, verify: bool, progress: Callable[[int], None] | None,
 ) -> Any:  # fmt: skip
     """The state with its torch tensors on a CUDA device. Plain ones are streamed there (`devices.py`)."""
     blocks = Blocks(device)
@@ -212,22 +236,20 @@ def _load_to(
         if region in here:
             memory[region] = data
 
-    with Files(opened.files, opened.sizes, opened.sealed) as files:
-        for region in streamed:
-            blocks.add(region, plan.regions[region].nbytes)
-        raise_damage(
-            read_regions(
-                opened, files, streamed, blocks.__getitem__, readers=readers, verify=verify, progress=progress,
-                device=True,
-            )
-        )  # fmt: skip
-        for region, span in parts.items():
-            keep(region, read_part(files, span, readers))
+    for region in streamed:
+        blocks.add(region, plan.regions[region].nbytes)
+    raise_damage(
+        read_regions(
+            opened, files, streamed, blocks.__getitem__, readers=readers, verify=verify, progress=progress, device=True
+        )
+    )
+    for region, span in parts.items():
+        keep(region, read_part(files, span, readers))
     for region in wanted:
         if opened.places is None:
             keep(region, opened.plan.regions[region].bytes())
         elif region not in blocks:
-            keep(region, read(opened, [region], readers=readers, verify=verify, progress=progress)[region])
+            keep(region, read(opened, files, [region], readers=readers, verify=verify, progress=progress)[region])
     return build_state(plan, memory.__getitem__, tree=tree, blocks=blocks)
 
 
@@ -298,22 +320,22 @@ def check_options(readers: int | None, verify: Verify) -> int:
     return readers
 
 
-def map_files(opened: Opened, regions: Sequence[int]) -> dict[int, Array]:
+def map_files(opened: Opened, files: Files, regions: Sequence[int]) -> dict[int, Array]:
     """Map some regions; only files that have any of them are mapped."""
     places = opened.places or []
-    with Files(opened.files, opened.sizes, opened.sealed) as files:
-        mapped: dict[int, Array] = {}
-        result = {}
-        for region in regions:
-            file, offset = places[region]
-            if file not in mapped:
-                mapped[file] = map_private(files.fd(file), opened.sizes[file])
-            result[region] = mapped[file][offset : offset + opened.plan.regions[region].nbytes]
-        return result
+    mapped: dict[int, Array] = {}
+    result = {}
+    for region in regions:
+        file, offset = places[region]
+        if file not in mapped:
+            mapped[file] = map_private(files.local(file).fd, opened.stamps[file].nbytes)
+        result[region] = mapped[file][offset : offset + opened.plan.regions[region].nbytes]
+    return result
 
 
 def read(
     opened: Opened,
+    files: Files,
     regions: Sequence[int],
     *,
     readers: int,
@@ -323,10 +345,9 @@ def read(
     """Read some regions into fresh memory. Raises `CheckpointError` if any is damaged."""
     places = opened.places or []
     memory = {region: private(opened.plan.regions[region].nbytes, places[region][1]) for region in regions}
-    with Files(opened.files, opened.sizes, opened.sealed) as files:
-        raise_damage(
-            read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify, progress=progress)
-        )
+    raise_damage(
+        read_regions(opened, files, regions, memory.__getitem__, readers=readers, verify=verify, progress=progress)
+    )
     return memory
 
 
@@ -421,7 +442,15 @@ def load_into(
             f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
             "fill: call module.to_empty(device='cpu') first"
         )
-    opened = open_path(path, Opener(encryption_key))
+    opened, files = open_files(path, Opener(encryption_key))
+    with files:
+        return _load_opened_into(module, own, opened, files, key=key, strict=strict, readers=count, verify=verify)
+
+
+def _load_opened_into(
+    module: Any, own: dict[str, Any], opened: Opened, files: Files, *, key: str | None, strict: bool, readers: int,
+    verify: Verify,
+) -> Any:  # fmt: skip
     if opened.state is not None:
         found = opened.state(True)
         if verify == "all":
@@ -443,20 +472,18 @@ def load_into(
     filled = {target.region for target in targets}
     others = [region for region in regions if region not in filled]
     if not opened.mappable:
-        memory = read(opened, others, readers=count, verify=bool(verify))
+        memory = read(opened, files, others, readers=readers, verify=bool(verify))
     else:
-        memory = map_files(opened, regions)
-    with Files(opened.files, opened.sizes, opened.sealed) as files:
-        for on_device in (False, True):
-            direct = _memory_of(targets, on_device)
-            raise_damage(
-                read_regions(
-                    opened, files, list(direct), direct.__getitem__, readers=count, verify=bool(verify),
-                    device=on_device,
-                )
-            )  # fmt: skip
+        memory = map_files(opened, files, regions)
+    for on_device in (False, True):
+        direct = _memory_of(targets, on_device)
+        raise_damage(
+            read_regions(
+                opened, files, list(direct), direct.__getitem__, readers=readers, verify=bool(verify), device=on_device
+            )
+        )
     if verify and opened.mappable:
-        verify_mapped(opened, others, memory, count)
+        verify_mapped(opened, others, memory, readers)
     for target in targets:
         if target.region not in memory:  # of one on a device: address space, which nothing reads
             memory[target.region] = np.empty(target.memory.nbytes, np.uint8) if target.on_device else target.memory
@@ -566,13 +593,21 @@ def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> l
     digests, places = opened.digests, opened.places
     if opened.locked:
         raise WrongKey(f"{opened.main} is encrypted: pass key=, what it was saved with")
-    if opened.files[-1].name == MANIFEST:
-        check_others(opened.files[-1].parent)
-    _check_rest(opened, all_of_it=places is None or digests is None)
-    if places is None or digests is None:
-        if opened.format != "safetensors":
-            check_archive(opened, progress)
-        return []
+    with Files.of(opened) as files:
+        if opened.files[-1].name == MANIFEST:
+            check_others(opened.files[-1].parent)
+        _check_rest(opened, files, all_of_it=places is None or digests is None)
+        if places is not None and digests is not None:
+            return _check_regions(opened, files, places, digests, readers=readers, progress=progress)
+    if opened.format != "safetensors":
+        check_archive(opened, progress)
+    return []
+
+
+def _check_regions(
+    opened: Opened, files: Files, places: Sequence[Place], digests: Sequence[int], *, readers: int,
+    progress: OnBytes | None,
+) -> list[Damage]:  # fmt: skip
     own = threading.local()
 
     def check_region(region: int) -> Damage | None:
@@ -593,34 +628,31 @@ def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> l
         return Damage(region, names, opened.files[file], offset, digests[region], summer.digest)
 
     order = sorted(range(len(places)), key=places.__getitem__)
-    with (
-        Files(opened.files, opened.sizes, opened.sealed) as files,
-        ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool,
-    ):
+    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
         return list(filter(None, pool.map(check_region, order)))
 
 
-def _check_rest(opened: Opened, *, all_of_it: bool) -> None:
+def _check_rest(opened: Opened, files: Files, *, all_of_it: bool) -> None:
     """Decrypt the segments of encrypted files in which no region is; or all of them."""
     regions = [] if all_of_it else zip(opened.places or (), opened.plan.regions, strict=True)
     read: set[tuple[int, int]] = set()
     for (file, offset), region in regions:
         read.update((file, number) for number in range(offset // SEGMENT, -(-(offset + region.nbytes) // SEGMENT)))
-    with Files(opened.files, opened.sizes, opened.sealed) as files:
-        for file, sealed in enumerate(opened.sealed):
-            if sealed is None:
-                continue
-            memory = np.empty(SEGMENT, np.uint8)
-            for number in range(sealed.envelope.count(DATA)):
-                if (file, number) not in read:
-                    nbytes = min(SEGMENT, sealed.envelope.nbytes - number * SEGMENT)
-                    files.fill(memory[:nbytes], file, number * SEGMENT, "none")
+    for file, sealed in enumerate(opened.sealed):
+        if sealed is None:
+            continue
+        memory = np.empty(SEGMENT, np.uint8)
+        for number in range(sealed.envelope.count(DATA)):
+            if (file, number) not in read:
+                nbytes = min(SEGMENT, sealed.envelope.nbytes - number * SEGMENT)
+                files.fill(memory[:nbytes], file, number * SEGMENT, "none")
 
 
 def check_archive(opened: Opened, progress: OnBytes | None = None) -> None:
     """Compare the members of zip archives with their CRC-32; `CheckpointError` names one that is damaged."""
-    for path in opened.files:
+    for path, before in zip(opened.files, opened.stamps, strict=True):
         with open_input(path) as file:
+            check_same(path, before, stamp_of(file))
             zipped = file.pread(2, 0) == b"PK"
         if zipped:
             check_crcs(path, progress)

@@ -114,7 +114,7 @@ class LocalFile:
 
 
 def open_input(path: Location) -> InputFile:
-    """Open a file for reading by position. Raises OSError."""
+    """Open a file for reading by position. Raises OSError, which is a `ResourceError` if too many files are open."""
     if isinstance(path, RemotePath):
         return path.open_input()
     file = open_file(str(path), os.O_RDONLY)

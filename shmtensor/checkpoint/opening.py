@@ -15,7 +15,7 @@ import hmac
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,7 @@ from .manifest import MANIFEST, Part
 from .manifest import read as read_manifest
 from .plan import Entry, Plan, Region
 from .remote import RemotePath, is_outage
+from .stamps import Replaced, Stamp, T, is_shortage, stamp, unchanged
 
 _PIECE: Final = 8 << 20
 _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)
@@ -62,7 +63,11 @@ class Opener:
         self._locked, self._option = locked, option
 
     def open(self, path: Location) -> Opened:
-        """Open a file, or a directory of a format. Raises `CheckpointError`, `WrongKey`."""
+        """Open a file, or a directory of a format. Raises `CheckpointError`, `WrongKey`; `Replaced` if another one has
+        got its path meanwhile."""
+        return unchanged(path, lambda: self._open(path)) if path.is_file() else self._open(path)
+
+    def _open(self, path: Location) -> Opened:
         if path.is_file() and is_encrypted(path):
             return self._open_encrypted(path)
         if path.name.endswith(SUFFIX) and path.is_file():
@@ -94,7 +99,7 @@ class Opener:
             raise CheckpointError(f"{path}: its header has the format {envelope.format!r:.40}, which is not known")
         if self._keys is None and self._locked:
             return Opened(
-                envelope.format, read_names(readable), [path], [readable.file_bytes], None, None, envelope.native,
+                envelope.format, read_names(readable), [path], [readable.stamp], None, None, envelope.native,
                 locked=True,
             )  # fmt: skip
         sealed, data_key = self.unlock(readable)
@@ -110,7 +115,7 @@ class Opener:
         with open_input(path) as file:
             sealed.read(file, CONTENTS, 0, data)
         described = read_described_file(bytes(data), str(path))
-        files, sizes, all_sealed = [path], [readable.file_bytes], [sealed]
+        files, stamps, all_sealed = [path], [readable.stamp], [sealed]
         numbers = {envelope.name: 0}
         places: list[Place] = []
         for region, text in zip(described.plan.regions, described.stored, strict=True):
@@ -122,7 +127,7 @@ class Opener:
                 other, found = self._open_other(path, name, envelope, data_key)
                 numbers[name] = len(files)
                 files.append(found.path)
-                sizes.append(found.file_bytes)
+                stamps.append(found.stamp)
                 all_sealed.append(other)
             number = numbers[name]
             if offset + region.nbytes > all_sealed[number].envelope.nbytes:
@@ -132,7 +137,7 @@ class Opener:
                 )
             places.append((number, offset))
         return Opened(
-            envelope.format, described.plan, files, sizes, places, described.digests if envelope.native else None,
+            envelope.format, described.plan, files, stamps, places, described.digests if envelope.native else None,
             envelope.native, sealed=all_sealed,
             shown=path.parent if envelope.name else None,
         )  # fmt: skip
@@ -178,7 +183,8 @@ PLAIN: Final = Opener()
 
 
 LATEST = "latest"
-_PATIENCE = 3
+_PATIENCE: Final = 20
+"""Times that a checkpoint is looked for, while a trainer replaces or deletes what was found."""
 _PLAIN: Final = tuple(each.suffix for each in FORMATS.values())
 _SUFFIXES: Final = (*_PLAIN, *(suffix + SUFFIX for suffix in _PLAIN))
 _ENCRYPTED_INDEX: Final = INDEX + SUFFIX
@@ -196,15 +202,37 @@ def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
     its target is gone, the newest complete checkpoint in it. Raises `FileNotFoundError`, or `CheckpointError` for what
     is damaged or no checkpoint.
     """
+    return persistently(path, lambda: open_once(path, opener))
+
+
+def persistently(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
+    """What `step` returns, which opens the checkpoint that a path means. It is called again if another checkpoint has
+    got the path meanwhile, or the writer has deleted the one that was found, with a small `keep_last`."""
     for attempt in range(_PATIENCE):
         try:
-            found = resolve(fresh(path), opener)
-            return found if isinstance(found, Opened) else open_found(found, opener)
-        except FileNotFoundError:
-            # a writer with a small keep_last may have deleted it between two of our steps
+            return step()
+        except _NothingComplete:
+            raise
+        except (FileNotFoundError, Replaced):
             if attempt == _PATIENCE - 1 or not fresh(path).exists():
                 raise
     raise AssertionError("unreachable")
+
+
+class _NothingComplete(FileNotFoundError):
+    """There are checkpoints in a directory, and all are damaged; or there are none."""
+
+
+def open_once(path: str | os.PathLike[str], opener: Opener = PLAIN, rank: int | None = None) -> Opened:
+    """Open what a path means now, or one rank's part of it. What `open_path` and `open_rank` try again raises here:
+    `FileNotFoundError`, `Replaced`."""
+    found = resolve(fresh(path), opener)
+    if rank is None:
+        return found if isinstance(found, Opened) else open_found(found, opener)
+    directory = found.files[0].parent if isinstance(found, Opened) else found
+    if not (directory / MANIFEST).exists():
+        raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
+    return open_part(directory, rank, opener)
 
 
 def open_found(path: Location, opener: Opener = PLAIN) -> Opened:
@@ -216,23 +244,22 @@ def open_found(path: Location, opener: Opener = PLAIN) -> Opened:
     return opener.open(path)
 
 
+def open_listed(path: Location, opener: Opener = PLAIN) -> Opened:
+    """Open a checkpoint that was found in its directory; or the one that has replaced it meanwhile."""
+    return persistently(path, lambda: open_found(path, opener)) if isinstance(path, Path) else open_found(path, opener)
+
+
 def open_rank(path: str | os.PathLike[str], rank: int, opener: Opener = PLAIN) -> Opened:
     """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
-    for attempt in range(_PATIENCE):
-        try:
-            found = resolve(fresh(path), opener)
-            directory = found.files[0].parent if isinstance(found, Opened) else found
-            if not (directory / MANIFEST).exists():
-                raise ArgumentError(f"rank={rank}: {directory} was not saved by several ranks: leave out rank=")
-            return open_part(directory, rank, opener)
-        except FileNotFoundError:
-            if attempt == _PATIENCE - 1 or not fresh(path).exists():
-                raise
-    raise AssertionError("unreachable")
+    return persistently(path, lambda: open_once(path, opener, rank))
 
 
 def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
-    """The file or directory that a path means; already opened if it was found as the newest complete one."""
+    """The file or directory that a path means; already opened if it was found as the newest complete one.
+
+    It is no link that a writer moves: which checkpoint it is does not change any more.
+    """
+    path = _followed(path) if isinstance(path, Path) else path
     is_remote = isinstance(path, RemotePath)  # where links were copied as files, which do not move
     if is_remote and path.name == LATEST and (path.parent / index.INDEX).exists():
         return newest(path.parent, opener)
@@ -262,6 +289,21 @@ def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
             if path.name and named.is_file():
                 return named
         raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", str(path))
+    return path
+
+
+def _followed(path: Path) -> Path:
+    """What a link leads to, if that is beside it: links such as `latest` are moved while they are used. Others stay:
+    those of a cache have the names of the files, and their targets have not."""
+    for _ in range(_PATIENCE):
+        try:
+            target = os.readlink(path)
+        except OSError:  # no link
+            return path
+        beside = path.parent / target
+        if beside.parent != path.parent or not os.path.lexists(beside):
+            return path
+        path = beside
     return path
 
 
@@ -356,12 +398,12 @@ def newest_first(directory: Location) -> list[tuple[int, Location]]:
 
 def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
     """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
-    found = newest_first(directory)
+    found, changed = newest_first(directory), False
     for _, path in found:
         try:
-            return open_found(path, opener)
+            return open_listed(path, opener)
         except FileNotFoundError:
-            continue
+            changed = True
         except WrongKey:  # an older one is not what the caller wants
             raise
         except Exception as error:  # whatever the error is, try the others
@@ -370,7 +412,9 @@ def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
             if len(found) == 1 and isinstance(error, CheckpointError):
                 raise  # there is no other one
             warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
-    raise FileNotFoundError(errno.ENOENT, "there is no complete checkpoint in this directory", str(directory))
+    raise (FileNotFoundError if changed else _NothingComplete)(
+        errno.ENOENT, "there is no complete checkpoint in this directory", str(directory)
+    )
 
 
 def _is_note(latest: Location) -> bool:
@@ -399,6 +443,10 @@ def open_part(directory: Location, rank: int, opener: Opener = PLAIN) -> Opened:
     """Open the checkpoint file of one rank. `ArgumentError` if there is no such rank."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ArgumentTypeError(f"rank must be an int, not {type(rank).__name__}")
+    return unchanged(directory / MANIFEST, lambda: _open_numbered(directory, rank, opener))
+
+
+def _open_numbered(directory: Location, rank: int, opener: Opener) -> Opened:
     manifest = read_manifest(directory)
     if not 0 <= rank < len(manifest.parts):
         raise ArgumentError(f"rank={rank}: {directory} has the parts of {len(manifest.parts)} ranks, from 0 on")
@@ -421,12 +469,16 @@ def _open_part(directory: Location, part: Part, opener: Opener) -> Opened:
 
 def open_ranks(directory: Location, opener: Opener = PLAIN) -> Opened:
     """Open all parts as one checkpoint."""
+    return unchanged(directory / MANIFEST, lambda: _open_ranks(directory, opener))
+
+
+def _open_ranks(directory: Location, opener: Opener) -> Opened:
     manifest = read_manifest(directory)
     tree: list[Any] = []
     tensors: list[Entry] = []
     regions: list[Region] = []
     files: list[Location] = []
-    sizes: list[int] = []
+    stamps: list[Stamp] = []
     places: list[Place] = []
     digests: list[int] | None = []
     sealed: list[SealedFile | None] = []
@@ -450,13 +502,13 @@ def open_ranks(directory: Location, opener: Opener = PLAIN) -> Opened:
         sealed += opened.sealed or [None] * len(opened.files)
         locked = locked or opened.locked
         files += opened.files
-        sizes += opened.sizes
+        stamps += opened.stamps
     rest = [path for other in manifest.others if (path := directory / other.file).is_file()]
     rest.append(directory / MANIFEST)
     meta = plan.meta if len(manifest.parts) == 1 else None
     made = Plan({"k": tree}, tensors, regions, meta)
     return Opened(
-        opened.format, made, [*files, *rest], [*sizes, *(path.stat().st_size for path in rest)],
+        opened.format, made, [*files, *rest], [*stamps, *(stamp(path) for path in rest)],
         None if locked else places, digests, native=True, sealed=[*sealed, *[None] * len(rest)], locked=locked,
     )  # fmt: skip
 

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -45,6 +47,7 @@ from .formats import Opened
 from .limits import DIRECT_MIN, LINE, PAGE
 from .locations import InputFile, LocalFile, Location, open_input
 from .remote import GAP, Stopped, stop_by
+from .stamps import Stamp, check_same, stamp_of
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
 REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor has so many
@@ -379,69 +382,93 @@ def private(nbytes: int, offset: int = 0) -> Array:
 
 STRETCH: Final = 64 << 20
 """Bytes per mark. A mark for each read would take a tenth of the time; one per stretch costs nothing."""
+_MOST_OPEN: Final = 256
+"""Files of a checkpoint that are open at a time; of a process that may have few, a quarter of these."""
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
 class Files:
     """The open files of a checkpoint. Close it; what was mapped stays.
 
+    stamps: of the files whose description was read; another file is a `Replaced`, a `CheckpointError`
     sealed: per file how to decrypt it, None for a plain one; empty if all are plain
 
-    Raises `CheckpointError` if a file does not have the size that it had when its description was read.
+    Files are opened at once, so that they may be renamed or deleted afterwards; of more than 256, some are opened when
+    they are read, and those that were not read for longest are closed for them.
     """
 
     def __init__(
-        self, paths: Sequence[Location], sizes: Sequence[int], sealed: Sequence[SealedFile | None] = ()
+        self, paths: Sequence[Location], stamps: Sequence[Stamp], sealed: Sequence[SealedFile | None] = ()
     ) -> None:
         self.paths = list(paths)
         self._sealed = sealed or [None] * len(self.paths)
-        self._inputs: list[InputFile] = []
+        self._stamps = list(stamps)
+        self._most = min(_MOST_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._inputs: OrderedDict[int, InputFile] = OrderedDict()  # those that were read last come last
         self._direct: dict[int, OpenFile] = {}  # for direct I/O, opened at first use
-        self._sizes = list(sizes)
-        self._lock = threading.Lock()
+        self._closed = False
+        self._lock = threading.RLock()
         self._cached: dict[tuple[int, int], bool] = {}  # by file and number of a stretch; checked once
         self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
         try:
-            for path, size in zip(paths, sizes, strict=True):
-                self._open(path, size)
+            for file in range(min(len(self.paths), self._most)):
+                self._input(file)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: Location, size: int) -> None:
-        self._inputs.append(open_input(path))
-        now = self._inputs[-1].nbytes
-        if now != size:
-            raise CheckpointError(f"{path} had {size} bytes and has {now}: it changed while it was opened")
+    @classmethod
+    def of(cls, opened: Opened) -> Files:
+        """The files of a checkpoint that was opened. Raises `FileNotFoundError`, `Replaced`."""
+        return cls(opened.files, opened.stamps, opened.sealed)
+
+    def _input(self, file: int) -> InputFile:
+        """An open file. It stays open for as long as the caller refers to it, even if others take its place."""
+        with self._lock:
+            found = self._inputs.get(file)
+            if found is not None:
+                self._inputs.move_to_end(file)
+                return found
+            if self._closed:
+                raise ValueError(f"{self.paths[file]} is closed")
+            if len(self._inputs) == self._most:
+                last, _ = self._inputs.popitem(last=False)
+                self._direct.pop(last, None)
+            opened = open_input(self.paths[file])
+            check_same(self.paths[file], self._stamps[file], stamp_of(opened))
+            self._inputs[file] = opened
+            return opened
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
+        self._closed = True
         while self._inputs:
-            opened = self._inputs.pop()
+            _, opened = self._inputs.popitem()
             opened.drop()
             opened.close()
         while self._direct:
             self._direct.popitem()[1].close()
 
-    def fd(self, file: int) -> int:
-        """The descriptor of a file of this machine."""
-        found = self._inputs[file]
+    def local(self, file: int) -> LocalFile:
+        """An open file of this machine. Use its descriptor while you refer to it."""
+        found = self._input(file)
         if not isinstance(found, LocalFile):
             raise TypeError(f"{self.paths[file]} is at a URL, and has no descriptor")
-        return found.fd
+        return found
 
     def check(self, file: int) -> None:
         """Raise `CheckpointError` if a file at a URL has become another one: for what is not compared with a digest."""
-        self._inputs[file].check()
+        if self.is_remote(file):
+            self._input(file).check()
 
     def is_remote(self, file: int) -> bool:
         """Whether it is read through the network, by few long requests."""
-        return not isinstance(self._inputs[file], LocalFile)
+        return not isinstance(self.paths[file], Path)
 
     @property
     def closed(self) -> bool:
         """Whether it is closed."""
-        return not self._inputs
+        return self._closed
 
     def __enter__(self) -> Files:
         return self
@@ -459,7 +486,7 @@ class Files:
         sealed = self._sealed[file]
         if sealed is not None:
             try:
-                sealed.read(self._inputs[file], DATA, offset, memory)
+                sealed.read(self._input(file), DATA, offset, memory)
             except CheckpointError as error:
                 raise CheckpointError(f"tensor {names}: {error}") from None
             return
@@ -478,7 +505,7 @@ class Files:
         for memory, offset, _ in parts:
             views += [bytearray(offset - at), memory]
             at = offset + len(memory)
-        count = self._inputs[file].preadv(views, start)
+        count = self._input(file).preadv(views, start)
         for memory, offset, names in parts:
             if offset + len(memory) > start + count:
                 self.fill(memory, file, offset, names)  # which says that it is truncated
@@ -491,14 +518,15 @@ class Files:
         """Read some of it; returns how many bytes, as `preadv`."""
         if self.reads_directly(memory, file, offset):
             lead = -offset % PAGE
+            direct = self._direct.get(file)  # None if other files have just taken its place
             if lead:
                 memory = memory[:lead]  # through the cache up to the next page, where direct I/O begins
-            else:
+            elif direct is not None:
                 try:
-                    return os.preadv(self._direct[file].fd, [memory[: len(memory) // PAGE * PAGE]], offset)
+                    return os.preadv(direct.fd, [memory[: len(memory) // PAGE * PAGE]], offset)
                 except OSError:  # if it is a real error, the plain read raises it too
                     self._refuses[file] = True  # the descriptor stays open: another reader may be using it
-        return self._inputs[file].preadv([memory], offset, alone=alone)
+        return self._input(file).preadv([memory], offset, alone=alone)
 
     def reads_directly(self, memory: Any, file: int, offset: int) -> bool:
         """Whether `fill` would read this with direct I/O."""
@@ -517,21 +545,21 @@ class Files:
         It is the page in the middle: opening a file reads its beginning or its end.
         """
         with self._lock:
-            found = self._cached.get((file, stretch))
+            local, found = self.local(file), self._cached.get((file, stretch))
+            is_new, start = found is None, stretch * STRETCH
+            at = (start + min(start + STRETCH, self._stamps[file].nbytes)) // 2
             if found is None:
-                fd, start = self.fd(file), stretch * STRETCH
-                at = (start + min(start + STRETCH, self._sizes[file])) // 2
-                found = is_cached(fd, at)
-                if not found and file not in self._direct:
-                    direct = _open_direct(fd)
-                    if direct is None:
-                        self._refuses[file] = found = True
-                    else:
-                        self._direct[file] = direct
-                if not found:
-                    with contextlib.suppress(OSError):
-                        os.posix_fadvise(fd, at, 1, os.POSIX_FADV_WILLNEED)  # the page around it
-                self._cached[file, stretch] = found
+                found = is_cached(local.fd, at)
+            if not found and file not in self._direct:
+                direct = _open_direct(local.fd)
+                if direct is None:
+                    self._refuses[file] = found = True
+                else:
+                    self._direct[file] = direct
+            if not found and is_new:
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(local.fd, at, 1, os.POSIX_FADV_WILLNEED)  # the page around it
+            self._cached[file, stretch] = found
             return found
 
 

@@ -39,6 +39,7 @@ from ..checkpoint.plan import Entry, Plan, Region, build_state
 from ..checkpoint.reading import Files, default_readers, private, read_regions
 from ..checkpoint.remote import GAP, is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
+from ..checkpoint.stamps import Replaced
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError
@@ -133,7 +134,7 @@ class StorageReader(storage.StorageReader):
             try:
                 self._source = self._open()
                 return self._source.metadata()
-            except FileNotFoundError:
+            except (FileNotFoundError, Replaced):
                 # a writer with a small keep_last may have deleted it between two of our steps
                 if attempt == _PATIENCE - 1 or not fresh(self._path).exists():
                     raise
@@ -316,7 +317,7 @@ class StoredParts:
                 files.fill(row, file, start + whole.offset + at, f'"{whole.name}"')
             entry = part._replace(strides=None, offset=0)
         else:
-            memory, entry = map_files(opened, [part.region])[part.region], part
+            memory, entry = map_files(opened, files, [part.region])[part.region], part
         made = Plan({"x": 0}, [entry._replace(region=0)], [Region(memory.nbytes, region.align)], None)
         return build_state(made, lambda _: memory, arrays=False)
 
@@ -334,7 +335,7 @@ class StoredParts:
         if self._files is None or self._files[0] != part:
             self.close()
             opened = self._parts[part]
-            self._files = part, Files(opened.files, opened.sizes)
+            self._files = part, Files.of(opened)
         return self._files[1]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,11 @@ HUGE_PAGE: Final = 2 << 20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in Python's mmap, whose madvise keeps the GIL
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # no memory is reserved for pages that are never written
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED: Final = ctypes.c_void_p(-1).value
 _MADVISE: Final = getattr(ctypes.CDLL(None), "madvise", None)
 _MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
 
@@ -29,16 +35,21 @@ def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     alive. If the file is truncated, touching the missing part kills the process (SIGBUS): replace files by a rename.
     Raises `ResourceError` if there is no address space.
     """
-    try:
-        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        code = error.errno or errno.ENOMEM
+    flags, prot = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    found = _libc.mmap(
+        None, nbytes, prot, flags, fd, 0
+    )  # Python's mmap would keep a descriptor for as long as it lives
+    if found == _FAILED:
+        code = ctypes.get_errno()
         raise ResourceError(
             code,
             f"cannot map {format_bytes(nbytes)} of a file: {os.strerror(code)}: raise ulimit -v, or load with "
             "map=False",
-        ) from None
-    return np.frombuffer(mapped, np.uint8)
+        )
+    kind: Any = ctypes.c_char * nbytes
+    whole = kind.from_address(found)
+    weakref.finalize(whole, _libc.munmap, found, nbytes).atexit = False
+    return np.frombuffer(whole, np.uint8)
 
 
 def is_cached(fd: int, offset: int) -> bool:

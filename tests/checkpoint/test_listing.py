@@ -18,14 +18,15 @@ from shmtensor import (
     CheckpointWriter,
     list_checkpoints,
     load_arrays,
+    load_checkpoint,
     load_newest,
 )
-from shmtensor.checkpoint import index, names
+from shmtensor.checkpoint import index, listing, names, opening
 from shmtensor.checkpoint.directory import Directory
 from shmtensor.checkpoint.index import Saved
 from shmtensor.cli.main import app
 
-from .state_files import save
+from .state_files import SUFFIX, save
 
 PATIENCE = 120.0
 

@@ -18,6 +18,7 @@ from shmtensor import CheckpointError, load_checkpoint
 from shmtensor.checkpoint import reading as module
 from shmtensor.checkpoint.limits import DIRECT_MIN, PAGE
 from shmtensor.checkpoint.reading import Files, private
+from shmtensor.checkpoint.stamps import stamp
 from shmtensor.memory.descriptors import open_file
 from shmtensor.memory.mapped_file import fresh
 
@@ -114,7 +115,7 @@ def forget(path: Path) -> None:
 
 def read_all(path: Path, nbytes: int) -> np.ndarray:
     memory = fresh(nbytes)
-    with Files([path], [nbytes]) as files:
+    with Files([path], [stamp(path)]) as files:
         files.fill(memory, 0, 0, "x")
     return memory
 
@@ -185,7 +186,7 @@ def test_checkpoints_of_all_sizes(tmp_path, cold, reads, readers):
 @pytest.mark.parametrize("offset", [0, 1, 64, PAGE - 1, PAGE, 3 * PAGE + 64])
 def test_whole_pages_come_past_the_cache_and_the_rest_through_it(make, cold, reads, offset, length):
     path, data = make(5 * MIB)
-    with Files([path], [len(data)]) as files:
+    with Files([path], [stamp(path)]) as files:
         alike = fresh(length + PAGE)[offset % PAGE :][:length]
         files.fill(alike, 0, offset, "x")
         lead = -offset % PAGE
@@ -211,7 +212,7 @@ def test_stretches_are_looked_at_once_each(make, reads, monkeypatch):
     monkeypatch.setattr(module, "is_cached", is_cached)
     monkeypatch.setattr(module, "_DIRECT", os.O_CLOEXEC)
     memory = fresh(len(data))
-    with Files([path], [len(data)]) as files:
+    with Files([path], [stamp(path)]) as files:
         for at in range(0, len(data), MIB):
             files.fill(memory[at : at + MIB], 0, at, "x")
     assert (memory == data).all()
@@ -228,7 +229,7 @@ def test_a_file_that_refuses_is_not_asked_again_and_others_are(make, cold, reads
 
     monkeypatch.setattr(module, "_open_direct", open_direct)
     memory = [fresh(6 * MIB), fresh(6 * MIB)]
-    with Files([one, two], [6 * MIB] * 2) as files:
+    with Files([one, two], [stamp(one), stamp(two)]) as files:
         for file in (0, 1):
             for at in range(0, 6 * MIB, 2 * MIB):
                 files.fill(memory[file][at : at + 2 * MIB], file, at, "x")
@@ -241,7 +242,7 @@ def test_many_files_take_a_descriptor_each_until_one_is_read_past_the_cache(make
     paths = [make(2 * MIB, str(number))[0] for number in range(3)]
     fds = Path("/proc/self/fd")
     before = len(list(fds.iterdir()))
-    with Files(paths, [2 * MIB] * 3) as files:
+    with Files(paths, [stamp(path) for path in paths]) as files:
         assert len(list(fds.iterdir())) == before + 3
         files.fill(fresh(2 * MIB), 1, 0, "x")
         assert len(list(fds.iterdir())) == before + 4
@@ -273,12 +274,13 @@ def test_reads_that_bring_less_than_was_asked_for(make, cold, monkeypatch, least
 
 def test_a_file_that_became_shorter(make, cold):
     path, data = make(4 * MIB)
-    with Files([path], [len(data)]) as files:
+    before = stamp(path)
+    with Files([path], [before]) as files:
         os.truncate(path, 2 * MIB + 100)
         with pytest.raises(CheckpointError, match=rf"ends at offset {2 * MIB + 100}, inside tensor x: it is truncated"):
             files.fill(fresh(len(data)), 0, 0, "x")
     with pytest.raises(CheckpointError, match="changed while it was opened"):
-        Files([path], [len(data)])
+        Files([path], [before])
 
 
 def test_the_file_is_the_one_that_was_opened(make, cold, reads):

@@ -25,6 +25,7 @@ from ..json_pieces import JsonPieces
 from ..limits import MAX_TENSORS
 from ..locations import Location, open_input
 from ..plan import Plan
+from ..stamps import Stamp
 
 if TYPE_CHECKING:
     from ..envelope import SealedFile
@@ -135,7 +136,7 @@ class Opened:
     format:  name of the format
     made:    its plan, or a function that makes it; its regions have bytes only if `places` is None
     files:   paths
-    sizes:   bytes of each file
+    stamps:  of each file, taken when its description was read
     places:  per region (file, offset), inside the files; None: read by the format's own library, into memory
     digests: per region, None if the file has none
     native:  written by this library, so that the state is restored; else a flat dict, or what the file has
@@ -151,7 +152,7 @@ class Opened:
     format: str
     made: Plan | Callable[[], Plan]
     files: list[Location]
-    sizes: list[int]
+    stamps: list[Stamp]
     places: list[Place] | None
     digests: list[int] | None
     native: bool
@@ -162,6 +163,11 @@ class Opened:
     shown: Location | None = None
     keeps: Any = None
     decrypted: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        return [stamp.nbytes for stamp in self.stamps]
 
     @property
     def encrypted(self) -> bool:

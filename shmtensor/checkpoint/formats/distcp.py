@@ -52,6 +52,7 @@ from ..description import Described, digest, read_described_file, text
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE
 from ..locations import Location, open_input
 from ..plan import Entry, Plan, Region
+from ..stamps import Stamp, stamp_of
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
 from .pickles import Pickler
 from .zips import ALIGNMENT, Member, Placed, contents, local_header, place
@@ -92,14 +93,15 @@ class Distcp(Format):
         return start[: len(_MAGIC)] == _MAGIC
 
     def open(self, path: Location) -> Opened:
-        size, data = _read(path)
+        found, data = _read(path)
+        size = found.nbytes
         described = read_described_file(data, str(path))
         places = []
         for stored, region in zip(described.stored, described.plan.regions, strict=True):
             if not _OFFSET.fullmatch(stored) or not _START <= int(stored) <= size - region.nbytes:
                 raise CheckpointError(f"{path}: it has a region of {region.nbytes} bytes at {stored!r:.40}, of {size}")
             places.append((0, int(stored)))
-        return Opened(self.name, described.plan, [path], [size], places, described.digests, native=True)
+        return Opened(self.name, described.plan, [path], [found], places, described.digests, native=True)
 
 
 def read_table(path: Location) -> dict[str, Any]:
@@ -112,10 +114,11 @@ def read_table(path: Location) -> dict[str, Any]:
     return dict(json.loads(rest))
 
 
-def _read(path: Location) -> tuple[int, bytes]:
-    """The size of a file, and the bytes of its description."""
+def _read(path: Location) -> tuple[Stamp, bytes]:
+    """The stamp of a file, and the bytes of its description."""
     with open_input(path) as file:
-        size = file.nbytes
+        found = stamp_of(file)
+        size = found.nbytes
         head = file.pread(_HEAD.size, 0)
         if not head.startswith(_MAGIC):
             raise CheckpointError(f"{path} is no distcp file: it begins with {head[:16]!r}")
@@ -127,7 +130,7 @@ def _read(path: Location) -> tuple[int, bytes]:
             raise CheckpointError(f"{path} has {size} bytes, its description is at {start} and has {nbytes}: {fault}")
         if start < _START or nbytes > 4 * MAX_DESCRIPTION:
             raise CheckpointError(f"{path}: its description is at {start} and has {nbytes} bytes: it is damaged")
-        return size, file.pread(nbytes, start)
+        return found, file.pread(nbytes, start)
 
 
 class _Group(NamedTuple):

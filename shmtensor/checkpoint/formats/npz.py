@@ -26,6 +26,7 @@ from ..description import Described
 from ..limits import PAGE
 from ..locations import Location, open_input
 from ..plan import Entry, Plan, Region, stored_shape, unique_names
+from ..stamps import Stamp, check_same, stamp_of
 from ..structure import dtype_name
 from .base import Format, Layout, Opened, Stored
 from .zips import (
@@ -80,11 +81,9 @@ class Npz(Format):
         member = directory.members.get(DESCRIPTION)
         if member is not None:
             described, places = locate(path, member)
-            return Opened(
-                self.name, described.plan, [path], [directory.file_bytes], places, described.digests, native=True
-            )
+            return Opened(self.name, described.plan, [path], [directory.stamp], places, described.digests, native=True)
         made, parts = _plan_of(path, directory)
-        return Opened(self.name, made, [path], [directory.file_bytes], None, None, native=False, parts=parts)
+        return Opened(self.name, made, [path], [directory.stamp], None, None, native=False, parts=parts)
 
 
 def _is_ours(name: str) -> bool:
@@ -141,7 +140,7 @@ def _plan_of(path: Location, directory: Directory) -> tuple[Plan, list[Stored | 
         region = -1
         if member.nbytes > header.nbytes:
             region = len(regions)
-            source = partial(_read_array, path, member, header)
+            source = partial(_read_array, path, directory.stamp, member, header)
             regions.append(Region(member.nbytes - header.nbytes, header.dtype.alignment, source))
             strides = _fortran_strides(header) if header.fortran else None
             parts.append(None if member.offset is None else Stored(0, member.offset + header.nbytes, strides))
@@ -201,11 +200,12 @@ def _fortran_strides(header: _Header) -> tuple[int, ...]:
     return c_strides(header.shape[::-1], header.dtype.itemsize)[::-1]
 
 
-def _read_array(path: Location, member: ZipMember, header: _Header) -> Array:
+def _read_array(path: Location, before: Stamp, member: ZipMember, header: _Header) -> Array:
     """The bytes of an array, in C order."""
     data = np.empty(member.nbytes - header.nbytes, np.uint8)
     at, crc = -header.nbytes, 0
     with open_input(path) as file:
+        check_same(path, before, stamp_of(file))
         for piece in read_pieces(file, member, str(path)):
             crc = zlib.crc32(piece, crc)
             part = np.frombuffer(piece, np.uint8)[max(0, -at) :]

@@ -35,6 +35,7 @@ from ..json_pieces import JsonPieces
 from ..limits import LINE, MAX_TENSORS, PAGE
 from ..locations import Location, open_input
 from ..plan import Entry, Plan, Region, stored_shape
+from ..stamps import Stamp, stamp, stamp_of
 from .base import (
     INDEX,
     MAX_SHARDS,
@@ -105,7 +106,8 @@ class Safetensors(Format):
         return not (path.is_dir() or is_index(path.name)) and read_header(path).described is not None
 
     def open(self, path: Location) -> Opened:
-        """Open a checkpoint; for a shard, all of its shards: by the index that names it, or else by their names."""
+        """Open a checkpoint; for a shard, all of its shards: by the index that names it, or else by their names. A file
+        that has its own description is no shard, although it may have the name of one."""
         if path.is_dir():
             path = path / INDEX
         if is_index(path.name):
@@ -137,6 +139,7 @@ class Safetensors(Format):
         return _opened(self.name, path, files, headers, stored, None, None)
 
     def _open_index(self, index: Location) -> Opened:
+        before = stamp(index)
         names = shard_names(index)
         files = check_shard_names(index, names)
         headers = [read_header(file) for file in files]
@@ -150,9 +153,8 @@ class Safetensors(Format):
             if name in stored:
                 raise CheckpointError(f"{index}: invalid JSON: a key appears twice, {name!r:.80}")
             stored[name] = (number, headers[number].tensors[name])
-        size = index.stat().st_size
-        described = partial(read_description, index, 0, size) if metadata.described else None
-        says = Header({}, metadata.short, metadata.described, 0, size)
+        described = partial(read_description, index, 0, before.nbytes) if metadata.described else None
+        says = Header({}, metadata.short, metadata.described, 0, before)
         if not files:  # a state without tensors: what there is of it is in the index
             if described is None:
                 raise CheckpointError(f"{index} names no shards")
@@ -179,11 +181,11 @@ def _opened(
     read: Callable[[], str] | None,
 ) -> Opened:
     """`says` has the description's digest, `read` returns the description itself."""
-    sizes = [header.file_bytes for header in headers]
+    stamps = [header.stamp for header in headers]
     checksum = says.metadata.get(_SUM) if says is not None else None
     if read is None and checksum is None:
         plan, places = _plan_of(stored)
-        return Opened(name, plan, files, sizes, places, None, native=False)
+        return Opened(name, plan, files, stamps, places, None, native=False)
     if read is None or says is None or says.described != checksum:
         raise CheckpointError(f"{path}: its description is damaged: it does not have the digest {checksum!r:.20}")
     described = read_described(read(), checksum, str(path))
@@ -199,7 +201,7 @@ def _opened(
                 f"its description says {nbytes}"
             )
         places.append((file, tensor.offset))
-    return Opened(name, described.plan, files, sizes, places, described.digests, native=True)
+    return Opened(name, described.plan, files, stamps, places, described.digests, native=True)
 
 
 def _plan_of(stored: dict[str, tuple[int, StoredTensor]]) -> tuple[Plan, list[Place]]:
@@ -384,13 +386,14 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     described: str | None
     header_bytes: int
-    file_bytes: int
+    stamp: Stamp
 
 
 def read_header(path: Location) -> Header:
     """Read the header of a file. `CheckpointError` unless its tensors fill the file exactly: no gaps, no overlap."""
     with open_input(path) as file:
-        size = file.nbytes
+        found = stamp_of(file)
+        size = found.nbytes
         length = int.from_bytes(file.pread(8, 0), "little")
         if size < 8 or length > min(MAX_HEADER, size - 8):
             raise CheckpointError(
@@ -425,7 +428,7 @@ def read_header(path: Location) -> Header:
             f"{path}: the last tensor {name!r:.80} ends at offset {end}, the file has {size} bytes: it is "
             + ("truncated" if size < end else "longer than it says")
         )
-    return Header(tensors, metadata.short, metadata.described, length, size)
+    return Header(tensors, metadata.short, metadata.described, length, found)
 
 
 def _entries(

@@ -15,6 +15,7 @@ from ...errors import ArgumentError, CheckpointError, DependencyError, ShmTensor
 from ..locations import Location, copy_to_memory
 from ..plan import Plan, plan
 from ..remote import RemotePath
+from ..stamps import check_same, stamp
 from .base import Format, Layout, Opened
 
 _MAGIC: Final = b"|TZR|"
@@ -35,7 +36,8 @@ class Tensorizer(Format):
     def open(self, path: Location) -> Opened:
         copy = copy_to_memory(path) if isinstance(path, RemotePath) else None
         local = path if isinstance(path, Path) else copy.path if copy is not None else Path()
-        size = local.stat().st_size
+        before = stamp(local)
+        size = before.nbytes
         with _read(local, path, lazy_load=True) as found:
             if not 0 <= found.total_tensor_bytes <= size:
                 raise CheckpointError(
@@ -44,10 +46,12 @@ class Tensorizer(Format):
 
         def state(map: bool) -> Any:
             with _read(local, path, verify_hash=True) as found:
-                return {_name(name, found): found[name].detach() for name in found}
+                made = {_name(name, found): found[name].detach() for name in found}
+            check_same(path, before, stamp(local))
+            return made
 
         return Opened(
-            self.name, lambda: plan(state(False)), [path], [size], None, None, native=False, state=state,
+            self.name, lambda: plan(state(False)), [path], [before], None, None, native=False, state=state,
             shown=path, keeps=copy,
         )  # fmt: skip
 

@@ -33,6 +33,7 @@ from ..limits import MAX_DEPTH
 from ..locations import Location, MemoryFile, as_stream, copy_to_memory, open_input
 from ..plan import Plan, plan
 from ..remote import RemotePath
+from ..stamps import Stamp, check_same, stamp
 from .base import Format, Layout, Opened, all_of, check_shard_names, is_index, shard_names
 from .pickles import PickleCheck, Pickler
 from .zips import ALIGNMENT, Archive, has_member, locate, read_directory, read_pieces
@@ -85,9 +86,7 @@ class Torch(Format):
             member = read_directory(path, _DESCRIPTION.__eq__)
             if _DESCRIPTION in member.members:
                 described, places = locate(path, member.members[_DESCRIPTION])
-                return Opened(
-                    self.name, described.plan, [path], [member.file_bytes], places, described.digests, native=True
-                )
+                return Opened(self.name, described.plan, [path], [member.stamp], places, described.digests, native=True)
         return self._open_foreign(all_of(path))
 
     def _open_foreign(self, files: list[Location]) -> Opened:
@@ -95,6 +94,7 @@ class Torch(Format):
 
         torch reads files of this machine only: those at URLs are copied into memory, as a whole, after the check.
         """
+        stamps = [stamp(file) for file in files]
         for file in files:
             _check(file)
         copies = [copy_to_memory(file) for file in files if isinstance(file, RemotePath)]
@@ -102,7 +102,7 @@ class Torch(Format):
             return _renamed(self._open_foreign([copy.path for copy in copies]), files, copies)
 
         def state(map: bool) -> Any:
-            return _load(files[0], mmap=map) if len(files) == 1 else _joined(files, mmap=map)
+            return _joined(files, stamps, mmap=map) if len(files) > 1 else _load(files[0], stamps[0], mmap=map)
 
         def made() -> Plan:
             found = state(True)
@@ -111,8 +111,7 @@ class Torch(Format):
             except (ArgumentError, ArgumentTypeError) as error:
                 raise CheckpointError(f"{files[0]}: {error}") from None
 
-        sizes = [file.stat().st_size for file in files]
-        return Opened(self.name, made, files, sizes, None, None, native=False, state=state)
+        return Opened(self.name, made, files, stamps, None, None, native=False, state=state)
 
 
 def _renamed(opened: Opened, files: list[Location], copies: list[MemoryFile]) -> Opened:
@@ -194,11 +193,11 @@ def _check_old(path: Location, file: BinaryIO) -> None:
         check.run()
 
 
-def _joined(files: list[Location], *, mmap: bool) -> dict[str, Any]:
+def _joined(files: list[Location], stamps: list[Stamp], *, mmap: bool) -> dict[str, Any]:
     """Load several shards into one dict."""
     state: dict[str, Any] = {}
-    for file in files:
-        part = _load(file, mmap=mmap)
+    for file, before in zip(files, stamps, strict=True):
+        part = _load(file, before, mmap=mmap)
         if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
             raise CheckpointError(f"{file} is one of {len(files)} shards, and no dict of names: load it by torch.load")
         both = part.keys() & state.keys()
@@ -211,7 +210,7 @@ def _joined(files: list[Location], *, mmap: bool) -> dict[str, Any]:
     return state
 
 
-def _load(path: Location, *, mmap: bool) -> Any:
+def _load(path: Location, before: Stamp, *, mmap: bool) -> Any:
     torch = import_torch()
     zipped = _is_zip(path)
     if mmap and zipped:  # torch would take packed bytes for a tensor's
@@ -226,6 +225,7 @@ def _load(path: Location, *, mmap: bool) -> Any:
     ) as error:  # fmt: skip
         text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())  # before it: advice, and escapes
         raise CheckpointError(f"{path}: torch.load(weights_only=True) does not open it: {text:.300}") from None
+    check_same(path, before, stamp(path))  # torch has opened it by itself
     check_objects(state, str(path))
     return state
 

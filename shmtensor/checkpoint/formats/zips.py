@@ -24,6 +24,7 @@ from ..description import Described, ReadDescription, Summer, digest, read_descr
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
 from ..locations import InputFile, Location, open_input
 from ..plan import Plan
+from ..stamps import Stamp, stamp_of
 from .base import FileSpec, Layout, Place, Write, align
 
 ALIGNMENT: Final = 64  # bytes, as torch has it
@@ -255,7 +256,7 @@ class Directory(NamedTuple):
     """The members of an archive that were asked for."""
 
     members: dict[str, ZipMember]
-    file_bytes: int
+    stamp: Stamp
 
 
 class _Table(NamedTuple):
@@ -270,7 +271,8 @@ def read_directory(path: Location, wanted: Callable[[str], bool]) -> Directory:
     """The members of an archive whose names are wanted, after a check of all: each is inside the file, none overlaps
     another or has its name. `CheckpointError` for what is no zip archive, or damaged."""
     with open_input(path) as file:
-        size = file.nbytes
+        found = stamp_of(file)
+        size = found.nbytes
         members: dict[str, ZipMember] = {}
         names, starts, ends, unpacked = array("Q"), array("Q"), array("Q"), 0
         file.prefetch((entry.header, _LOCAL_FIELDS.size + len(entry.raw_name)) for entry in _entries(file, path, size))
@@ -294,7 +296,7 @@ def read_directory(path: Location, wanted: Callable[[str], bool]) -> Directory:
             f"{path}: its packed members unpack to {unpacked} bytes, the file has {size}: at most {FREELY_UNPACKED} "
             f"and {MOST_UNPACKED} times the file are allowed: unpack it by other means if you trust it"
         )
-    return Directory(members, size)
+    return Directory(members, found)
 
 
 def has_member(path: Location, wanted: Callable[[str], bool]) -> bool:
