@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..memory.descriptors import open_file
 from .locations import Location, read_regular
 from .remote import RemotePath, is_outage
+from .stamps import is_shortage
 
 INDEX: Final = ".shmtensor.index"
 MAX_LIST: Final = 8 << 20
@@ -127,7 +128,7 @@ def entries(directory: Location) -> list[Saved]:
     try:
         return _read(directory)
     except (*UNREADABLE, CheckpointError) as error:
-        if is_outage(directory, error):
+        if is_outage(directory, error) or is_shortage(error):
             raise
         return []
 

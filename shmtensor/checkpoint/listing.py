@@ -17,8 +17,9 @@ from .index import UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
 from .locations import Location, fresh, location
-from .opening import LATEST, Opener, newest_first, open_found, whole
-from .remote import is_outage
+from .opening import LATEST, Opener, newest_first, open_listed, whole
+from .remote import RemotePath, is_outage
+from .stamps import Replaced, is_shortage
 
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
 
@@ -87,6 +88,8 @@ def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> lis
                 continue  # deleted meanwhile
             found.append((_info(path, entry, changed, aliases, error="one of its files is gone"), None))
         except (CheckpointError, OSError) as error:
+            if is_shortage(error) and not isinstance(path, RemotePath) and not isinstance(error, PermissionError):
+                raise  # of the others nothing would be known either
             found.append((_info(path, entry, changed, aliases, error=str(error)), None))
         else:
             found.append((_info(path, entry, changed, aliases, opened), opened))
@@ -156,7 +159,9 @@ def load_newest(
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
     from there. Otherwise it is the newest complete file, whatever `latest` leads to; its tensors are compared with
     their digests with `map=False`, and with `verify="all"` also if it is mapped. Newer files that are damaged or
-    truncated are skipped with a `RuntimeWarning`. Call it before the `CheckpointWriter` of this run saves.
+    truncated are skipped with a `RuntimeWarning`. An error that says nothing of a file is raised, and nothing older is
+    loaded instead: this process lacks memory, descriptors or permission. Call it before the `CheckpointWriter` of this
+    run saves.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -193,7 +198,7 @@ def load_newest(
             except (WrongKey, CudaError):
                 raise
             except (CheckpointError, OSError) as error:
-                if is_outage(path, error):
+                if is_outage(path, error) or is_shortage(error):
                     raise
                 warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=2)
         if not gone:

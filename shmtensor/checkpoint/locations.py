@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, cast
 
 from ..memory.descriptors import OpenFile, open_file
+from ..memory.shortage import explain
 from .remote import RemotePath, at_once, is_url, open_url
 
 Location = Path | RemotePath
@@ -117,7 +119,12 @@ def open_input(path: Location) -> InputFile:
     """Open a file for reading by position. Raises OSError, which is a `ResourceError` if too many files are open."""
     if isinstance(path, RemotePath):
         return path.open_input()
-    file = open_file(str(path), os.O_RDONLY)
+    try:
+        file = open_file(str(path), os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise explain(error, f"cannot open {path}") from None
+        raise
     return LocalFile(file.fd, file)
 
 

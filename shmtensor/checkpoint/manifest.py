@@ -26,6 +26,7 @@ from .description import digest, text
 from .formats.distcp import MAX_METADATA, METADATA
 from .locations import Location, read_regular
 from .remote import is_outage
+from .stamps import is_shortage
 
 MANIFEST: Final = "shmtensor.ranks.json"
 MAX_RANKS: Final = 1 << 16
@@ -79,7 +80,7 @@ def read(directory: Location) -> Manifest:
     except FileNotFoundError:
         raise
     except index.UNREADABLE as error:
-        if is_outage(path, error):
+        if is_outage(path, error) or is_shortage(error):
             raise
         raise CheckpointError(f"{path} is no manifest of the ranks' parts: {error}") from None
 

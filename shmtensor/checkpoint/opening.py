@@ -406,8 +406,8 @@ def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
             changed = True
         except WrongKey:  # an older one is not what the caller wants
             raise
-        except Exception as error:  # whatever the error is, try the others
-            if is_outage(path, error):
+        except Exception as error:  # whatever the error says of this file, try the others
+            if is_outage(path, error) or is_shortage(error):
                 raise
             if len(found) == 1 and isinstance(error, CheckpointError):
                 raise  # there is no other one

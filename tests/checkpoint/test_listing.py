@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -342,3 +343,62 @@ def test_what_is_deleted_while_it_is_looked_at_is_looked_for_again(tmp_path, mon
 def test_a_directory_of_shards_is_the_only_one(tmp_path):
     path = save(state_of(4), tmp_path / "a", max_shard=1000)
     assert load_newest(path)["step"] == 4
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("format", ["safetensors", "torch", "npz"])
+def test_a_checkpoint_with_the_name_of_a_shard(tmp_path, format, is_listed):
+    suffix = SUFFIX[format]
+    for step in (1, 2, 3):
+        file = save({**state_of(step), f"w{step}": np.ones(3)}, tmp_path / f"epoch-{step}-of-3{suffix}", format)
+        os.utime(file, ns=(step * 10**9, step * 10**9))
+        if is_listed:
+            entry = Saved(
+                file.name, "0" * 16, step, step, file.stat().st_size, "0" * 16,
+                (("", file.stat().st_size, file.stat().st_mtime_ns),), {}, "",
+            )  # fmt: skip
+            Directory(str(tmp_path)).record(entry)
+        assert load_newest(tmp_path)["step"] == load_checkpoint(tmp_path)["step"] == step
+        assert load_checkpoint(file)["step"] == step
+        found = list_checkpoints(tmp_path)
+        assert [(info.step, info.error) for info in found] == [(number, None) for number in range(step, 0, -1)]
+    if is_listed:
+        file = tmp_path / f"epoch-1-of-3{suffix}"
+        os.truncate(file, 100)
+        assert [info.error is None for info in list_checkpoints(tmp_path)] == [True, True, False]
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
+def test_an_error_of_this_process_is_no_damage(tmp_path, monkeypatch, code):
+    for step in (1, 2):
+        put(tmp_path, step)
+
+    def refuse(path, *args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    for owner, name in ((listing, "load_checkpoint"), (index, "read_regular"), (opening, "open_found")):
+        with monkeypatch.context() as patched:
+            (tmp_path / "latest").unlink(missing_ok=True)
+            patched.setattr(owner, name, refuse)
+            for load in (load_newest, load_checkpoint) if owner is not listing else (load_newest,):
+                if owner is opening and load is load_newest:
+                    continue  # it opens each file by itself
+                with pytest.raises(OSError, match=os.strerror(code)) as caught:
+                    load(tmp_path)
+                assert caught.value.errno == code
+    assert load_newest(tmp_path)["step"] == 2
+
+
+def test_what_says_that_a_file_is_damaged(tmp_path, monkeypatch):
+    for step in (1, 2):
+        put(tmp_path, step)
+    load, errors = listing.load_checkpoint, [errno.EIO]
+
+    def fail(path, *args, **kwargs):
+        if errors and "from_memory" not in kwargs:
+            raise OSError(errors.pop(), "the disk fails")
+        return load(path, *args, **kwargs)
+
+    monkeypatch.setattr(listing, "load_checkpoint", fail)
+    with pytest.warns(RuntimeWarning, match="passed over: .*the disk fails"):
+        assert load_newest(tmp_path)["step"] == 1
