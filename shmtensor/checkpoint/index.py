@@ -105,12 +105,15 @@ def _shown(names: Iterable[str]) -> set[str]:
 
 
 def read(directory: str) -> list[Saved]:
-    """Every entry, oldest first. A list that cannot be read counts as empty: then no file counts as ours."""
+    """Every entry, oldest first. A list that is damaged counts as empty: then no file counts as ours. Raises OSError if
+    this process lacks what it needs to read it: what is written next would forget all of it."""
     try:
         return _read(Path(directory))
     except FileNotFoundError:
         return []
     except UNREADABLE as error:
+        if is_shortage(error):
+            raise
         path = os.path.join(directory, INDEX)
         log.warning("%s cannot be read and is begun anew, older checkpoints are kept for ever: %s", path, error)
         return []

@@ -462,3 +462,21 @@ def test_a_step_of_too_many_digits_is_refused_in_save(tmp_path, digits):
         handle = writer.save({"step": 10**18 - 1})
         assert handle.durable.result(PATIENCE).path.endswith(f"step-{'9' * 18}.safetensors")
     assert [entry.step for entry in index.read(str(tmp_path))] == [1, 10**18 - 1]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_list_that_this_process_cannot_read_now_is_not_begun_anew(tmp_path, monkeypatch, code):
+    with CheckpointWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.save({"step": step}).durable.result(PATIENCE)
+    before = (tmp_path / index.INDEX).read_bytes()
+
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "read_regular", fails)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            Directory(str(tmp_path)).record(index.read(str(tmp_path))[0])
+    assert (tmp_path / index.INDEX).read_bytes() == before
+    assert [entry.step for entry in index.read(str(tmp_path))] == [1, 2]
