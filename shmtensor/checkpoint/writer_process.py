@@ -25,12 +25,13 @@ from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
 from .process_handle import UPLOAD, receive_secret, results_channel
+from .rank_upload import RankUploads, sweep_marks
 from .ranks import RankDirectory, Votes, finish_older_runs
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot, reason_of
 from .streamed import StreamedSnapshot
-from .upload import Ended, Keep, RankUploads, Target, Uploads, explained, sweep_marks
+from .upload import Ended, Keep, Target, Uploads, explained
 
 _CHECK_INTERVAL: Final = 1.0
 _PAUSE: Final = 0.05

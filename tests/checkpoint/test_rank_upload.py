@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays
-from shmtensor.checkpoint import index, names, process_handle, ranks, run_record
-from shmtensor.checkpoint import upload as upload_module
+from shmtensor.checkpoint import index, names, process_handle, rank_upload, ranks, run_record
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
 
@@ -277,12 +276,12 @@ def test_a_mark_counts_only_for_the_part_that_was_uploaded(tmp_path):
     save_all(writers, 1)
     close_all(writers)
     entry = entry_of(path)
-    marked, part = upload_module.Marks(str(path), entry), "rank-00001.safetensors"
+    marked, part = rank_upload.Marks(str(path), entry), "rank-00001.safetensors"
     assert not marked.is_done(part)
     marked.done(part)
     assert marked.is_done(part)
     changed = [(name, nbytes, at + 1) for name, nbytes, at in entry.files]
-    assert not upload_module.Marks(str(path), replace(entry, files=tuple(changed))).is_done(part)
+    assert not rank_upload.Marks(str(path), replace(entry, files=tuple(changed))).is_done(part)
     marked.failed(part, "7 a b", "x" * 5000)
     assert marked.failures("7 a b").keys() == {part}
     assert marked.failures("7 a c") == {}
@@ -299,7 +298,7 @@ def test_marks_of_what_is_not_pending_are_removed(tmp_path):
     writers = open_writers(path, 1)
     save_all(writers, 1)
     close_all(writers)
-    upload_module.Marks(str(path), entry_of(path)).done("rank-00000.safetensors")
+    rank_upload.Marks(str(path), entry_of(path)).done("rank-00000.safetensors")
     (path / ".x.uploads").mkdir()  # not ours
     with CheckpointWriter(path, rank=0, world_size=1) as writer:
         writer.start()
