@@ -140,6 +140,8 @@ class RankUploads:
             for entry in pending:
                 if entry.identity not in known and not self._stop:
                     self._uploads.append(_Upload(directory.path, entry, directory.rank, directory.world_size))
+            places = {entry.identity: at for at, entry in enumerate(entries)}
+            self._uploads = sorted(self._uploads, key=lambda upload: places.get(upload.entry.identity, -1))
             for upload in self._uploads:
                 upload.attempt = f"{directory.run} {entries[-1].writer} {entries[-1].name}"
             if self._uploads and self._thread is None:
@@ -217,7 +219,7 @@ class RankUploads:
         upload.own.popleft()
 
     def _look(self, upload: _Upload, target: Target) -> None:
-        """See whether an upload has ended, or complete it if that is possible now."""
+        """See whether an upload has ended, or complete it if it is the oldest and that is possible now."""
         now = time.monotonic()
         if now < upload.next:
             return
@@ -227,6 +229,8 @@ class RankUploads:
             return
         for name, reason in upload.marks.failures(upload.attempt).items():
             raise OSError(5, f"{name} was not uploaded: {reason}")
+        if upload is not self._uploads[0]:
+            return
         missing = [name for name in upload.owners if not upload.marks.is_done(name)]
         if missing and not all(self._is_gone(upload.owners[name]) for name in missing):
             return
@@ -278,6 +282,8 @@ class RankUploads:
         with self._changed:
             self._completing = False
             self._directory.end_complete()
+            for upload in self._uploads[:1]:  # it is its turn
+                upload.next = 0.0
 
     def _end(self, upload: _Upload, error: BaseException | None, *, noted: bool = False) -> None:
         with self._changed:

@@ -357,28 +357,46 @@ class Target:
         path.call("it cannot be written", lambda: _replace(path, lambda at: at.ask("pipe_file", at.key, data)))
 
     def add_to_list(self, entry: Saved, entries: list[Saved]) -> list[Saved]:
-        """Add it to the list there, in the order of the local list; names that are only there are older. Returns it.
+        """Add it to the list there, in the order of the local list. Returns it. What is only there, because `keep_last`
+        has deleted it here or an earlier directory had it, is older than the newest here; among the others its place
+        is by what every list has of it: see `_is_later`.
 
         What the local list calls uploaded is in it again, if a request that came late has undone that; of these only
         as many as `upload_keep_last` keeps there.
         """
         there = self.read_list()
-        uploaded = [each.name for each in entries if each.upload == UPLOADED]
-        listed = {each.name for each in there} | {entry.name, *uploaded[-(self._keep.last or 0) :]}
-        ours = {each.name: replace(each, upload="") for each in entries if each.name in listed}
+        uploaded = [_save_of(each) for each in entries if each.upload == UPLOADED]
+        listed = {*map(_save_of, there), _save_of(entry), *uploaded[-(self._keep.last or 0) :]}
+        ours = {each.name: replace(each, upload="") for each in entries if _save_of(each) in listed}
         found = [
             ours.get(each.name, each)
             for each in there
-            if each.name not in ours or (each.writer, each.number) == (ours[each.name].writer, ours[each.name].number)
+            if each.name not in ours or _save_of(each) == _save_of(ours[each.name])
         ]
         at = len(found)
         for each in reversed(ours.values()):  # what is not there comes before the next one of the local list
             if each in found:
                 at = found.index(each)
-            else:
-                found.insert(at, each)
+                continue
+            if each.name != entries[-1].name:
+                while at and found[at - 1].name not in ours and _is_later(found[at - 1], each):
+                    at -= 1
+            found.insert(at, each)
         self._write(found)
         return found
+
+
+def _save_of(entry: Saved) -> tuple[str, str, int]:
+    """Which save of which writer an entry is of, also where the times of its files are others."""
+    return entry.name, entry.writer, entry.number
+
+
+def _is_later(one: Saved, other: Saved) -> bool:
+    """Whether a save is later than another one: of one writer by their numbers, of others by the times of their files.
+    (The number of a checkpoint of several ranks is its step, which may go back.)"""
+    if one.writer == other.writer and one.files[0][0] != MANIFEST:
+        return one.number > other.number
+    return max(changed for _, _, changed in one.files) > max(changed for _, _, changed in other.files)
 
 
 class _Callback:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_check
 from shmtensor.checkpoint import index, names, process_handle, rank_upload, ranks, run_record
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
+from shmtensor.checkpoint.upload import Keep
 
 from ..scenes import ROOT
 from ..waiting import wait_for_end, wait_until
@@ -260,6 +262,62 @@ def test_orphans_hand_their_uploads_to_the_next_run(url, s3, tmp_path):  # noqa:
     wait_until(lambda: all_uploaded(path))
     close_all(writers)
     assert there(url) == [1, 2, 3]
+
+
+# --- the order
+
+
+class Listing:
+    """What `RankUploads` needs of a `Target`: `names` are those that are listed."""
+
+    def __init__(self):
+        self.names = []
+
+    def check_free(self, entry):
+        pass
+
+    def is_away(self):
+        return False
+
+    def put_file(self, directory, entry, name):
+        pass
+
+    def add(self, directory, entry, entries):
+        self.names.append(entry.name)
+
+
+def pending_uploads(path):
+    """Two checkpoints of one rank, whose upload is pending, and its `RankUploads`, without a thread."""
+    writers = open_writers(path, 1)
+    for step in (1, 2):
+        save_all(writers, step)
+    close_all(writers)
+    entries = [replace(entry, upload=PENDING) for entry in index.read(str(path))]
+    index.write(str(path), entries)
+    directory = SimpleNamespace(
+        path=str(path), rank=0, world_size=1, run=1, try_complete=lambda: True, end_complete=lambda: None,
+        at=lambda name: str(path / name), is_uploaded=lambda entry: False,
+    )  # fmt: skip
+    uploads = rank_upload.RankUploads("s3://bucket/run", directory, Keep())
+    uploads._thread = object()
+    uploads.add(entries)
+    return uploads, entries
+
+
+def test_the_oldest_is_completed_first(tmp_path):
+    """Whichever is looked at first."""
+    uploads, _ = pending_uploads(tmp_path / "a")
+    target, (first, second) = Listing(), uploads._uploads
+    for upload in (first, second):
+        upload.marks.done("rank-00000.safetensors")
+        upload.own.clear()
+    uploads._look(second, target)
+    assert target.names == []
+    uploads._look(first, target)
+    uploads.settled(uploads.take())
+    assert second.next == 0  # it is its turn
+    uploads._look(second, target)
+    assert target.names == ["step-00000001", "step-00000002"]
 
 
 # --- marks

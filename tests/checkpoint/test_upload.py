@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from shmtensor import (
 )
 from shmtensor.checkpoint import index, names, process_handle, upload
 from shmtensor.checkpoint.index import PENDING, UPLOADED, Saved
+from shmtensor.checkpoint.manifest import MANIFEST
 
 from ..scenes import ROOT
 from ..waiting import PATIENCE, wait_for_end, wait_until
@@ -40,6 +42,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_channels")]
 def url(s3, tmp_path):  # noqa: F811
     s3.fs.invalidate_cache()
     return f"s3://bucket/{tmp_path.name}"
+
+
+def launching(monkeypatch, code):
+    """Run code in writing processes that are started from now on."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(process_handle, "LAUNCH", textwrap.dedent(code) + process_handle.LAUNCH)
 
 
 def there(url):
@@ -338,7 +346,8 @@ def test_the_url_is_in_no_command_line(url, tmp_path):
     ("there", "order", "new", "expected"),
     [
         (None, [1], 1, [1]), ([1], [1, 2], 2, [1, 2]), ([1, 3], [1, 2, 3], 2, [1, 2, 3]), ([1, 2], [1, 2], 1, [1, 2]),
-        ([7, 8], [1], 1, [7, 8, 1]), ([7, 1, 3], [1, 2, 3, 4], 2, [7, 1, 2, 3]),
+        ([7, 8], [1], 1, [7, 8, 1]), ([4, 5], [3, 6], 3, [3, 4, 5]), ([1, 4, 5], [3, 5, 6], 3, [1, 3, 4, 5]),
+        ([7, 1, 3], [1, 2, 3, 4], 2, [7, 1, 2, 3]),
         (b"{", [1], 1, [1]), (b"[]", [1], 1, [1]),
     ],
 )  # fmt: skip
@@ -352,6 +361,50 @@ def test_the_order_at_the_url(there, order, new, expected):
     found = index.parse(target.path.data)
     assert [entry.step for entry in found] == expected
     assert found[expected.index(new)].upload == ""
+
+
+def entry_of(step, writer, at, *, ranks=False):
+    """An entry of a writer, whose files are of a time."""
+    return replace(saved(step), writer=writer * 16, files=((MANIFEST if ranks else "", 5, at),))
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_the_order_of_what_several_writers_have_saved(ranks):
+    """By the times of the files, wherever the local list does not say. The newest here is the newest there."""
+    target = upload.Target.__new__(upload.Target)
+    target._keep, target._renames = upload.Keep(), False
+    old, first, second = (
+        entry_of(step, writer, 10 * step, ranks=ranks) for step, writer in ((1, "a"), (5, "b"), (6, "c"))
+    )
+    ahead = entry_of(9, "d", 1000, ranks=ranks)  # of another machine, whose clock is ahead
+    target.path = Memory(index._render([old, second]))
+    new = entry_of(7, "c", 70, ranks=ranks)
+    target.add_to_list(first, [first, new])
+    assert [entry.step for entry in index.parse(target.path.data)] == [1, 5, 6]
+    target.path = Memory(index._render([old, ahead]))
+    target.add_to_list(new, [first, new])
+    assert [entry.step for entry in index.parse(target.path.data)] == [1, 9, 7]
+
+
+def test_steps_of_ranks_that_go_back():
+    """A run that goes back by itself saves a smaller step later."""
+    target = upload.Target.__new__(upload.Target)
+    target._keep, target._renames = upload.Keep(), False
+    target.path = Memory(index._render([entry_of(9, "a", 90, ranks=True)]))
+    again = entry_of(4, "a", 91, ranks=True)
+    target.add_to_list(again, [again, entry_of(5, "a", 92, ranks=True)])
+    assert [entry.step for entry in index.parse(target.path.data)] == [9, 4]
+
+
+def test_a_name_of_another_save_is_never_listed_as_ours():
+    """What is pending here under the name of another one there."""
+    target = upload.Target.__new__(upload.Target)
+    target._keep, target._renames = upload.Keep(), False
+    theirs, ours, new = entry_of(1, "a", 10), entry_of(1, "b", 20), entry_of(2, "b", 30)
+    target.path = Memory(index._render([theirs]))
+    target.add_to_list(new, [ours, new])
+    assert [entry.writer[0] for entry in index.parse(target.path.data)] == ["a", "b"]
+    assert [entry.step for entry in index.parse(target.path.data)] == [1, 2]
 
 
 def test_an_entry_says_whether_it_is_uploaded(tmp_path):
@@ -495,6 +548,30 @@ def test_what_somebody_changed_at_the_url_stays(url, s3, tmp_path, caplog):  # n
         writer.save(state_of(2)).uploaded.result(PATIENCE)
     s3.fs.invalidate_cache()
     assert s3.fs.cat_file(key) == b"somebody's"
+
+
+def test_one_that_failed_is_older_than_those_that_followed(url, tmp_path, monkeypatch):
+    """`keep_last` has deleted these here: neither is the older one the newest at the URL, nor kept in their place."""
+    fails = tmp_path / "fails"
+    fails.touch()
+    launching(monkeypatch, f"""
+        import os
+        from shmtensor.checkpoint import upload
+        put = upload.put_file
+        def put_file(local, *args):
+            if "00000003" in local and os.path.exists({str(fails)!r}):
+                raise OSError("not now")
+            put(local, *args)
+        upload.put_file = put_file
+    """)  # fmt: skip
+    with CheckpointWriter(tmp_path / "a", upload=url, keep_last=1, upload_keep_last=2, on_error="warn") as writer:
+        for step in (3, 4, 5):
+            error = writer.save(state_of(step)).uploaded.exception(PATIENCE)
+            assert (error is None) == (step != 3)
+        wait_until(lambda: writer.statistics().deleted == 1)  # 4, of which no local list knows anything now
+        fails.unlink()
+        writer.save(state_of(6)).uploaded.result(PATIENCE)
+    assert there(url) == [5, 6]
 
 
 @pytest.mark.parametrize("point", PRUNE_POINTS)
