@@ -54,7 +54,8 @@ _BLOCKS: Final = 64
 """Blocks of one file that are kept."""
 _WHOLE: Final = 8 << 20
 """Most bytes of a request to a file system that only returns them as a whole."""
-_WITH_HOST: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https")
+OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_WITH_HOST: Final = (*OBJECT_STORES, "http", "https")
 _WITH_BUCKET: Final = ("s3", "s3a", "gs", "gcs")
 _LISTED: Final = 1_000_000
 """Most names in a directory."""
@@ -744,11 +745,15 @@ def _changed(info: dict[str, Any]) -> int:
 
 
 def check_host(url: str) -> None:
-    """Raise `ArgumentError` if a URL that begins with a bucket or host has none, as `s3:///bucket/run`: the library for
-    S3 writes to it, and finds nothing there."""
+    """Raise `ArgumentError` if a URL that begins with a bucket or host has none, as `s3:///bucket/run`, or if an empty
+    name follows the bucket, as in `s3://bucket//run`: the library for S3 writes to both, and finds nothing there."""
     protocol, _, rest = url.partition("://")
     if protocol in _WITH_HOST and (not rest or rest.startswith("/")):
         raise ArgumentError(f"{without_secrets(url)!r} names no bucket or host: it comes after two slashes")
+    if protocol in OBJECT_STORES and rest.partition("/")[2].startswith("/"):
+        raise ArgumentError(
+            f"{without_secrets(url)!r} has two slashes after the bucket: nothing is found there, pass one"
+        )
     if protocol in _WITH_BUCKET and "@" in rest.partition("/")[0]:  # what S3's library says of such a bucket names them
         raise ArgumentError(
             f"{without_secrets(url)!r}: a URL of {protocol} has a bucket and no credentials: set these in the "

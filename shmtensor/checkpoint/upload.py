@@ -34,7 +34,19 @@ from .directory import Best, superfluous
 from .index import PENDING, UPLOADED, Saved
 from .locations import location
 from .manifest import MANIFEST
-from .remote import REDIS, NoAnswer, RemotePath, Stopped, check_host, is_url, register, url_of, within, without_secrets
+from .remote import (
+    OBJECT_STORES,
+    REDIS,
+    NoAnswer,
+    RemotePath,
+    Stopped,
+    check_host,
+    is_url,
+    register,
+    url_of,
+    within,
+    without_secrets,
+)
 
 PART: Final = 8 << 20
 """Bytes of a part, where the file system uploads in parts."""
@@ -59,7 +71,14 @@ def check_upload(url: object) -> str | None:
         raise ArgumentError(f"upload={url!r} is no URL, such as 's3://bucket/runs/a'")
     check_host(url)
     shown = without_secrets(url)
-    protocol = url.partition("::")[0].partition(":")[0]
+    *chain, last = url.split("::")
+    protocol = (chain[0] if chain else last).partition(":")[0]
+    if protocol == "dir":
+        raise ArgumentError(
+            f"upload={shown!r}: what dir:: leads to has the directory in its URL: pass {without_secrets(last)!r}"
+        )
+    if last.partition(":")[0] in OBJECT_STORES and "?" in last:
+        raise ArgumentError(f"upload={shown!r}, with more behind it: '?' is no part of a name there: leave it out")
     try:
         from fsspec import get_filesystem_class
 

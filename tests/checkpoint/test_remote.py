@@ -808,6 +808,14 @@ def test_it_becomes_another_file_while_it_is_read(served, tmp_path):
             found["w"].read()
 
 
+@pytest.mark.parametrize("url", ["s3://bucket//runs/a", "gs://bucket//a", "s3://bucket//"])
+@pytest.mark.parametrize("load", [load_newest, load_checkpoint, list_checkpoints])
+def test_an_empty_name_after_the_bucket(url, load):
+    """S3's library finds nothing there, of what it has written itself."""
+    with pytest.raises(ArgumentError, match="two slashes after the bucket"):
+        load(url)
+
+
 # --- which one, while the directory changes and servers fail
 
 

@@ -318,6 +318,9 @@ def test_a_timeout_of_close(url, s3, tmp_path):  # noqa: F811
         ("memory://b", ArgumentError, "another process"),
         ("https://me:secret@host/b", ArgumentError, "'https://host/b'"),
         ("quux://b", ArgumentError, "Protocol not known"),
+        ("s3://bucket//runs/a", ArgumentError, "two slashes after the bucket"),
+        ("s3://bucket/run?x", ArgumentError, r"'\?' is no part of a name"),
+        ("dir::s3://bucket/b", ArgumentError, "pass 's3://bucket/b'"),
     ],
 )  # fmt: skip
 def test_what_is_no_target(tmp_path, given, error, text):
