@@ -69,8 +69,13 @@ class Sink:
             self._views.clear()
 
 
-_Answer = contextlib.AbstractAsyncContextManager[tuple[Callable[[int], Awaitable[bytes]], bool]]
-"""Of a server: a function that reads some bytes of the body, at most so many, and whether it is the range asked for."""
+class TooLong(ValueError):
+    """A body is longer than may come."""
+
+
+_Answer = contextlib.AbstractAsyncContextManager[tuple[Callable[[int], Awaitable[bytes]], bool, int]]
+"""Of a server: a function that reads some bytes of the body, at most so many; whether it is the range asked for; and
+the bytes of the file, -1 if the server does not say them with a range."""
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +92,7 @@ async def http_answer(fs: Any, url: str, start: int, end: int) -> AsyncIterator[
         answer.raise_for_status()
         if answer.status == 206:
             _check_range(answer.headers.get("Content-Range"), start)
-        yield answer.content.read, answer.status == 206
+        yield answer.content.read, answer.status == 206, _total(answer.headers.get("Content-Range"))
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +103,8 @@ async def s3_answer(fs: Any, key: str, start: int, end: int) -> AsyncIterator[An
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=name, Range=f"bytes={start}-{end - 1}", **more)
     try:
         _check_range(answer.get("ContentRange"), start)
-        yield answer["Body"].read, answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        yield answer["Body"].read, is_range, _total(answer.get("ContentRange"))
     finally:
         answer["Body"].close()
 
@@ -109,17 +115,36 @@ def _check_range(sent: str | None, start: int) -> None:
         raise OSError(f"the server sends {sent!r:.60} in place of the bytes from {start}")
 
 
+def _total(sent: str | None) -> int:
+    total = (sent or "").rpartition("/")[2]
+    return int(total) if total.isdecimal() and len(total) < 20 else -1
+
+
 async def receive(answer: _Answer, sink: Sink, most: int) -> bytes | None:
     """Read an answer's body into the sink, or return it, if it is not the range asked for; an error beyond `most`."""
-    async with answer as (read, is_range):
+    async with answer as (read, is_range, _):
         if is_range:
             while piece := await read(_PIECE):
                 sink.write(piece)
             return None
-        data = bytearray()
-        while piece := await read(_PIECE):
-            data += piece
-            sink.arrived = len(data)
-            if len(data) > most:
-                raise ValueError(f"more than {most} bytes came")
-        return bytes(data)
+        return await _collect(read, sink, most)
+
+
+async def receive_small(answer: _Answer, sink: Sink, most: int) -> bytes:
+    """The body of an answer to the request for a file's first `most` bytes and one more, which is all of a smaller
+    file. The sink counts. Raises `TooLong`, and OSError if less comes than the server says."""
+    async with answer as (read, _, total):
+        data = await _collect(read, sink, most)
+    if len(data) < total:
+        raise OSError(f"{len(data)} of {total} bytes came")
+    return data
+
+
+async def _collect(read: Callable[[int], Awaitable[bytes]], sink: Sink, most: int) -> bytes:
+    data = bytearray()
+    while piece := await read(_PIECE):
+        data += piece
+        sink.arrived = len(data)
+        if len(data) > most:
+            raise TooLong(f"more than {most} bytes came")
+    return bytes(data)

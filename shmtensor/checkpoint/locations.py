@@ -188,13 +188,11 @@ def read_regular(path: Location, most: int) -> bytes:
     """All bytes of a small file. Others may write into its directory, so it neither waits for a FIFO nor reads more
     than `most` bytes. Raises OSError, and `ValueError` for a file that is too large or not regular."""
     if isinstance(path, RemotePath):
-        with path.open_input() as remote:
-            data = remote.pread(most + 1, 0)
-    else:
-        with contextlib.closing(open_file(str(path), os.O_RDONLY | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-                raise ValueError("it is no regular file")
-            data = as_stream(LocalFile(file.fd)).read(most + 1)
+        return path.read_whole(most)
+    with contextlib.closing(open_file(str(path), os.O_RDONLY | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            raise ValueError("it is no regular file")
+        data = as_stream(LocalFile(file.fd)).read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data

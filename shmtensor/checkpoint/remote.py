@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
-import html.parser
 import os
 import random
 import re
@@ -29,15 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import quote, unquote, urljoin
+from urllib.parse import unquote
 
 from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyError, ResourceError
 from ..options import how_to_install
-from .bodies import Sink, between, http_answer, receive, s3_answer, scatter
+from .answers import changed_at, has_no_bucket, is_missing, may_pass, status_of, tag_of
+from .bodies import Sink, TooLong, between, http_answer, receive, receive_small, s3_answer, scatter
+from .links import linked, quoted
 
 ATTEMPTS: Final = 5
 """How often a request is made before it is an error."""
@@ -66,18 +65,11 @@ _SPAN: Final = 1 << 20
 GAP: Final = 8 << 10
 """Bytes between two ranges that are fetched as well, so that one request brings both."""
 _AT_ONCE: Final = 8
-_PLAIN: Final = " =+,@!$&'()*;:~"
-"""Characters of names that URLs have as they are."""
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:)(/+)")
 REDIS: Final = ("redis", "rediss", "redis+unix")
 """Schemes of `redis_files.RedisFileSystem`, which is imported when one of them is used."""
 _SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
-_FINAL: Final = (PermissionError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, NotImplementedError)
-"""Errors that another attempt does not mend."""
 _REFUSED: Final = (401, 403)  # answers of HTTP
-_GONE: Final = (404, 410)
-_TIMES: Final = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created")
-_TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime", "LastModified")
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -248,7 +240,7 @@ class RemoteFile:
         """Raise `CheckpointError` if another file has come under the name meanwhile, as far as the server says so."""
         self._store.fs.invalidate_cache()
         now = self._store.ask(self._key)
-        if now is None or now.get("size") != self.nbytes or _tag(now) != self._tag:
+        if now is None or now.get("size") != self.nbytes or tag_of(now) != self._tag:
             raise CheckpointError(f"{self._store.url(self._key)} was replaced or deleted while it was read: load again")
 
     def close(self) -> None:
@@ -315,6 +307,7 @@ class _Store:
             self._calls = _locks.setdefault(fs, threading.Lock())
         self._infos: dict[str, dict[str, Any] | None] = {}
         self._listed: dict[str, list[str]] = {}
+        self._small: dict[str, bytes | None] = {}
         self._files: dict[str, RemoteFile] = {}
 
     def url(self, key: str) -> str:
@@ -375,7 +368,7 @@ class _Store:
                 if whole is None and sink.count < min(total - done, BLOCK):
                     raise OSError(f"{sink.count} bytes came")
             except Exception as error:
-                if sink.count < BLOCK or isinstance(error, Stopped) or not _may_pass(error):
+                if sink.count < BLOCK or isinstance(error, Stopped) or not may_pass(error):
                     raise
             finally:
                 sink.close()  # before the caller goes on, or another request fills the same memory
@@ -400,6 +393,31 @@ class _Store:
         if data is not None and len(data) != size:
             raise OSError(f"{len(data)} bytes came")
         return data
+
+    def read_whole(self, key: str, most: int) -> bytes:
+        """All bytes of a small file, which may be replaced at any time: by one request, without its size. Raises
+        OSError, and `ValueError` if it has more than `most`."""
+
+        def once() -> Any:
+            if not (self.is_http or self._is_s3):
+                return self.ask_server("cat_file", key, nbytes=most, start=0, end=most + 1)
+            nowhere = Sink([])
+            answer = (http_answer if self.is_http else s3_answer)(self.fs, key, 0, most + 1)
+            try:
+                return self._run(receive_small(answer, nowhere, most), 0, lambda: nowhere.arrived)
+            except TooLong:
+                return None
+            except Exception as error:
+                if status_of(error.__cause__) == 416 or status_of(error) == 416:  # an empty file has no ranges
+                    return b""
+                raise
+
+        if key not in self._small:
+            self._small[key] = self.call(key, "it cannot be read", once)
+        found = self._small[key]
+        if found is None or len(found) > most:
+            raise ValueError(f"it has more than {most} bytes")
+        return found
 
     def info(self, key: str) -> dict[str, Any] | None:
         """What the file system says of a name; None if it is not there."""
@@ -442,7 +460,7 @@ class _Store:
                         answer = http_answer(self.fs, key + "/", 0, 0)
                         return self._run(receive(answer, nowhere, _PAGE), 0, lambda: nowhere.arrived)
 
-                    found = {name: {} for name in _linked(key, self.call(key, what, page))}
+                    found = {name: {} for name in linked(key, self.call(key, what, page))}
                 else:
                     for entry in self.call(key, what, lambda: self.ask_server("ls", key, detail=True)):
                         name = str(entry["name"]).rstrip("/")
@@ -462,40 +480,8 @@ class _Store:
         """The file of a key, the same for all that read it."""
         with self._lock:
             if key not in self._files:
-                self._files[key] = RemoteFile(self, key, nbytes, _tag(info))
+                self._files[key] = RemoteFile(self, key, nbytes, tag_of(info))
             return self._files[key]
-
-
-class _Links(html.parser.HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "a":
-            self.found += [value for name, value in attrs if name == "href" and value]
-
-
-def _linked(key: str, page: bytes) -> list[str]:
-    """The keys of the files and directories that a page of links names as lying in it."""
-    parser, keys = _Links(), dict[str, None]()
-    parser.feed(page.decode("utf-8", "replace"))
-    base = key.rstrip("/") + "/"
-    bare = base.partition("://")[2].rpartition("@")[2]
-    for link in parser.found:
-        try:
-            target = urljoin(f"http://{bare}", link).partition("#")[0].partition("?")[0].partition("://")[2]
-        except ValueError:
-            continue
-        name = target.removeprefix(bare).removesuffix("/") if target.startswith(bare) else ""
-        if name and "/" not in name:
-            keys[base + quote(unquote(name), safe=_PLAIN)] = None
-    return list(keys)
-
-
-def _tag(info: dict[str, Any]) -> object:
-    found = [(name, str(info[name])) for name in _TAGS if info.get(name)]
-    return found[0] if found else None
 
 
 def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
@@ -507,7 +493,7 @@ def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
             raise
         except Exception as error:
             failed = error
-        if not _may_pass(failed):
+        if not may_pass(failed):
             break
         if attempt == ATTEMPTS:
             what += f", tried {ATTEMPTS} times"
@@ -518,49 +504,13 @@ def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
     raise raised
 
 
-def _status(error: BaseException | None) -> int:
-    """The status of an HTTP answer that an error stands for; 0 if there is none."""
-    answer = getattr(error, "response", None)
-    found = [getattr(error, "status" if hasattr(error, "status") else "code", None)]
-    if isinstance(answer, dict):  # botocore's
-        found.append(answer.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    status = next((each for each in found if isinstance(each, int) and each >= 400), 0)
-    if not status and type(error) is OSError and str(error).startswith("Forbidden"):  # gcsfs
-        return 403
-    return status
-
-
-def _has_no_bucket(error: BaseException) -> bool:
-    """Whether S3 says that the bucket does not exist. (What other stores say of it looks as for a missing file.)"""
-    answer = getattr(error, "response", None)
-    return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"
-
-
-def _is_missing(error: FileNotFoundError) -> bool:
-    """Whether a server says that there is no such file. fsspec's for HTTP raises this for whatever the server says, and
-    for URLs that cannot be asked for."""
-    cause = error.__cause__
-    return cause is None or isinstance(cause, FileNotFoundError) or _status(cause) in _GONE
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
-    cause = error.__cause__
-    status = _status(error) or (_status(cause) if type(error) is OSError else 0)  # s3fs's for what is no file's matter
-    if status:
-        return status >= 500 or status in (408, 425, 429)
-    if isinstance(error, FileNotFoundError):  # fsspec's for HTTP hides what the server said, or that there is none
-        return cause is not None and not isinstance(cause, FileNotFoundError) and _may_pass(cause)
-    return not isinstance(error, (*_FINAL, ImportError)) and "Credentials" not in type(error).__name__
-
-
 def _explained(error: BaseException, shown: str, what: str) -> Exception:
     """The error to raise: with a text of ours, and without the one that caused it, which may name secrets."""
     refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
-    if _has_no_bucket(error.__cause__ or error):  # a slip of the pen, and not an empty place
+    if has_no_bucket(error.__cause__ or error):  # a slip of the pen, and not an empty place
         return ResourceError(2, f"{shown}: there is no such bucket: make it, or correct the URL")
     if isinstance(error, FileNotFoundError):
-        if _is_missing(error):
+        if is_missing(error):
             return FileNotFoundError(2, "there is no such file", shown)
         error = error.__cause__ or error
     for kind in (NotADirectoryError, IsADirectoryError):
@@ -568,9 +518,9 @@ def _explained(error: BaseException, shown: str, what: str) -> Exception:
             return kind(error.errno or 20, what, shown)
     text = " ".join(without_secrets(str(error)).split())
     said = f"{shown}: {what}: {type(error).__name__}{f': {text:.300}' if text else ''}"
-    if _status(error.__cause__) == 400:
+    if status_of(error.__cause__) == 400:
         said += ": with S3, the credentials have expired, or the bucket is in another region"
-    if refused or _status(error) in _REFUSED:
+    if refused or status_of(error) in _REFUSED:
         return AccessDenied(13, said)
     return ResourceError(getattr(error, "errno", None) or 5, said)
 
@@ -662,7 +612,7 @@ class RemotePath:
 
     def __truediv__(self, name: str) -> RemotePath:
         if self._store.is_http:
-            name = quote(name, safe=_PLAIN + "/")
+            name = quoted(name, "/")
         return RemotePath(self._store, f"{self._bare}/{name}")
 
     def fresh(self) -> RemotePath:
@@ -717,31 +667,20 @@ class RemotePath:
             raise FileNotFoundError(2, "there is no such file", str(self))
         size = found.get("size")
         if found.get("type") == "directory":
-            return Stat(0, _changed(found))
+            return Stat(0, changed_at(found))
         if type(size) is not int or size < 0:
             raise CheckpointError(f"{self}: the server does not say how many bytes it has, which are read by ranges")
-        return Stat(size, _changed(found))
+        return Stat(size, changed_at(found))
+
+    def read_whole(self, most: int) -> bytes:
+        """All bytes of a small file, by one request. Raises OSError, and `ValueError` if it has more than `most`."""
+        if self._store.is_missing(self.parent._key, self._key):
+            raise FileNotFoundError(2, "there is no such file", str(self))
+        return self._store.read_whole(self._key, most)
 
     def open_input(self) -> RemoteFile:
         """Open it for reading by position. Raises OSError."""
         return self._store.file(self._key, self.stat().st_size, self._info() or {})
-
-
-def _changed(info: dict[str, Any]) -> int:
-    """When a file was written, in ns; 0 if the file system does not say."""
-    for name in _TIMES:
-        found = info.get(name)
-        if isinstance(found, datetime):
-            return int(found.timestamp() * 1e9)
-        if isinstance(found, (int, float)):
-            return int(found * 1e9)
-        if isinstance(found, str):
-            for parse in (parsedate_to_datetime, datetime.fromisoformat):
-                try:
-                    return int(parse(found).timestamp() * 1e9)
-                except ValueError:
-                    continue
-    return 0
 
 
 def check_host(url: str) -> None:
@@ -799,5 +738,5 @@ def open_url(path: str | os.PathLike[str]) -> RemotePath | str:
     if store.is_http:  # names are quoted as those in listings are
         base, mark, query = key.partition("?")
         head, slash, name = base.rstrip("/").rpartition("/")
-        return RemotePath(store, f"{head}{slash}{quote(unquote(name), safe=_PLAIN)}{mark}{query}")
+        return RemotePath(store, f"{head}{slash}{quoted(unquote(name))}{mark}{query}")
     return RemotePath(store, key.rstrip("/"))

@@ -35,10 +35,11 @@ from shmtensor import (
     load_newest,
     open_checkpoint,
 )
-from shmtensor.checkpoint import bodies, reading, remote, selection
+from shmtensor.checkpoint import bodies, index, reading, remote, selection
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
+from shmtensor.checkpoint.links import linked
 from shmtensor.checkpoint.opening import Opener, open_path
 from shmtensor.checkpoint.upload import put_file
 from shmtensor.cli.main import app
@@ -845,6 +846,69 @@ def test_the_newest_is_deleted_while_it_is_opened(served, tmp_path):
         run_of(run, [1], keep_last=1)
 
 
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_the_list_is_replaced_while_it_is_read(served, tmp_path, grows, method):
+    """As a whole: either one of the two is read."""
+    run = tmp_path / "served" / "run"
+    run_of(run, [1], keep_last=2)
+    with CheckpointWriter(run) as writer:
+        writer.save(state(2), alias="best")
+    (run / "best").unlink()  # a link, which a copy does not have
+    path = run / ".shmtensor.index"
+    full = json.loads(path.read_bytes())
+    lists = [json.dumps(full), json.dumps({**full, "saves": [*full["saves"], {**full["saves"][0], "name": "x" * 200}]})]
+
+    def once(handler, asked, _start, data):
+        if handler.command == method and asked.endswith(path.name):
+            served.fault = None
+            (tmp_path / "new").write_text(lists[grows])
+            (tmp_path / "new").replace(path)
+        return data
+
+    for load in (load_newest, lambda url: load_checkpoint(f"{url}/best")):
+        path.write_text(lists[not grows])
+        served.fault = once
+        assert load(f"{served.url}/run")["step"] == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_list_comes_as_a_whole(served, tmp_path, quick, monkeypatch, fault):
+    """Half of it does not count as none."""
+    run = tmp_path / "served" / "run"
+    with CheckpointWriter(run) as writer:
+        writer.save(state(2), alias="best")
+    (run / "best").unlink()
+    limit_requests(monkeypatch, fault)
+    left = [1, 2]
+
+    def fails(handler, asked, start, data):
+        if handler.command == "GET" and asked.endswith(index.INDEX) and left:
+            left.pop()
+            return FAULTS[fault](handler, start, data)
+        return data
+
+    served.fault = fails
+    assert load_checkpoint(f"{served.url}/run/best")["step"] == 2
+    assert not left
+
+
+def test_an_empty_list(put, tmp_path):
+    """Servers have no range of an empty file."""
+    run = tmp_path / "run"
+    run_of(run, [1])
+    (run / index.INDEX).write_bytes(b"")
+    assert load_checkpoint(put(run))["step"] == 1
+
+
+def test_a_list_that_is_too_long(served, tmp_path, monkeypatch):
+    """It counts for nothing, as one that is damaged does; no more of it is read."""
+    run = tmp_path / "served" / "run"
+    run_of(run, [1, 2])
+    monkeypatch.setattr(index, "MAX_LIST", 100)
+    assert [found.aliases for found in list_checkpoints(f"{served.url}/run")] == [(), ()]
+
+
 @pytest.mark.parametrize("code", [503, 403])
 @pytest.mark.parametrize("what", [".shmtensor.index", "step-00000011.safetensors", "shmtensor.ranks.json"])
 def test_a_server_that_fails_does_not_choose_an_older_one(served, tmp_path, quick, code, what):
@@ -897,14 +961,14 @@ def test_the_newest_by_time(served, tmp_path):
 @pytest.mark.parametrize("link", ["{}", "./{}", "/run/{}", "http://other/{}", "?C=N;O=D", "//[", "../run/{}"])
 def test_links_of_a_listing(link):
     page = f'<a href="{link.format("step%3D9%2B1.npz")}">x</a><a href="sub/">x</a><a name=x>'.encode()
-    keys = remote._linked("http://host:1/run", page)
+    keys = linked("http://host:1/run", page)
     ours = [] if "other" in link or "{}" not in link else ["http://host:1/run/step=9+1.npz"]
     assert keys == [*ours, "http://host:1/run/sub"]
 
 
 def test_a_listing_is_read_in_linear_time():
     began = time.monotonic()
-    assert remote._linked("http://host/run", b"<a" + b" " * 1_000_000) == []
+    assert linked("http://host/run", b"<a" + b" " * 1_000_000) == []
     assert time.monotonic() - began < PATIENCE
 
 
