@@ -205,6 +205,7 @@ class RankUploads:
         name = upload.own[0]
         try:
             if not upload.marks.is_done(name):
+                target.check_free(upload.entry)
                 upload.marks.begin(name)
                 # crash: upload.own
                 target.put_file(self._directory.path, upload.entry, name)
@@ -242,6 +243,7 @@ class RankUploads:
             if self._is_settled(upload):  # by the one who had the byte
                 self._give_back()
                 return
+            target.check_free(upload.entry)
             for name in missing:
                 target.put_file(self._directory.path, upload.entry, name)
                 upload.marks.done(name)

@@ -263,9 +263,33 @@ class Target:
 
         entries: the local list
         """
+        self.check_free(entry)
         for name in sorted((name for name, _, _ in entry.files), key=lambda name: name == MANIFEST):
             self.put_file(directory, entry, name)
         self.add(directory, entry, entries)
+
+    def check_free(self, entry: Saved) -> None:
+        """Raise `FileExistsError` if another save has the name there, such as one of an earlier directory: it is not
+        overwritten. What no list names is the rest of an upload that did not end. Raises OSError."""
+        other = next((each for each in self.read_list() if each.name == entry.name), None)
+        if other is None or _save_of(other) == _save_of(entry) or not self.is_taken(entry.name):
+            return
+        raise FileExistsError(
+            17, f"{self.path / entry.name} is another checkpoint of this name, which is not overwritten: pass another "
+            "URL as upload=, save under another name, or remove it there"
+        )  # fmt: skip
+
+    def is_away(self) -> bool:
+        """Whether the server does not answer a small question, or refuses to. It is asked once."""
+        path = self.path / index.INDEX
+        path.fs.invalidate_cache()
+        try:
+            path.ask("info", path.key)
+        except FileNotFoundError:
+            return False
+        except BaseException:  # asyncio's CancelledError, too
+            return True
+        return False
 
     def put_file(self, directory: str, entry: Saved, name: str) -> None:
         """Copy one file of a checkpoint."""

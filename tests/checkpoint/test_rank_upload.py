@@ -320,6 +320,22 @@ def test_the_oldest_is_completed_first(tmp_path):
     assert target.names == ["step-00000001", "step-00000002"]
 
 
+def test_another_directory_takes_the_url(url, tmp_path):
+    """Nothing is overwritten, and every rank is told."""
+    for path in (tmp_path / "a", tmp_path / "b"):
+        writers = open_writers(path, 2, upload=url)
+        handles = save_all(writers, 1)
+        if path.name == "a":
+            assert all(handle.uploaded.result(PATIENCE) for handle in handles)
+        else:
+            for handle in handles:
+                with pytest.raises(ResourceError, match="is another checkpoint of this name"):
+                    handle.uploaded.result(PATIENCE)
+        close_all(writers)
+    assert there(url) == [1]
+    assert uploaded(tmp_path / "b") == [(1, False)]
+
+
 # --- marks
 
 

@@ -296,6 +296,27 @@ def test_large_files_have_larger_parts(monkeypatch):
     assert calls[0] == upload.PART
 
 
+def test_another_directory_takes_the_url(url, s3, tmp_path):  # noqa: F811
+    """It goes on with the list there, and overwrites nothing, not even when it tries again."""
+    with CheckpointWriter(tmp_path / "a", upload=url) as writer:
+        writer.save(state_of(1)).uploaded.result(PATIENCE)
+        writer.save(state_of(2), name="final").uploaded.result(PATIENCE)
+    with CheckpointWriter(tmp_path / "b", upload=url) as writer:
+        for state, name in ((state_of(1), None), (state_of(3), "final")):
+            handle = writer.save({**state, "w": np.zeros(3)}, name=name)
+            assert handle.durable.result(PATIENCE)
+            with pytest.raises(ResourceError, match=r"is another checkpoint of this name, which is not overwritten"):
+                handle.uploaded.result(PATIENCE)
+        assert writer.save(state_of(4)).uploaded.result(PATIENCE)
+    assert there(url) == [1, 2, 4]
+    s3.fs.rm_file(f"{url.removeprefix('s3://')}/final.safetensors")  # now the name is free
+    with CheckpointWriter(tmp_path / "b", upload=url) as writer:
+        writer.save(state_of(5)).uploaded.result(PATIENCE)
+        wait_until(lambda: writer.statistics().uploaded == 2)
+    assert [entry.step for entry in upload.Target(url, lambda: False).read_list()] == [1, 3, 4, 5]
+    assert load_arrays(f"{url}/final.safetensors")["step"] == 3
+
+
 def test_a_timeout_of_close(url, s3, tmp_path):  # noqa: F811
     writer = CheckpointWriter(tmp_path / "a", upload=url)
     s3.stop()
