@@ -138,7 +138,11 @@ def entries(directory: Location) -> list[Saved]:
 
 def aliases(entries: Iterable[Saved], directory: str | Location) -> dict[str, Saved]:
     """The checkpoint of each alias: the newest one that was given it and is there."""
-    return {entry.alias: entry for entry in entries if entry.alias and entry.is_there(directory)}
+    found: dict[str, Saved] = {}
+    for entry in reversed(list(entries)):
+        if entry.alias and entry.alias not in found and entry.is_there(directory):
+            found[entry.alias] = entry
+    return found
 
 
 def _read(directory: Location) -> list[Saved]:

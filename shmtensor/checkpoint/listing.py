@@ -17,7 +17,7 @@ from .index import UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
 from .locations import Location, fresh, location
-from .opening import LATEST, Opener, newest_first, open_listed, whole
+from .opening import LATEST, Opener, each_newest_first, newest_first, open_listed, whole
 from .remote import RemotePath, is_outage
 from .stamps import Replaced, is_shortage
 
@@ -190,7 +190,7 @@ def load_newest(
         warnings.warn(f"passed over in shared memory: {error}", RuntimeWarning, stacklevel=2)
     for _ in range(_PATIENCE):
         gone = False
-        for _, path in newest_first(fresh(root)):
+        for path in each_newest_first(fresh(root)):
             try:
                 return load_checkpoint(path, map=map, keys=keys, verify=verify, rank=rank, key=key, device=device)
             except (FileNotFoundError, Replaced):

@@ -311,7 +311,8 @@ def _by_alias(path: Location) -> Location | None:
     """The checkpoint of an alias by the list of saves, for aliases whose link could not be made."""
     if not known_aliases(path.parent):
         return None
-    entry = index.aliases(index.entries(path.parent), path.parent).get(path.name)
+    given = [entry for entry in index.entries(path.parent) if entry.alias == path.name]
+    entry = index.aliases(given, path.parent).get(path.name)
     return None if entry is None else path.with_name(entry.name)
 
 
@@ -349,19 +350,23 @@ def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
     there = [path for path in directory.iterdir() if not path.name.startswith(".") and path.name != LATEST]
     first = {name: group[0] for group in _shards(directory, (path.name for path in there)) for name in group}
     for path in there:
-        try:
-            if path.is_symlink() and path.resolve().parent == directory.resolve():
-                continue  # an alias of one that is listed itself
-            if path.is_dir():
-                main = whole(path)
-                if main is not None:
-                    yield main.stat().st_mtime_ns, path
-            elif path.name.endswith(_SUFFIXES) and first.get(path.name, path.name) == path.name:
-                yield path.stat().st_mtime_ns, path
-        except FileNotFoundError:
-            continue
-        except CheckpointError:  # reported when it is opened
-            yield _time_of(path), path
+        if first.get(path.name, path.name) == path.name and (changed := _changed_at(path)) is not None:
+            yield changed, path
+
+
+def _changed_at(path: Location) -> int | None:
+    """When what may be a checkpoint was written, in ns, 0 if that is not known; None if it cannot be one."""
+    try:
+        if path.is_symlink() and path.resolve().parent == path.parent.resolve():
+            return None  # an alias of one that is listed itself
+        if path.is_dir():
+            main = whole(path)
+            return None if main is None else main.stat().st_mtime_ns
+        return path.stat().st_mtime_ns if path.name.endswith(_SUFFIXES) else None
+    except FileNotFoundError:
+        return None
+    except CheckpointError:  # reported when it is opened
+        return _time_of(path)
 
 
 def _shards(directory: Location, names: Iterable[str]) -> list[list[str]]:
@@ -396,10 +401,26 @@ def newest_first(directory: Location) -> list[tuple[int, Location]]:
     return sorted(candidates(directory), key=lambda found: (order.get(found[1].name, -1), found), reverse=True)
 
 
+def each_newest_first(directory: Location) -> Iterator[Location]:
+    """The same, one after the other: what else may be a checkpoint is looked for when those in the list do not do. So
+    to load the newest takes as many requests as long as the list is right, however many checkpoints there are."""
+    order = index.order(directory)
+    for name in sorted(order, key=lambda name: order[name], reverse=True):
+        path = directory / name
+        if _changed_at(path) is not None:
+            yield path
+    for _, path in sorted(candidates(directory), reverse=True):
+        if path.name not in order:
+            yield path
+
+
 def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
     """Open the newest complete checkpoint of a directory; warn of each newer one that is not complete."""
-    found, changed = newest_first(directory), False
-    for _, path in found:
+    count, failed, changed = 0, None, False
+    for path in each_newest_first(directory):
+        if failed is not None:
+            warnings.warn(f"passed over: {failed}", RuntimeWarning, stacklevel=4)
+        count, failed = count + 1, None
         try:
             return open_listed(path, opener)
         except FileNotFoundError:
@@ -409,9 +430,11 @@ def newest(directory: Location, opener: Opener = PLAIN) -> Opened:
         except Exception as error:  # whatever the error says of this file, try the others
             if is_outage(path, error) or is_shortage(error):
                 raise
-            if len(found) == 1 and isinstance(error, CheckpointError):
-                raise  # there is no other one
-            warnings.warn(f"passed over: {error}", RuntimeWarning, stacklevel=4)
+            failed = error
+    if failed is not None:
+        if count == 1 and isinstance(failed, CheckpointError):
+            raise failed  # there is no other one
+        warnings.warn(f"passed over: {failed}", RuntimeWarning, stacklevel=4)
     raise (FileNotFoundError if changed else _NothingComplete)(
         errno.ENOENT, "there is no complete checkpoint in this directory", str(directory)
     )

@@ -909,6 +909,46 @@ def test_a_list_that_is_too_long(served, tmp_path, monkeypatch):
     assert [found.aliases for found in list_checkpoints(f"{served.url}/run")] == [(), ()]
 
 
+@pytest.mark.parametrize("form", ["file", "shards", "ranks"])
+def test_as_many_requests_however_many_checkpoints(served, tmp_path, form):
+    """For the newest, also by its aliases."""
+    run, asked = tmp_path / "served" / "run", []
+    options = {"file": {}, "shards": {"max_shard": 100_000}, "ranks": {"rank": 0, "world_size": 1}}[form]
+    ways = [
+        lambda url: load_checkpoint(url), lambda url: load_newest(url), lambda url: load_checkpoint(f"{url}/best"),
+        lambda url: load_checkpoint(f"{url}/latest"),
+    ]  # fmt: skip
+    for steps in ([1, 2], range(3, 12)):
+        with CheckpointWriter(run, **options) as writer:
+            for step in steps:
+                writer.save(state(step), alias="best")
+        for path in run.iterdir():
+            if path.is_symlink():
+                path.unlink()  # as in a copy
+        asked.append([])
+        for load in ways:
+            served.requests.clear()
+            found = load(f"{served.url}/run")
+            assert (found[0] if form == "ranks" else found)["step"] == steps[-1]
+            asked[-1].append(len(served.requests))
+    assert asked[0] == asked[1]
+
+
+def test_what_the_list_does_not_name_comes_after_it(served, tmp_path):
+    run = tmp_path / "served" / "run"
+    run_of(run, [1, 2])
+    save(state(9), run / "other.safetensors")
+    assert load_newest(f"{served.url}/run")["step"] == 2
+    for step in (1, 2):
+        (run / f"step-0000000{step}.safetensors").write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="passed over") as warned:
+        assert load_newest(f"{served.url}/run")["step"] == 9
+    assert len(warned) == 2
+    with pytest.warns(RuntimeWarning, match="passed over") as warned:
+        assert load_checkpoint(f"{served.url}/run")["step"] == 9
+    assert len(warned) == 2
+
+
 @pytest.mark.parametrize("code", [503, 403])
 @pytest.mark.parametrize("what", [".shmtensor.index", "step-00000011.safetensors", "shmtensor.ranks.json"])
 def test_a_server_that_fails_does_not_choose_an_older_one(served, tmp_path, quick, code, what):
