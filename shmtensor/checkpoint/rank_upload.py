@@ -187,11 +187,13 @@ class RankUploads:
                     self._changed.wait()
                 uploads = list(self._uploads)
             for upload in uploads:
+                if upload not in self._uploads:  # it has ended with another one
+                    continue
                 try:
                     target = target or Target(self.url, lambda: self._stop, self._keep)
                     self._look(upload, target)
                 except BaseException as error:
-                    self._end(upload, error)
+                    self._fail(upload, error, target)
             behind = next((upload for upload in self._uploads if upload.own), None)
             if behind is not None and target is not None:
                 self._put_own(behind, target)
@@ -215,9 +217,22 @@ class RankUploads:
             if not isinstance(error, Stopped):
                 with contextlib.suppress(OSError):
                     upload.marks.failed(name, upload.attempt, without_secrets(f"{error}"))
-            self._end(upload, error)
+            self._fail(upload, error, target)
             return
         upload.own.popleft()
+
+    def _fail(self, upload: _Upload, error: BaseException, target: Target | None) -> None:
+        """End an upload with an error; if the server is away, with it all others, each of which would take as long to
+        find that out. Other ranks learn it from the marks of this one's parts."""
+        others = [each for each in self._uploads if each is not upload]
+        self._end(upload, error)
+        if target is None or not others or isinstance(error, Stopped) or not target.is_away():
+            return
+        for each in others:
+            if each.own:
+                with contextlib.suppress(OSError):
+                    each.marks.failed(each.own[0], each.attempt, without_secrets(f"{error}"))
+            self._end(each, error)
 
     def _look(self, upload: _Upload, target: Target) -> None:
         """See whether an upload has ended, or complete it if it is the oldest and that is possible now."""

@@ -535,10 +535,14 @@ class Uploads:
                 target.put(self._directory, entry, entries)
             except BaseException as caught:  # asyncio's CancelledError, too: nobody else ends this upload
                 error = caught
+            is_away = error is not None and target is not None and bool(self._waiting) and target.is_away()
             with self._changed:
-                self._current = None
+                self._current, ended = None, [entry]
+                if is_away:  # each of the others would take as long to find that out
+                    ended += self._waiting
+                    self._waiting.clear()
                 if not isinstance(error, Stopped):
-                    self._ended.append(Ended(entry, self.url_of(entry.name), error))
+                    self._ended.extend(Ended(each, self.url_of(each.name), error) for each in ended)
 
 
 def explained(entry: Saved, url: str, error: BaseException) -> str:

@@ -320,6 +320,26 @@ def test_the_oldest_is_completed_first(tmp_path):
     assert target.names == ["step-00000001", "step-00000002"]
 
 
+def test_one_that_is_tried_again_is_still_the_oldest(tmp_path):
+    uploads, entries = pending_uploads(tmp_path / "a")
+    target, first = Listing(), uploads._uploads[0]
+    uploads._fail(first, OSError(5, "not now"), target)
+    assert uploads.take().error is not None
+    uploads.add(entries)
+    assert [upload.entry.step for upload in uploads._uploads] == [1, 2]
+
+
+def test_one_error_is_enough_while_a_server_is_away(tmp_path):
+    """The others are not asked for one after the other; their parts are marked, for the other ranks."""
+    uploads, _ = pending_uploads(tmp_path / "a")
+    target, (first, second) = Listing(), uploads._uploads
+    target.is_away = lambda: True
+    uploads._fail(first, OSError(5, "away"), target)
+    assert [uploads.take().entry.step for _ in range(2)] == [1, 2]
+    assert not uploads.busy
+    assert list(second.marks.failures(second.attempt)) == ["rank-00000.safetensors"]
+
+
 def test_another_directory_takes_the_url(url, tmp_path):
     """Nothing is overwritten, and every rank is told."""
     for path in (tmp_path / "a", tmp_path / "b"):

@@ -28,7 +28,7 @@ from shmtensor import (
 )
 from shmtensor.checkpoint import names, remote
 from shmtensor.checkpoint.remote import Stopped
-from shmtensor.checkpoint.upload import put_file
+from shmtensor.checkpoint.upload import Target, put_file
 from shmtensor.cli.main import app
 
 from ..faults.interrupts import each_boundary, stride
@@ -412,6 +412,17 @@ def test_the_server_goes_on_in_time(tcp, redis_server, tmp_path):  # noqa: F811
         assert load_arrays(tcp)["step"] == 1
     finally:
         timer.join()
+
+
+def test_whether_a_server_is_away(tcp, redis_server, tmp_path):  # noqa: F811
+    target = Target(tcp, lambda: False)
+    assert not target.is_away()  # although nothing is there
+    redis_server.stop()
+    try:
+        assert target.is_away()
+    finally:
+        redis_server.go_on()
+    assert not target.is_away()
 
 
 def test_the_server_is_killed_and_started_again(tcp, redis_server, tmp_path):  # noqa: F811

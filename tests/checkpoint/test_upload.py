@@ -317,6 +317,25 @@ def test_another_directory_takes_the_url(url, s3, tmp_path):  # noqa: F811
     assert load_arrays(f"{url}/final.safetensors")["step"] == 3
 
 
+def test_one_error_is_enough_while_a_server_is_away(url, tmp_path, monkeypatch):
+    """All that is pending is not tried, one after the other, with each save."""
+    tries = tmp_path / "tries"
+    launching(monkeypatch, f"""
+        from shmtensor.checkpoint import upload
+        def put_file(*args):
+            with open({str(tries)!r}, "a") as file:
+                file.write("x")
+            raise OSError("away")
+        upload.put_file, upload.Target.is_away = put_file, lambda self: True
+    """)  # fmt: skip
+    with CheckpointWriter(tmp_path / "a", upload=url, on_error="warn") as writer:
+        for step in range(1, 5):
+            handle = writer.save(state_of(step))
+            with pytest.raises(ResourceError, match=f"step-0000000{step}.safetensors is durable, and was not .* away"):
+                handle.uploaded.result(PATIENCE)
+    assert tries.read_text() == "xxxx"
+
+
 def test_a_timeout_of_close(url, s3, tmp_path):  # noqa: F811
     writer = CheckpointWriter(tmp_path / "a", upload=url)
     s3.stop()
