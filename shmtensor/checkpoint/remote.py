@@ -33,6 +33,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyError, ResourceError
+from ..memory.lifecycle import track
 from ..options import how_to_install
 from .answers import changed_at, has_no_bucket, is_missing, may_pass, status_of, tag_of
 from .bodies import Sink, TooLong, between, http_answer, receive, receive_small, s3_answer, scatter
@@ -243,6 +244,10 @@ class RemoteFile:
         if now is None or now.get("size") != self.nbytes or tag_of(now) != self._tag:
             raise CheckpointError(f"{self._store.url(self._key)} was replaced or deleted while it was read: load again")
 
+    def renew(self) -> None:
+        """In a forked child: what threads of the parent were fetching never comes."""
+        self._lock, self._blocks = threading.Lock(), OrderedDict()
+
     def close(self) -> None:
         """Nothing is open: further reads of the same call find its blocks."""
 
@@ -295,7 +300,7 @@ class _Store:
     def __init__(self, fs: Any) -> None:
         from fsspec.asyn import AsyncFileSystem
 
-        self.fs = fs
+        self._fs, self._is_inherited = fs, False
         protocol = fs.protocol
         self.protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
         self.is_http = "http" in self.protocols
@@ -309,6 +314,27 @@ class _Store:
         self._listed: dict[str, list[str]] = {}
         self._small: dict[str, bytes | None] = {}
         self._files: dict[str, RemoteFile] = {}
+        track(self, _Store.renew)
+
+    @property
+    def fs(self) -> Any:
+        """The file system. That of a forked child is a new one, as connections and event loop are its parent's."""
+        if self._is_inherited:
+            self._fs = type(self._fs)(*self._fs.storage_args, **self._fs.storage_options)
+            self._is_inherited = False
+        return self._fs
+
+    def renew(self) -> None:
+        """In a forked child: threads of the parent may have held the locks."""
+        self._is_inherited = self._is_async
+        self._lock = threading.Lock()
+        if not isinstance(self._calls, nullcontext):
+            found = _locks.get(self._fs)
+            if found is None or found.locked():
+                found = _locks[self._fs] = threading.Lock()
+            self._calls = found
+        for file in self._files.values():
+            file.renew()
 
     def url(self, key: str) -> str:
         """The URL of a key, as it is shown."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -807,6 +810,34 @@ def test_it_becomes_another_file_while_it_is_read(served, tmp_path):
         save({"w": torch.ones(500_000)}, path)
         with pytest.raises(CheckpointError, match="is damaged"):
             found["w"].read()
+
+
+def test_a_forked_child_reads_on(put, tmp_path):
+    """Also what a thread of its parent was just fetching."""
+    url = put(save({"w": torch.arange(500_000)}, tmp_path / "a.safetensors"))
+    with open_checkpoint(url) as found:
+        assert found["w"].read(np.s_[:2]).tolist() == [0, 1]
+        opened = [each for each in gc.get_objects() if isinstance(each, remote.RemoteFile)]
+        for each in opened:
+            each._lock.acquire()
+            each._blocks[7] = Future()
+        process = multiprocessing.get_context("fork").Process(target=read_on, args=(found,))
+        process.start()
+        try:
+            for each in opened:
+                each._blocks.clear()
+                each._lock.release()
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+            process.join()
+        assert found["w"].read().tolist() == list(range(500_000))
+
+
+def read_on(found):
+    assert found["w"].read(np.s_[250_000:250_002]).tolist() == [250_000, 250_001]
+    assert found["w"].read().tolist() == list(range(500_000))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket//runs/a", "gs://bucket//a", "s3://bucket//"])
