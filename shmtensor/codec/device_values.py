@@ -26,7 +26,7 @@ class ResidentEncoded(Encoded):
     __slots__ = ("_entries", "_leaves")
 
     def __init__(self, description: bytes, nbytes: int, leaves: Sequence[Leaf], entries: Sequence[LeafSpec]) -> None:
-        super().__init__(description, nbytes, sources=leaves)
+        super().__init__(description, nbytes, sources=[leaf.source for leaf in leaves])
         self._leaves, self._entries = leaves, entries
         if self.spilled and len(description) > TEXT:
             raise ArgumentError(
