@@ -116,6 +116,13 @@ def descriptors() -> set[str]:
     return found
 
 
+def mappings() -> set[str]:
+    """The library's segments that this process has mapped. (A mapping has no descriptor.)"""
+    with open("/proc/self/maps") as lines:
+        found = (line.split(maxsplit=5) for line in lines if "shmtensor." in line)
+        return {f"mapped: {fields[5].strip()}" for fields in found}
+
+
 _reported: set[str] = set()
 """What a failed test has left: the tests after it do not fail of it."""
 
@@ -129,6 +136,7 @@ def leaves_nothing(socket_directory):
             "shared memory": left_files(),
             "sockets": set(os.listdir(socket_directory)) - SERVER_FILES,
             "descriptors": descriptors(),
+            "mappings": mappings(),
             "processes": {child.name for child in multiprocessing.active_children()},
         }
         return {what: names - _reported for what, names in found.items()}

@@ -735,23 +735,22 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
         return NULL;
     }
     Py_DECREF(meta);
-    Py_ssize_t at = PyList_GET_SIZE(sink->made);
-    if (PyList_Append(sink->made, Py_None)) { /* its place, while the take can still be undone */
-        Py_DECREF(value);
-        Raised error;
-        put_off(&error);
-        undo(self, t, lease);
-        raise_late(&error);
-        return NULL;
-    }
     if (!(made = PyObject_CallOneArg(sink->make, value))) {
         raise_late(&raised); /* there is another error */
         put_off(&raised);
         if (!(made = PyObject_CallOneArg(sink->make, value))) PyErr_Clear();
     }
     Py_DECREF(value);
-    int failed = made ? PyList_SetItem(sink->made, at, made) : PyList_SetSlice(sink->made, at, at + 1, NULL);
-    if (failed) PyErr_WriteUnraisable(sink->made); /* `make` has changed the list */
+    if (made && PyList_Append(sink->made, made)) {
+        Raised error;
+        put_off(&error);
+        undo(self, t, lease);
+        Py_DECREF(made);
+        raise_late(&error);
+        raise_late(&raised);
+        return NULL;
+    }
+    Py_XDECREF(made);
     count(self, t, 1);
     if (traces(&self->trace, t->seq)) note_taken(self, t);
     CRASH_POINT("take.delivered");

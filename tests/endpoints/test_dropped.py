@@ -14,7 +14,7 @@ import torch
 from shmtensor import Client, Consumer, Producer, Publisher, Queue, RingFull, Server, Subscriber, get_context
 from shmtensor.endpoints.base import lingering
 
-from ..conftest import descriptors, left_files
+from ..conftest import descriptors, left_files, mappings
 from ..waiting import PATIENCE
 
 VALUES = {
@@ -156,12 +156,12 @@ def test_one_that_refers_to_its_own_message_holds_nobody_up(channel, keep):
 
 
 def mapped_rings():
-    """The rings of which this process still has memory: a mapping has a descriptor."""
+    """The rings of which this process still has memory."""
     gc.collect()
-    return {line for line in descriptors() if ring_file.search(line)}
+    return {line for line in mappings() | descriptors() if ring_file.search(line)}
 
 
-ring_file = re.compile(r",[0-9a-f]{16},[0-9]+( \(deleted\))?$")
+ring_file = re.compile(r"/shmtensor\.[^/]*,[0-9a-f]{16},[0-9]+( \(deleted\))?$")
 
 
 def fan_out(channel):
