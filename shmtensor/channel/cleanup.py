@@ -392,11 +392,12 @@ def _sweep(
             if not dry_run:
                 reap(control, directory, None)
             return _remove(gone, dry_run=dry_run)
-        if not dry_run:
-            for uid in control.owners():
-                unlink_member(channel, uid, directory)
     main = control_name(channel)[1:]
-    return _remove(sorted(_files(channel), key=lambda leftover: leftover.file == main), dry_run=dry_run)
+    files = sorted(_files(channel), key=lambda leftover: leftover.file == main)
+    if control is not None and control.is_ready and not dry_run:
+        for uid in control.owners():
+            unlink_member(channel, uid, directory)
+    return _remove(files, dry_run=dry_run)
 
 
 def _owner_of(leftover: Leftover) -> int | None:
