@@ -117,9 +117,10 @@ def descriptors() -> set[str]:
 
 
 def mappings() -> set[str]:
-    """The library's segments that this process has mapped. (A mapping has no descriptor.)"""
+    """The library's segments that this process has mapped. (A mapping has no descriptor.) Semaphores aside: `posix_ipc`
+    keeps the page of one that an interrupted call has just opened."""
     with open("/proc/self/maps") as lines:
-        found = (line.split(maxsplit=5) for line in lines if "shmtensor." in line)
+        found = (line.split(maxsplit=5) for line in lines if "shmtensor." in line and "sem.shmtensor." not in line)
         return {f"mapped: {fields[5].strip()}" for fields in found}
 
 
