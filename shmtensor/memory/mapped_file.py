@@ -1,4 +1,4 @@
-"""Private memory: files mapped copy-on-write, fresh pages (huge ones, if there are any), and the C library's heap."""
+"""Files mapped without a descriptor, fresh pages (huge ones, if there are any), and the C library's heap."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
-import weakref
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -19,13 +18,37 @@ HUGE_PAGE: Final = 2 << 20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in Python's mmap, whose madvise keeps the GIL
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # no memory is reserved for pages that are never written
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED: Final = ctypes.c_void_p(-1).value
+libc: Final = ctypes.CDLL(None, use_errno=True)
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.restype = ctypes.c_void_p
+FIXED: Final = 0x10  # MAP_FIXED, not in Python's mmap
 _MADVISE: Final = getattr(ctypes.CDLL(None), "madvise", None)
 _MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
+
+
+_Self = TypeVar("_Self", bound="FileMap")
+
+
+class FileMap(mmap.mmap):
+    """A mapped part of a file, unmapped when nothing refers to it any more. It has no descriptor.
+
+    Python's `mmap` of a file keeps a descriptor of its own, which a forked child would inherit. So this is one of
+    private memory, in whose place the file is mapped: as an owner of addresses, it unmaps whatever lies there, also if
+    an exception comes before it does.
+    """
+
+    address: int
+
+    @classmethod
+    def of(cls: type[_Self], fd: int, offset: int, nbytes: int, *, flags: int, writable: bool) -> _Self:
+        """Map `[offset, offset + nbytes)` of a file, with the flags of mmap(2). Raises `OSError`."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, prot=protection)
+        made.address = int(np.frombuffer(made, np.uint8).__array_interface__["data"][0])
+        if libc.mmap(made.address, nbytes, protection, flags | FIXED, fd, offset) != made.address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return made
 
 
 def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -35,21 +58,16 @@ def map_private(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     alive. If the file is truncated, touching the missing part kills the process (SIGBUS): replace files by a rename.
     Raises `ResourceError` if there is no address space.
     """
-    flags, prot = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-    found = _libc.mmap(
-        None, nbytes, prot, flags, fd, 0
-    )  # Python's mmap would keep a descriptor for as long as it lives
-    if found == _FAILED:
-        code = ctypes.get_errno()
+    try:
+        mapped = FileMap.of(fd, 0, nbytes, flags=mmap.MAP_PRIVATE | _NORESERVE, writable=True)
+    except OSError as error:
+        code = error.errno or errno.ENOMEM
         raise ResourceError(
             code,
             f"cannot map {format_bytes(nbytes)} of a file: {os.strerror(code)}: raise ulimit -v, or load with "
             "map=False",
-        )
-    kind: Any = ctypes.c_char * nbytes
-    whole = kind.from_address(found)
-    weakref.finalize(whole, _libc.munmap, found, nbytes).atexit = False
-    return np.frombuffer(whole, np.uint8)
+        ) from None
+    return np.frombuffer(mapped, np.uint8)
 
 
 def is_cached(fd: int, offset: int) -> bool:

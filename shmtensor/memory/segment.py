@@ -12,28 +12,23 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import numpy as np
-
 from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, placement, shortage
 from .descriptors import Descriptor, Found, OpenFile, empty_all_of
 from .locks import LockFile, is_locked
+from .mapped_file import FIXED, FileMap, libc
 from .placement import Place
 from .shortage import SHM_DIR as SHM_DIR
 
 PAGE: Final = mmap.PAGESIZE
 _PROT_NONE = 0
-_FIXED = 0x10  # MAP_FIXED
-_REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_REPLACE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED
+libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+libc.mremap.restype = ctypes.c_void_p
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAY_MOVE = 1  # MREMAP_MAYMOVE
 _FAILED = ctypes.c_void_p(-1).value
 _NO_FILE: Final = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
@@ -50,30 +45,20 @@ _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
 
 
-class SharedMap(mmap.mmap):
-    """A mapping of a segment, unmapped when nothing refers to it any more. It has no descriptor.
-
-    Python's `mmap` of a file keeps a descriptor of its own, which a forked child would inherit. So this is one of
-    private memory, in whose place the segment is mapped: as an owner of addresses, it unmaps whatever lies there.
-    """
+class SharedMap(FileMap):
+    """A mapped part of a segment."""
 
     hold: Any
     """Where a server keeps the segment's name: as long as this is mapped, another server can be given the segment."""
-    address: int
     _in_child: int
 
     @classmethod
-    def of(cls, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> SharedMap:
-        """Map `[offset, offset + nbytes)` of a file. Raises `OSError`, and `WireError` if it has not so many bytes."""
+    def of_segment(cls, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> SharedMap:
+        """Map `[offset, offset + nbytes)`. Raises `OSError`, and `WireError` if the segment has not so many bytes."""
         if (size := os.fstat(fd).st_size) < offset + nbytes:  # touching more would kill the process (SIGBUS)
             raise WireError(f"a segment ends at byte {size}: it was cut or is damaged")
-        made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        made = cls.of(fd, offset, nbytes, flags=mmap.MAP_SHARED, writable=writable)
         made.hold = hold
-        made.address = int(np.frombuffer(made, np.uint8).__array_interface__["data"][0])
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        if _libc.mmap(made.address, nbytes, protection, mmap.MAP_SHARED | _FIXED, fd, offset) != made.address:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
         return made
 
     def end_in_children(self, *, values: bool) -> None:
@@ -87,7 +72,7 @@ class SharedMap(mmap.mmap):
         Words that no program sees become zeros of the child's own: what looks at its parent's endpoint does no harm.
         The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
         """
-        _libc.mmap(self.address, len(self), self._in_child, _REPLACE, -1, 0)
+        libc.mmap(self.address, len(self), self._in_child, _REPLACE, -1, 0)
 
 
 class Mapping:
@@ -107,7 +92,7 @@ class Mapping:
     ) -> None:
         """`values`: programs get views of it. In a forked child, touching one is a segmentation fault."""
         try:
-            self.map = SharedMap.of(fd, offset, nbytes, writable=writable, hold=hold)
+            self.map = SharedMap.of_segment(fd, offset, nbytes, writable=writable, hold=hold)
         except OSError as error:
             raise shortage.explain(error, f"cannot map {format_bytes(nbytes)} of shared memory") from None
         self.map.end_in_children(values=values)
@@ -136,23 +121,23 @@ class Alias:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.nbytes = (nbytes + PAGE - 1) & -PAGE
-        found = _libc.mremap(address, 0, self.nbytes, _MAY_MOVE)
+        found = libc.mremap(address, 0, self.nbytes, _MAY_MOVE)
         if found in (None, _FAILED):
             raise _failed("cannot map shared memory a second time")
         self.address: int = found
-        if _libc.mprotect(found, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
+        if libc.mprotect(found, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
             error = _failed("cannot map shared memory writable")
-            _libc.munmap(found, self.nbytes)
+            libc.munmap(found, self.nbytes)
             raise error
         kind: Any = type("Slots", (ctypes.c_char * nbytes,), {})
         whole = kind.from_address(found)
-        weakref.finalize(whole, _libc.munmap, found, self.nbytes).atexit = False
+        weakref.finalize(whole, libc.munmap, found, self.nbytes).atexit = False
         self.buffer = memoryview(whole).cast("B")
         lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, as that of a `Mapping`."""
-        _libc.mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
+        libc.mmap(self.address, self.nbytes, _PROT_NONE, _REPLACE, -1, 0)
 
 
 class Unreadable(ResourceError):

@@ -78,7 +78,7 @@ class MappedSemaphore:
         try:
             if os.fstat(file.fd).st_size < _LEAST:
                 raise FileNotFoundError(errno.ENOENT, f"{found.leads_to} is not a semaphore")
-            mapped = SharedMap.of(file.fd, 0, _LEAST, writable=True, hold=found.hold)
+            mapped = SharedMap.of_segment(file.fd, 0, _LEAST, writable=True, hold=found.hold)
         finally:
             file.close()
         self._map: SharedMap | None = mapped
