@@ -456,13 +456,10 @@ def test_a_rank_votes_when_the_others_have_given_the_checkpoint_up(tmp_path, mon
     """Its vote finds no directory any more: its error is their reason."""
     path = tmp_path / "a"
     waits = (
-        "import json, sys, time; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
-        "from shmtensor.checkpoint import run_record\n"
+        "import json, sys; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "from shmtensor.checkpoint import run_record; from tests.waiting import wait_until\n"
         "def wait():\n"
-        f"    until = time.monotonic() + {PATIENCE}\n"
-        f"    while not any(it.key == '2' for it in run_record.read({str(path)!r}).outcomes):\n"
-        "        assert time.monotonic() < until\n"
-        "        time.sleep(0.01)\n"
+        f"    wait_until(lambda: any(it.key == '2' for it in run_record.read({str(path)!r}).outcomes))\n"
         "if json.loads(sys.argv[1]).get('rank') == 1: points.arm('vote.begun', wait, 3)\n"  # of 1, 3, 2
     )
     monkeypatch.chdir(ROOT)
