@@ -371,6 +371,35 @@ def test_a_loan_that_is_sent_again(channel, pattern):
         state["loan"].discard()
 
 
+def test_a_loan_that_is_sent_while_another_thread_waits_for_its_slot(channel):
+    """Either thread may publish it; who does not know whether it was sent sends it again: it is sent once."""
+    with shmtensor.Subscriber(channel) as rx, shmtensor.Publisher(channel, slots=1) as tx:
+        state = {}
+
+        def lend():
+            state["loan"] = tx.loan(1, np.int64)
+            state["loan"].array[0] = 1
+            waiting = state["thread"] = threading.Thread(target=tx.send, args=(np.array([2]),))
+            waiting.start()
+            wait_until(lambda: tx._control_words[tx._asleep] & 1)
+
+        lend()
+        for attempt in each_boundary(lambda: state["loan"].send()):
+            if attempt.raised:
+                with contextlib.suppress(shmtensor.ReleasedError):  # it was done to its end
+                    state["loan"].send()
+            for number in (1, 2):
+                with rx.recv(timeout=PATIENCE) as message:
+                    assert int(message.value[0]) == number
+            state["thread"].join(PATIENCE)
+            assert not state["thread"].is_alive()
+            assert not tx._offers
+            lend()
+        state["loan"].discard()
+        state["thread"].join(PATIENCE)
+        rx.recv(timeout=PATIENCE).release()
+
+
 @pytest.mark.usefixtures("nothing_is_skipped")
 @pytest.mark.parametrize("slots", [2, 8], ids=["any slot", "batch"])
 def test_full_ring(channel, pattern, slots):
