@@ -305,8 +305,9 @@ TARGETS: tuple[Target, ...] = (
     *(
         Target(
             f"{relay.row_name(relay.OURS, nbytes, relay.LOOPBACK)}: messages/s",
-            _relay(relay.OURS, nbytes, relay.LOOPBACK), ">=", limit, _relay(relay.CALL, nbytes, relay.LOOPBACK),
+            _relay(relay.OURS, nbytes, relay.LOOPBACK), ">=", limit, _relay(call, nbytes, relay.LOOPBACK),
         )
+        for call in (relay.CALL_FAR, relay.CALL)
         for nbytes, limit in ((KIB, 5), (16 * MIB, 1.5))
     ),
     *(

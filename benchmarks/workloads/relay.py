@@ -26,7 +26,9 @@ from .base import Case, Effort, Workload
 
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)
 LOOPBACK, VETH = "loopback", "veth pair"
-OURS, BARE, CALL, CALLS = "relay", "Zenoh put, acknowledged", "Ray call", "Ray, 16 calls at once"
+OURS, BARE = "relay", "Zenoh put, acknowledged"
+CALL, CALLS = "Ray call", "Ray, 16 calls at once"
+CALL_FAR, CALLS_FAR = "Ray call between two nodes", "Ray, 16 calls at once between two nodes"
 ALONE, BESIDE = "64 KiB alone", "64 KiB beside a stalled channel"
 WINDOW, WINDOW_BYTES = 256, 32 * MIB
 """Messages and bytes under way, of a relay and of bare Zenoh."""
@@ -265,17 +267,17 @@ def _acknowledge(meet: Callable[[], object], ends: Ends) -> None:
 # --- Ray
 
 
-def measure_ray(effort: Effort) -> Samples:
+def measure_ray(nodes: int, names: tuple[str, str], effort: Effort) -> Samples:
     """Calls per second of an actor with an array as its argument: one at a time, and 16 at once."""
-    return run_roles([Role(_call, (effort,), NO_TORCH)])[0]  # type: ignore[no-any-return]
+    return run_roles([Role(_call, (nodes, names, effort), NO_TORCH)])[0]  # type: ignore[no-any-return]
 
 
-def _call(meet: Callable[[], object], effort: Effort) -> Samples:
-    peer, found = RAY.peer(), Samples()
+def _call(meet: Callable[[], object], nodes: int, names: tuple[str, str], effort: Effort) -> Samples:
+    peer, found = RAY.peer(nodes), Samples()
     try:
         for nbytes in SIZES:
             data = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
-            for what, at_once in ((CALL, 1), (CALLS, 16)):
+            for what, at_once in zip(names, (1, 16), strict=True):
                 count = max(4, _count(effort, nbytes) // 20)
                 peer.push(data, 3, at_once)
                 start = time.monotonic()
@@ -352,7 +354,8 @@ WORKLOAD = Workload(
         "to the last message received, after a tenth as many; the receiver looks at no byte of them. Zenoh: put with "
         f"congestion control BLOCK, and a put of one byte back for each, with at most {WINDOW} messages and "
         f"{label(WINDOW_BYTES)} under way, as a relay has; the receiver leaves the payload where Zenoh has put it. "
-        "Ray: a call of an actor with an array, one after the other, and 16 at once, without a network. Idle: relays "
+        "Ray: a call of an actor with an array, one after the other, and 16 at once, on one node, where the actor maps "
+        "the caller's object store, and between two nodes, where Ray sends the array over loopback. Idle: relays "
         "of channels with a publisher and a subscriber that do nothing, user and system time of all threads of the "
         "process; the near side has a relay for each, the far one a relay for all. Stalled: another channel over the "
         "same pair of hosts, whose subscriber takes nothing and whose rings are full."
@@ -368,7 +371,8 @@ WORKLOAD = Workload(
             for nbytes in SIZES
             for what, transport, measure in ((OURS, SHMTENSOR, measure_relay), (BARE, ZENOH, measure_zenoh))
         ),
-        Case(CALL, RAY, measure_ray, quick=False, rounds=1),
+        Case(CALL, RAY, partial(measure_ray, 1, (CALL, CALLS)), quick=False, rounds=1),
+        Case(CALL_FAR, RAY, partial(measure_ray, 2, (CALL_FAR, CALLS_FAR)), quick=False, rounds=1),
         Case(ALONE, SHMTENSOR, partial(measure_relay, 64 * KIB, LOOPBACK)),
         Case(BESIDE, SHMTENSOR, partial(measure_relay, 64 * KIB, LOOPBACK, stalled=True)),
         *(Case(idle_name(each, "both"), SHMTENSOR, partial(measure_idle, each)) for each in CHANNELS),
@@ -386,10 +390,11 @@ WORKLOAD = Workload(
         ),
         *(
             RowSpec(
-                row_name(what, nbytes, LOOPBACK), RAY.name, CALL, f"{what}, {label(nbytes)}", "messages/s",
+                row_name(what, nbytes, LOOPBACK), RAY.name, case, f"{what}, {label(nbytes)}", "messages/s",
                 group=f"Messages/s, {LOOPBACK}", line=what, column=label(nbytes), x=nbytes,
             )
-            for what in (CALL, CALLS)
+            for case, names in ((CALL, (CALL, CALLS)), (CALL_FAR, (CALL_FAR, CALLS_FAR)))
+            for what in names
             for nbytes in SIZES
         ),
         RowSpec(ALONE, SHMTENSOR.name, ALONE, "rate", "messages/s"),
