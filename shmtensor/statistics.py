@@ -50,9 +50,9 @@ class ReceiverStatistics:
     missed: int
     """With `delivery="latest"`: messages that were skipped because a newer one was there."""
     redelivered: int
-    """Work queue: messages received with `attempt` above 1."""
+    """Work queues and groups: messages received with `attempt` above 1."""
     abandoned: int
-    """Work queue: messages dropped here because they had used up `max_attempts`."""
+    """Work queues and groups: messages dropped here because they had used up `max_attempts`."""
     bad_records: int
     """Messages that were skipped because their slot descriptor is damaged; fan-out: also those with tensors, where
     torch is not installed."""

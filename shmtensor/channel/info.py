@@ -79,7 +79,8 @@ class MemberInfo:
     missed: int = 0
     """Of a subscriber with `delivery="latest"`: messages that it passed over."""
     redelivered: int = 0
-    """Of a consumer or server: messages that it got after another had them and did not finish them."""
+    """Of a consumer, a server or a member of a group: messages that it got after another, or itself, had them and did
+    not finish them."""
     stopped: bool = False
     """Whether its process is stopped, by SIGSTOP or a debugger: it takes nothing, and what it holds stays held."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -100,9 +101,9 @@ def _to_url(opened: Opened, target: RemotePath, format: str | None, *, overwrite
             errno.EEXIST,
             f"{target} exists: choose another name" + ("" if target.is_dir() else ", or overwrite it"),
         )
-    with tempfile.TemporaryDirectory(prefix="shmtensor-convert-", ignore_cleanup_errors=True) as folder:
-        made = convert(opened, Path(folder) / target.name, format, **options)
-        local = Path(folder) / target.name
+    with _scratch() as folder:
+        local = folder / target.name
+        made = convert(opened, local, format, **options)
         files = [local] if local.is_file() else sorted(local.iterdir(), key=lambda file: ".index." in file.name)
         done: list[RemotePath] = []
         try:
@@ -116,6 +117,31 @@ def _to_url(opened: Opened, target: RemotePath, format: str | None, *, overwrite
                         path.ask("rm_file", path.key)
             raise
     return made._replace(path=target)
+
+
+_SCRATCH: Final = "shmtensor-convert-"
+_SCRATCH_LOCK: Final = ".lock"
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory for temporary files, removed at the end; after a death, by this user's next one."""
+    for name in os.listdir(tempfile.gettempdir()):
+        left = Path(tempfile.gettempdir()) / name
+        if name.startswith(_SCRATCH):
+            with contextlib.suppress(OSError):
+                if left.lstat().st_uid == os.geteuid():
+                    with contextlib.closing(LockFile(str(left / _SCRATCH_LOCK))) as lock:
+                        if lock.try_exclusive(0):
+                            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        unlocked = folder / f"{_SCRATCH_LOCK}.new"
+        unlocked.touch()
+        with contextlib.closing(LockFile(str(unlocked))) as lock:
+            lock.try_exclusive(0)
+            unlocked.rename(folder / _SCRATCH_LOCK)  # from now on others may look whether it is locked
+            yield folder
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, cast
 
+from ..errors import ArgumentError
 from ..memory.descriptors import OpenFile, open_file
 from ..memory.shortage import explain
 from .remote import RemotePath, at_once, is_url, open_url
@@ -24,6 +25,8 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     """The location that a user's path or URL means. Raises `ArgumentError`, `DependencyError`."""
     if isinstance(path, RemotePath):
         return path
+    if not os.fspath(path):
+        raise ArgumentError('the path is empty: pass "." for the current directory')
     if not is_url(path):
         return Path(path)
     found = open_url(path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
-import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
 from ..options import format_bytes, parse_bytes, reason
-from .output import console, fail, guarded, print_json, seconds, visible
+from .output import console, fail, guarded, print_json, seconds, signals_interrupt, visible
 
 app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
 
@@ -52,6 +53,8 @@ _KeyFile = Annotated[
 ]
 _Passphrase = Annotated[bool, typer.Option("--passphrase", help="Ask for the passphrase of the key.")]
 _SHOWN = 40
+_WITH_METRICS = 120
+"""Columns of a terminal from which the table has one of metrics."""
 
 
 def _with_files(function: _F) -> _F:
@@ -64,6 +67,8 @@ def _with_files(function: _F) -> _F:
         except ShmTensorError:
             raise
         except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads the output any more
+                raise
             raise fail(reason(error)) from None
 
     return run  # type: ignore[return-value]
@@ -167,7 +172,8 @@ def convert(
         master = None if encrypt_with is None else MasterKey.of(_read_key(encrypt_with))
         is_remote = isinstance(location(target), RemotePath)
         what, times = ("converting and uploading", 2) if is_remote else ("converting", 1)
-        with _bar(what, opened.plan.nbytes * times, shown=not as_json) as progress:
+        ended_regularly = signals_interrupt(signal.SIGTERM, signal.SIGHUP)
+        with ended_regularly, _bar(what, opened.plan.nbytes * times, shown=not as_json) as progress:
             made = convert_checkpoint(
                 opened, target, format, max_shard=limit, overwrite=overwrite, master=master,
                 readable_names=readable_names, progress=progress,
@@ -272,29 +278,35 @@ def ls(
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("name", overflow="fold")  # the others keep their width
-    metrics = any(row["metrics"] for row in rows)
+    is_wide = out.width >= _WITH_METRICS
+    metrics = is_wide and any(row["metrics"] for row in rows)
     for heading in ("format", "step", "bytes", "tensors", "age", *["metrics"] * metrics, ""):
         number = heading in ("step", "bytes", "tensors", "age")
-        table.add_column(heading, justify="right" if number else "left", no_wrap=heading != "metrics")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=heading != "metrics", overflow="fold")
     for row in rows:
         whole = not row["error"]
-        values = visible(", ".join(f"{name}={float(value):.6g}" for name, value in row["metrics"].items()))
         table.add_row(
             visible(row["name"]), row["format"] or "", "" if row["step"] is None else str(row["step"]),
             format_bytes(row["bytes"]) if whole else "", "" if row["tensors"] is None else str(row["tensors"]),
-            seconds(max(0.0, time.time() - row["time"])), *[values] * metrics,
-            visible(", ".join(row["aliases"])) if whole else "[red]damaged[/]",
+            seconds(max(0.0, time.time() - row["time"])), *[_metrics(row)] * metrics,
+            visible(", ".join(row["aliases"])) if whole else "[red]error[/]",
         )  # fmt: skip
     out.print(table, soft_wrap=True)
-    for row in rows:
-        if row["error"]:  # below the table, as a long text would squeeze its columns
+    for row in rows:  # below the table, as a long text would squeeze its columns
+        if row["metrics"] and not is_wide:
+            out.print(f"{visible(row['name'])}: {_metrics(row)}", soft_wrap=True)
+        if row["error"]:
             out.print(f"[red]{visible(row['name'])}:[/] {visible(row['error'])}", soft_wrap=True)
+
+
+def _metrics(row: dict[str, Any]) -> str:
+    return visible(", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items()))
 
 
 def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": info.name, "format": info.format, "step": info.step, "bytes": info.nbytes, "tensors": None,
-        "time": info.time, "metrics": {name: _plain(value) for name, value in info.metrics.items()},
+        "time": info.time, "metrics": dict(info.metrics),
         "aliases": list(info.aliases), "latest": LATEST in info.aliases, "error": info.error,
         "encrypted": info.encrypted, "uploaded": info.uploaded,
     }  # fmt: skip
@@ -304,11 +316,6 @@ def _row(info: CheckpointInfo, opened: Opened | None) -> dict[str, Any]:
         return row | {"tensors": len(opened.plan.tensors)}
     except CheckpointError as error:  # of a file of torch's own, which is opened by torch
         return row | {"error": reason(error)}
-
-
-def _plain(value: float) -> float | str:
-    """A number for JSON; `nan` and `inf` as text."""
-    return value if math.isfinite(value) else repr(value)
 
 
 def _number_of_readers(readers: int | None) -> int:

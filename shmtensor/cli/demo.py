@@ -450,6 +450,8 @@ def serve(pipe: Connection[Any, Any], plan: Plan, index: int | None, queues: Que
     except Exception as error:
         traceback.print_exc()
         pipe.send(("error", f"{type(error).__name__}: {error}"))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what runs at the interpreter's end would print its SystemExit
 
 
 def _follow_parent() -> None:

@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import native
-from ..channel import cleanup
+from ..channel import cleanup, control
 from ..channel.cleanup import foreign
 from ..channel.inspect import view_of
 from ..channel.names import PREFIX, socket_dir
@@ -94,6 +94,8 @@ def _show(findings: list[Finding]) -> None:
     out.print(f"{len(findings)} checks, {warned} warnings, {failed} failures")
 
 
+_CHANNEL = control.base(control.CAPACITY) * 8 + shm.PAGE
+"""Bytes of the smallest channel: its members, and a page."""
 _SERVER = "segment server"
 _MIB = 1 << 20
 _ROOMY = 256 * _MIB
@@ -110,7 +112,7 @@ def shared_memory() -> Iterator[Finding]:
     yield from _mounted() if place is placement.FILES else _served(place)
     name = f"{PREFIX}doctor-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        with shm.create(name, shm.PAGE, "free some") as segment:
+        with shm.create(name, _CHANNEL, "free some") as segment:
             segment.map(writable=True)
             segment.locks().close()
         yield Finding(

@@ -25,6 +25,10 @@ from ..options import format_bytes
 from .output import console, fail, guarded, print_json, seconds
 
 _WILD = frozenset("*?[")
+_GAP = 3
+"""Columns between two of a table."""
+_LEAST = 8
+"""Columns that are left of one that is cut."""
 _FOREIGN_MOST = 20
 """Most lines about files that are not the library's."""
 
@@ -195,7 +199,7 @@ def _show(out: Console, view: ChannelInfo) -> None:
         life = "[yellow]members unknown[/]"
     out.print(f"[bold]{view.name}[/]  {view.kind}, user {user_name(view.owner)}, {life}, {format_bytes(view.nbytes)}")
     if view.members:
-        out.print(_members_table(view))
+        out.print(_members_table(view, out.width))
     if any(member.rings for member in view.members):
         out.print(_rings_table(view))
     if view.holdings:
@@ -206,7 +210,7 @@ def _show(out: Console, view: ChannelInfo) -> None:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, _GAP - 1), header_style="dim")
     for heading in headings:
         numeric = heading in (
             "pid", "ring", "slots", "used", "messages", "published", "bytes", "slot", "total", "payload", "oldest",
@@ -215,7 +219,7 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _members_table(view: ChannelInfo) -> Table:
+def _members_table(view: ChannelInfo, width: int) -> Table:
     table = _table("member", "delivery", "pid", "life", "published", "joined", "process")
     for member in view.members:
         life = ["alive" if member.alive else "closed" if member.role == "sender" and member.leaving else "[red]dead[/]"]
@@ -231,19 +235,26 @@ def _members_table(view: ChannelInfo) -> Table:
             str(member.published) if member.role == "sender" else "",
             f"{seconds(max(0.0, time.time() - member.joined))} ago", escape(program(member)),
         )  # fmt: skip
-    return _cut_last(table, "process", "delivery")
+    return _cut(table, width, "process", "delivery")
 
 
-def _cut_last(table: Table, *headings: str) -> Table:
-    """Where the terminal is too narrow, cut these columns and no other."""
+def _cut(table: Table, width: int, *headings: str) -> Table:
+    """Where the terminal is too narrow, cut these columns and no other, the widest first."""
+    wanted = {
+        column.header: max(map(cell_len, map(_plain, (column.header, *column.cells)))) for column in table.columns
+    }
+    excess = sum(wanted.values()) + _GAP * len(wanted) - width
+    cut = {heading: wanted[heading] for heading in headings}
+    while excess > 0 and max(cut.values()) > _LEAST:
+        cut[max(cut, key=cut.__getitem__)] -= 1
+        excess -= 1
     for column in table.columns:
-        if column.header not in headings:
-            column.min_width = max(map(cell_len, map(_plain, (column.header, *column.cells))))
+        column.min_width = column.max_width = cut.get(str(column.header), wanted[column.header])
     return table
 
 
 def _plain(cell: Any) -> str:
-    return Text.from_markup(cell).plain
+    return Text.from_markup(cell, emoji=False).plain
 
 
 def program(member: MemberInfo) -> str:

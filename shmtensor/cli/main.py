@@ -13,7 +13,7 @@ from .demo import demo
 from .doctor import doctor
 from .gc import gc
 from .ls import ls
-from .output import write_any_text
+from .output import prepare_output
 from .relay import relay
 from .serve import serve
 from .share import share
@@ -43,7 +43,7 @@ def _main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    write_any_text()
+    prepare_output()
 
 
 app.command()(ls)

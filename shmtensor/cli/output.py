@@ -10,6 +10,7 @@ import errno
 import functools
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -39,7 +40,7 @@ _WIDE: Final = 200
 def console(*, stderr: bool = False) -> Console:
     """A console on the streams as they are now (tests swap them). Tables in files and pipes are wide, unless COLUMNS
     says how wide: what is cut cannot be searched."""
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False, emoji=False)  # `a:v:b` is a name
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _WIDE
     return made
@@ -47,12 +48,28 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_json(value: Any) -> None:
     """Print JSON: all that a command with `--json` writes to stdout."""
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(_json(value, indent=2))
 
 
 def print_json_line(value: Any) -> None:
     """Print JSON on one line, at once."""
-    print(json.dumps(value, separators=(",", ":")), flush=True)
+    print(_json(value, separators=(",", ":")), flush=True)
+
+
+def _json(value: Any, **how: Any) -> str:
+    """The value as JSON, which has no `nan` and `inf`: they become text."""
+    try:
+        return json.dumps(value, allow_nan=False, **how)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **how)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fail(text: str, code: int = 1) -> typer.Exit:
@@ -67,11 +84,19 @@ def visible(text: object) -> str:
     return escape(printable(str(text)))
 
 
-def write_any_text() -> None:
-    """Let stdout and stderr write what their encoding does not have as escapes, in place of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def prepare_output() -> None:
+    """Let stdout and stderr write what their encoding does not have as escapes, in place of an error, and all of it:
+    with `PYTHONUNBUFFERED` they have no buffer, and a write that is cut short would count as whole."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if isinstance(stream.buffer, io.RawIOBase) and stream is getattr(sys, f"__{name}__"):
+            encoding = stream.encoding
+            stream = io.TextIOWrapper(io.BufferedWriter(stream.detach()), encoding, line_buffering=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        stream.reconfigure(errors="backslashreplace")
 
 
 def guarded(function: _F) -> _F:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final, Literal, cast
 
 import typer
 
-from ..errors import TimedOut
-from .output import guarded
+from ..errors import ArgumentError, TimedOut
+from ..options import reason
+from .output import fail, guarded
 
 _SLICE_S: Final = 0.25
 
@@ -134,6 +135,8 @@ def relay(
                         raise
             while not ended.wait(1.0):
                 made.check()
+    except ArgumentError as error:
+        raise fail(reason(error), 2) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

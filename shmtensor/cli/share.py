@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from ..channel.names import socket_dir
+from ..errors import ArgumentError
 from ..memory.segment_server import SegmentServer
-from .output import guarded
+from ..options import reason
+from .output import fail, guarded
 
 
 @guarded
@@ -52,7 +54,11 @@ def share(
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # each name takes a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with SegmentServer(where, limit) as server:
+    try:
+        made = SegmentServer(where, limit)
+    except ArgumentError as error:
+        raise fail(reason(error), 2) from None
+    with made as server:
 
         def end(*_: Any) -> None:
             server.stop()

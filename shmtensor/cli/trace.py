@@ -17,7 +17,7 @@ import typer
 from .. import __version__
 from ..errors import ShmTensorError
 from ..observe.trace import Tracer, every_that_fits, write_chrome
-from .output import LONGEST_S, console, fail, guarded, named, print_json, wait_for_channel
+from .output import LONGEST_S, console, fail, guarded, named, print_json, signals_interrupt, wait_for_channel
 from .output import seconds as duration
 
 _POLL_S = 0.02
@@ -49,16 +49,17 @@ def trace(
 
     While it lasts, the members of the channel write their events to memory that they share with this command, which
     joins the channel as a member that neither sends nor receives; before and after, they write nothing. A sleeping
-    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C and
-    SIGTERM end it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no such
-    channel, or it is traced already.
+    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C,
+    SIGTERM and SIGHUP end it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no
+    such channel, or it is traced already.
     """
     named(channel)
     to_stdout = str(output) == "-"
     if to_stdout and as_json:
         raise fail("--json prints to stdout as well: choose another --output", 2)
     with contextlib.nullcontext(sys.stdout) if to_stdout else _written_to(output) as file:
-        wait_for_channel(channel, timeout)
+        with signals_interrupt(signal.SIGTERM, signal.SIGHUP):
+            wait_for_channel(channel, timeout)
         with until_second_interrupt() as interrupted:
             try:
                 tracer = Tracer(channel, every=every or every_that_fits(channel, seconds or _OPEN_END_S, most))
@@ -92,8 +93,8 @@ def trace(
 
 @contextlib.contextmanager
 def until_second_interrupt() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C or SIGTERM is only noted, in this list: whatever it interrupts goes on, to a complete
-    file."""
+    """Within, the first Ctrl-C, SIGTERM or SIGHUP is only noted, in this list: whatever it interrupts goes on, to a
+    complete file. Those that are ignored (nohup) stay so."""
     found: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -101,8 +102,11 @@ def until_second_interrupt() -> Iterator[list[int]]:
         if len(found) > 1:
             raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    noted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: handler for each in noted if (handler := signal.getsignal(each)) is not signal.SIG_IGN}
     try:
+        for each in before:
+            signal.signal(each, note)
         yield found
     finally:
         for each, handler in before.items():

@@ -70,7 +70,8 @@ class Message(Local, Received):
     nbytes: int
     """Payload bytes."""
     attempt: int
-    """How often the message was delivered, this time included; above 1 only on a work queue, after a consumer died."""
+    """How often the message was delivered, this time included; above 1 only on a work queue and in a
+    group, after a receiver died with it or gave it back."""
     missed: int
     """With `delivery="latest"`: how many messages of this sender were passed over since the one before."""
     _sent_ns: int

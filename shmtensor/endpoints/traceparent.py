@@ -32,7 +32,7 @@ def carrying_traceparent(describe: Callable[..., Any]) -> Callable[..., Any]:
 def with_context(meta: Any) -> Any:
     """The meta with `traceparent`, and `tracestate` if there is one: if a span is current, and meta is None or a dict
     without it. The user's dict is not changed."""
-    if meta is not None and (meta.__class__ is not dict or "traceparent" in meta):
+    if meta is not None and (not isinstance(meta, dict) or "traceparent" in meta):
         return meta
     current: Any = sys.modules["opentelemetry.trace"].get_current_span
     context = current().get_span_context()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from shmtensor import CheckpointError, CheckpointWriter, load_checkpoint
 from shmtensor.checkpoint.formats import detect
 from shmtensor.cli.main import app
+from shmtensor.memory.locks import LockFile
 
 from .state_files import SUFFIX, same, save
 
@@ -163,7 +166,7 @@ def test_ls(run, state, tmp_path):
     narrow = run("ls", tmp_path, columns=80).splitlines()
     header, damaged, newest, oldest, *rest = narrow
     for row, name, cells in (
-        (damaged, "step-3.npz", ("damaged",)),
+        (damaged, "step-3.npz", ("error",)),
         (newest, "step-2.safetensors", ("safetensors", "4", "latest")),
         (oldest, "step-1.safetensors", ("safetensors", "4")),
     ):
@@ -174,6 +177,42 @@ def test_ls(run, state, tmp_path):
     run("ls", tmp_path / "none", code=1)
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "step-3.npz")
+
+
+def test_the_json_has_no_nan_and_names_are_no_emoji(run, tmp_path):
+    with CheckpointWriter(tmp_path / "run:100:a") as writer:
+        made = writer.save({"attn:v:weight": torch.zeros(3)}, meta={"x": float("nan"), "y": [1, float("inf")]})
+        path = made.durable.result(60).path
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    found = json.loads(run("info", path, "--json"), parse_constant=refuse)
+    assert found["meta"] == {"x": "nan", "y": [1, "inf"]}
+    text = run("info", path)
+    assert "attn:v:weight" in text
+    assert "run:100:a" in text
+
+
+def test_an_empty_path_is_refused(run, state, tmp_path, monkeypatch):
+    save(state, tmp_path / "a.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for command in ("info", "verify", "ls"):
+        assert "the path is empty" in run(command, "", code=1)
+
+
+def test_what_a_dead_conversion_for_a_url_left_is_removed(run, state, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    source = save(state, tmp_path / "a.safetensors")
+    for name in ("dead", "alive"):
+        (temporary / f"shmtensor-convert-{name}" / "shards").mkdir(parents=True)
+        (temporary / f"shmtensor-convert-{name}" / ".lock").touch()
+    with contextlib.closing(LockFile(str(temporary / "shmtensor-convert-alive" / ".lock"))) as lock:
+        assert lock.try_exclusive(0)
+        run("convert", source, f"memory://{tmp_path.name}/b.npz")
+        assert os.listdir(temporary) == ["shmtensor-convert-alive"]
 
 
 def test_names_of_others_reach_no_terminal_as_they_are(run, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.cli import doctor
 from shmtensor.cli.main import app
-from shmtensor.cli.output import FAIL, Finding
+from shmtensor.cli.output import FAIL, Finding, prepare_output
 from shmtensor.errors import ResourceError
 from shmtensor.memory import placement, served
 from shmtensor.memory import segment as shm
@@ -76,6 +77,56 @@ def test_help_and_version():
     assert shmtensor.__version__ in cli("--version")
     run = subprocess.run([sys.executable, "-m", "shmtensor", "--version"], capture_output=True, text=True, check=True)
     assert shmtensor.__version__ in run.stdout
+
+
+@pytest.mark.parametrize(("group", "label"), [("", 64), ("g" * 64, 64), ("g" * 36, 20)])
+def test_ls_of_long_names_cuts_two_columns(channel, group, label):
+    with (
+        shmtensor.Publisher(channel),
+        shmtensor.Subscriber(channel, group=group or None, label="l" * label),
+    ):
+        result = CliRunner().invoke(app, ["ls", channel], env={"COLUMNS": "80"})
+    lines = result.output.splitlines()
+    (header,) = (line for line in lines if line.split()[:1] == ["member"])
+    assert header.split() == ["member", "delivery", "pid", "life", "published", "joined", "process"]
+    assert sum(str(os.getpid()) in line.split() for line in lines) >= 2
+    assert all("alive" in line for line in lines if line.split()[:1] in (["sender"], ["receiver"]))
+
+
+def test_labels_are_no_emoji(channel):
+    with shmtensor.Publisher(channel, label="rig:b:1"):
+        assert "rig:b:1" in CliRunner().invoke(app, ["ls", channel], env={"COLUMNS": "200"}).output
+
+
+def test_output_without_a_buffer_gets_one(monkeypatch):
+    """A write to a bare descriptor may be cut short, as by a stop, and counts as whole."""
+    reader, writer = os.pipe()
+    raw = io.TextIOWrapper(io.FileIO(writer, "w"), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", raw)
+    monkeypatch.setattr(sys, "__stdout__", raw)
+    prepare_output()
+    with sys.stdout as made, open(reader) as got:
+        assert isinstance(made.buffer, io.BufferedWriter)
+        assert sys.__stdout__ is made
+        print("\xe9")
+        assert got.readline() == "\\xe9\n"
+
+
+def test_arguments_that_nothing_can_be_done_with_exit_with_code_2(tmp_path):
+    for command in (
+        ["relay", "x", "--pattern", "foo"], ["relay", "x"], ["share", str(tmp_path / "d"), "--limit", "none"],
+    ):  # fmt: skip
+        assert CliRunner().invoke(app, command).exit_code == 2
+
+
+def doctor_without_room() -> None:
+    found = json.loads(cli("doctor", "--json", code=1))
+    print([it["name"] for it in found["findings"] if it["status"] == "fail"])
+
+
+@pytest.mark.slow
+def test_doctor_fails_where_no_channel_has_room():
+    assert "shared-memory segment" in play(doctor_without_room, mounts=(own_shm("size=8k"),))
 
 
 def test_ls_fan_out(channel):

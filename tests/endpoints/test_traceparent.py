@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def is_of(meta, span) -> bool:
     return (here.trace_id, here.span_id, here.trace_flags) == (there.trace_id, there.span_id, there.trace_flags)
 
 
-@pytest.mark.parametrize("meta", [None, {"k": [1, 2]}])
+@pytest.mark.parametrize("meta", [None, {"k": [1, 2]}, OrderedDict(k=[1, 2])])
 def test_the_current_span_goes_along(channel, pair, meta):
     with pair[0](channel) as tx, pair[1](channel) as rx:
         for _ in range(2):

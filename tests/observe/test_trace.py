@@ -426,7 +426,7 @@ def run(*args: str, code: int = 0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_traces_other_processes(channel, number, tmp_path):
     path = tmp_path / "trace.json"
     with shmtensor.Subscriber(channel) as sub:
@@ -450,6 +450,21 @@ def test_the_command_traces_other_processes(channel, number, tmp_path):
     check_chrome(made)
     assert len({it["pid"] for it in made["traceEvents"]}) == 2
     assert os.listdir(tmp_path) == ["trace.json"]
+
+
+@once("no endpoint")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_waits_for_the_channel_leaves_no_file(channel, number, tmp_path):
+    def kill() -> None:
+        wait_until(lambda: os.listdir(tmp_path))
+        wait_until(lambda: signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run(channel, "--timeout", "100", "-o", str(tmp_path / "trace.json"), code=130)
+    thread.join()
+    assert os.listdir(tmp_path) == []
 
 
 @once("no endpoint")
