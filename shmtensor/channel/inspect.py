@@ -6,7 +6,6 @@ Nothing is locked either: the numbers may be from slightly different moments, bu
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 import time
@@ -21,25 +20,25 @@ from ..memory import segment as shm
 from ..options import reason
 from ..ring import layout as lay
 from . import control as ctl
+from .answers import Answers, Files, Segments, Source
 from .control import LOCK, Control
-from .info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
+from .info import ChannelInfo, Holder, Holding, MemberInfo, RingInfo
 from .names import check_channel, control_name, parse_file, ring_name, sequence_table_name
 from .processes import Process, Processes, Ranges, covers
-from .published import HEAD, NBYTES, SENT, SEQ, Mask, Messages, Used, Words
+from .published import HEAD, NBYTES, SENT, SEQ, Mask, Messages, Used, Words, age_of
 
 _CHUNK = 4096
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
 _ROLE = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver", ctl.TRACER: "tracer"}
 _REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
 _ODD: Final = np.uint64(1)
-_MOST_KEPT: Final = 256
-"""Control segments and sequence tables that are kept open from one reading to the next; rings never are: of a channel
-that has ended meanwhile, they would keep the memory."""
 _LOOKS: Final = 8
 """Times that the newest message of a sender is looked for."""
 _HEAD_WORDS: Final = 3 * shm.PAGE // 8
 """Of a sequence table or ring: what is read at once. Behind it lies more if there are many slots or members."""
 _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
+_FEW: Final = 16
+"""Entries of a table of members that are read with its head. Few channels have more members."""
 _FIRST_MEMBER: Final = ctl.base(0)
 _MEMBER_WORDS: Final = ctl.base(1) - ctl.base(0)
 _LABEL: Final = ctl.label_word(0) - ctl.base(0)
@@ -47,10 +46,8 @@ _COUNTERS: Final = ctl.counters_word(0) - ctl.base(0)
 COUNTERS: Final = ("waits", "dropped", "sleeps", "late", "missed", "redelivered")
 """The fields of a `MemberInfo` that the member counts in its entry, in the order of `control.C_WAITS` and the rest."""
 _T = TypeVar("_T")
-_Files = dict[str, os.stat_result | None]
-"""By name: those of a channel."""
-_Held = dict[tuple[int, int, int, int], float]
-"""(uid and pid of a holder, uid of a sender, number of a message) -> when it was first seen, on CLOCK_MONOTONIC."""
+_Taken = tuple[int, int, int, int]
+"""uid and pid of a holder, uid of a sender, number of a message."""
 _HELD: Final = ("leased", "claimed", "done")
 """`how` of messages that a member has taken."""
 
@@ -91,14 +88,13 @@ def inspect(channel: str | None = None, *, messages: bool = False) -> ChannelInf
 
 
 class Inspector:
-    """Inspects again and again: it remembers which process each member belongs to, and who held what."""
+    """Inspects again and again: it remembers what it has found, which process each member belongs to, and who held
+    what."""
 
     def __init__(self, *, messages: bool = False) -> None:
         self._processes, self._messages = Processes(), messages
-        self._control = memoryview(bytearray(Control.nbytes())).cast("Q")
-        self._extents: dict[str, _Extent] = {}
         self._kept: dict[str, shm.Glance] = {}
-        self._held: dict[str, _Held] = {}
+        self._looks: dict[str, _Look] = {}
 
     def channels(self, wanted: Callable[[str], bool] | None = None) -> list[ChannelInfo]:
         """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
@@ -106,7 +102,7 @@ class Inspector:
         files: dict[str, list[str]] = {}
         for name in shm.listing():
             found = parse_file(name)
-            if found and (wanted is None or wanted(found[0])):
+            if found and (found[0] in files or wanted is None or wanted(found[0])):
                 files.setdefault(found[0], []).append(name)
         known = shm.statuses(name for channel in sorted(files) for name in sorted(files[channel]))
         return self._look({channel: {name: known[name] for name in files[channel]} for channel in sorted(files)})
@@ -117,30 +113,36 @@ class Inspector:
         found = self._look({channel: _files_of(channel)})
         return found[0] if found else None
 
-    def _look(self, channels: dict[str, _Files]) -> list[ChannelInfo]:
+    def _look(self, channels: dict[str, Files]) -> list[ChannelInfo]:
         """The channels that have these files, without those that have none any more. All others are forgotten."""
         infos = [info for channel, files in channels.items() if (info := self._channel(channel, files)).files]
         self._processes.forget_all_but({member.uid for info in infos for member in info.members})
-        for remembered in (self._extents, self._held):
-            for channel in remembered.keys() - {info.name for info in infos}:
-                del remembered[channel]
+        for channel in self._looks.keys() - {info.name for info in infos}:
+            del self._looks[channel]
         for name in self._kept.keys() - {f"/{name}" for files in channels.values() for name in files}:
             self._kept.pop(name).close()
         return infos
 
-    def _channel(self, channel: str, files: _Files) -> ChannelInfo:
-        look = _Look(
-            channel, self._processes, self._messages, self._control, self._extents, self._kept,
-            self._held.get(channel, {}),
-        )  # fmt: skip
-        info = look.at(files)
-        self._held[channel] = look.held_since
-        return info
+    def _channel(self, channel: str, files: Files) -> ChannelInfo:
+        before, segments = self._looks.get(channel), Segments(self._kept, files)
+        if before is not None:
+            changed = before.answers.again(segments)
+            if changed is None:
+                return before.info(files)
+            look = _Look(channel, self._processes, self._messages, changed, before.since)
+        else:
+            look = _Look(channel, self._processes, self._messages, Answers(segments))
+        look.read()
+        self._looks[channel] = look
+        return look.info(files)
 
 
 def view_of(channel: str) -> ChannelInfo:
     """A snapshot of one channel, with every held message. What cannot be read becomes a note in it."""
-    return _Look(channel, Processes(), messages=True).at(_files_of(channel))
+    files = _files_of(channel)
+    look = _Look(channel, Processes(), True, Answers(Segments({}, files)))
+    look.read()
+    return look.info(files)
 
 
 def is_of_replies(channel: str) -> bool:
@@ -148,7 +150,7 @@ def is_of_replies(channel: str) -> bool:
     return _REPLIES.fullmatch(channel) is not None
 
 
-def _files_of(channel: str) -> _Files:
+def _files_of(channel: str) -> Files:
     names = [name for name in shm.listing() if (found := parse_file(name)) and found[0] == channel]
     return shm.statuses(sorted(names))
 
@@ -159,12 +161,24 @@ class _Queue:
 
     received: int = 0
     unread: int = 0
-    oldest: float = 0.0
+    first: int | None = None
+    """When the oldest of the unread was sent, on CLOCK_MONOTONIC, in nanoseconds."""
 
     def add(self, found: Messages, mask: Mask) -> None:
         """These messages are not taken."""
         self.unread += int(np.count_nonzero(mask))
-        self.oldest = max(self.oldest, found.oldest(mask))
+        self.first = _first(self.first, found.first_sent(mask))
+
+
+@dataclass
+class _Hold:
+    """What a holder holds."""
+
+    messages: int
+    nbytes: int
+    first: int
+    """When the oldest was sent."""
+    taken: list[_Taken]
 
 
 @dataclass(frozen=True)
@@ -177,171 +191,168 @@ class _Group:
     leaving: bool
 
 
-@dataclass(frozen=True)
-class _Extent:
-    """How many entries of a table of members were in use up to the last one: as long as the epoch is the same, so many
-    are read, instead of 64 KiB."""
-
-    inode: int
-    epoch: int
-    entries: int
-
-
 @dataclass
 class _Look:
-    """One inspection of a channel, and its results so far."""
+    """One look at a channel, and what it has found: everything but ages, and whether processes are stopped.
+
+    It stays true for as long as the segments answer what they have answered: see `Answers`. Besides these it depends
+    on `processes`, which names the process of a member once, and on nothing else.
+    """
 
     channel: str
     processes: Processes
     messages: bool
-    control: memoryview = field(default_factory=lambda: memoryview(bytearray(Control.nbytes())).cast("Q"))
-    extents: dict[str, _Extent] = field(default_factory=dict)
-    """By channel, of the reading before."""
-    kept: dict[str, shm.Glance] = field(default_factory=dict)
-    """By name, what stays open for the next reading."""
-    held_before: _Held = field(default_factory=dict)
-    """Of the reading before."""
-    held_since: _Held = field(default_factory=dict)
-    now: float = 0.0
-    """On CLOCK_MONOTONIC."""
+    answers: Answers
+    since: dict[_Taken, float] = field(default_factory=dict)
+    """When it was first seen that a message was taken, on CLOCK_MONOTONIC."""
     kind: int = 0
     locked: bool = False
     members: list[MemberInfo] = field(default_factory=list)
+    newest: dict[int, int] = field(default_factory=dict)
+    """By the index of a sender: when it sent its newest message, if that is known."""
     queues: dict[int, _Queue] = field(default_factory=dict)
     """By the index of a member, or of a group's entry, that gets every message."""
     waiting: _Queue = field(default_factory=_Queue)
     """Of a work queue."""
     groups: list[_Group] = field(default_factory=list)
-    held: list[HeldMessage] = field(default_factory=list)
-    holdings: dict[Holder, Holding] = field(default_factory=dict)
+    held: list[tuple[int, int, Messages, Used]] = field(default_factory=list)
+    """uid of a sender, number of its ring; if each message is wanted."""
+    holdings: dict[Holder, _Hold] = field(default_factory=dict)
+    depth: int = 0
+    first: int | None = None
+    """When the oldest message was sent that a receiver has not taken."""
+    has_ended: bool = False
+    """Whether there was no control segment."""
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    infos: _Files = field(default_factory=dict)
 
     @property
     def ring_kind(self) -> int:
         return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
 
-    def at(self, infos: _Files) -> ChannelInfo:
-        """The state of the channel, which has these files."""
-        control = control_name(self.channel)
-        self.infos, self.now = infos, time.monotonic()
-        main = infos.get(control[1:])
+    def read(self) -> None:
+        """Look at the channel."""
         try:
-            _read_control(self, self.look_at(control))
+            _read_control(self, self.answers.open(control_name(self.channel), stays=True))
         except FileNotFoundError:
             self.notes.append("no control segment: these are leftovers, or the channel has just ended")
-            infos = shm.statuses(infos)
+            self.has_ended = True
         except (OSError, ValueError, LookupError, ArithmeticError) as error:
             self.unread.append(reason(error))
-        files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
-        for name, info in infos.items():
-            if info is not None and stat.S_ISREG(info.st_mode):
-                if owner not in (-1, info.st_uid):
-                    self.notes.append(f"{shm.path_of(name)} belongs to user {info.st_uid}: not of this channel")
-                    continue
-                files.append(name)
-                nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
+        finally:
+            self.answers.close()
+        if self.notes or self.unread:
+            self.answers.drop()
         for member in self.members:
             queue = self.queues.get(member.index)
             if queue is not None:
-                _fill(member, received=queue.received, unread=queue.unread, oldest_unread=queue.oldest)
+                _fill(member, received=queue.received, unread=queue.unread)
         living = {member.index for member in self.members if member.alive and not member.leaving}
         living |= {group.index for group in self.groups}
         behind = [queue for index, queue in self.queues.items() if index in living]
-        depth = max((queue.unread for queue in behind), default=0) + self.waiting.unread
-        oldest = max([self.waiting.oldest, *(queue.oldest for queue in behind)])
+        self.depth = max((queue.unread for queue in behind), default=0) + self.waiting.unread
+        for queue in (self.waiting, *behind):
+            self.first = _first(self.first, queue.first)
+        self.holdings = dict(sorted(self.holdings.items(), key=_by_member))
+
+    def info(self, infos: Files) -> ChannelInfo:
+        """What was found, as of now. The channel has these files."""
+        now, notes = time.monotonic_ns(), [*self.unread, *self.notes]
+        main = infos.get(control_name(self.channel)[1:])
+        files, nbytes, owner = [], 0, -1 if main is None else main.st_uid
+        if self.has_ended:
+            infos = shm.statuses(infos)  # the others may be gone by now
+        for name, info in infos.items():
+            if info is not None and stat.S_ISREG(info.st_mode):
+                if owner not in (-1, info.st_uid):
+                    notes.append(f"{shm.path_of(name)} belongs to user {info.st_uid}: not of this channel")
+                    continue
+                files.append(name)
+                nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
         replies = _REPLIES.fullmatch(self.channel) if self.kind == lay.FAN_OUT else None
         return _made(
             ChannelInfo, name=self.channel, kind=_KIND.get(self.kind, "unknown"),
             service=self.channel if self.kind == lay.SERVICE else replies[1] if replies else "",
-            owner=owner, nbytes=nbytes, files=tuple(map(shm.path_of, files)), locked=self.locked,
-            members=tuple(self.members), holdings=tuple(sorted(self.holdings.values(), key=_by_member)),
-            held=tuple(self.held), depth=depth, oldest_unread=oldest, notes=(*self.unread, *self.notes),
-            readable=not self.unread,
+            owner=owner, nbytes=nbytes, files=shm.paths_of(files), locked=self.locked,
+            members=tuple([self._member_at(now, it) for it in self.members]), holdings=self._holdings_at(now),
+            held=tuple([it for sender, ring, found, used in self.held for it in found.held(sender, ring, used, now)]),
+            depth=self.depth, oldest_unread=age_of(self.first, now), notes=tuple(notes), readable=not self.unread,
         )  # fmt: skip
 
-    def open(self, name: str) -> shm.Glance:
-        """Open one of the channel's segments."""
-        info = self.infos.get(name[1:])
-        return shm.look_at(name, is_regular=info is not None and stat.S_ISREG(info.st_mode))
+    def _member_at(self, now: int, member: MemberInfo) -> MemberInfo:
+        newest, queue = self.newest.get(member.index), self.queues.get(member.index)
+        return _made(
+            MemberInfo,
+            **{
+                **member.__dict__,
+                "newest_age": 0.0 if newest is None else max(1e-9, age_of(newest, now)),
+                "oldest_unread": 0.0 if queue is None else age_of(queue.first, now),
+                "stopped": member.alive and self.processes.is_stopped(member.host_pid),
+            },
+        )
 
-    def look_at(self, name: str) -> shm.Glance:
-        """The same of one that is small: it stays open for the next reading."""
-        kept, info = self.kept.get(name), self.infos.get(name[1:])
-        if kept is not None:
-            if kept.fd >= 0 and info is not None and os.path.samestat(info, kept.info):
-                kept.info, kept.nbytes = info, info.st_size
-                return kept
-            del self.kept[name]
-            kept.close()
-        found = self.open(name)
-        if len(self.kept) < _MOST_KEPT:
-            self.kept[name] = found
-        return found
+    def _holdings_at(self, now: int) -> tuple[Holding, ...]:
+        looked, before = time.monotonic(), self.since
+        self.since = {what: before.get(what, looked) for it in self.holdings.values() for what in it.taken}
+        return tuple([
+            _made(
+                Holding, uid=holder.uid, pid=holder.pid, alive=holder.alive, how=holder.how, messages=it.messages,
+                nbytes=it.nbytes, oldest=age_of(it.first, now),
+                held=max([looked - self.since[what] for what in it.taken], default=0.0),
+            )
+            for holder, it in self.holdings.items()
+        ])  # fmt: skip
 
     def add(self, holder: Holder, sender: int, found: Messages, mask: Mask) -> None:
         """Add to what a holder holds; a holder without a process stands for messages that no member holds."""
-        messages, nbytes, oldest = int(np.count_nonzero(mask)), int(mask @ found.nbytes), found.oldest(mask)
-        held = 0.0
+        hold = _Hold(int(np.count_nonzero(mask)), int(found.nbytes.dot(mask)), found.first_sent(mask), [])
         if holder.how in _HELD:
-            held = max(self._held_for((holder.uid, holder.pid, sender, seq)) for seq in found.seq[mask].tolist())
+            hold.taken = [(holder.uid, holder.pid, sender, seq) for seq in found.seq[mask].tolist()]
         before = self.holdings.get(holder)
         if before is not None:
-            messages, nbytes = messages + before.messages, nbytes + before.nbytes
-            oldest, held = max(oldest, before.oldest), max(held, before.held)
-        self.holdings[holder] = Holding(
-            holder.uid, holder.pid, holder.alive, holder.how, messages, nbytes, oldest, held
-        )  # fmt: skip
-
-    def _held_for(self, what: tuple[int, int, int, int]) -> float:
-        """Seconds since a message was first seen in the hands of a holder."""
-        since = self.held_since[what] = self.held_before.get(what, self.now)
-        return self.now - since
+            hold.messages, hold.nbytes = hold.messages + before.messages, hold.nbytes + before.nbytes
+            hold.first, hold.taken = min(hold.first, before.first), before.taken + hold.taken
+        self.holdings[holder] = hold
 
 
-def _by_member(it: Holding) -> tuple[bool, int, str, int]:
-    return it.uid == 0, it.pid, it.how, it.uid
+def _first(one: int | None, other: int | None) -> int | None:
+    """The earlier of two times."""
+    return min(one, other) if one is not None and other is not None else other if one is None else one
 
 
-def _read_control(seen: _Look, segment: shm.Glance) -> None:
-    if segment.nbytes != Control.nbytes():
-        raise WireError(
-            f"segment {segment.name} has {segment.nbytes} bytes: another version's, damaged, or just being made"
-        )
-    inode, known = segment.info.st_ino, seen.extents.get(seen.channel)
-    count = known.entries if known is not None and known.inode == inode else ctl.CAPACITY
-    words = seen.control[: _FIRST_MEMBER + _MEMBER_WORDS * count]
-    segment.read_into(words)
-    if known is not None and count < ctl.CAPACITY and words[ctl.W_EPOCH] != known.epoch:
-        words = seen.control
-        segment.read_into(words)
+def _by_member(it: tuple[Holder, object]) -> tuple[bool, int, str, int]:
+    holder = it[0]
+    return holder.uid == 0, holder.pid, holder.how, holder.uid
+
+
+def _read_control(seen: _Look, control: Source) -> None:
+    nbytes = control.nbytes
+    if nbytes != Control.nbytes():
+        raise WireError(f"segment {control.name} has {nbytes} bytes: another version's, damaged, or just being made")
+    words = control.read_head(_FIRST_MEMBER + _MEMBER_WORDS * _FEW)
     if words[ctl.W_MAGIC] != ctl.MAGIC:
-        raise WireError(f"segment {segment.name} is no control segment: damaged, or just being made")
+        raise WireError(f"segment {control.name} is no control segment: damaged, or just being made")
     if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
         raise WireError(
             f"its members cannot be read: layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}"
         )
+    if words[ctl.W_USED] > _FEW:
+        words = control.read_anew(0, Control.nbytes() // 8)
     seen.kind = words[ctl.W_KIND]
-    seen.locked = segment.is_locked(LOCK)
-    used = _uids(words).nonzero()[0].tolist()
-    seen.extents[seen.channel] = _Extent(inode, words[ctl.W_EPOCH], used[-1] + 1 if used else 0)
-    entries = [_FIRST_MEMBER + _MEMBER_WORDS * index for index in used]
-    entries = [at for at in entries if segment.read(at, 1)[0] == words[at]]  # not just joining or leaving
+    seen.locked = control.is_locked(LOCK)
+    end = _FIRST_MEMBER + _MEMBER_WORDS * min(words[ctl.W_USED], ctl.CAPACITY)
+    anew = control.read_anew(_FIRST_MEMBER, end - _FIRST_MEMBER)
+    entries = [at for at in range(_FIRST_MEMBER, end, _MEMBER_WORDS) if words[at]]
+    entries = [at for at in entries if anew[at - _FIRST_MEMBER] == words[at]]  # not just joining or leaving
     others = [at for at in entries if words[at + ctl.M_ROLE] == ctl.GROUP]
     for group in [_group(words, at) for at in others]:
-        if segment.is_locked(ctl.LIFE + group.index):
+        if control.is_locked(ctl.LIFE + group.index):
             seen.groups.append(group)
             seen.queues[group.index] = _Queue()
-    seen.members += [_member(seen, words, at, segment) for at in entries if at not in others]
+    seen.members += [_member(seen, words, at, control) for at in entries if at not in others]
     for member in seen.members:
         if member.role == "sender":
             _read_sender(seen, member)
-
-
-def _uids(words: memoryview) -> Words:
-    """The uids of all entries of the table of members, 0 where there is none."""
-    return np.frombuffer(words, np.uint64)[_FIRST_MEMBER::_MEMBER_WORDS]
 
 
 def _label(words: memoryview, at: int) -> str:
@@ -355,7 +366,7 @@ def _group(words: memoryview, at: int) -> _Group:
     return _Group(index, words[at], _label(words, at), words[at + ctl.M_LEAVING] != 0)
 
 
-def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> MemberInfo:
+def _member(seen: _Look, words: memoryview, at: int, control: Source) -> MemberInfo:
     index = (at - _FIRST_MEMBER) // _MEMBER_WORDS
     role = _ROLE.get(words[at + ctl.M_ROLE], "unknown")
     delivery = ""
@@ -366,16 +377,16 @@ def _member(seen: _Look, words: memoryview, at: int, segment: shm.Glance) -> Mem
         if delivery == "all":
             seen.queues[index] = _Queue()
     uid, pid, life = words[at], words[at + ctl.M_PID], ctl.LIFE + index
-    alive = segment.is_locked(life)
+    alive = control.is_locked(life)
     processes = seen.processes
-    process = processes.find(uid, pid, segment.info, life) if alive else Process(0, processes.known(uid).name)
+    process = processes.find(uid, pid, control.segment.info, life) if alive else Process(0, processes.known(uid).name)
     counted = words[at + _COUNTERS : at + _COUNTERS + len(COUNTERS)]
     return _made(
         MemberInfo, index=index, uid=uid, role=role, delivery=delivery, pid=pid, host_pid=process.pid,
         process=process.name, alive=alive, leaving=words[at + ctl.M_LEAVING] != 0,
         asleep=words[at + ctl.M_ASLEEP] % 2 == 1, joined=words[at + ctl.M_JOINED] / 1e9, published=0, rings=(),
         label=_label(words, at), group=_name_of(seen.groups, words[at + ctl.M_GROUP]),
-        stopped=alive and processes.is_stopped(process.pid), **dict(zip(COUNTERS, counted, strict=True)),
+        **dict(zip(COUNTERS, counted, strict=True)),
     )  # fmt: skip
 
 
@@ -383,12 +394,12 @@ def _name_of(groups: list[_Group], uid: int) -> str:
     return next((group.name for group in groups if group.uid == uid), "") if uid else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sender:
     """A sender, and the contents of its sequence table."""
 
     member: MemberInfo
-    table: shm.Glance
+    table: Source
     shape: lay.SequenceTableShape
     published: int
     history: int
@@ -404,7 +415,7 @@ def _made(kind: type[_T], /, **fields: Any) -> _T:
     Its own constructor sets each field by a call, of a member's 27: that was a tenth of all time here.
     """
     it = object.__new__(kind)
-    it.__dict__.update(fields)
+    object.__setattr__(it, "__dict__", fields)
     return it
 
 
@@ -417,9 +428,9 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
     """Add the sender's rings to its info, and their messages to what is seen."""
     who = f"sender {member.uid:016x} (pid {member.pid})"
     rings: list[RingInfo] = []
-    size, age = 0, 0.0
+    newest = None
     try:
-        table = seen.look_at(sequence_table_name(seen.channel, member.uid))
+        table = seen.answers.open(sequence_table_name(seen.channel, member.uid), stays=True)
         table.read_head(_HEAD_WORDS)
         words = table.read(0, _TABLE_WORDS)
         sender = _sender(seen, member, table, words)
@@ -436,23 +447,23 @@ def _read_sender(seen: _Look, member: MemberInfo) -> None:
                     rings.append(ring.info(wanted))
                 except (OSError, WireError) as error:
                     seen.notes.append(f"ring {ring.index} of {who}: {reason(error)}")
-            size, age = _newest(sender, found)
+            newest = _newest(sender, found)
         finally:
             for ring in found:
-                ring.source.close()
+                ring.source.segment.close()
     except (OSError, WireError) as error:
         seen.notes.append(f"{who}: {reason(error)}")
         return
     for index, seq in sender.newest.items():
         if index in seen.queues:
             seen.queues[index].received += max(0, min(seq, sender.published) - (sender.starts[index] - 1))
-    _fill(
-        member, leaving=words[lay.L_CLOSED] != 0, published=sender.published, rings=tuple(rings), newest_bytes=size,
-        newest_age=age,
-    )  # fmt: skip
+    _fill(member, leaving=words[lay.L_CLOSED] != 0, published=sender.published, rings=tuple(rings))
+    if newest is not None:
+        nbytes, seen.newest[member.index] = newest
+        _fill(member, newest_bytes=nbytes)
 
 
-def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryview) -> _Sender:
+def _sender(seen: _Look, member: MemberInfo, table: Source, words: memoryview) -> _Sender:
     shape = lay.table_shape(table.name, words, member.uid)
     published = words[lay.L_PUBLISHED]
     if published >= lay.MOST_MESSAGES:
@@ -470,8 +481,8 @@ def _sender(seen: _Look, member: MemberInfo, table: shm.Glance, words: memoryvie
     return _Sender(member, table, shape, published, min(words[lay.L_HISTORY], lay.MAX_SLOTS), starts, newest)
 
 
-def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
-    """Bytes and age of the newest message; zeros if there is none, or its record was reused at each look.
+def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, int] | None:
+    """Bytes of the newest message, and when it was sent; None if there is none, or its record was reused at each look.
 
     A fast sender reuses it within microseconds: what was sent last is looked up again just before the record is read.
     """
@@ -489,9 +500,9 @@ def _newest(sender: _Sender, rings: list[_Ring]) -> tuple[int, float]:
                 record = read(lay.record_word(slot), HEAD)
                 if published <= record[SEQ] <= lay.MOST_MESSAGES:  # it may hold a newer one by now
                     most = ring.shape.slots * ring.shape.slot_bytes
-                    return min(record[NBYTES], most), max(1e-9, (time.monotonic_ns() - record[SENT]) / 1e9)
+                    return min(record[NBYTES], most), record[SENT]
         fresh = True
-    return 0, 0.0
+    return None
 
 
 def _wanted(seen: _Look, sender: _Sender, rings: list[_Ring]) -> dict[int, list[int]] | None:
@@ -529,19 +540,20 @@ class _Ring:
 
     def __init__(self, seen: _Look, sender: _Sender, index: int) -> None:
         self.seen, self.sender, self.index = seen, sender, index
-        self.source = source = seen.open(ring_name(seen.channel, sender.member.uid, index))
+        self.source = source = seen.answers.open(ring_name(seen.channel, sender.member.uid, index), stays=False)
         source.read_head(_HEAD_WORDS)
         head = source.read(0, lay.R_DEVICE + 1)
         self.shape = shape = lay.ring_shape(source.name, head, sender.member.uid, None, seen.ring_kind)
-        if shape.nbytes != source.nbytes:
-            raise WireError(f"segment {source.name} has {source.nbytes} bytes, its header says {shape.nbytes}")
+        nbytes = source.nbytes
+        if shape.nbytes != nbytes:
+            raise WireError(f"segment {source.name} has {nbytes} bytes, its header says {shape.nbytes}")
         self.rows: list[tuple[MemberInfo, Words]] = []
         self.groups: list[tuple[_Group, Words, list[tuple[MemberInfo, Words]]]] = []
         """A group's row, and those of its members, which show who has what."""
         for peer in seen.members:
             if peer.delivery == "all" and peer.index in sender.starts and peer.index < shape.capacity:
                 row = self._row(peer.index)
-                sender.newest[peer.index] = max(sender.newest[peer.index], int(row.max()) >> 1)
+                sender.newest[peer.index] = max(sender.newest[peer.index], int(row[row.argmax()]) >> 1)
                 self.rows.append((peer, row))
         for group in seen.groups:
             if group.index in sender.starts and group.index < shape.capacity:
@@ -555,7 +567,7 @@ class _Ring:
 
     def leased(self) -> set[int]:
         """The slots that receivers say they have leased."""
-        return {slot for _, row in self.rows for slot in ((row & _ODD == 0) & (row > 0)).nonzero()[0].tolist()}
+        return {slot for _, row in self.rows for slot in (((row & _ODD) ^ _ODD) * row).nonzero()[0].tolist()}
 
     def info(self, wanted: dict[int, list[int]] | None) -> RingInfo:
         """Add the messages in wanted slots that are still needed to what is seen."""
@@ -571,10 +583,13 @@ class _Ring:
                 self.seen.add(holder, self.sender.member.uid, found, mask)
                 needed = mask if needed is None else needed | mask
             if self.seen.messages:
-                self.seen.held.extend(found.held(self.sender.member.uid, self.index, used))
+                self.seen.held.append((self.sender.member.uid, self.index, found, used))
             if needed is not None:
-                used_slots, used_bytes = int(needed @ found.span), int(needed @ found.nbytes)
-        return RingInfo(self.index, shape.slots, shape.slot_bytes, shape.nbytes, used_slots, used_bytes)
+                used_slots, used_bytes = int(found.span.dot(needed)), int(found.nbytes.dot(needed))
+        return _made(
+            RingInfo, index=self.index, slots=shape.slots, slot_bytes=shape.slot_bytes, nbytes=shape.nbytes,
+            slots_used=used_slots, bytes_used=used_bytes,
+        )  # fmt: skip
 
     def _fan_out(self, found: Messages) -> Used:
         """Which messages of a fan-out are still needed, and by whom."""
@@ -699,9 +714,11 @@ class _Ring:
         masks: dict[Holder, Mask] = {}
         numbers = locked.nonzero()[0].tolist()
         candidates: list[tuple[Holder, Ranges]] = []
+        if numbers:
+            self.seen.answers.drop()  # who holds them, `/proc` says
         for pid, host_pid in sorted({(peer.pid, peer.host_pid) for peer in peers if peer.alive}) if numbers else ():
             uids = [peer.uid for peer in peers if peer.pid == pid and peer.alive]
-            ranges = self.seen.processes.locked(host_pid, self.sender.table.info)
+            ranges = self.seen.processes.locked(host_pid, self.sender.table.segment.info)
             candidates.append((Holder(uids[0] if len(uids) == 1 else 0, pid, how, True), ranges))
         for number in numbers:
             byte = base + int(found.seq[number])

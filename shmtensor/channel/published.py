@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from ..memory import segment as shm
 from ..ring import layout as lay
+from .answers import Source
 from .info import HeldMessage, Holder
 
 _CHUNK: Final = 4096
@@ -32,33 +31,33 @@ class Messages:
     span: Any
     nbytes: Any
     sent: Any
-    now: int
-    """Both on CLOCK_MONOTONIC, in nanoseconds."""
+    """On CLOCK_MONOTONIC, in nanoseconds."""
 
     @classmethod
-    def read(
-        cls, shape: lay.RingShape, source: shm.Glance, published: int, wanted: list[int] | None
-    ) -> Messages | None:
+    def read(cls, shape: lay.RingShape, source: Source, published: int, wanted: list[int] | None) -> Messages | None:
         """Those in the wanted slots, in all if `wanted` is None; None if there is none."""
-        now = time.monotonic_ns()
         if wanted is not None and len(wanted) <= FEW:
-            heads = [source.read(lay.R_RECORDS + lay.RECORD_WORDS * slot, HEAD) for slot in wanted]
-            records, slots = np.frombuffer(b"".join(heads), np.uint64).reshape(-1, HEAD), np.array(wanted)
+            heads = [(*source.read(lay.record_word(slot), HEAD), slot) for slot in wanted]
+            heads = sorted([it for it in heads if 0 < it[SEQ] <= published], reverse=True)
+            if not heads:
+                return None
+            records = np.array(heads, np.uint64)
+            slots = records[:, HEAD].astype(np.int64)
         else:
             records = np.empty((shape.slots, HEAD), np.uint64)
             for start in range(0, shape.slots, _CHUNK):
                 count = min(_CHUNK, shape.slots - start)
-                words = source.read(lay.R_RECORDS + lay.RECORD_WORDS * start, lay.RECORD_WORDS * count)
+                words = source.read(lay.record_word(start), lay.RECORD_WORDS * count)
                 part = np.frombuffer(words, np.uint64).reshape(-1, lay.RECORD_WORDS)
                 records[start : start + count] = part[:, :HEAD]
             slots = np.arange(shape.slots) if wanted is None else np.array(wanted)
             records = records if wanted is None else records[slots]
-        seq = records[:, SEQ]
-        chosen = (seq - 1 < np.uint64(published)).nonzero()[0]  # 0, of a record that is being written, wraps around
-        if not len(chosen):
-            return None
-        chosen = chosen[np.argsort(seq[chosen])[::-1]]
-        records, slots = records[chosen], slots[chosen]
+            seq = records[:, SEQ]
+            chosen = (seq - 1 < np.uint64(published)).nonzero()[0]  # 0, of one that is being written, wraps around
+            if not len(chosen):
+                return None
+            chosen = chosen[np.argsort(seq[chosen])[::-1]]
+            records, slots = records[chosen], slots[chosen]
         span = np.maximum(records[:, _SPAN] >> 32, 1).astype(np.int64)
         if np.count_nonzero(span > 1):
             span = np.minimum(span, shape.slots - slots)
@@ -70,17 +69,13 @@ class Messages:
                     keep.append(number)
             records, slots, span = records[keep], slots[keep], span[keep]
         nbytes = np.minimum(records[:, NBYTES], shape.slots * shape.slot_bytes).astype(np.int64)
-        return cls(records[:, SEQ], slots, span, nbytes, records[:, SENT], now)
+        return cls(records[:, SEQ], slots, span, nbytes, records[:, SENT])
 
-    def age(self, number: int) -> float:
-        """Seconds since one of them was sent."""
-        return max(0.0, (self.now - int(self.sent[number])) / 1e9)
+    def first_sent(self, mask: Mask) -> int:
+        """When the oldest of these, at least one, was sent."""
+        return int(self.sent[mask.nonzero()[0][-1]])
 
-    def oldest(self, mask: Mask) -> float:
-        """Seconds since the oldest of these, at least one, was sent."""
-        return self.age(mask.nonzero()[0][-1])
-
-    def held(self, sender: int, ring: int, used: Used) -> list[HeldMessage]:
+    def held(self, sender: int, ring: int, used: Used, now: int) -> list[HeldMessage]:
         """Each message that is held, newest first."""
         holders: dict[int, list[Holder]] = {}
         attempts: dict[int, int] = {}
@@ -91,10 +86,16 @@ class Messages:
         return [
             HeldMessage(
                 sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
-                self.age(at), _state(by), attempts[at], tuple(one for one in by if one.how not in NOBODY),
+                age_of(int(self.sent[at]), now), _state(by), attempts[at],
+                tuple(one for one in by if one.how not in NOBODY),
             )
             for at, by in sorted(holders.items())
         ]  # fmt: skip
+
+
+def age_of(sent: int | None, now: int) -> float:
+    """Seconds since a message was sent; both on CLOCK_MONOTONIC, in nanoseconds. 0 if there is none."""
+    return 0.0 if sent is None else max(0.0, (now - sent) / 1e9)
 
 
 NOBODY: Final = ("waiting", "abandoned", "history")

@@ -105,8 +105,7 @@ def _print_reading(reading: Reading, as_json: bool) -> None:
         print_json_line(as_dict(reading))
         return
     out = console()
-    for line in lines(reading, out.width):
-        out.print(line, soft_wrap=True)
+    out.print(Text("\n").join(lines(reading, out.width)), soft_wrap=True)  # one call for all: each costs 60 µs
     out.print()
 
 

@@ -281,11 +281,10 @@ def attach(name: str) -> Segment:
 class Glance:
     """A segment of any user, opened for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_file", "_head", "_opening", "fd", "info", "name", "nbytes")
+    __slots__ = ("__weakref__", "_file", "_opening", "fd", "info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
         self.name, self.fd, self._opening = name, -1, ""
-        self._head = memoryview(b"").cast("Q")
         self._file = OpenFile()
         lifecycle.track(self, type(self).drop_in_child)
         found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
@@ -296,23 +295,16 @@ class Glance:
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
 
-    def read_head(self, count: int) -> None:
-        """Read the first `count` words, or all there are, at once: `read` returns them from now on.
+    def peek(self, start: int, count: int) -> bytes:
+        """Read `count` bytes from byte `start` on, or fewer where it ends."""
+        return os.pread(self.fd, count, start)
 
-        For what is read in many pieces: each system call costs more than these words.
-        """
-        data = os.pread(self.fd, 8 * count, 0)
-        self._head = memoryview(data)[: len(data) & -8].cast("Q")
+    def words(self, data: bytes, start: int, count: int) -> memoryview:
+        """What was read as `count` words from word `start` on. Raises `WireError` if there are fewer."""
+        return _words(self, data, start, count)
 
     def read(self, start: int, count: int) -> memoryview:
         """Read `count` words from word `start` on. Raises `WireError` if there are fewer."""
-        words = self._head[start : start + count]
-        if len(words) == count:
-            return words
-        return self.read_anew(start, count)
-
-    def read_anew(self, start: int, count: int) -> memoryview:
-        """The same, as they are now: not as `read_head` has found them."""
         return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
 
     def read_into(self, words: memoryview) -> None:
@@ -441,6 +433,11 @@ def more_room() -> str:
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
     return placement.current().path(file)
+
+
+def paths_of(files: Iterable[str]) -> tuple[str, ...]:
+    """The same of each of these names."""
+    return tuple(map(placement.current().path, files))
 
 
 def _open(name: str, flags: int) -> Segment:

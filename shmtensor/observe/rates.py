@@ -7,14 +7,12 @@ import os
 import select
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..channel.info import ChannelInfo, MemberInfo
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """What a member sends, or takes, each second; of a channel: what its senders send."""
 
     messages: float
@@ -26,9 +24,8 @@ class Rate:
 NONE: Final = Rate(0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class _Before:
-    count: int
+class _Before(NamedTuple):
+    counted: int
     at: float
     nbytes: int | None
     """Of the newest message; None if it is not known."""
@@ -56,8 +53,8 @@ class Rates:
                 known = last.nbytes if last is not None else None
                 newest = member.newest_bytes if has_newest(member) else known
                 self._before[member.uid] = _Before(count, now, newest)
-                if last is not None and now > last.at and count >= last.count:
-                    each = (count - last.count) / (now - last.at)
+                if last is not None and now > last.at and count >= last.counted:
+                    each = (count - last.counted) / (now - last.at)
                     sizes = [size for size in (known, newest) if size is not None]
                     self._rates[member.uid] = Rate(each, each * sum(sizes) / len(sizes) if sizes else 0.0)
 

@@ -8,15 +8,17 @@ import dataclasses
 import inspect
 import itertools
 import os
+import pickle
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shmtensor
+from shmtensor.channel import answers, processes, published
 from shmtensor.channel import inspect as looking
-from shmtensor.channel import processes, published
 from shmtensor.memory import segment as shm
 
 from ..implementations import once
@@ -355,7 +357,201 @@ def test_a_channel_that_is_inspected_again_and_again_keeps_nothing_of_senders_th
         assert set(inspector._kept) == {f"/shmtensor.{channel}"}
         assert len(inspector._processes._found) == 1
     assert inspector.channel(channel) is None
-    assert (inspector._kept, inspector._processes._found, inspector._held) == ({}, {}, {})
+    assert (inspector._kept, inspector._processes._found, inspector._looks) == ({}, {}, {})
+
+
+class Again:
+    """An inspector that looks at a channel again and again sees what one sees that looks for the first time."""
+
+    def __init__(self, channel: str) -> None:
+        self._channel, self._inspector = channel, looking.Inspector(messages=True)
+        self.found_again = self.found_anew = 0
+
+    def look(self) -> shmtensor.ChannelInfo | None:
+        before = self._inspector._looks.get(self._channel)
+        found = self._inspector.channel(self._channel)
+        self.found_again += before is not None and self._inspector._looks.get(self._channel) is before
+        self.found_anew += before is not None and self._inspector._looks.get(self._channel) is not before
+        while True:
+            anew, after = shmtensor.inspect(self._channel, messages=True), self._inspector.channel(self._channel)
+            if without_times(found) == without_times(after):  # nobody else has swept it meanwhile
+                break
+            found = after
+        if found is None or anew is None:
+            assert found is anew
+            return None
+        names = {member.uid: member.process for member in found.members if not member.alive}  # only it knows them
+        members = [dataclasses.replace(it, process=names.get(it.uid, it.process)) for it in anew.members]
+        assert without_times(found) == without_times(dataclasses.replace(anew, members=tuple(members)))
+        for field in ("kind", "files", "nbytes", "notes", "readable"):
+            assert getattr(found, field) == getattr(anew, field)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        ("fan-out", {}),
+        ("groups", {}),
+        ("work queue", {}),
+        ("fan-out", {"_MOST": 60_000}),
+        ("fan-out", {"_MOST_KEPT": 1}),
+    ],
+)
+def test_looking_again_finds_what_a_first_look_finds(channel, kind, limits, monkeypatch):
+    """Random traffic between members that come and go; rings are added, and messages are held and given back."""
+    for name, value in limits.items():
+        monkeypatch.setattr(answers, name, value)
+    chance, again = random.Random(kind), Again(channel)
+    senders, receivers, held = [], [], []
+
+    def send() -> None:
+        if senders:
+            chance.choice(senders).send(np.zeros(chance.choice([1, 10, 1000])))
+
+    def take() -> None:
+        if receivers:
+            with contextlib.suppress(shmtensor.TimedOut):
+                held.append(chance.choice(receivers).recv(timeout=0))
+
+    def release() -> None:
+        if held:
+            held.pop(chance.randrange(len(held))).release()
+
+    def join_to_send() -> None:
+        if len(senders) < 3:
+            senders.append(SENDERS[kind](channel))
+
+    def join_to_receive() -> None:
+        if len(receivers) < 3:
+            receivers.append(chance.choice(RECEIVERS[kind])(channel))
+
+    def leave() -> None:
+        of = chance.choice([senders, receivers])
+        if len(of) > 1:
+            of.pop(chance.randrange(len(of))).close()
+
+    acts = [send, send, send, take, take, release, join_to_send, join_to_receive, leave, lambda: None, lambda: None]
+    try:
+        for _ in range(100):
+            chance.choice(acts)()
+            again.look()
+    finally:
+        join_to_receive()
+        while held:
+            release()
+            take()
+        for each in (*receivers, *senders):
+            each.close()
+    assert again.look() is None
+    assert again.found_anew
+    assert again.found_again or "_MOST_KEPT" in limits
+
+
+SENDERS = {
+    "fan-out": lambda channel: shmtensor.Publisher(channel, slots=4, slot_bytes=4096, full="grow"),
+    "groups": lambda channel: shmtensor.Publisher(channel, slots=4, slot_bytes=4096, full="grow", history=2),
+    "work queue": lambda channel: shmtensor.Producer(channel, slots=4, slot_bytes=4096, full="grow"),
+}
+RECEIVERS = {
+    "fan-out": [shmtensor.Subscriber],
+    "groups": [
+        lambda channel: shmtensor.Subscriber(channel, group="one"),
+        lambda channel: shmtensor.Subscriber(channel, group="two"),
+        lambda channel: shmtensor.Subscriber(channel, delivery="latest"),
+    ],
+    "work queue": [lambda channel: shmtensor.Consumer(channel, acknowledge="release")],
+}
+
+SENDER = """
+import sys, numpy as np, shmtensor
+with shmtensor.Publisher(sys.argv[1], slots=4, slot_bytes=4096) as pub:
+    for _ in range(int(sys.argv[2])):
+        pub.send(np.zeros(100))
+    print("sent", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_sender_takes_the_place_of_a_dead_one_between_two_looks(channel):
+    """Its entry has the same index, and it has sent as many messages."""
+    again = Again(channel)
+    with shmtensor.Publisher(channel) as pub:  # no receiver: nobody needs what the dead one has sent
+
+        def sender() -> tuple[Fellow, shmtensor.MemberInfo]:
+            fellow = Fellow(SENDER, channel, "2")
+            fellow.listen("sent")
+            (found,) = (it for it in again.look().senders if it.uid != pub._member.uid)
+            return fellow, found
+
+        fellow, before = sender()
+        fellow.kill()
+        other, after = sender()
+        other.kill()
+        assert (after.index, after.published, after.pid) == (before.index, 2, other.process.pid)
+        assert after.uid != before.uid
+
+
+def test_a_channel_that_is_made_again_between_two_looks(channel):
+    again = Again(channel)
+    uids = set()
+    for _ in range(3):
+        with shmtensor.Publisher(channel, slots=4, slot_bytes=4096) as pub, shmtensor.Subscriber(channel) as sub:
+            pub.send(np.zeros(100))
+            found = again.look()
+            uids |= {member.uid for member in found.members}
+            assert [it.messages for it in found.holdings] == [1]
+            sub.recv(timeout=PATIENCE).release()
+    assert len(uids) == 6
+    assert again.found_again == 0
+
+
+def test_where_nothing_changes_only_ages_do(channel):
+    inspector = looking.Inspector(messages=True)
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(b"1")
+        pub.send(b"2")
+        held = sub.recv(timeout=PATIENCE)
+        first = inspector.channel(channel)
+        look = inspector._looks[channel]
+        kept = pickle.dumps(first)
+        wait_until(lambda: inspector.channel(channel).holdings[0].held > 0)
+        later = inspector.channel(channel)
+        assert inspector._looks[channel] is look
+        assert without_times(first) == without_times(later)
+        assert pickle.dumps(first) == kept  # what was returned is not written to
+        for ages in (
+            lambda it: [it.oldest_unread, it.senders[0].newest_age, it.receivers[0].oldest_unread],
+            lambda it: [holding.oldest for holding in it.holdings],
+            lambda it: [message.age for message in it.held],
+        ):
+            assert all(one < other for one, other in zip(ages(first), ages(later), strict=True))
+        held.release()
+        assert [it.how for it in inspector.channel(channel).holdings] == ["unread"]
+
+
+STOPS = """
+import os, signal, sys, shmtensor
+with shmtensor.Subscriber(sys.argv[1]):
+    print("joined", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_between_two_looks(channel):
+    """Nothing that is in shared memory changes."""
+    inspector = looking.Inspector()
+    with shmtensor.Publisher(channel):
+        fellow = Fellow(STOPS, channel)
+        fellow.listen("joined")
+        assert not inspector.channel(channel).receivers[0].stopped
+        look = inspector._looks[channel]
+        os.kill(fellow.process.pid, signal.SIGSTOP)
+        wait_until(lambda: inspector.channel(channel).receivers[0].stopped)
+        assert inspector._looks[channel] is look
+        fellow.kill()
 
 
 def test_reading_few_records_sees_what_reading_all_sees(channel, monkeypatch):
@@ -393,10 +589,12 @@ def take(sub: shmtensor.Subscriber, kept: list[shmtensor.Message]) -> None:
         pass
 
 
-def without_times(found: shmtensor.ChannelInfo) -> object:
+def without_times(found: shmtensor.ChannelInfo | None) -> object:
+    if found is None:
+        return None
     members = [dataclasses.replace(member, oldest_unread=0.0, newest_age=0.0) for member in found.members]
-    holdings = [dataclasses.replace(it, oldest=0.0) for it in found.holdings]
-    held = sorted((it.ring, it.seq, it.slot, it.nbytes, it.state, it.holders) for it in found.held)
+    holdings = [dataclasses.replace(it, oldest=0.0, held=0.0) for it in found.holdings]
+    held = [dataclasses.replace(it, age=0.0) for it in sorted(found.held, key=lambda it: (it.sender, it.ring, it.seq))]
     return members, holdings, held, found.depth
 
 
