@@ -98,6 +98,9 @@ class Holder:
     has views."""
     alive: bool
     """Whether it lives: what the dead hold is freed when the sender needs it."""
+    group: str = ""
+    """The group of a fan-out that the message waits for, if none of its members has it: `uid` is 0 then, and `how` is
+    `"waiting"` or `"abandoned"`."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Holding:
     held: float = 0.0
     """Leased, claimed or done: seconds for which one of them has been held, at least. Nobody writes down when a message
     is taken, so this is since the first look that saw it: 0 in a single one (`inspect`)."""
+    group: str = ""
+    """As in `Holder`."""
 
 
 @dataclass(frozen=True)

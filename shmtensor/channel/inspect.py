@@ -298,7 +298,7 @@ class _Look:
             _made(
                 Holding, uid=holder.uid, pid=holder.pid, alive=holder.alive, how=holder.how, messages=it.messages,
                 nbytes=it.nbytes, oldest=age_of(it.first, now),
-                held=max([looked - self.since[what] for what in it.taken], default=0.0),
+                held=max([looked - self.since[what] for what in it.taken], default=0.0), group=holder.group,
             )
             for holder, it in self.holdings.items()
         ])  # fmt: skip
@@ -320,9 +320,9 @@ def _first(one: int | None, other: int | None) -> int | None:
     return min(one, other) if one is not None and other is not None else other if one is None else one
 
 
-def _by_member(it: tuple[Holder, object]) -> tuple[bool, int, str, int]:
+def _by_member(it: tuple[Holder, object]) -> tuple[bool, int, str, str, int]:
     holder = it[0]
-    return holder.uid == 0, holder.pid, holder.how, holder.uid
+    return holder.uid == 0, holder.pid, holder.group, holder.how, holder.uid
 
 
 def _read_control(seen: _Look, control: Source) -> None:
@@ -626,6 +626,7 @@ class _Ring:
     def _group(self, found: Messages, group: _Group, word: Words, members: list[tuple[MemberInfo, Words]]) -> Used:
         """As `_fan_out`, of one group: its word for each message is given."""
         owed = found.seq >= np.uint64(self.sender.starts[group.index])
+        members = [(peer, row) for peer, row in members if peer.alive]  # what the dead have taken is for another member
         twice, peers = 2 * found.seq, [peer for peer, _ in members]
         had = (word & np.uint64(lay.LEASE) == twice) & (word >> np.uint64(lay.ATTEMPT_SHIFT) != lay.GROUP_DONE)
         for _, row in members:
@@ -651,9 +652,9 @@ class _Ring:
         waiting = left & ~abandoned
         for how, mask in (("abandoned", abandoned), ("waiting", waiting)):
             if mask.any() and not group.leaving:
-                used.append((mask, Holder(0, 0, how, True), attempts))
-        if waiting.any() and not group.leaving:
-            self.seen.queues[group.index].add(found, waiting)
+                used.append((mask, Holder(0, 0, how, True, group.name), attempts))
+        if left.any() and not group.leaving:
+            self.seen.queues[group.index].add(found, left)
         return used
 
     def _work_queue(self, found: Messages) -> Used:

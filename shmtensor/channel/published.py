@@ -87,7 +87,7 @@ class Messages:
             HeldMessage(
                 sender, ring, int(self.slot[at]), int(self.span[at]), int(self.seq[at]), int(self.nbytes[at]),
                 age_of(int(self.sent[at]), now), _state(by), attempts[at],
-                tuple(one for one in by if one.how not in NOBODY),
+                tuple(one for one in by if one.group or one.how not in NOBODY),
             )
             for at, by in sorted(holders.items())
         ]  # fmt: skip

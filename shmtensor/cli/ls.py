@@ -155,6 +155,7 @@ def holding_dict(it: Holding) -> dict[str, Any]:
         "uid": f"{it.uid:016x}" if it.uid else None,
         "pid": it.pid or None,
         "alive": it.alive,
+        "group": it.group or None,
         "how": it.how,
         "messages": it.messages,
         "bytes": it.nbytes,
@@ -176,7 +177,7 @@ def _message_dict(message: HeldMessage) -> dict[str, Any]:
         "holders": [
             {
                 "uid": f"{holder.uid:016x}" if holder.uid else None, "pid": holder.pid or None, "how": holder.how,
-                "alive": holder.alive,
+                "alive": holder.alive, "group": holder.group or None,
             }
             for holder in message.holders
         ],
@@ -275,7 +276,7 @@ def _rings_table(view: ChannelInfo) -> Table:
 
 _WITHOUT_HOLDER = {
     "waiting": "none yet",
-    "abandoned": "its consumer died or gave it back: waits for another",
+    "abandoned": "its receiver died or gave it back: waits for another",
     "history": "the publisher, for late subscribers",
 }
 
@@ -290,6 +291,6 @@ def _holders_table(view: ChannelInfo) -> Table:
 def holder_name(it: Holding) -> str:
     """Who holds messages, in words, with markup."""
     if it.how in _WITHOUT_HOLDER:
-        return _WITHOUT_HOLDER[it.how]
+        return (f"group {it.group}: " if it.group else "") + _WITHOUT_HOLDER[it.how]
     who = f"pid {it.pid}" if it.pid else "a process out of sight"
     return who if it.alive else f"{who} [red](dead: freed when the sender needs it)[/]"

@@ -74,8 +74,20 @@ def _finite(value: Any) -> Any:
 
 def fail(text: str, code: int = 1) -> typer.Exit:
     """Print an error on stderr; raise what this returns."""
+    _flush_or_drop()
     console(stderr=True).print(f"[bold red]error:[/] {visible(text)}", soft_wrap=True)
     return typer.Exit(code)
+
+
+def _flush_or_drop() -> None:
+    """Write what stdout has, or drop it: at its end the interpreter would try again, complain, and exit with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
 
 
 def visible(text: object) -> str:

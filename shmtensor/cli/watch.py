@@ -77,10 +77,12 @@ def top(
     messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
     and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
     """
+    if not pattern:
+        raise fail("PATTERN is empty, which is no channel's name: leave it out for all channels", 2)
     live = not as_json and not once and not count and sys.stdout.isatty()
     view = View(lambda name: fnmatch.fnmatchcase(name, pattern), sort)
     limit = 1 if once else count
-    with until_interrupted(), Ends() as ends:
+    with until_interrupted(), signals_interrupt(signal.SIGTERM, signal.SIGHUP), Ends() as ends:
         if live:
             _show_live(view, ends, interval)
         else:
@@ -121,7 +123,7 @@ def _show_live(view: View, ends: Ends, interval: float) -> None:
 
     reading = view.read()
     live = Live(screen(reading), console=out, screen=True, auto_refresh=False)
-    with signals_interrupt(signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(live.stop)  # also of one that is interrupted while it starts
         stack.enter_context(live)
         while True:
@@ -205,7 +207,10 @@ def as_dict(reading: Reading) -> dict[str, Any]:
 def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
     holdings: dict[int, list[dict[str, Any]]] = {}
     for it in channel.holdings:
-        found = {"how": it.how, "messages": it.messages, "bytes": it.nbytes, "oldest": it.oldest, "held": it.held}
+        found = {
+            "how": it.how, "messages": it.messages, "bytes": it.nbytes, "oldest": it.oldest, "held": it.held,
+            "group": it.group or None,
+        }  # fmt: skip
         holdings.setdefault(it.uid, []).append(found)
     return {
         "name": channel.name, "kind": channel.kind, "service": channel.service or None,
@@ -337,7 +342,10 @@ def _counted_text(member: MemberInfo) -> str:
 
 
 def _holdings_text(holdings: list[Holding], watched: float) -> str:
-    return ", ".join(f"{it.messages} {it.how} {_time_of(it, watched)} {format_bytes(it.nbytes)}" for it in holdings)
+    return ", ".join(
+        f"{f'{it.group}: ' if it.group else ''}{it.messages} {it.how} {_time_of(it, watched)} {format_bytes(it.nbytes)}"
+        for it in holdings
+    )
 
 
 def _time_of(it: Holding, watched: float) -> str:

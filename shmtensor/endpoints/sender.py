@@ -96,7 +96,8 @@ def holders_text(channel: str, sender: int) -> str:
                 for it in message.holders if message.sender == sender else ():
                     member = members.get(it.uid)
                     what = filter(None, (member.process, member.label)) if member is not None else ()
-                    found.setdefault(" ".join((f"pid {it.pid}", *what)), Counter())[it.how] += 1
+                    who = f"group {it.group}" if it.group else " ".join((f"pid {it.pid}", *what))
+                    found.setdefault(who, Counter())[it.how] += 1
             if found:
                 texts = [f"{who}: {', '.join(f'{n} {how}' for how, n in hows.items())}" for who, hows in found.items()]
                 return f"; held by {'; '.join(texts)}"
@@ -523,7 +524,7 @@ class Sender(Endpoint):
 
     def _full_text(self, nbytes: int) -> str:
         """What errors and the log say while there is no slot for a message of so many bytes."""
-        holders = ", ".join(f"pid {peer.entry.pid}" for peer in self._recipients.listeners)
+        holders = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
         text = self._traits.full if holders else self._traits.full_alone
         return text.format(self, nbytes=format_bytes(nbytes), slots=self._pool.slots, holders=holders)
 

@@ -184,7 +184,7 @@ def test_ls_work_queue(channel):
         assert [messages[seq]["state"] for seq in (1, 2, 3)] == ["claimed", "done", "waiting"]
         assert messages[1]["attempt"] == 1
         assert messages[1]["holders"] == [
-            {"uid": found["members"][1]["uid"], "pid": os.getpid(), "how": "claimed", "alive": True}
+            {"uid": found["members"][1]["uid"], "pid": os.getpid(), "how": "claimed", "alive": True, "group": None}
         ]
         assert "none yet" in cli("ls", channel)
         del view
@@ -224,7 +224,9 @@ def test_the_dead(channel, victim):
         (member,) = (m for m in found["members"] if m["role"] == "receiver")
         assert (member["pid"], member["alive"]) == (process.pid, False)
         (message,) = found["messages"]
-        assert message["holders"] == [{"uid": member["uid"], "pid": process.pid, "how": "leased", "alive": False}]
+        assert message["holders"] == [
+            {"uid": member["uid"], "pid": process.pid, "how": "leased", "alive": False, "group": None}
+        ]
         cli("gc")
         found = seen(channel)  # the live publisher stays, the dead subscriber goes
         assert [m["role"] for m in found["members"]] == ["sender"]

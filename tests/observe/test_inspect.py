@@ -15,10 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.channel import answers, processes, published
 from shmtensor.channel import inspect as looking
+from shmtensor.cli.main import app
+from shmtensor.endpoints.sender import holders_text
 from shmtensor.memory import segment as shm
 
 from ..implementations import once
@@ -316,8 +319,44 @@ def test_what_a_member_of_a_group_gives_back_is_abandoned(channel):
         pub.send(b"1")
         with contextlib.suppress(KeyError), sub.recv(timeout=PATIENCE):
             raise KeyError
-        assert [(it.how, it.uid) for it in seen(channel).holdings] == [("abandoned", 0)]
+        found = seen(channel)
+        assert [(it.how, it.uid, it.group) for it in found.holdings] == [("abandoned", 0, "g")]
+        assert (found.depth, found.oldest_unread > 0) == (1, True)
         other.recv(timeout=PATIENCE).release()
+        assert (seen(channel).depth, seen(channel).holdings) == (0, ())
+
+
+@pytest.mark.slow
+def test_what_a_member_of_a_group_died_with_is_abandoned(channel):
+    with shmtensor.Publisher(channel, slots=4) as pub:
+        fellow = Fellow(HOLDER.replace("(sys.argv[1])", "(sys.argv[1], group='g')"), channel)
+        fellow.listen("joined")
+        with shmtensor.Subscriber(channel, group="g") as other:
+            pub.send(np.zeros(10))
+            fellow.listen("taken")
+            assert [(it.how, it.alive) for it in seen(channel).holdings] == [("claimed", True)]
+            fellow.kill()
+            found = seen(channel)
+            assert [(it.how, it.group) for it in found.holdings] == [("abandoned", "g")]
+            assert found.depth == 1
+            assert other.recv(timeout=PATIENCE).attempt == 2
+
+
+def test_the_group_that_is_behind_is_named(channel):
+    with (
+        shmtensor.Publisher(channel, slots=4) as pub,
+        shmtensor.Subscriber(channel, group="fast") as fast,
+        shmtensor.Subscriber(channel, group="slow"),
+    ):
+        for _ in range(4):
+            pub.send(1)
+            fast.recv(timeout=PATIENCE).release()
+        found = seen(channel, messages=True)
+        assert [(it.how, it.messages, it.group) for it in found.holdings] == [("waiting", 4, "slow")]
+        assert {(it.how, it.group) for message in found.held for it in message.holders} == {("waiting", "slow")}
+        assert "held by group slow: 4 waiting" in holders_text(channel, found.senders[0].uid)
+        assert "group slow: none yet" in CliRunner().invoke(app, ["ls", channel]).output
+        assert "slow: 4 waiting" in CliRunner().invoke(app, ["top", channel, "--once"]).output
 
 
 def test_many_held_messages_do_not_multiply_the_work(channel, monkeypatch):

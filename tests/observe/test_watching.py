@@ -352,7 +352,9 @@ def test_it_ends_when_nobody_reads_its_output(channel, command, form):
     "command", [["top", "--once"], ["hz", "--count", "1"], ["echo", "--count", "1"]], ids=lambda it: it[0]
 )
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
-def test_a_full_disk_is_said(channel, command, form):
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_full_disk_is_said(channel, command, form, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with sending(channel), open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "shmtensor", command[0], channel, *command[1:], *form],
@@ -659,6 +661,18 @@ def test_top_leaves_the_terminal_as_it_was(channel, number):
             assert process.wait(PATIENCE) == 0
     assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.slow
+@once("text")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_top_into_a_pipe(channel, number):
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--json", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, b"")
 
 
 @once("text")
