@@ -18,10 +18,11 @@ from ..ring.layout import MAX_SLOTS
 from ..rpc.endpoints import check_service
 from ..statistics import RelayStatistics
 from .frames import FAN_OUT, PATTERNS, SERVICE
-from .inbound import Inbound, Terms
+from .inbound import Inbound
 from .keys import user_name
 from .outbound import FAILED, Outbound
 from .session import Session, check_endpoint
+from .stream import Terms
 from .threads import Closing
 
 log = logging.getLogger("shmtensor.relay")

@@ -49,7 +49,7 @@ ALLOWED = {
     "relay/far_requests.py:FarService._wait": LIBRARY,
     "relay/far_requests.py:FarService.cancel": LIBRARY,
     "relay/inbound.py:Inbound.forget": LIBRARY,
-    "relay/inbound.py:Stream._state": LIBRARY,
+    "relay/stream.py:Stream._state": LIBRARY,
     "relay/outbound.py:Outbound._requests": LIBRARY,
     "shielded.py:CallQueue._serve": LIBRARY,
 }

@@ -21,6 +21,7 @@ from shmtensor.codec.encode import encode  # noqa: E402
 from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
 from shmtensor.relay.session import Session, why_silent  # noqa: E402
+from shmtensor.relay.stream import Stream  # noqa: E402
 from shmtensor.wire import record  # noqa: E402
 
 from ..scenes import HIDDEN  # noqa: E402
@@ -202,7 +203,7 @@ def test_a_description_as_large_as_a_part(nbytes, channel):
 @pytest.mark.parametrize(("lost", "window_bytes"), [(1, "600KB"), (1, "32MiB"), (70, "32MiB")])
 def test_lost_frames_are_noticed(channel, pattern, lost, window_bytes, monkeypatch):
     """Though there is no credit left for another one, which would show the gap; of replies as well."""
-    feed, replies = inbound.Stream.feed, near_requests.Replying.feed
+    feed, replies = Stream.feed, near_requests.Replying.feed
     left = {"requests": lost, "replies": lost}
 
     def losing_feed(stream, head, body):
@@ -218,7 +219,7 @@ def test_lost_frames_are_noticed(channel, pattern, lost, window_bytes, monkeypat
         else:
             replies(replying, frame, nbytes)
 
-    monkeypatch.setattr(inbound.Stream, "feed", losing_feed)
+    monkeypatch.setattr(Stream, "feed", losing_feed)
     monkeypatch.setattr(near_requests.Replying, "feed", losing_replies)
     make, take = {
         "fan-out": (shmtensor.Publisher, shmtensor.Subscriber),
@@ -285,9 +286,9 @@ def test_what_was_not_sent_for_want_of_credit_is_not_passed_over(channel, patter
 
 def test_a_partition_longer_than_away(channel, monkeypatch):
     """The far relay gives the near one up, whose senders leave; what it had published is not published again."""
-    cut, on_frame, feed, hello = set(), outbound.Outbound._on_frame, inbound.Stream.feed, inbound.Inbound._on_hello
+    cut, on_frame, feed, hello = set(), outbound.Outbound._on_frame, Stream.feed, inbound.Inbound._on_hello
     monkeypatch.setattr(outbound.Outbound, "_on_frame", lambda *it: None if "to near" in cut else on_frame(*it))
-    monkeypatch.setattr(inbound.Stream, "feed", lambda *it: None if "to far" in cut else feed(*it))
+    monkeypatch.setattr(Stream, "feed", lambda *it: None if "to far" in cut else feed(*it))
     monkeypatch.setattr(inbound.Inbound, "_on_hello", lambda *it: None if "to far" in cut else hello(*it))
     with (
         shmtensor.Publisher(channel) as tx,

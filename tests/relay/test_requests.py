@@ -17,8 +17,9 @@ pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
 import shmtensor
 from shmtensor.channel.names import control_name
-from shmtensor.relay import endpoints, far_requests, frames, inbound, outbound, session
+from shmtensor.relay import endpoints, far_requests, frames, outbound, session
 from shmtensor.relay.keys import path_hash
+from shmtensor.relay.stream import Stream
 
 from ..waiting import PATIENCE, wait_until
 from .hosts import endpoint, is_open, mesh, pair, state_of
@@ -445,7 +446,7 @@ def test_a_client_that_leaves(channel):
 
 def test_what_is_cancelled_before_it_is_sent_again(channel, monkeypatch):
     """The connection is begun anew, as its frame was lost; and just then nobody wants the request any more."""
-    feed, welcome, lost, futures = inbound.Stream.feed, outbound.Outbound._on_welcome, [], []
+    feed, welcome, lost, futures = Stream.feed, outbound.Outbound._on_welcome, [], []
 
     def lossy(stream, head, body):
         if not lost and head[13] == frames.ITEMS:
@@ -460,7 +461,7 @@ def test_what_is_cancelled_before_it_is_sent_again(channel, monkeypatch):
                 future.cancel()
             relay._look_due = 0.0
 
-    monkeypatch.setattr(inbound.Stream, "feed", lossy)
+    monkeypatch.setattr(Stream, "feed", lossy)
     with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
         monkeypatch.setattr(outbound.Outbound, "_on_welcome", cancelled_at)
         futures.append(client.submit(1))

@@ -1,0 +1,590 @@
+"""What one near relay sends to the far side: put into rings there, with a thread of its own.
+
+The thread parses, checks, copies into slots and publishes. Zenoh's threads only append to its queue.
+docs/internals/relay.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ..codec import raw
+from ..errors import ArgumentError, RingFull, ShmTensorError, WireError
+from .endpoints import FarProducer, FarPublisher, path_of, relayed_label, was_claimed
+from .far_requests import FarClient, FarService
+from .frame_queue import FrameQueue
+from .frames import (
+    CANCEL,
+    LATEST,
+    LOSSLESS,
+    MOST_FRAME,
+    MOST_RANGES,
+    NOBODY,
+    NOTE,
+    SERVICE,
+    STATE,
+    STATUS,
+    WORK_QUEUE,
+    Bye,
+    Cancel,
+    Frame,
+    Hello,
+    Item,
+    Items,
+    Part,
+    State,
+    Status,
+    Welcome,
+    parse,
+)
+from .session import Sender as KeySender
+from .window import Gap, Incoming, Unfinished
+
+if TYPE_CHECKING:
+    from .inbound import Inbound
+
+log = logging.getLogger("shmtensor.relay")
+
+_TICK_S: Final = 0.25
+_IDLE_S: Final = 1.0
+_BUSY_S: Final = 0.001
+_SLOW_S: Final = 0.01
+_PROGRESS_S: Final = 0.05
+_FULL_S: Final = 0.2
+_STATE_S: Final = 1.25
+"""Seconds after which STATE is sent again if no STATUS has asked for it, as one does each second unless it waits on a
+slow link behind what comes before it: a sign of life."""
+
+_KIND_AT: Final = 13
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a far relay offers each near one, and how it makes its senders."""
+
+    messages: int
+    nbytes: int
+    away: float
+    slots: int | None
+    max_bytes: int | str | None
+    user: str
+
+
+class _OfBefore(Exception):
+    """A frame's attempt is over: nothing more of it is taken."""
+
+
+class _Refused(Exception):
+    """This near relay cannot be served now."""
+
+
+_Far = FarPublisher | FarProducer | FarClient
+
+
+class Stream:
+    """What one near relay sends."""
+
+    def __init__(self, inbound: Inbound, hello: Hello) -> None:
+        self._inbound, self._terms = inbound, inbound.terms
+        self.near, self.attempt, self._pattern, self._path = hello.near, 0, hello.pattern, hello.path
+        self._to_near: KeySender | None = None  # of the threads
+        self._lock = threading.Lock()
+        self._incoming = Incoming()
+        self._incoming.start_at(max(hello.oldest, inbound.known(hello) + 1))
+        # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
+        self._queue = FrameQueue(2 * (self._terms.nbytes + MOST_FRAME), 2 * self._terms.messages)
+        self._gap = False
+        self._newest, self._newest_status = (
+            (0, 0),
+            0,
+        )  # number and offset of what this attempt has sent last, and STATUS
+        self._audience = NOBODY
+        self._senders: dict[int, _Far] = {}
+        self._labels: dict[int, str] = {}
+        self._begun = 0  # of a queue: the newest item that a consumer has, or had
+        self._leaving: set[int] = set()
+        self._unfinished: dict[int, Unfinished] = {}
+        self._filling: tuple[int, int, Any, int] | None = None  # attempt, number, a `Filling`, sender
+        self._away_since: float | None = None
+        self._is_over = self._stop = False
+        self._progress = self._audience_due = self._state_due = 0.0
+        self._due = True  # something has changed that STATE has not said yet
+        self._said = (0, 0)
+        self._first_attempt, self._credit = hello.attempt, (0, 0)
+        self._service: FarService | None = None
+        if hello.pattern == SERVICE:
+            self._service = FarService(
+                inbound.name, hello.near, inbound.id, self._terms.nbytes, hello.path, self._send,
+                self._acknowledge,
+            )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {inbound.name}", daemon=True)
+        self._thread.start()
+
+    # --- in Zenoh's threads
+
+    def welcome(self, frame: Hello, is_there: bool) -> None:
+        """A near relay begins, or begins anew: what is under way from before is not taken any more.
+
+        `is_there`: whether its token is. One without counts as away until it comes, or until it sends something.
+        """
+        with self._lock:
+            if frame.attempt < self.attempt:
+                return
+            knows = frame.attempt > self._first_attempt
+            if frame.attempt != self.attempt:
+                self.attempt, self._gap, self._incoming.consumed, self._said = frame.attempt, False, 0, (0, 0)
+                self._newest, self._newest_status = (0, 0), 0
+            if is_there:
+                self._away_since = None
+            elif self._away_since is None:
+                self._away_since = time.monotonic()
+            welcome = Welcome(
+                self.near, self._inbound.id, self.attempt, self._terms.messages, self._terms.nbytes,
+                self._incoming.received, knows, self._inbound.path,
+            )  # fmt: skip
+        self._inbound.session.answer(self._inbound.keys.near(self.near), welcome.head())
+
+    def feed(self, head: bytes, body: Any) -> None:
+        """A frame has come. One that asks for a sign of life gets it at once, whatever the thread does."""
+        if self._service is not None and len(head) > _KIND_AT and head[_KIND_AT] in (STATE, CANCEL):
+            self._hear(self._service, head, body)
+            return
+        status: tuple[int, ...] = ()
+        if len(head) > _KIND_AT and head[_KIND_AT] == STATUS:
+            status = self._place_of(head, body)
+            if not status:
+                return
+        if not self._queue.put(head, body, status=status):
+            self._inbound.count_bad(WireError("more bytes than the window allows"))
+            return
+        with self._lock:
+            if self._away_since is not None:  # it sends, though its token is not there, or the thread waits for a slot
+                self._away_since = time.monotonic()
+        if status:
+            self._state_due = time.monotonic() + _STATE_S
+            self._inbound.session.answer(self._inbound.keys.near(self.near), self._state().head())
+
+    def _place_of(self, head: bytes, body: Any) -> tuple[int, ...]:
+        """What a STATUS tells of; empty if it is none, or not for this relay, which is counted."""
+        try:
+            frame = parse(head, body.to_bytes())
+            if not isinstance(frame, Status) or frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+        except WireError as error:
+            self._inbound.count_bad(error)
+            return ()
+        return frame.attempt, frame.number
+
+    def _hear(self, service: FarService, head: bytes, body: Any) -> None:
+        """What the near relay says of requests and replies, whatever the thread does."""
+        try:
+            frame = parse(head, body.to_bytes())
+            if frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+            with self._lock:
+                is_current, received = frame.attempt == self.attempt, self._incoming.received
+            if is_current and isinstance(frame, State):
+                service.confirm(frame)
+            elif is_current and isinstance(frame, Cancel):
+                service.cancel(frame, received)
+        except WireError as error:
+            self._inbound.count_bad(error)
+
+    def _acknowledge(self, numbers: Sequence[int]) -> None:
+        """Of a service: the near relay needs these items no more."""
+        with self._lock:
+            for number in numbers:
+                self._incoming.acknowledge(number)
+        self._inbound.acknowledged += len(numbers)
+        self._due = True
+        self._queue.wake()
+
+    def note_presence(self, is_there: bool) -> None:
+        """The near relay's token has come or gone."""
+        with self._lock:
+            self._away_since = None if is_there else time.monotonic()
+
+    # --- the thread
+
+    def _send(self, head: bytes, body: bytes = b"") -> None:
+        if self._to_near is not None:
+            self._to_near.send(head, body)
+
+    def _run(self) -> None:
+        try:
+            self._to_near = self._inbound.session.sender(self._inbound.keys.near(self.near))  # may wait
+            while not self._stop and not self._is_over:
+                got = self._queue.get(self._interval())
+                if got is not None:
+                    self._take(*got)
+                del got
+                self._tick()
+                self._collect()
+                self._say_if_due()
+        except _Refused as error:
+            if not self._stop:
+                self._inbound.refuse(self, str(error))
+        except Exception as error:
+            log.exception("relay of channel %s: a stream ends by an error", self._inbound.name)
+            self._inbound.refuse(self, repr(error))
+        try:
+            self._inbound.forget(self)
+            if self._stop:  # what was published is not to be sent again to a successor
+                self._send(self._state().head())
+            self._finish()
+        finally:
+            if self._to_near is not None:
+                self._to_near.close()
+            self._inbound.note_end(self)
+
+    def _interval(self) -> float:
+        if self._service is not None:
+            return _BUSY_S if self._service.has_untaken else _TICK_S
+        if not any(map(len, self._unfinished.values())):
+            return _IDLE_S
+        return _BUSY_S if time.monotonic() - self._progress < _PROGRESS_S else _SLOW_S
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            away = self._away_since
+        if away is not None and now - away > self._terms.away:
+            log.warning(
+                "relay of channel %s: near relay %016x has been away for %g s, its senders leave",
+                self._inbound.name, self.near, self._terms.away,
+            )  # fmt: skip
+            self._is_over = True
+        if self._service is not None:
+            with self._lock:
+                if not self._gap and self._service.is_unheard(self.attempt):
+                    self._gap = self._due = True
+        if now >= self._audience_due:
+            self._audience_due = now + _TICK_S
+            self._look_at_audience()
+
+    def _look_at_audience(self) -> None:
+        if self._service is not None:
+            try:
+                self._service.look_for_servers()
+            except ArgumentError as error:
+                raise _Refused(str(error)) from None
+            return
+        found = [it.audience() for it in self._senders.values() if not isinstance(it, FarClient)]
+        audience = LOSSLESS if LOSSLESS in found else LATEST if LATEST in found else NOBODY
+        if audience != self._audience:
+            self._audience, self._due = audience, True
+        begun = [it[0] for waiting in self._unfinished.values() for it in waiting if was_claimed(*it[1:])]
+        if max(begun, default=0) > self._begun:
+            self._begun, self._due = max(begun), True
+
+    def _take(self, head: bytes, body: Any) -> None:
+        try:
+            data = body.to_bytes()
+            frame = parse(head, data)
+            if frame.far != self._inbound.id:
+                raise WireError(f"frame for relay {frame.far:016x}")
+            self._handle(frame, len(data))
+        except WireError as error:
+            self._inbound.count_bad(error)
+        finally:
+            self._queue.note_done(head, body)
+
+    def _handle(self, frame: Frame, nbytes: int) -> None:
+        if isinstance(frame, Cancel) and self._pattern == WORK_QUEUE:  # of whichever attempt: the next one has begun
+            self._withdraw(frame.numbers)
+            return
+        with self._lock:
+            if frame.attempt != self.attempt:
+                return
+            if isinstance(frame, (Items, Part, Status)):
+                self._note_newest(frame)
+        # crash: relay.received
+        if self._service is not None:
+            self._service.arrived_ns = time.monotonic_ns()
+        try:
+            if isinstance(frame, Items):
+                after = frame.after
+                for item in frame.items:
+                    self._check_attempt(frame)
+                    if not self._accept(after, item.number):
+                        after = item.number
+                        continue
+                    after = item.number
+                    self._pass_on(frame, item)
+            elif isinstance(frame, Part):
+                self._add(frame)
+            elif isinstance(frame, Status):
+                self._note_senders(frame)
+                if frame.sent > self._incoming.received or frame.nbytes > self._incoming.consumed:
+                    raise Gap
+                if self._service is not None:
+                    self._service.open(frame.attempt)
+            elif isinstance(frame, Bye):
+                self._is_over = frame.ends
+            else:
+                raise WireError(f"{type(frame).__name__} is not for a far relay")
+        except _OfBefore:
+            return
+        except Gap:
+            with self._lock:
+                if frame.attempt == self.attempt:  # else what is missing is sent again already
+                    self._gap = self._due = True
+        with self._lock:
+            if frame.attempt == self.attempt:
+                self._incoming.consumed += nbytes
+                self._due = True
+
+    def _note_newest(self, frame: Items | Part | Status) -> None:
+        """Within an attempt, each frame of its kind is newer than the one before: another one is a replay."""
+        if isinstance(frame, Status):
+            if frame.number <= self._newest_status:
+                raise WireError(f"STATUS {frame.number} comes again, behind {self._newest_status}")
+            self._newest_status = frame.number
+            return
+        place = (frame.number, frame.offset) if isinstance(frame, Part) else (frame.items[0].number, 0)
+        if place <= self._newest:
+            raise WireError(f"item {place[0]} at {place[1]} comes again, behind {self._newest[0]} at {self._newest[1]}")
+        self._newest = (frame.items[-1].number, 0) if isinstance(frame, Items) else place
+
+    def _accept(self, after: int, number: int) -> bool:
+        self._filling = None  # what was begun before is not gone on with: a request that has ended
+        with self._lock:
+            is_new = self._incoming.accept(after, number)
+        if not is_new:
+            self._inbound.duplicates += 1
+        return is_new
+
+    def _check_attempt(self, frame: Frame) -> None:
+        """Raise `_OfBefore` if the near relay has begun anew: it sends this again, and may have done so already."""
+        with self._lock:
+            if frame.attempt != self.attempt:
+                raise _OfBefore
+
+    def _pass_on(self, frame: Frame, item: Item) -> None:
+        """Publish one whole item."""
+        if not self._is_sound(item.number, item.description, len(item.payload)):
+            return
+        sender = self._sender(item.sender)
+        seq = self._place(frame, lambda: sender.forward(item, _FULL_S))
+        self._note_published(item.number, item.sender, sender, seq, len(item.payload))
+
+    def _add(self, frame: Part) -> None:
+        """Copy a part of an item into its slot; publish it with the last one."""
+        if frame.offset == 0:
+            if not self._accept(frame.after, frame.number):
+                return
+            if not self._is_sound(frame.number, frame.description, frame.nbytes):
+                return
+            sender = self._sender(frame.sender)
+            filling = self._place(frame, lambda: sender.fill(frame, _FULL_S))
+            self._filling = frame.attempt, frame.number, filling, frame.sender
+        elif self._filling is None or self._filling[:2] != (frame.attempt, frame.number):
+            if frame.number <= self._incoming.received:
+                return  # the rest of one that was received before, or passed over
+            raise Gap
+        filling = self._filling[2]
+        if frame.offset != filling.filled or frame.nbytes != filling.nbytes:
+            self._filling = None
+            raise Gap
+        filling.add(frame.payload)
+        if filling.filled == filling.nbytes:
+            self._filling = None
+            # crash: relay.filled
+            sender = self._sender(frame.sender)
+            self._note_published(frame.number, frame.sender, sender, filling.finish(), filling.nbytes)
+
+    def _is_sound(self, number: int, description: bytes, nbytes: int) -> bool:
+        """Whether receivers could read an item. One that they could not is passed over, as they would do."""
+        try:
+            if self._service is not None:
+                self._service.begin(number, description)
+                description = description[NOTE:]
+            raw.check(description, nbytes)
+        except WireError as error:
+            self._inbound.count_bad(WireError(f"item {number} is passed over: {error}"))
+            with self._lock:
+                self._incoming.receive(number)
+                self._incoming.acknowledge(number)
+            self._due = True
+            return False
+        return True
+
+    def _place(self, frame: Frame, attempt: Callable[[], Any]) -> Any:
+        """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported."""
+        while True:
+            try:
+                return attempt()
+            except RingFull:
+                if self._stop:
+                    raise _Refused("this far relay ends") from None
+                self._check_attempt(frame)
+                self._tick()
+                self._collect()
+                self._say_if_due()
+                if self._is_over:
+                    raise _Refused("away for too long") from None
+            except ShmTensorError as error:
+                raise _Refused(str(error)) from None
+
+    def _note_published(self, number: int, uid: int, sender: _Far, seq: int, nbytes: int) -> None:
+        # crash: relay.published
+        inbound = self._inbound
+        with self._lock:
+            self._incoming.receive(number)
+            if isinstance(sender, FarPublisher):
+                self._incoming.acknowledge(number)
+                inbound.acknowledged += 1
+        if isinstance(sender, FarProducer):
+            self._unfinished[uid].add(number, *sender.done_word(seq), seq)
+            self._progress = time.monotonic()
+        inbound.messages += 1
+        inbound.nbytes += nbytes
+        self._due = True
+
+    # --- its senders
+
+    def _sender(self, uid: int) -> _Far:
+        """The sender of the far channel for one of the near channel, made when STATUS has announced it."""
+        found = self._senders.get(uid)
+        if found is not None:
+            return found
+        if uid not in self._labels:
+            raise WireError(f"an item of sender {uid:016x}, which no STATUS has announced")
+        terms, label = self._terms, relayed_label(self._labels.get(uid, ""), self._path)
+        try:
+            if self._service is not None:
+                found = FarClient(
+                    self._service, self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label
+                )
+            elif self._pattern == WORK_QUEUE:
+                found = FarProducer(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
+            else:
+                found = FarPublisher(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
+        except ShmTensorError as error:
+            raise _Refused(str(error)) from None
+        self._senders[uid], self._unfinished[uid] = found, Unfinished()
+        return found
+
+    def _note_senders(self, frame: Status) -> None:
+        """Those that have come there appear here, those that have left there leave."""
+        there = {it.uid: it.label for it in frame.senders}
+        self._labels = there
+        if self._service is not None:  # a client's comes with its first request
+            self._service.note_paths(hop for label in there.values() for hop in path_of(label))
+        else:
+            if there.keys() - self._senders.keys():
+                self._audience_due = 0.0
+            for uid in there:
+                self._sender(uid)
+        self._leaving = self._senders.keys() - there.keys()
+        if self._filling is not None and self._filling[3] in self._leaving:
+            self._filling = None  # the rest was given up: while it comes, its sender is named
+
+    def _withdraw(self, numbers: Sequence[int]) -> None:
+        """The near relay has taken messages back: here, no consumer gets those that none has."""
+        wanted = set(numbers)
+        for uid, waiting in self._unfinished.items():
+            sender = self._senders[uid]
+            for number, words, at, seq in [it for it in waiting if it[0] in wanted]:
+                if isinstance(sender, FarProducer) and sender.withdraw(words, at, seq):
+                    waiting.drop(number)
+                    with self._lock:
+                        self._incoming.acknowledge(number)
+        self._due = True
+
+    def _collect(self) -> None:
+        """Find out what consumers have done, and let those senders leave that have nothing more to wait for."""
+        for waiting in self._unfinished.values():
+            done = list(waiting.done()) if len(waiting) else []
+            if done:
+                # crash: relay.done
+                self._progress, self._due = time.monotonic(), True
+                with self._lock:
+                    for number in done:
+                        self._incoming.acknowledge(number)
+                self._inbound.acknowledged += len(done)
+        if self._service is not None:
+            credit = self._service.servers, self._service.credit()
+            if credit != self._credit:
+                self._credit, self._due = credit, True
+        for uid in [uid for uid in self._leaving if not len(self._unfinished[uid]) and self._filling is None]:
+            self._leaving.discard(uid)
+            self._unfinished.pop(uid)
+            self._senders.pop(uid).close()
+
+    def _finish(self) -> None:
+        """The near relay is gone: its senders leave, those of a queue when all is done; or this relay ends."""
+        self._filling = None
+        if self._service is not None:
+            self._service.stop()
+        self._leaving = set(self._senders)
+        while self._senders and not self._stop:
+            self._collect()
+            if self._senders:
+                time.sleep(_SLOW_S)
+        while self._senders:
+            self._senders.popitem()[1].close()
+        self._unfinished.clear()
+
+    # --- what it says
+
+    def _say_if_due(self) -> None:
+        if not self._due and time.monotonic() < self._state_due:
+            return
+        with self._lock:
+            consumed, received = self._incoming.consumed, self._incoming.received
+        far_on = (
+            consumed - self._said[0] >= self._terms.nbytes // 4 or received - self._said[1] >= self._terms.messages // 4
+        )
+        if far_on or self._queue.empty():
+            self._due = False
+            self._said, self._state_due = (consumed, received), time.monotonic() + _STATE_S
+            self._send(self._state().head())
+            # crash: relay.stated
+
+    def _state(self) -> State:
+        service = self._service
+        servers, credit = (0, 0) if service is None else (service.servers, service.credit())
+        with self._lock:
+            incoming = self._incoming
+            if self._pattern == WORK_QUEUE:
+                credit = max(0, self._begun - incoming.acknowledged)
+            return State(
+                self.near, self._inbound.id, self.attempt, incoming.received, incoming.acknowledged, incoming.consumed,
+                self._gap, self._audience, [it for it in incoming.ranges(MOST_RANGES) if it[1] <= incoming.received],
+                servers, credit,
+            )  # fmt: skip
+
+    # --- outside
+
+    @property
+    def pattern(self) -> int:
+        return self._pattern
+
+    @property
+    def received(self) -> int:
+        """The newest item that is received."""
+        with self._lock:
+            return self._incoming.received
+
+    @property
+    def in_flight(self) -> int:
+        return sum(map(len, list(self._unfinished.values())))
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._stop = True
+
+    def join(self) -> None:
+        """Wait until it has left the channel."""
+        self._thread.join()
+        with contextlib.suppress(Exception):
+            self._inbound.session.answer(
+                self._inbound.keys.near(self.near), Bye(self.near, self._inbound.id, self.attempt, False).head()
+            )
