@@ -120,7 +120,8 @@ class RemoteError(ShmTensorError):
     """A server could not answer a request, or a new worker of a pool could not start.
 
     Cause: its handler raised, or dropped the request without an answer. `type_name` is the type's name, or
-    `"Failed"` for `req.fail("text")`, `"Unanswered"` for a dropped request, `"NoRoom"` for a reply without room.
+    `"Failed"` for `req.fail("text")`, `"Unanswered"` for a dropped request, `"NoRoom"` for a reply without
+    room, or for a request for which a relay's far host has none.
     Remedy: read `remote_traceback`. The exception itself is not sent: nothing is unpickled.
     """
 

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ..channel.names import reply_channel
+from ..codec.encode import encode
 from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
 from ..errors import ClosedError
-from ..rpc.endpoints import ONCE
+from ..rpc.endpoints import FAILED, ONCE
+from ..rpc.request import MOST_TEXT
 from .endpoints import FarCall, FarRequestSender, Filling, NearReplyReceiver, count_servers
 from .frames import (
     DIED,
@@ -44,14 +46,16 @@ log = logging.getLogger("shmtensor.relay")
 class _Ended:
     """How a request ended there, as something to send: a reply, or why there is none."""
 
-    def __init__(self, call: FarCall, end: int, attempts: int, message: Message | None = None) -> None:
-        self.number, self._message = call.number, message
-        self._note = ReplyNote(end, attempts).pack()
+    def __init__(
+        self, number: int, end: int, attempts: int, message: Message | None = None, described: bytes = b""
+    ) -> None:
+        self.number, self._message = number, message
+        self._described = ReplyNote(end, attempts).pack() + described
 
     def read(self) -> tuple[Any, bytes]:
         """Payload and description, to be sent."""
         message = self._message
-        return (b"", self._note) if message is None else (message.value, self._note + message.meta)
+        return (b"", self._described) if message is None else (message.value, self._described + message.meta)
 
     def release(self) -> None:
         """The near relay has it."""
@@ -134,6 +138,7 @@ _SILENCE_S: Final = 3.0
 """Seconds without a confirmation that can be true, which comes each second, after which replies are sent anew."""
 _STATUS_S: Final = 1.0
 _FOREVER: Final = 1 << 30
+_DECLINED: Final = 'service "{}": the far host has no room for this request: {}'
 
 
 class FarService:
@@ -178,10 +183,16 @@ class FarService:
         self._stop = self._posted = False
         self._taken: set[int] = set()  # numbers of requests that were seen to be taken, and have not ended
         self._slices: deque[list[int]] = deque()  # number of a slice of time, and how many were taken in it
-        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name} replies", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     # --- the stream's thread
+
+    def start(self) -> None:
+        """Begin, unless that is done. Raises `RuntimeError` if there is no thread for it."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"shmtensor relay {self._name} replies", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def add(self, client: FarClient) -> None:
         """A near client's requests come."""
@@ -212,6 +223,15 @@ class FarService:
             self._changed.notify_all()
         if is_unwanted:
             client.requests.cancel(call)
+
+    def decline(self, number: int, why: str) -> None:
+        """A request cannot be posted: its client gets an error that says why."""
+        error = {"type": "NoRoom", "text": _DECLINED.format(self._name, why)[:MOST_TEXT], "traceback": ""}
+        out = encode(error, {FAILED: True})
+        with self._changed:
+            self._unwanted.discard(number)
+            self._add_end(_Ended(number, REPLY, 0, described=bytes(out.description)))
+            self._changed.notify_all()
 
     def note_paths(self, paths: Iterable[int]) -> None:
         """The requests come through the channels of these hashes: what leads back there takes none of them."""
@@ -334,7 +354,7 @@ class FarService:
                     message.release()  # it has ended before
                 else:
                     # crash: relay.replied
-                    self._note_end(_Ended(call, REPLY, 0, message))
+                    self._note_end(_Ended(call.number, REPLY, 0, message))
                 timeout = 0
                 del message
         except ClosedError:  # the stream has closed it
@@ -346,9 +366,12 @@ class FarService:
                 self._taken.discard(ended.number)
             else:
                 self._count_taken(1)
-            self._ended[ended.number] = ended
-            self._new.append(ended)
-            self._progress = time.monotonic()
+            self._add_end(ended)
+
+    def _add_end(self, ended: _Ended) -> None:
+        self._ended[ended.number] = ended
+        self._new.append(ended)
+        self._progress = time.monotonic()
 
     def _check_calls(self, client: FarClient) -> None:
         """Find the calls of a client for which no reply will come."""
@@ -368,7 +391,7 @@ class FarService:
             self._take_from(client, 0)  # a reply comes before its `done`: it is there now, or there is none
         for call in over:
             if client.calls.pop(call.seq, None) is not None:
-                self._note_end(_Ended(call, *self._verdict(client, call)))
+                self._note_end(_Ended(call.number, *self._verdict(client, call)))
 
     def _verdict(self, client: FarClient, call: FarCall) -> tuple[int, int]:
         """Why a request has no reply, and how many servers have had it."""
@@ -456,7 +479,8 @@ class FarService:
         with self._changed:
             self._stop = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         with self._changed:
             ended = list(self._ended.values())
             self._ended.clear()

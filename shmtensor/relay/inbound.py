@@ -61,7 +61,7 @@ class Inbound:
             frame = parse(head, body.to_bytes())
         except OtherProtocol as error:
             if error.near:
-                self._refuse(error.near, error.attempt, str(error))
+                self.refuse(error.near, error.attempt, str(error))
             return
         except WireError as error:
             self.count_bad(error)
@@ -71,21 +71,30 @@ class Inbound:
             return
         why = self._objection(frame)
         if why:
-            self._refuse(frame.near, frame.attempt, why)
+            self.refuse(frame.near, frame.attempt, why)
             return
         with self.lock:
             if self._stop:
                 return
-            stream, is_there = self._streams.get(frame.near), frame.near in self._alive
+            stream, is_there, failed = self._streams.get(frame.near), frame.near in self._alive, ""
             is_new = stream is None and len(self._streams) < _MOST_STREAMS
             if is_new:
-                stream = self._streams[frame.near] = Stream(self, frame)
-                self.connections += 1
-                self.lock.notify_all()
+                try:
+                    stream = Stream(self, frame)
+                    stream.start()
+                except RuntimeError as error:
+                    failed = str(error)
+                else:
+                    self._streams[frame.near] = stream
+                    self.connections += 1
+                    self.lock.notify_all()
+        if failed:
+            self.refuse(frame.near, frame.attempt, f"the far relay has no thread for another near one: {failed}")
+            return
         if is_new:
             log.info("relay of channel %s: near relay %016x has come", self.name, frame.near)
         if stream is None:
-            self._refuse(frame.near, frame.attempt, f"the far relay has {_MOST_STREAMS} near ones, and takes no more")
+            self.refuse(frame.near, frame.attempt, f"the far relay has {_MOST_STREAMS} near ones, and takes no more")
         else:
             stream.welcome(frame, is_there)
 
@@ -105,16 +114,35 @@ class Inbound:
             return f'it would lead from channel "{self.name}" to itself: name another one there, by remote='
         return ""
 
-    def _refuse(self, near: int, attempt: int, why: str) -> None:
+    def refuse(self, near: int, attempt: int, why: str) -> bool:
+        """Answer a near relay, which asks again later. Returns whether that reason is a new one, which is logged."""
+        is_new = self._tell(near, why)
         with self.lock:
             self.refused += 1
+        if is_new:
+            log.error("relay of channel %s refuses near relay %016x: %s", self.name, near, why)
+        self.session.answer(self.keys.near(near), Refuse(near, self.id, attempt, why).head(why.encode()), why.encode())
+        return is_new
+
+    def note_shortage(self, near: int, why: str) -> None:
+        """What a near relay has sent waits, since something is short here."""
+        if self._tell(near, why):
+            log.error("relay of channel %s holds up near relay %016x, and goes on trying: %s", self.name, near, why)
+
+    def note_supply(self, near: int) -> None:
+        """What was told of a near relay is over."""
+        with self.lock:
+            self._told.pop(near, None)
+        log.info("relay of channel %s: near relay %016x goes on", self.name, near)
+
+    def _tell(self, near: int, why: str) -> bool:
+        """Whether it is to be logged what is the matter with a near relay: it was not, since something else was."""
+        with self.lock:
             is_new = self._told.get(near) != why
             if len(self._told) > _MOST_STREAMS:
                 self._told.clear()
             self._told[near] = why
-        if is_new:
-            log.error("relay of channel %s refuses near relay %016x: %s", self.name, near, why)
-        self.session.answer(self.keys.near(near), Refuse(near, self.id, attempt, why).head(why.encode()), why.encode())
+        return is_new
 
     def _on_data(self, head: bytes, body: Any) -> None:
         near = _peek_near(head, _NEAR_AT)[0] if len(head) >= _NEAR_AT + 8 else 0
@@ -150,11 +178,6 @@ class Inbound:
         log.error("relay of channel %s: a frame is dropped: %s", self.name, str(error))
 
     # --- its streams
-
-    def refuse(self, stream: Stream, why: str) -> None:
-        """A stream cannot go on: its near relay asks again later."""
-        self.forget(stream)
-        self._refuse(stream.near, stream.attempt, why)
 
     def forget(self, stream: Stream) -> None:
         """A stream takes nothing more."""

@@ -121,6 +121,8 @@ class Outbound:
         self._changed = threading.Condition()
         self._state, self.reason = SEEKING, ""
         self._shortage = ""  # what is short now, and was told
+        self._refusal = ""  # why this was refused last, as it was told, until more is received there
+        self._received = 0  # the newest item of which that was said
         self._events: deque[Frame | _Gone | str] = deque()
         self._sending: ItemSender[Sent] | None = None  # of this attempt
         self._far_path = 0
@@ -197,6 +199,8 @@ class Outbound:
             self._heard = time.monotonic()
             self._audience = frame.audience
             self._gap = self._gap or frame.gap
+            if frame.received > self._received:
+                self._received, self._refusal = frame.received, ""
             self._servers, self._credit = frame.servers, (frame.credit, frame.received)
             if self._pattern == WORK_QUEUE:
                 self._begun = max(self._begun, frame.acknowledged + frame.credit)
@@ -303,7 +307,7 @@ class Outbound:
                 self._on_welcome(event)
             elif event.attempt == self._attempt and isinstance(event, Refuse):
                 if self._state == OPEN and event.far == self._far:
-                    self._begin_anew("refused")
+                    self._begin_anew("refused", is_told=True)
                 if self._state != OPEN:  # a WELCOME of this attempt, by another far relay, may still come
                     self._note_refusal(event.why)
             elif isinstance(event, Bye):
@@ -314,17 +318,17 @@ class Outbound:
 
     def _note_refusal(self, why: str) -> None:
         with self._changed:
-            is_new = self._state != REFUSED or self.reason != why
-            self._state, self.reason = REFUSED, why
+            is_new = self._refusal != why  # each attempt may come as far as to be connected, and be refused then
+            self._state, self.reason, self._refusal = REFUSED, why, why
             self._hello_due = time.monotonic() + _HELLO_REFUSED_S
             self._changed.notify_all()
         if is_new:
             log.error("relay of channel %s is refused, and will ask again: %s", self.name, why)
 
-    def _begin_anew(self, why: str) -> None:
-        """The connection is over: another attempt begins."""
+    def _begin_anew(self, why: str, *, is_told: bool = False) -> None:
+        """The connection is over: another attempt begins. `is_told`: why is logged otherwise."""
         with self._changed:
-            if self._state == OPEN:
+            if self._state == OPEN and not is_told:
                 log.warning("relay of channel %s looks for its peer: %s", self.name, why)
             self._state, self.reason, self._far = SEEKING, why, 0
             self._attempt += 1
@@ -406,7 +410,10 @@ class Outbound:
             self.connections += 1
             self.resent += len(again)
             self._changed.notify_all()
-        log.info("relay of channel %s is connected%s", self.name, f", and sends {len(again)} again" if again else "")
+        if not self._refusal:
+            log.info(
+                "relay of channel %s is connected%s", self.name, f", and sends {len(again)} again" if again else ""
+            )
 
     # --- while it is connected
 
@@ -723,8 +730,9 @@ class Outbound:
         if self._replying is not None:
             self._replying.stop()
         if self._state not in (CLOSED, FAILED):
-            if self._far:
-                self._put(Bye(self._id, self._far, self._attempt, True).head())
+            far = self._far or (self._last_far if self._state == REFUSED else 0)  # which keeps the senders for this one
+            if far:
+                self._put(Bye(self._id, far, self._attempt, True).head())
             self._leave()
             with self._changed:
                 self._state = CLOSED

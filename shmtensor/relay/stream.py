@@ -10,12 +10,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..codec import raw
-from ..errors import ArgumentError, RingFull, ShmTensorError, WireError
+from ..errors import ArgumentError, ResourceError, RingFull, ShmTensorError, TimedOut, WireError
 from .endpoints import FarProducer, FarPublisher, path_of, relayed_label, was_claimed
 from .far_requests import FarClient, FarService
 from .frame_queue import FrameQueue
@@ -57,6 +57,9 @@ _BUSY_S: Final = 0.001
 _SLOW_S: Final = 0.01
 _PROGRESS_S: Final = 0.05
 _FULL_S: Final = 0.2
+_SHORT_S: Final = 0.2
+_PATIENCE_S: Final = 5.0
+"""Seconds for which something that is short is waited for, before the near relay is told."""
 _STATE_S: Final = 1.25
 """Seconds after which STATE is sent again if no STATUS has asked for it, as one does each second unless it waits on a
 slow link behind what comes before it: a sign of life."""
@@ -77,11 +80,11 @@ class Terms:
 
 
 class _OfBefore(Exception):
-    """A frame's attempt is over: nothing more of it is taken."""
+    """A frame's attempt is over, or its stream: nothing more of it is taken."""
 
 
 class _Refused(Exception):
-    """This near relay cannot be served now."""
+    """What this near relay has sent cannot be taken now: another attempt may do better."""
 
 
 _Far = FarPublisher | FarProducer | FarClient
@@ -113,6 +116,9 @@ class Stream:
         self._filling: tuple[int, int, Any, int] | None = None  # attempt, number, a `Filling`, sender
         self._away_since: float | None = None
         self._is_over = self._stop = False
+        self._refusal = ""  # why this attempt was refused: nothing more of it is taken
+        self._shortage: tuple[Any, str, float] | None = None  # what is short, as it was told; since when
+        self._is_told = self._lacks_senders = False
         self._progress = self._audience_due = self._state_due = 0.0
         self._due = True  # something has changed that STATE has not said yet
         self._said = (0, 0)
@@ -124,6 +130,9 @@ class Stream:
                 self._acknowledge,
             )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {inbound.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Raises `RuntimeError` if there is no thread for it: then nothing is left."""
         self._thread.start()
 
     # --- in Zenoh's threads
@@ -136,7 +145,7 @@ class Stream:
         with self._lock:
             if frame.attempt < self.attempt:
                 return
-            knows = frame.attempt > self._first_attempt
+            knows, self._refusal = frame.attempt > self._first_attempt, ""
             if frame.attempt != self.attempt:
                 self.attempt, self._gap, self._incoming.consumed, self._said = frame.attempt, False, 0, (0, 0)
                 self._newest, self._newest_status = (0, 0), 0
@@ -167,6 +176,11 @@ class Stream:
             if self._away_since is not None:  # it sends, though its token is not there, or the thread waits for a slot
                 self._away_since = time.monotonic()
         if status:
+            with self._lock:
+                refusal = self._refusal if status[0] == self.attempt else ""
+            if refusal:  # it has not heard that
+                self._inbound.refuse(self.near, status[0], refusal)
+                return
             self._state_due = time.monotonic() + _STATE_S
             self._inbound.session.answer(self._inbound.keys.near(self.near), self._state().head())
 
@@ -217,22 +231,8 @@ class Stream:
             self._to_near.send(head, body)
 
     def _run(self) -> None:
-        try:
-            self._to_near = self._inbound.session.sender(self._inbound.keys.near(self.near))  # may wait
-            while not self._stop and not self._is_over:
-                got = self._queue.get(self._interval())
-                if got is not None:
-                    self._take(*got)
-                del got
-                self._tick()
-                self._collect()
-                self._say_if_due()
-        except _Refused as error:
-            if not self._stop:
-                self._inbound.refuse(self, str(error))
-        except Exception as error:
-            log.exception("relay of channel %s: a stream ends by an error", self._inbound.name)
-            self._inbound.refuse(self, repr(error))
+        while not self._stop and not self._is_over:
+            self._step()
         try:
             self._inbound.forget(self)
             if self._stop:  # what was published is not to be sent again to a successor
@@ -242,6 +242,38 @@ class Stream:
             if self._to_near is not None:
                 self._to_near.close()
             self._inbound.note_end(self)
+
+    def _step(self) -> None:
+        """Take the next frame, if one comes, and look after the senders. What fails ends the attempt, not the stream:
+        its senders stay, as what they have sent is not to be sent again, and nobody is to take them for gone."""
+        try:
+            if self._to_near is None:
+                self._to_near = self._inbound.session.sender(self._inbound.keys.near(self.near))  # may wait
+            if self._service is not None:
+                self._service.start()
+            got = self._queue.get(self._interval())
+            if got is not None:
+                self._take(*got)
+            del got
+            self._tick()
+            self._collect()
+            self._say_if_due()
+        except _Refused as error:
+            self._refuse(str(error))
+        except Exception as error:
+            if self._refuse(repr(error)):
+                log.exception("relay of channel %s: a near relay is refused for an error", self._inbound.name)
+            time.sleep(_SHORT_S)
+
+    def _refuse(self, why: str) -> bool:
+        """Take nothing more of this attempt. Returns whether that reason is a new one."""
+        with self._lock:
+            if self._refusal or self._stop or self._is_over:
+                return False
+            self._refusal, attempt = why, self.attempt
+        self._filling, self._is_told = None, True
+        # crash: relay.refused
+        return self._inbound.refuse(self.near, attempt, why)
 
     def _interval(self) -> float:
         if self._service is not None:
@@ -275,7 +307,11 @@ class Stream:
             except ArgumentError as error:
                 raise _Refused(str(error)) from None
             return
-        found = [it.audience() for it in self._senders.values() if not isinstance(it, FarClient)]
+        senders = [it for it in self._senders.values() if not isinstance(it, FarClient)]
+        try:
+            found = {it.audience() for it in senders}
+        except (ResourceError, TimedOut):  # it is the same as before while that cannot be found out
+            return
         audience = LOSSLESS if LOSSLESS in found else LATEST if LATEST in found else NOBODY
         if audience != self._audience:
             self._audience, self._due = audience, True
@@ -300,7 +336,9 @@ class Stream:
             self._withdraw(frame.numbers)
             return
         with self._lock:
-            if frame.attempt != self.attempt:
+            if isinstance(frame, Bye) and frame.attempt > self.attempt:  # that of a relay which was refused, and ends
+                self._is_over = frame.ends
+            if frame.attempt != self.attempt or (self._refusal and not isinstance(frame, Bye)):
                 return
             if isinstance(frame, (Items, Part, Status)):
                 self._note_newest(frame)
@@ -370,9 +408,10 @@ class Stream:
         """Publish one whole item."""
         if not self._is_sound(item.number, item.description, len(item.payload)):
             return
-        sender = self._sender(item.sender)
-        seq = self._place(frame, lambda: sender.forward(item, _FULL_S))
-        self._note_published(item.number, item.sender, sender, seq, len(item.payload))
+        self._check_announced(item.sender)
+        seq = self._place(frame, item.number, lambda: self._sender(item.sender).forward(item, _FULL_S))
+        if seq is not None:
+            self._note_published(item.number, item.sender, seq, len(item.payload))
 
     def _add(self, frame: Part) -> None:
         """Copy a part of an item into its slot; publish it with the last one."""
@@ -381,23 +420,26 @@ class Stream:
                 return
             if not self._is_sound(frame.number, frame.description, frame.nbytes):
                 return
-            sender = self._sender(frame.sender)
-            filling = self._place(frame, lambda: sender.fill(frame, _FULL_S))
+            self._check_announced(frame.sender)
+            filling = self._place(frame, frame.number, lambda: self._sender(frame.sender).fill(frame, _FULL_S))
+            if filling is None:
+                return
             self._filling = frame.attempt, frame.number, filling, frame.sender
         elif self._filling is None or self._filling[:2] != (frame.attempt, frame.number):
             if frame.number <= self._incoming.received:
                 return  # the rest of one that was received before, or passed over
             raise Gap
-        filling = self._filling[2]
+        _, _, filling, uid = self._filling
         if frame.offset != filling.filled or frame.nbytes != filling.nbytes:
             self._filling = None
             raise Gap
         filling.add(frame.payload)
         if filling.filled == filling.nbytes:
-            self._filling = None
             # crash: relay.filled
-            sender = self._sender(frame.sender)
-            self._note_published(frame.number, frame.sender, sender, filling.finish(), filling.nbytes)
+            seq = self._place(frame, frame.number, filling.finish)
+            self._filling = None
+            if seq is not None:
+                self._note_published(frame.number, uid, seq, filling.nbytes)
 
     def _is_sound(self, number: int, description: bytes, nbytes: int) -> bool:
         """Whether receivers could read an item. One that they could not is passed over, as they would do."""
@@ -415,26 +457,60 @@ class Stream:
             return False
         return True
 
-    def _place(self, frame: Frame, attempt: Callable[[], Any]) -> Any:
-        """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported."""
+    def _place(self, frame: Frame, number: int, attempt: Callable[[], Any]) -> Any:
+        """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported.
+
+        None: there is no room for it, which is what its client gets to know, as it would here.
+        """
         while True:
             try:
                 return attempt()
             except RingFull:
-                if self._stop:
-                    raise _Refused("this far relay ends") from None
-                self._check_attempt(frame)
-                self._tick()
-                self._collect()
-                self._say_if_due()
-                if self._is_over:
-                    raise _Refused("away for too long") from None
+                self._shortage = None
             except ShmTensorError as error:
-                raise _Refused(str(error)) from None
+                if self._service is not None:
+                    return self._decline(self._service, number, str(error))
+                if not isinstance(error, (ResourceError, TimedOut)):
+                    raise _Refused(str(error)) from None
+                self._hold_up(error)
+            if self._stop:
+                raise _OfBefore
+            self._check_attempt(frame)
+            self._tick()
+            self._collect()
+            self._say_if_due()
+            if self._is_over:
+                raise _OfBefore
 
-    def _note_published(self, number: int, uid: int, sender: _Far, seq: int, nbytes: int) -> None:
+    def _hold_up(self, error: ShmTensorError) -> None:
+        """Something is short: a pause, then the same again. If that lasts, the near relay is told, and tries again.
+
+        The text is that of the first error of its kind: it may say what is free just now, and is not logged each time.
+        """
+        kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
+        if self._shortage is None or self._shortage[0] != kind:
+            since = now if self._shortage is None else self._shortage[2]
+            self._shortage, self._is_told = (kind, str(error), since), True
+            self._inbound.note_shortage(self.near, str(error))
+        _, why, since = self._shortage
+        if now - since >= _PATIENCE_S:
+            raise _Refused(why)
+        time.sleep(_SHORT_S)
+
+    def _decline(self, service: FarService, number: int, why: str) -> None:
+        """A request ends with an error: what one client asks for holds up no other one."""
+        with self._lock:
+            self._incoming.receive(number)
+        # crash: relay.declined
+        service.decline(number, why)
+        self._due = True
+
+    def _note_published(self, number: int, uid: int, seq: int, nbytes: int) -> None:
         # crash: relay.published
-        inbound = self._inbound
+        inbound, sender = self._inbound, self._senders[uid]
+        if self._is_told:
+            self._shortage, self._is_told = None, False
+            inbound.note_supply(self.near)
         with self._lock:
             self._incoming.receive(number)
             if isinstance(sender, FarPublisher):
@@ -449,25 +525,25 @@ class Stream:
 
     # --- its senders
 
+    def _check_announced(self, uid: int) -> None:
+        """Raise `WireError` if no STATUS has named that sender."""
+        if uid not in self._senders and uid not in self._labels:
+            raise WireError(f"an item of sender {uid:016x}, which no STATUS has announced")
+
     def _sender(self, uid: int) -> _Far:
         """The sender of the far channel for one of the near channel, made when STATUS has announced it."""
         found = self._senders.get(uid)
         if found is not None:
             return found
-        if uid not in self._labels:
-            raise WireError(f"an item of sender {uid:016x}, which no STATUS has announced")
         terms, label = self._terms, relayed_label(self._labels.get(uid, ""), self._path)
-        try:
-            if self._service is not None:
-                found = FarClient(
-                    self._service, self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label
-                )
-            elif self._pattern == WORK_QUEUE:
-                found = FarProducer(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
-            else:
-                found = FarPublisher(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
-        except ShmTensorError as error:
-            raise _Refused(str(error)) from None
+        if self._service is not None:
+            found = FarClient(
+                self._service, self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label
+            )
+        elif self._pattern == WORK_QUEUE:
+            found = FarProducer(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
+        else:
+            found = FarPublisher(self._inbound.name, slots=terms.slots, max_bytes=terms.max_bytes, label=label)
         self._senders[uid], self._unfinished[uid] = found, Unfinished()
         return found
 
@@ -480,11 +556,30 @@ class Stream:
         else:
             if there.keys() - self._senders.keys():
                 self._audience_due = 0.0
-            for uid in there:
-                self._sender(uid)
+            self._make_senders(there)
         self._leaving = self._senders.keys() - there.keys()
         if self._filling is not None and self._filling[3] in self._leaving:
             self._filling = None  # the rest was given up: while it comes, its sender is named
+
+    def _make_senders(self, uids: Iterable[int]) -> None:
+        """Make those that are not here yet. One for which there is no room comes with the first item that it sends:
+        until then, it holds up no other one."""
+        try:
+            for uid in uids:
+                self._sender(uid)
+        except (ResourceError, TimedOut) as error:
+            if not self._senders:
+                raise _Refused(str(error)) from None
+            if not self._lacks_senders:
+                log.error(
+                    "relay of channel %s: a sender of near relay %016x cannot join yet: %s",
+                    self._inbound.name, self.near, error,
+                )  # fmt: skip
+            self._lacks_senders = True
+        except ShmTensorError as error:
+            raise _Refused(str(error)) from None
+        else:
+            self._lacks_senders = False
 
     def _withdraw(self, numbers: Sequence[int]) -> None:
         """The near relay has taken messages back: here, no consumer gets those that none has."""

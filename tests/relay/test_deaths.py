@@ -28,11 +28,12 @@ NEAR_REQUESTS = [*NEAR, "relay.answered", "relay.filled"]
 FAR_REQUESTS = [
     *FAR[:2], "relay.posted", "relay.replied", "relay.sent", "relay.parted", "relay.confirmed", "relay.stated"
 ]  # fmt: skip
+REFUSALS = ["relay.refused", "relay.declined"]
 LARGE = ("relay.parted", "relay.filled")
 
 
 def test_every_point_is_in_the_matrix():
-    assert {*NEAR, *FAR, *QUEUE_ONLY, *NEAR_REQUESTS, *FAR_REQUESTS} == set(points.names("relay"))
+    assert {*NEAR, *FAR, *QUEUE_ONLY, *NEAR_REQUESTS, *FAR_REQUESTS, *REFUSALS} == set(points.names("relay"))
 
 
 def run(channel, pattern, victim, point, nth):
@@ -158,6 +159,36 @@ def test_a_fan_out_goes_on_when_its_near_relay_was_killed(channel, point):
     assert later == list(range(first, count))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_a_far_relay_dies_as_it_refuses(channel, pattern):
+    """What it had no room for goes to its successor, which has."""
+    where, there = endpoint(), f"{channel}-far"
+    make, take = (
+        (shmtensor.Publisher, shmtensor.Subscriber)
+        if pattern == "fan-out"
+        else (shmtensor.Producer, shmtensor.Consumer)
+    )
+    far = {"name": there, "listen": where}
+    with (
+        make(channel) as tx,
+        take(there, until="closed") as rx,
+        Remote("relay", **far, max_bytes="1MiB", crash=["relay.refused", "kill", 1]) as first,
+        Remote("relay", name=channel, to=where, remote=there, pattern=pattern) as near,
+    ):
+        near.wait_for("connected")
+        for size in (10, 10, 2 << 20):
+            tx.send(np.zeros(size, np.uint8))
+        first.wait_for_death()
+        with Remote("relay", **far) as second:
+            second.wait_for("ready")
+            sizes = []
+            while 2 << 20 not in sizes:
+                with rx.recv(timeout=PATIENCE) as message:
+                    sizes.append(len(message.value))
+            assert sizes.count(10) >= 2
+
+
 # --- requests
 
 
@@ -233,6 +264,32 @@ def test_a_request_that_may_be_tried_once_is_tried_once(channel, victim, point):
     ends, begun = ask(channel, victim, point, 2, retry=False)
     assert set(begun.values()) == {1}
     assert not any(ends[-3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_far_relay_dies_as_it_declines(channel, retry):
+    """The request goes to its successor, which has room for it, if it may be tried again."""
+    where, there = endpoint(), f"{channel}-far"
+    far = {"name": there, "listen": where}
+    with (
+        shmtensor.Client(channel) as client,
+        Remote("serve", channel=there) as server,
+        Remote("relay", **far, max_bytes="1MiB", crash=["relay.declined", "kill", 1]) as first,
+        Remote("relay", name=channel, to=where, remote=there, pattern="service") as near,
+    ):
+        for it in (server, near):
+            it.wait_for("ready")
+        future = client.submit({"number": 1, "data": np.zeros(2 << 20, np.uint8)}, retry=retry, timeout=PATIENCE)
+        first.wait_for_death()
+        with Remote("relay", **far) as second:
+            second.wait_for("ready")
+            if retry:
+                assert future.result()["number"] == 1
+            else:
+                with pytest.raises(shmtensor.PeerDied):
+                    future.result()
+        future = None
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
 import shmtensor  # noqa: E402
 from shmtensor.codec.encode import encode  # noqa: E402
-from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending  # noqa: E402
+from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending, stream  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
 from shmtensor.relay.session import Session, why_silent  # noqa: E402
 from shmtensor.relay.stream import Stream  # noqa: E402
@@ -970,6 +970,239 @@ def test_a_channel_that_cannot_be_joined_is_joined_later(channel, pattern, monke
         with rx.recv(timeout=PATIENCE) as message:
             assert message.value == 1
         wait_until(lambda: state_of(near).in_flight == 0)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """While it is set, the far host has no room for what comes; a near relay that is refused asks again soon."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    event, asked = threading.Event(), []
+
+    def limited(may):
+        def refused(end, *arguments):
+            if event.is_set():
+                asked.append(arguments)
+                raise shmtensor.ResourceError(errno.ENOSPC, f"{len(asked)} bytes are free")
+            return may(end, *arguments)
+
+        return refused
+
+    for name in ("forward", "fill"):
+        monkeypatch.setattr(endpoints._FarEnd, name, limited(getattr(endpoints._FarEnd, name)))
+    event.asked = asked
+    return event
+
+
+@pytest.mark.parametrize("size", [10, 300_000], ids=["whole", "in parts"])
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_what_the_far_host_has_no_room_for_stands_still(channel, pattern, size, short, monkeypatch, caplog):
+    """The near relay is told, and asks again and again. What was published there before stays, and comes once; the
+    senders there are the same ones throughout."""
+    monkeypatch.setattr(stream, "_PATIENCE_S", 0.0)
+    make, take = MAKERS[pattern]
+    own = {} if pattern == "fan-out" else {"acknowledge": "release"}
+    with (
+        caplog.at_level(logging.WARNING),
+        make(channel, slots=64) as tx,
+        take(f"{channel}-far", **own) as rx,
+        pair(channel, pattern) as (near, far),
+    ):
+        for number in range(5):
+            tx.send(np.full(10, number))
+        first = rx.recv(timeout=PATIENCE)
+        wait_until(lambda: state_of(far).messages == 5)
+        senders = shmtensor.inspect(f"{channel}-far").senders
+        short.set()
+        for number in range(5, 8):
+            tx.send(np.full(size, number))
+        wait_until(lambda: state_of(near).connections > 5)
+        wait_until(lambda: "bytes are free" in state_of(near).reason)
+        assert [it.uid for it in shmtensor.inspect(f"{channel}-far").senders] == [it.uid for it in senders]
+        assert state_of(far).messages == 5
+        short.clear()
+        assert int(first.value[0]) == 0
+        first.release()
+        for number in range(1, 8):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value == number).all()
+        wait_until(lambda: state_of(near).in_flight == 0)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.3)
+        wait_until(lambda: is_open(near))
+        assert state_of(far).messages == 8
+    said = [it.getMessage() for it in caplog.records]
+    assert sum("is refused, and will ask again" in it for it in said) == 1, said
+    assert sum("holds up near relay" in it or "refuses near relay" in it for it in said) == 1, said
+    assert not any("looks for its peer" in it for it in said), said
+
+
+@pytest.mark.parametrize("size", [10, 300_000], ids=["whole", "in parts"])
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_a_short_lack_of_room_there_is_waited_for(channel, pattern, size, short, caplog):
+    """The connection stays, and to receivers there no sender has left."""
+    make, take = MAKERS[pattern]
+    with take(f"{channel}-far") as rx, pair(channel, pattern) as (near, _):
+        with make(channel) as tx:
+            tx.send(np.full(10, 0))
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value == 0).all()
+            short.set()
+            tx.send(np.full(size, 1))
+            wait_until(lambda: len(short.asked) > 3)
+            short.clear()
+            tx.send(np.full(size, 2))
+            numbers = []
+            for message in rx:
+                numbers.append(int(message.value[0]))
+                message.release()
+                if numbers == [1, 2]:
+                    break
+            assert numbers == [1, 2]
+        assert state_of(near).connections == 1
+    assert sum("holds up near relay" in it.getMessage() for it in caplog.records) == 1
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """While it is set, the far channel has no place for another sender; a near relay asks again soon."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    event, join, tries = threading.Event(), endpoints._Onward.__init__, []
+
+    def refused(end, *arguments, **options):
+        if event.is_set():
+            tries.append(arguments)
+            raise shmtensor.ResourceError(errno.EMFILE, "the channel has 256 members, which is the limit")
+        join(end, *arguments, **options)
+
+    monkeypatch.setattr(endpoints._Onward, "__init__", refused)
+    event.tries = tries
+    return event
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_a_sender_for_which_there_is_no_room_holds_up_no_other_one(channel, pattern, full, caplog):
+    """Until it sends something. When there is room, it is there as well."""
+    make, take = MAKERS[pattern]
+
+    def pass_on(tx, number):
+        tx.send(np.array(number))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == number
+
+    with take(f"{channel}-far", until="closed") as rx, make(channel) as tx, pair(channel, pattern) as (near, _):
+        pass_on(tx, 0)
+        full.set()
+        with make(channel) as newcomer:
+            wait_until(lambda: len(full.tries) > 2)  # it is tried again with each STATUS
+            for number in range(1, 20):
+                pass_on(tx, number)
+            assert state_of(near).connections == 1
+            full.clear()
+            wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 2)
+            pass_on(newcomer, 20)
+            pass_on(tx, 21)
+        assert state_of(near).connections == 1
+    assert sum("cannot join yet" in it.getMessage() for it in caplog.records) == 1
+
+
+def test_no_room_for_any_sender_is_said(channel, full):
+    with pair(channel, "work-queue") as (near, _), shmtensor.Consumer(f"{channel}-far") as rx:
+        full.set()
+        with shmtensor.Producer(channel) as tx:
+            wait_until(lambda: "256 members" in state_of(near).reason)
+            full.clear()
+            tx.send(np.array(1))
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value == 1
+
+
+def test_a_refusal_that_is_lost_is_said_again(channel, short, monkeypatch):
+    monkeypatch.setattr(stream, "_PATIENCE_S", 0.0)
+    answer, lost = Session.answer, []
+
+    def lossy(session, key, head, body=b""):
+        if isinstance(frames.parse(head, bytes(body)), frames.Refuse) and len(lost) < 2:
+            lost.append(key)
+        else:
+            answer(session, key, head, body)
+
+    monkeypatch.setattr(Session, "answer", lossy)
+    with shmtensor.Publisher(channel) as tx, shmtensor.Subscriber(f"{channel}-far") as rx, pair(channel) as (near, _):
+        short.set()
+        tx.send(np.array(1))
+        wait_until(lambda: len(lost) == 2)
+        wait_until(lambda: state_of(near).connections > 2)
+        short.clear()
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 1
+
+
+def test_a_refused_relay_that_ends_takes_its_senders_along(channel, short, monkeypatch):
+    monkeypatch.setattr(stream, "_PATIENCE_S", 0.0)
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Subscriber(f"{channel}-far") as rx,
+        pair(channel, far={"away": 10 * PATIENCE}) as (near, _),
+    ):
+        monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 2 * PATIENCE)
+        short.set()
+        tx.send(np.array(1))
+        wait_until(lambda: state_of(near).state == "refused")
+        near.close(linger=0)
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=PATIENCE)
+
+
+def test_an_error_of_the_far_relay_ends_no_stream_there(channel, monkeypatch, caplog):
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    collect, broken = Stream._collect, threading.Event()
+
+    def failing(it):
+        if broken.is_set():
+            raise ZeroDivisionError("a mistake")
+        collect(it)
+
+    monkeypatch.setattr(Stream, "_collect", failing)
+    with shmtensor.Publisher(channel) as tx, shmtensor.Subscriber(f"{channel}-far") as rx, pair(channel) as (near, _):
+        tx.send(np.array(0))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 0
+        broken.set()
+        wait_until(lambda: state_of(near).connections > 3)
+        broken.clear()
+        tx.send(np.array(1))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 1
+    assert sum(it.exc_info is not None for it in caplog.records) == 1
+
+
+@pytest.mark.parametrize("pattern", ["fan-out", "service"])
+def test_a_far_relay_without_threads_refuses(channel, pattern, monkeypatch):
+    """And keeps nothing of what it could not begin."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    start, short, refused = threading.Thread.start, [True], []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: limited(thread))
+
+    def limited(thread):
+        if short and thread.name == f"shmtensor relay {channel}-far":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    where = endpoint()
+    make = shmtensor.Client if pattern == "service" else shmtensor.Publisher
+    with (
+        make(channel),
+        shmtensor.Relay(f"{channel}-far", listen=where) as far,
+        shmtensor.Relay(channel, to=where, remote=f"{channel}-far", pattern=pattern) as near,
+    ):
+        wait_until(lambda: len(refused) > 3)
+        names = [it.name for it in threading.enumerate()]
+        assert not any(it.startswith(f"shmtensor relay {channel}-far") for it in names), names
+        wait_until(lambda: "can't start new thread" in state_of(near).reason)
+        short.clear()
+        wait_until(lambda: is_open(near))
+        assert state_of(far).connections == 1
 
 
 # --- bad input

@@ -598,6 +598,94 @@ def test_a_relay_that_cannot_become_a_server_tries_again(channel, monkeypatch, c
     assert sum("is held up" in it.message for it in caplog.records) == 1
 
 
+@pytest.mark.parametrize("size", [10, 400_000, 2 << 20], ids=["whole", "in parts", "too large"])
+def test_a_request_without_room_there_fails_alone(channel, size, monkeypatch):
+    """By `max_bytes=` of the far relay, or since it lacks something just then: as a client there would be told."""
+    short = threading.Event()
+
+    def limited(may):
+        def post(*arguments):
+            if short.is_set():
+                raise shmtensor.ResourceError(errno.ENOSPC, "no room")
+            return may(*arguments)
+
+        return post
+
+    for name in ("post_request", "fill_request"):
+        monkeypatch.setattr(endpoints.FarRequestSender, name, limited(getattr(endpoints.FarRequestSender, name)))
+    with (
+        service(channel, far={"max_bytes": "1MiB"}) as (client, near, _),
+        shmtensor.Client(channel) as other,
+        Serving(f"{channel}-far", lambda request: goes_on.wait(PATIENCE) and request.value) as there,
+    ):
+        goes_on = threading.Event()
+        client.wait_for_servers(1, timeout=PATIENCE)
+        before = client.submit("a", timeout=PATIENCE, retry=False)
+        wait_until(lambda: there.begun == ["a"])
+        if size < 1 << 20:
+            short.set()
+        with pytest.raises(shmtensor.RemoteError, match="the far host has no room for this request") as caught:
+            other.request(np.zeros(size, np.uint8), timeout=PATIENCE)
+        assert caught.value.type_name == "NoRoom"
+        short.clear()
+        goes_on.set()
+        assert before.result() == "a"
+        assert other.request("b", timeout=PATIENCE) == "b"
+        settled(near)
+        assert state_of(near).connections == 1
+        assert there.begun == ["a", "b"]
+
+
+def test_a_client_for_which_there_is_no_room_there(channel, monkeypatch):
+    """Its requests fail, until there is a place for it."""
+    full, join = threading.Event(), endpoints._Onward.__init__
+
+    def refused(end, *arguments, **options):
+        if full.is_set():
+            raise shmtensor.ResourceError(errno.EMFILE, "the channel has 256 members, which is the limit")
+        join(end, *arguments, **options)
+
+    monkeypatch.setattr(endpoints._Onward, "__init__", refused)
+    with (
+        service(channel) as (client, near, _),
+        shmtensor.Client(channel) as other,
+        Serving(f"{channel}-far", lambda request: request.value),
+    ):
+        assert client.request(1, timeout=PATIENCE) == 1
+        full.set()
+        with pytest.raises(shmtensor.RemoteError, match="256 members"):
+            other.request(2, timeout=PATIENCE)
+        assert client.request(3, timeout=PATIENCE) == 3
+        full.clear()
+        assert other.request(4, timeout=PATIENCE) == 4
+        assert state_of(near).connections == 1
+
+
+def test_a_service_that_is_refused_for_a_time_keeps_its_requests(channel, monkeypatch):
+    """What a server there has begun with is answered, once."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    look, other = far_requests.FarService.look_for_servers, threading.Event()
+
+    def refused(service):
+        if other.is_set():
+            raise shmtensor.ArgumentError("is a fan-out, not a service")
+        look(service)
+
+    monkeypatch.setattr(far_requests.FarService, "look_for_servers", refused)
+    with service(channel) as (client, near, _), shmtensor.Server(f"{channel}-far") as server:
+        futures = [client.submit(number, timeout=PATIENCE, retry=not number) for number in range(2)]
+        requests = [server.recv(timeout=PATIENCE) for _ in futures]
+        other.set()
+        wait_until(lambda: state_of(near).connections > 3)
+        other.clear()
+        for request in requests:
+            assert not request.cancelled
+            request.reply(request.value)
+        requests.clear()
+        assert [it.result() for it in futures] == [0, 1]
+        settled(near)
+
+
 # --- ends
 
 
