@@ -10,12 +10,13 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from ..codec.leaf import overlapping
 from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import Array
 from ..cuda.runtime import device_of
@@ -31,7 +32,7 @@ from .keys import Key
 from .locations import open_input
 from .manifest import MANIFEST, check_others
 from .opening import PLAIN, Opener, open_once, persistently
-from .plan import Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
+from .plan import Entry, Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
 from .reading import CHUNK, MAX_READERS, Damage, Files, default_readers, private, read_regions
 from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
 from .stamps import check_same, stamp_of
@@ -418,8 +419,9 @@ def load_into(
     Contiguous tensors in host memory of the same dtype and shape are read from the file into the module's own memory,
     such on a CUDA device through a few pinned buffers (after the work that is queued on the current stream). The others
     (of another dtype, with gaps) are copied once, from the mapped file. `load_state_dict` runs with its
-    hooks and checks, and raises its own `RuntimeError`. Digests are compared on the way: if one is wrong,
-    `CheckpointError` is raised, and the module holds what was read. No second copy of the state is made.
+    hooks and checks, and raises its own `RuntimeError`: what hooks that run before, or a module's own
+    `load_state_dict` or `_load_from_state_dict`, may change is copied, too. Digests are compared on the way: if one is
+    wrong, `CheckpointError` is raised, and the module holds what was read. No second copy of the state is made.
 
     >>> import os, tempfile, torch, safetensors.torch
     >>> model = torch.nn.Linear(2, 2)
@@ -435,8 +437,8 @@ def load_into(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(f"load_into fills an nn.Module, not a {type(module).__name__}: use load_checkpoint")
     count = check_options(readers, verify)
-    own = module.state_dict(keep_vars=True)
-    without = [name for name, tensor in own.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
+    own = _Own.of(module)
+    without = [name for name, tensor in own.state.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
     if without:
         raise ArgumentError(
             f"{without[0]} and {len(without) - 1} others of the module are on the device meta, and have no memory to "
@@ -444,13 +446,53 @@ def load_into(
         )
     opened, files = open_files(path, Opener(encryption_key))
     with files:
-        return _load_opened_into(module, own, opened, files, key=key, strict=strict, readers=count, verify=verify)
+        state = _state_for(own, opened, files, key=key, readers=count, verify=verify)
+        return module.load_state_dict(_with_tied(state, own), strict=strict)
 
 
-def _load_opened_into(
-    module: Any, own: dict[str, Any], opened: Opened, files: Files, *, key: str | None, strict: bool, readers: int,
-    verify: Verify,
-) -> Any:  # fmt: skip
+class _Own(NamedTuple):
+    """What a module has to fill.
+
+    state:  its tensors by the names that it gives them
+    direct: those that `load_state_dict` fills with what is loaded under their names, whatever else the module does with
+            a state: parameters and buffers outside of `hooked`
+    hooked: the names of modules, "" for all of it, that may change a state before they are filled: by hooks, or methods
+            that are not torch's; and of those below them
+    """
+
+    state: dict[str, Any]
+    direct: dict[str, Any]
+    hooked: set[str]
+
+    @classmethod
+    def of(cls, module: Any) -> _Own:
+        state = module.state_dict(keep_vars=True)
+        direct, hooked = dict[str, Any](), set[str]()
+        if not _is_of_torch(module.load_state_dict):
+            hooked.add("")
+        of_torch = import_torch().nn.Module  # whose methods a class may have overridden
+        for name, each in of_torch.named_modules(module, remove_duplicate=False):
+            above = name.rpartition(".")[0]
+            if above in hooked or each._load_state_dict_pre_hooks or not _is_of_torch(each._load_from_state_dict):
+                hooked.add(name)
+                continue
+            start = f"{name}." if name else ""
+            for members in (of_torch.named_parameters, of_torch.named_buffers):
+                for own_name, tensor in members(each, recurse=False, remove_duplicate=False):
+                    if state.get(start + own_name) is tensor:
+                        direct[start + own_name] = tensor
+        return cls(state, direct, hooked)
+
+
+def _is_of_torch(method: Any) -> bool:
+    """Whether a method of a module is one of `torch.nn`'s classes."""
+    return f"{getattr(method, '__globals__', {}).get('__name__')}.".startswith("torch.nn.")
+
+
+def _state_for(
+    own: _Own, opened: Opened, files: Files, *, key: str | None, readers: int, verify: Verify
+) -> dict[str, Any]:
+    """The state dict in a checkpoint. What can be is read into the module's own memory, and is it in the state."""
     if opened.state is not None:
         found = opened.state(True)
         if verify == "all":
@@ -459,15 +501,15 @@ def _load_opened_into(
             found = descend(found, key, objects=True)
         if not isinstance(found, dict):
             raise ArgumentError(_NO_STATE_DICT)
-        return module.load_state_dict(_with_tied(found, own), strict=strict)
+        return found
     check_structure(opened.plan)
     tree = opened.plan.tree if key is None else descend(opened.plan.tree, key)
     if not isinstance(tree, dict) or not tree.keys() & {"d", "o", "k"}:
         raise ArgumentError(_NO_STATE_DICT)
     regions = regions_of(opened.plan, tensor_numbers(tree))
     if opened.places is None:
-        state = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
-        return module.load_state_dict(_with_tied(state, own), strict=strict)
+        made: dict[str, Any] = build_state(opened.plan, lambda region: opened.plan.regions[region].bytes(), tree=tree)
+        return made
     targets = _targets(opened.plan, tree, own, is_mapped=opened.mappable)
     filled = {target.region for target in targets}
     others = [region for region in regions if region not in filled]
@@ -487,26 +529,37 @@ def _load_opened_into(
     for target in targets:
         if target.region not in memory:  # of one on a device: address space, which nothing reads
             memory[target.region] = np.empty(target.memory.nbytes, np.uint8) if target.on_device else target.memory
-    state = build_state(opened.plan, memory.__getitem__, tree=tree)
+    state: dict[str, Any] = build_state(opened.plan, memory.__getitem__, tree=tree)
     for target in targets:
         state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
-    return module.load_state_dict(_with_tied(state, own), strict=strict)
+    return state
 
 
-def _with_tied(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _with_tied(state: dict[str, Any], own: _Own) -> dict[str, Any]:
     """The state with those of the module's tensors added that it lacks and that share the memory of one that it has:
     other programs write only one name of tied weights."""
-    missing = {name: memory for name in own if name not in state and (memory := _Memory.of(own[name])) is not None}
-    if not missing:
+    if own.state.keys() <= state.keys():
         return state
-    present = [memory for name in own if name in state and (memory := _Memory.of(own[name])) is not None]
-    present = sorted(memory for memory in present if memory.end - memory.start == memory.nbytes)  # without gaps
+    of = {name: memory for name, tensor in own.state.items() if (memory := _Memory.of(tensor)) is not None}
+    missing = {name: memory for name, memory in of.items() if name not in state}
+    without_gaps = {name: memory for name, memory in of.items() if memory.end - memory.start == memory.nbytes}
+    whole = {name: memory for name, memory in without_gaps.items() if name in state}
+    present = sorted(whole.values())
     ends = list(accumulate([(memory.device, memory.end) for memory in present], max))
+    views = {_view(memory, own.state[name]): name for name, memory in whole.items()}
     for name, memory in missing.items():
-        before = bisect_right(present, (memory.device, memory.start, inf, 0))
-        if before and ends[before - 1] >= (memory.device, memory.end):
-            state[name] = own[name].detach()  # copied onto itself, which changes nothing
+        if name in own.direct:
+            before = bisect_right(present, (memory.device, memory.start, inf, 0))
+            if before and ends[before - 1] >= (memory.device, memory.end):
+                state[name] = own.state[name].detach()  # copied onto itself, which changes nothing
+        elif (other := views.get(_view(memory, own.state[name]))) is not None:
+            state[name] = state[other]  # which the module may change: its own memory is not filled yet
     return state
+
+
+def _view(memory: _Memory, tensor: Any) -> tuple[Any, ...]:
+    """A key that is equal for tensors that are the same elements of the same memory."""
+    return memory, tensor.dtype, tensor.shape, tensor.stride()
 
 
 class _Memory(NamedTuple):
@@ -548,39 +601,54 @@ def _memory_of(targets: list[_Target], on_device: bool) -> dict[int, Any]:
     return {target.region: target.memory for target in targets if target.on_device == on_device}
 
 
-def _targets(plan: Plan, tree: Any, own: dict[str, Any], *, is_mapped: bool) -> list[_Target]:
-    """The tensors of the module that are filled from the file. Not on a device, if other names in the file have the
-    same bytes and need them in host memory."""
-    torch, types = import_torch(), torch_views().known_types
-    found: dict[int, _Target] = {}
-    for name, node in children(tree):
+def _targets(plan: Plan, tree: Any, own: _Own, *, is_mapped: bool) -> list[_Target]:
+    """The tensors of the module that are filled from the file.
+
+    Not those of which `load_state_dict` decides the value: outside of `own.direct`, and where tensors of the module
+    share memory and those of the file do not. Not where the module may change other names that have the same bytes, if
+    these are not mapped: that would change the tensor. Not on a device, if other names in the file have the same bytes
+    and need them in host memory.
+    """
+    nodes = dict(children(tree))
+    read = [] if is_mapped else [node for name, node in nodes.items() if name not in own.direct]
+    elsewhere = {plan.tensors[number].region for number in tensor_numbers(read) if 0 <= number < len(plan.tensors)}
+    found: dict[int | str, _Target] = {}
+    claims: dict[tuple[_Memory, int | str], None] = {}  # who fills a stretch of the module's memory: a region, or other
+    for name, tensor in own.state.items():
+        node = nodes.get(name)
         number = node.get("x") if isinstance(node, dict) else None
-        tensor: Any = own.get(name) if isinstance(name, str) else None
-        if type(number) is not int or not 0 <= number < len(plan.tensors):
-            continue
-        entry = plan.tensors[number]
-        if (
-            type(tensor) in types
-            and tensor.layout == torch.strided
-            and tensor.is_contiguous()
-            and str(tensor.dtype) == f"torch.{entry.dtype}"
-            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-            and tensor.shape == entry.shape
-            and entry.region >= 0
-            and entry.region not in found
-            and (tensor.is_cpu or (device_of(tensor) >= 0 and (is_mapped or len(plan.members[entry.region]) == 1)))
-            and entry.strides is None
-            and entry.nbytes == plan.regions[entry.region].nbytes
-        ):
-            memory = storage_bytes(tensor, tensor.data_ptr(), entry.nbytes)
-            found[entry.region] = _Target(name, entry.region, tensor, memory, not tensor.is_cpu)
-    # If tensors of the module share memory and those of the file do not, load_state_dict decides which value wins.
-    ordered = sorted(found.values(), key=lambda target: target.tensor.data_ptr())
-    shared = set()
-    for before, after in pairwise(ordered):
-        if before.tensor.data_ptr() + before.memory.nbytes > after.tensor.data_ptr():
-            shared |= {before.region, after.region}
-    return [target for target in ordered if target.region not in shared]
+        entry = plan.tensors[number] if type(number) is int and 0 <= number < len(plan.tensors) else None
+        region, memory = -1, _Memory.of(tensor)
+        if entry is not None and name in own.direct and entry.region not in elsewhere:
+            region = _region_of(plan, entry, tensor, is_mapped)
+        if memory is not None and (name in nodes or name not in own.direct):
+            claims[memory, name if region < 0 else region] = None
+        if region >= 0 and region not in found:
+            filled = storage_bytes(tensor, tensor.data_ptr(), plan.regions[region].nbytes)
+            found[region] = _Target(name, region, tensor, filled, not tensor.is_cpu)
+    ordered = list(claims)
+    for group in overlapping([(memory.device, memory.start, memory.end - memory.start) for memory, _ in ordered]):
+        for index in group if len(group) > 1 else ():
+            found.pop(ordered[index][1], None)
+    return sorted(found.values(), key=lambda target: target.tensor.data_ptr())
+
+
+def _region_of(plan: Plan, entry: Entry, tensor: Any, is_mapped: bool) -> int:
+    """The region that is, byte for byte, what a tensor of the module should have; -1 if none is."""
+    torch, types = import_torch(), torch_views().known_types
+    fits = (
+        type(tensor) in types
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and str(tensor.dtype) == f"torch.{entry.dtype}"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.shape == entry.shape
+        and entry.region >= 0
+        and (tensor.is_cpu or (device_of(tensor) >= 0 and (is_mapped or len(plan.members[entry.region]) == 1)))
+        and entry.strides is None
+        and entry.nbytes == plan.regions[entry.region].nbytes
+    )
+    return entry.region if fits else -1
 
 
 def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> list[Damage]:

@@ -16,6 +16,8 @@ PUBLIC = {"_replace", "_asdict", "_exit", "_getframe"}  # of namedtuple, os and 
 FOREIGN: dict[str, set[str]] = {
     # s3fs: what its own methods call the server by, with its retries and credentials
     "checkpoint/bodies.py": {"_call_s3"},
+    # torch: what a module does with a state before its tensors are filled
+    "checkpoint/load.py": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
     # torch: the parts of nested and quantized tensors, and how they are made of their parts
     "checkpoint/formats/torch.py": {"_nested_tensor_size", "_nested_tensor_storage_offsets", "_nested_tensor_strides"},
     "codec/composites.py": {
