@@ -420,8 +420,9 @@ def load_into(
     such on a CUDA device through a few pinned buffers (after the work that is queued on the current stream). The others
     (of another dtype, with gaps) are copied once, from the mapped file. `load_state_dict` runs with its
     hooks and checks, and raises its own `RuntimeError`: what hooks that run before, or a module's own
-    `load_state_dict` or `_load_from_state_dict`, may change is copied, too. Digests are compared on the way: if one is
-    wrong, `CheckpointError` is raised, and the module holds what was read. No second copy of the state is made.
+    `load_state_dict` or `_load_from_state_dict`, may change is copied, too. NumPy arrays fill tensors as well. Digests
+    are compared on the way: if one is wrong, `CheckpointError` is raised, and the module holds what was read. No second
+    copy of the state is made.
 
     >>> import os, tempfile, torch, safetensors.torch
     >>> model = torch.nn.Linear(2, 2)
@@ -447,7 +448,7 @@ def load_into(
     opened, files = open_files(path, Opener(encryption_key))
     with files:
         state = _state_for(own, opened, files, key=key, readers=count, verify=verify)
-        return module.load_state_dict(_with_tied(state, own), strict=strict)
+        return module.load_state_dict(_with_tied(_with_tensors(state, own), own), strict=strict)
 
 
 class _Own(NamedTuple):
@@ -532,6 +533,26 @@ def _state_for(
     state: dict[str, Any] = build_state(opened.plan, memory.__getitem__, tree=tree)
     for target in targets:
         state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
+    return state
+
+
+def _with_tensors(state: dict[str, Any], own: _Own) -> dict[str, Any]:
+    """The state with tensors in place of the NumPy arrays and numbers that are for tensors of the module."""
+    torch = import_torch()
+    for name, value in state.items():
+        mine = own.state.get(name) if isinstance(name, str) else None
+        if not isinstance(value, (np.ndarray, np.generic)) or not (mine is None or isinstance(mine, torch.Tensor)):
+            continue
+        array = np.asarray(value)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        try:
+            state[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
+        except TypeError:
+            if mine is not None:
+                raise ArgumentError(
+                    f"{name!r:.80} is an array of {array.dtype!s:.80}, a type that torch lacks: it cannot fill the "
+                    f"module's tensor of {mine.dtype}"
+                ) from None
     return state
 
 

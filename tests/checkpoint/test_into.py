@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from shmtensor import load_checkpoint, load_into
+from shmtensor import ArgumentError, load_checkpoint, load_into
 from shmtensor.checkpoint import load, reading
 from shmtensor.checkpoint.convert import encrypt_file
 from shmtensor.checkpoint.keys import MasterKey
@@ -222,3 +223,36 @@ def test_what_is_read_in_place(tmp_path, monkeypatch):
     load_into(module, save(module.state_dict(), tmp_path / "a.safetensors"))
     direct = [tensor for name, tensor in module.state_dict().items() if not name.startswith("hooked.")]
     assert sorted(filled) == sorted({tensor.data_ptr() for tensor in direct})
+
+
+# --- NumPy
+
+
+@pytest.mark.parametrize("kind", ["savez", "savez_compressed", *sorted(SUFFIX)])
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", ">f4", "<f2"])
+def test_arrays_fill_tensors(tmp_path, kind, dtype):
+    arrays = {
+        "0.weight": np.arange(6, dtype=dtype).reshape(2, 3), "0.bias": np.ones(2, dtype), "1.weight": np.ones(2, dtype),
+        "1.bias": np.zeros(2, dtype), "1.running_mean": np.full(2, 7, dtype), "1.running_var": np.ones(2, dtype),
+        "1.num_batches_tracked": np.int64(5) if kind in SUFFIX else np.array(5),
+    }  # fmt: skip
+    if kind in SUFFIX:
+        path = save(arrays, tmp_path / f"a{SUFFIX[kind]}", kind)
+    else:
+        path = tmp_path / "a.npz"
+        getattr(np, kind)(path, **arrays)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    assert not any(load_into(module, path))
+    for name, tensor in module.state_dict().items():
+        assert np.array_equal(tensor.numpy(), arrays[name])
+
+
+def test_arrays_that_torch_lacks(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, weight=np.array(["a", "b"]))
+    with pytest.raises(ArgumentError, match=r"'weight' is an array of <U1, a type that torch lacks"):
+        load_into(torch.nn.Linear(2, 2, bias=False), path)
+    np.savez(path, weight=np.ones((2, 2)), names=np.array(["a", "b"]))
+    module = torch.nn.Linear(2, 2, bias=False)
+    assert load_into(module, path, strict=False).unexpected_keys == ["names"]
+    assert (module.weight == 1).all()
