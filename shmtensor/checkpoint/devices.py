@@ -208,7 +208,8 @@ class Lane:
 def move_state(state: Any, device: int) -> Any:
     """A state as another library has loaded it, with its tensors on a device; those that share memory share it there.
 
-    Tensors in dicts, lists and tuples are moved; objects of other classes are kept as they are.
+    Tensors in dicts, lists, tuples, namedtuples and sets are moved, and a container that occurs twice is made once.
+    Objects of other classes are kept as they are.
     """
     torch = import_torch()
     leaves: dict[int, Any] = {}
@@ -217,7 +218,7 @@ def move_state(state: Any, device: int) -> Any:
         leaves[id(leaf)] = leaf
         return leaf
 
-    _with_tensors(state, note)
+    _with_tensors(state, note, {})
     cuda, held = runtime(), list[Any]()
     stream = cuda.current_stream(device)
     try:
@@ -234,17 +235,31 @@ def move_state(state: Any, device: int) -> Any:
         elif leaf.requires_grad:
             other = other.requires_grad_()
         found[number] = other
-    return _with_tensors(state, lambda leaf: found[id(leaf)])
+    return _with_tensors(state, lambda leaf: found[id(leaf)], {})
 
 
-def _with_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+def _with_tensors(value: Any, function: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """A state with `function` applied to its tensors. done: what has been made of each object, by its `id`."""
+    if id(value) in done:
+        return done[id(value)]
+    made = value
     if isinstance(value, import_torch().Tensor):
-        return function(value)
-    if isinstance(value, dict):
+        made = function(value)
+    elif isinstance(value, dict):
         made = copy.copy(value)  # a dict of the same class, with torch's `_metadata`
         for key, child in value.items():
-            made[key] = _with_tensors(child, function)
-        return made
-    if type(value) in (list, tuple):
-        return type(value)([_with_tensors(child, function) for child in value])
-    return value
+            made[key] = _with_tensors(child, function, done)
+    else:
+        make = type(value) if type(value) in (set, frozenset) else sequence_of(type(value))
+        if make is not None:
+            made = make([_with_tensors(child, function, done) for child in value])
+    done[id(value)] = made
+    return made
+
+
+def sequence_of(kind: type[Any]) -> Callable[[list[Any]], Any] | None:
+    """What makes a list, tuple or namedtuple of its items; None for other classes."""
+    if kind in (list, tuple):
+        return kind
+    make: Callable[[list[Any]], Any] | None = getattr(kind, "_make", None) if issubclass(kind, tuple) else None
+    return make

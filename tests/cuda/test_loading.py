@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import ctypes
 import gc
@@ -167,6 +168,35 @@ def test_a_file_of_torchs_own(tmp_path, standin):
         "w": weight, "tied": weight[2:], "n": [1, (torch.ones(2), "x")]})  # fmt: skip
     assert found["tied"].data_ptr() == found["w"][2:].data_ptr()
     assert isinstance(found["p"], torch.nn.Parameter)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_containers_of_a_file_of_torchs_own(tmp_path, standin):
+    """Those that were one object are one, and are made once; tensors are found in every kind of container."""
+    one = torch.ones(2)
+    state = {"a": [one], "d": collections.OrderedDict(x=(one,)), "p": Pair(one, [torch.zeros(1)]), "s": {one}}
+    state |= {"b": state["a"], "e": state["d"], "q": state["p"], "size": torch.Size([3])}
+    deep = [torch.ones(2)]
+    for _ in range(60):
+        deep = [deep, deep]
+    torch.save(state | {"deep": deep}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([Pair]):
+        found = load_checkpoint(tmp_path / "a.pt", device="cuda")
+    for name, other in ("ab", "de", "pq"):
+        assert found[name] is found[other]
+    assert type(found["p"]) is Pair
+    tensors = [found["a"][0], found["d"]["x"][0], found["p"].first, *found["s"]]
+    assert isinstance(tensors[0], DeviceTensor)
+    assert all(tensor is tensors[0] for tensor in tensors)
+    assert isinstance(found["p"].second[0], DeviceTensor)
+    assert found["size"] == torch.Size([3])
+    inner = found["deep"]
+    for _ in range(60):
+        assert inner[0] is inner[1]
+        inner = inner[0]
+    assert isinstance(inner[0], DeviceTensor)
 
 
 def test_a_module_on_the_device_is_filled_where_it_is_after_the_work_on_it(tmp_path, standin, small_pieces):
