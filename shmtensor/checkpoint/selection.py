@@ -226,8 +226,11 @@ def part_of(tensor: Any, name: str, index: Index) -> Any:
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
         raise ArgumentError(f"slices= has {name!r:.80}, which is no tensor that can be cut: it comes whole")
-    _ranges(name, tensor.shape, index)
-    return tensor.detach()[index]
+    found = [
+        start if count < 0 else slice(start, start + count * step, step)
+        for start, count, step in _ranges(name, tensor.shape, index)
+    ]
+    return tensor.detach()[tuple(found)]
 
 
 def _ranges(name: str, shape: Sequence[int], index: Index) -> list[tuple[int, int, int]]:
@@ -252,8 +255,9 @@ def _range(item: Any, length: int, label: str) -> tuple[int, int, int]:
             found = range(*item.indices(length))
             if found.step < 0:
                 raise ArgumentError(f"{label}: step {found.step}: pass a positive one, and turn around what is read")
-            return (found.start if found else 0), len(found), found.step
-        if isinstance(item, (bool, np.bool_)):
+            return (found.start if found else 0), len(found), (found.step if len(found) > 1 else 1)
+        # arrays and tensors of one element are integers to Python, and masks or lists of indices to NumPy and torch
+        if isinstance(item, bool) or getattr(item, "ndim", 0) != 0 or str(getattr(item, "dtype", "")).endswith("bool"):
             raise TypeError
         at = operator.index(item)
     except TypeError:

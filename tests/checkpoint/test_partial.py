@@ -309,6 +309,9 @@ def test_a_file_that_is_truncated_later(tmp_path):
         (np.s_[0, 0, 0], ArgumentError, "too many"), (np.s_[..., ...], ArgumentError, "too many"),
         (None, ArgumentTypeError, "integers, slices"), ([1, 2], ArgumentTypeError, "integers, slices"),
         (np.array([True] * 10), ArgumentTypeError, "integers, slices"), (True, ArgumentTypeError, "integers, slices"),
+        (torch.tensor(True), ArgumentTypeError, "integers, slices"), (np.True_, ArgumentTypeError, "integers, slices"),
+        (torch.tensor([1]), ArgumentTypeError, "integers, slices"), (np.array([1]), ArgumentTypeError, "integers, sl"),
+        ((torch.tensor([[0]]), 1), ArgumentTypeError, "integers, slices"),
         ("a", ArgumentTypeError, "integers, slices"), (np.s_[1.5:], ArgumentTypeError, "integers, slices"),
     ],
     ids=str,
@@ -328,6 +331,18 @@ def test_slices_beyond_the_end_are_clipped_as_by_numpy(tmp_path):
     with open_checkpoint(path) as checkpoint:
         assert checkpoint["w"].read(np.s_[8 : 1 << 70]).tolist() == [8, 9]
         assert checkpoint["w"].read(np.s_[20:]).shape == (0,)
+
+
+def test_numbers_of_numpy_and_torch_are_indices(tmp_path):
+    w = torch.arange(12).reshape(4, 3)
+    native = save({"w": w}, tmp_path / "a.safetensors")
+    for path in (native, foreign(tmp_path / "a.pt", {"w": w})):
+        for index in (torch.tensor(1), np.int8(1), np.array(1), (torch.tensor(-3),), np.s_[1, :: 1 << 80]):
+            expected = w[1, ::100] if isinstance(index, tuple) and len(index) > 1 else w[1]
+            with open_checkpoint(path) as checkpoint:
+                assert same(checkpoint["w"].read(index), expected)
+            for map in (True, False):
+                assert same(load_checkpoint(path, map=map, slices={"w": index})["w"], expected)
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "a.pt"])
