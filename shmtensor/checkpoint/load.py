@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
@@ -68,7 +69,8 @@ def load_checkpoint(
             fsspec has): it is read by ranges, several at once, into memory. See docs/guide/remote-checkpoints.md.
         map: True: tensors are the file, mapped: no copy, and pages are read when they are touched. Writing to them is
             allowed and never changes the file. False: everything is read into memory now.
-        keys: dotted names of what is wanted, such as `["model", "optim.state"]`; lists and tuples come whole.
+        keys: dotted names of what is wanted, such as `["model", "optim.state"]`, or names that `shmtensor checkpoint
+            info` shows; lists and tuples come whole.
         readers: threads that read, with `map=False`; None: one per core, 4 to 8.
         verify: compare what is read with the digests in the file. The description, places and sizes are checked in any
             case. With `map=True` almost nothing is read now, so nothing is compared: pass `"all"` to read and compare
@@ -188,14 +190,14 @@ def _load_opened(
         check_archive(opened)  # of another program: the CRCs are the only digests
     if opened.state is not None and not arrays:
         state = opened.state(map)
-        state = state if keys is None else select(state, keys, objects=True)
+        state = state if keys is None else select(state, keys)
         state = state if slices is None else _with_parts(state, slices, copied=not map)
         return state if device is None else move_state(state, device)
     plan, tree = opened.plan, opened.plan.tree
     if keys is not None or slices is not None:
         check_structure(plan)
     if keys is not None:
-        tree = select(tree, keys)
+        tree = select(tree, keys, plan.tensors)
     parts: dict[int, Span] = {}
     if slices is not None:
         plan, parts = cut(plan, tree, slices, _readable(opened, map=map, verify=verify))
@@ -279,15 +281,13 @@ def _readable(opened: Opened, *, map: bool, verify: Verify) -> list[Stored | Non
 
 def _with_parts(state: Any, slices: Mapping[str, Index], *, copied: bool) -> Any:
     """A state as torch gives it, with parts in place of some of its tensors."""
-    for name, index in check_slices(slices).items():
 
-        def part(tensor: Any, name: str = name, index: Index = index) -> Any:
-            found = part_of(tensor, name, index)
-            # not an expanded one, which would become larger than its file
-            return found.clone() if copied and found.nbytes <= found.untyped_storage().nbytes() else found
+    def part(name: str, index: Index, tensor: Any) -> Any:
+        found = part_of(tensor, name, index)
+        # not an expanded one, which would become larger than its file
+        return found.clone() if copied and found.nbytes <= found.untyped_storage().nbytes() else found
 
-        state = replaced(state, name, part)
-    return state
+    return replaced(state, {name: partial(part, name, index) for name, index in check_slices(slices).items()})
 
 
 def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool, device: int | None) -> Any:
@@ -297,7 +297,7 @@ def _load_staged(path: Path, *, keys: Iterable[str] | str | None, arrays: bool, 
     tree = staged.plan.tree
     if keys is not None:
         check_structure(staged.plan)
-        tree = select(tree, keys)
+        tree = select(tree, keys, staged.plan.tensors)
     memory = staged.read(regions_of(staged.plan, tensor_numbers(tree)))
     if device is None:
         return build_state(staged.plan, memory.__getitem__, tree=tree, arrays=arrays)

@@ -28,6 +28,7 @@ from ..codec.leaf import c_strides
 from ..codec.numpy import Array
 from ..errors import ArgumentError, ArgumentTypeError
 from ..wire.spec import extent
+from .devices import sequence_of
 from .formats import Stored
 from .plan import Entry, Plan, Region, tensor_numbers
 from .reading import CHUNK, REQUEST_MIN, private
@@ -35,24 +36,53 @@ from .remote import BLOCK, at_once
 from .structure import key_of
 
 
-def select(tree: Any, keys: Iterable[str] | str, *, objects: bool = False) -> Any:
-    """The part of a tree that keys name; with `objects`, of a state of dicts instead of a tree.
+def select(tree: Any, keys: Iterable[str] | str, tensors: Sequence[Entry] | None = None) -> Any:
+    """The part of a tree that keys name; without `tensors`, those of its plan, of a state of dicts instead of a tree.
 
     A key is the dotted name of anything inside dicts, such as `"model"` or `"model.layer1.weight"`, and selects all
     below it. It also matches dict keys that have dots themselves (state dicts): `"model.layer1"` selects
-    `layer1.weight` and `layer1.bias` of the dict `model`. Lists and tuples are selected whole. Raises `ArgumentError`
-    for a key that names nothing.
+    `layer1.weight` and `layer1.bias` of the dict `model`. It may be the name of a tensor in its plan as well, which
+    differs if the dotted one is long, not printable or another tensor's. Lists and tuples are selected whole. Raises
+    `ArgumentError` for a key that names nothing.
     """
     wanted = [keys] if isinstance(keys, str) else list(keys)
     if not all(isinstance(key, str) for key in wanted):
         raise ArgumentTypeError("keys= takes dotted names, such as keys=['model', 'optim.state']")
+    found = _Wanted(wanted)
+    shown = {number: entry.name for number, entry in enumerate(tensors or ()) if entry.name in found.names}
     used: set[str] = set()
     names: list[str] = []
-    result = _Selection(wanted, used, names, _object_entries if objects else _entries).select(tree, "")
+    entries = _object_entries if tensors is None else _entries
+    result = _Selection(found, shown, used, names, entries).select(tree, "")
     for key in wanted:
         if key not in used:
             raise unknown(key, names)
-    return ({} if objects else {"d": {}}) if result is None else result
+    return ({} if tensors is None else {"d": {}}) if result is None else result
+
+
+class _Wanted:
+    """Dotted names, by what a path in a state may have in common with one: however many they are, a path is looked up.
+
+    names: themselves
+    above: what they begin with, up to each dot
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = set(names)
+        self.above = {name[:at] for name in self.names for at in _dots(name, 0, len(name))}
+        self._longest = max(map(len, self.names), default=0)
+
+    def of(self, path: str, start: int) -> set[str]:
+        """The names that a path is, or begins with and goes on after a dot at `start` or behind it."""
+        found = {path[:at] for at in _dots(path, start, self._longest + 1)} & self.names
+        return found | {path} if path in self.names else found
+
+
+def _dots(text: str, start: int, end: int) -> Iterator[int]:
+    at = text.find(".", start, end)
+    while at >= 0:
+        yield at
+        at = text.find(".", at + 1, end)
 
 
 def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
@@ -75,30 +105,38 @@ def unknown(key: str, names: list[str]) -> ArgumentError:
     return ArgumentError(f"the checkpoint has nothing named {key!r:.80}: {hint}")
 
 
-def replaced(state: Any, key: str, function: Callable[[Any], Any]) -> Any:
-    """A state of dicts with `function(value)` in place of the value under one dotted name; the dicts around it are
-    copied. Raises `ArgumentError` if there is none."""
+def replaced(state: Any, functions: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """A state with `function(value)` in place of the value under each dotted name, the first of that name; the dicts,
+    lists and tuples around it are copied. Raises `ArgumentError` for a name that nothing has."""
     names: list[str] = []
-    found = _replaced(state, "", key, names, function)
-    if found is None:
-        raise unknown(key, names)
-    return found[0]
+    left = dict(functions)
+    made = _replaced(state, "", left, _Wanted(left).above, names)
+    for name in left:
+        raise unknown(name, names)
+    return made
 
 
-def _replaced(value: Any, name: str, key: str, names: list[str], function: Callable[[Any], Any]) -> tuple[Any] | None:
-    for text, child in _of_dict(value):
-        path = f"{name}.{text}" if name else str(text)
+def _replaced(value: Any, name: str, left: dict[str, Callable[[Any], Any]], above: set[str], names: list[str]) -> Any:
+    """As `replaced`. Functions that were called are taken out of `left`."""
+    make = None if isinstance(value, dict) else sequence_of(type(value))
+    changed: dict[Any, Any] = {}
+    for key, child in enumerate(value) if make is not None else _of_dict(value):
+        path = f"{name}.{key}" if name else str(key)
         names.append(path)
-        made: tuple[Any] | None = None
-        if path == key:
-            made = (function(child),)
-        elif key.startswith(f"{path}."):
-            made = _replaced(child, path, key, names, function)
-        if made is not None:
-            copied = copy.copy(value)
-            copied[text] = made[0]
-            return (copied,)
-    return None
+        if path in left:
+            changed[key] = left.pop(path)(child)
+        elif path in above:
+            made = _replaced(child, path, left, above, names)
+            if made is not child:
+                changed[key] = made
+    if not changed:
+        return value
+    if make is not None:
+        return make([changed.get(number, child) for number, child in enumerate(value)])
+    copied = copy.copy(value)
+    for key, child in changed.items():
+        copied[key] = child
+    return copied
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
@@ -169,9 +207,16 @@ def _object_entries(value: Any) -> _Entries | None:
 
 
 class _Selection(NamedTuple):
-    """One selection. `used` collects the keys that were found, `names` the names that were visited."""
+    """One selection.
 
-    wanted: list[str]
+    wanted: the keys
+    shown:  those of them that are names of tensors in the plan, by number
+    used:   collects the keys that were found
+    names:  collects the names that were visited
+    """
+
+    wanted: _Wanted
+    shown: dict[int, str]
     used: set[str]
     names: list[str]
     entries: Callable[[Any], _Entries | None]
@@ -181,18 +226,30 @@ class _Selection(NamedTuple):
         if entries is None:
             return None
         kept: list[tuple[Any, Any]] = []
+        start = len(name) + 1 if name else 0
         for token, text, child in entries.found:
             path = f"{name}.{text}" if name else text
             self.names.append(path)
-            hits = [key for key in self.wanted if path == key or path.startswith(f"{key}.")]
+            hits = self.wanted.of(path, start)
+            if self.shown and (shown := self.shown.get(_number(child))) is not None:
+                hits.add(shown)
+            self.used.update(hits)
+            # of what is kept whole: other keys may name a part of it
+            part = self.select(child, path) if self.shown or path in self.wanted.above else None
             if hits:
-                self.used.update(hits)
                 kept.append((token, child))
-            elif any(key.startswith(f"{path}.") for key in self.wanted):
-                part = self.select(child, path)
-                if part is not None:
-                    kept.append((token, part))
+            elif part is not None:
+                kept.append((token, part))
         return entries.smaller(kept) if kept else None
+
+
+def _number(node: Any) -> int:
+    """The number of the tensor, array or long `bytes` that a node is; -1 for others."""
+    if not isinstance(node, dict):
+        return -1
+    found = node.get("a", node)
+    number: int = found.get("x", found.get("B", -1))
+    return number
 
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]

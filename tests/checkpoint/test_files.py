@@ -439,6 +439,58 @@ def test_keys(format, path_of):
         load_checkpoint(path, keys=["optim.groups.0"])
     with pytest.raises(ArgumentTypeError):
         load_checkpoint(path, keys=[3])
+    both = load_checkpoint(path, keys=["model", "model.l1.bias", "model.l2", "optim.state", "optim.state.0.step"])
+    assert same(both, {"model": state["model"], "optim": {"state": state["optim"]["state"]}})
+
+
+@each_format
+def test_keys_as_they_are_shown(format, path_of):
+    """Names of tensors in a file are unique, short and printable."""
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1), "c": torch.ones(2)}, 0: torch.ones(3), "0": torch.ones(4),
+             "x" * 500: {"y": torch.ones(5)}, "new\nline": np.ones(6), "long": {"bytes.2": b"x" * 5000}}  # fmt: skip
+    state["long"]["bytes"] = {"2": bytearray(5001)}
+    path = save(state, path_of(format), format)
+    shown = [entry.name for entry in detect(path).open(path).plan.tensors]
+    expected = [
+        {"a.b": state["a.b"], "a": {"b": state["a"]["b"]}}, {"a": {"b": state["a"]["b"]}},
+        {"a": {"c": state["a"]["c"]}}, {0: state[0], "0": state["0"]}, {"0": state["0"]}, {"x" * 500: state["x" * 500]},
+        {"new\nline": state["new\nline"]}, {"long": state["long"]}, {"long": {"bytes": state["long"]["bytes"]}},
+    ]  # fmt: skip
+    for name, part in zip(shown, expected, strict=True):
+        assert same(load_checkpoint(path, keys=name), part)
+    assert same(load_checkpoint(path, keys=shown), state)
+    with pytest.raises(ArgumentError, match=r"nothing named 'a\.b#3'"):
+        load_checkpoint(path, keys=["a.b#2", "a.b#3"])
+
+
+class Key(str):
+    """A key that counts how often it is compared."""
+
+    __slots__ = ()
+    compared = 0
+
+    def __eq__(self, other):
+        Key.compared += 1
+        return str.__eq__(self, other)
+
+    def startswith(self, *rest):
+        Key.compared += 1
+        return str.startswith(self, *rest)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_many_keys_are_looked_up(own, path_of):
+    """None is compared with each name of the state, which would take the square of the time."""
+    state, path = {f"layers.{number}.w": torch.ones(1) for number in range(600)}, path_of("torch")
+    if own:
+        save(state, path, "torch")
+    else:
+        torch.save(state, path)
+    Key.compared = 0
+    assert len(load_checkpoint(path, keys=[Key(f"layers.{number}.w") for number in range(100, 600)])) == 500
+    assert Key.compared < 20 * 500
 
 
 def test_only_the_shards_that_are_needed_are_read(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import itertools
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ from shmtensor import (
     load_checkpoint,
     open_checkpoint,
 )
+from shmtensor.checkpoint import selection
 from shmtensor.checkpoint.plan import Entry
 from shmtensor.checkpoint.selection import InMemory, Span, narrow, packed, read_part, stored_nbytes
 
@@ -343,6 +347,53 @@ def test_numbers_of_numpy_and_torch_are_indices(tmp_path):
                 assert same(checkpoint["w"].read(index), expected)
             for map in (True, False):
                 assert same(load_checkpoint(path, map=map, slices={"w": index})["w"], expected)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "a.npz", "a.pt", "foreign.pt"])
+def test_items_of_lists(tmp_path, file):
+    w = torch.arange(12).reshape(4, 3)
+    state = {"l": [w, {"a.b": w + 1, 3: (w + 2, "x")}], "t": w + 3, "p": Pair(w + 4, [w + 5])}
+    names = {"l.0": 1, "l.1.a.b": np.s_[:2], "l.1.3.0": np.s_[:, 1], "t": np.s_[0, 0], "p.1.0": np.s_[2:]}
+    with torch.serialization.safe_globals([Pair]):
+        if file == "foreign.pt":
+            path = foreign(tmp_path / file, state)
+        else:
+            path = save(state, tmp_path / file, {"a.npz": "npz", "a.pt": "torch"}.get(file, "safetensors"))
+        with open_checkpoint(path) as checkpoint:
+            assert set(names) < set(checkpoint)
+        for load, key in itertools.product((load_checkpoint, load_arrays), (None, ["l", "p", "t"])):
+            found = load(path, slices=names, keys=key)
+            assert type(found["p"]) is (Pair if file == "foreign.pt" and load is load_checkpoint else tuple)
+            expected = {"l": [w[1], {"a.b": w[:2] + 1, 3: (w[:, 1] + 2, "x")}], "t": w[0, 0] + 3}
+            pair = w + 4, [w[2:] + 5]
+            if load is load_arrays:
+                expected = {"l": [w[1].numpy(), {"a.b": w[:2].numpy() + 1, 3: (w[:, 1].numpy() + 2, "x")}],
+                            "t": np.array(3)}  # fmt: skip
+                pair = w.numpy() + 4, [w[2:].numpy() + 5]
+            assert same(tuple(found.pop("p")), pair)
+            assert same(found, expected)
+        for name in ("l.2", "l.0.0", "l.1.3.1.x", "p.first"):
+            with pytest.raises(ArgumentError, match=f"nothing named '{name}'"):
+                load_checkpoint(path, slices={name: 0})
+
+
+def test_many_parts_take_one_walk(tmp_path, monkeypatch):
+    """Not one for each, which would take the square of the time."""
+    state = {"l": [{f"w.{number}": torch.ones(2) for number in range(300)} for _ in range(3)], "rest": [{}] * 9}
+    path, copies = foreign(tmp_path / "a.pt", state), []
+
+    def counted(value):
+        copies.append(len(value))
+        return copy.copy(value)
+
+    monkeypatch.setattr(selection, "copy", SimpleNamespace(copy=counted))
+    slices = {f"l.{number % 3}.w.{number}": np.s_[:1] for number in range(300)}
+    found = load_checkpoint(path, slices=slices)
+    assert [sum(tensor.shape[0] for tensor in part.values()) for part in found["l"]] == [500, 500, 500]
+    assert sorted(copies) == [2, 300, 300, 300]
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "a.pt"])
