@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentTypeError, WireError
+from ..errors import ArgumentError, ArgumentTypeError, WireError
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_NDIM
 from .leaf import Leaf, Refused
-from .torch import CPU, ROW, copy_strided, is_jagged, silence
+from .torch import CPU, ROW, copy_strided, is_jagged, silence, tensor_leaf
 
 _COMPRESSED = {
     torch.sparse_csr: ("csr", torch.Tensor.crow_indices, torch.Tensor.col_indices),
@@ -22,12 +22,18 @@ _COMPRESSED = {
     torch.sparse_bsc: ("bsc", torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
 _COMPRESSED_LAYOUT = {name: layout for layout, (name, _, _) in _COMPRESSED.items()}
+_make_compressed: Any = torch.sparse_compressed_tensor  # its stub knows no size
+_OF_BLOCKS = (torch.sparse_bsr, torch.sparse_bsc)
+_OF_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 Parts = tuple[tuple[object, ...], list[object], list[Any]]
 
 
 def take_apart(tensor: torch.Tensor) -> Parts | None:
-    """Token, scalars and parts of a tensor that is no plain leaf; None for a plain one. Parts are tensors or leaves."""
+    """Token, scalars and parts of a tensor that is no plain leaf; None for a plain one. Parts are tensors or leaves.
+
+    Raises `Refused` for a tensor that `rebuild` would not make of them: the checks are the same there.
+    """
     if is_jagged(tensor):
         return _take_jagged(tensor.detach())
     if tensor.is_nested:
@@ -40,13 +46,29 @@ def take_apart(tensor: torch.Tensor) -> Parts | None:
         raise Refused(ArgumentTypeError, "meta tensors hold no data: send their shape and dtype instead")
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
-        token = ("coo", int(tensor.is_coalesced()), *tensor.shape)
-        return token, [], [tensor._indices(), tensor._values()]
+        leaves = _checked(_check_coo, tensor, [tensor._indices(), tensor._values()])
+        return ("coo", int(tensor.is_coalesced()), *tensor.shape), [], leaves
     if tensor.layout in _COMPRESSED:
         silence("compressed")
         name, compressed, plain = _COMPRESSED[tensor.layout]
-        return (name, *tensor.shape), [], [compressed(tensor), plain(tensor), tensor.values()]
+        indices = [_in_rows(compressed(tensor)), _in_rows(plain(tensor))]
+        return (name, *tensor.shape), [], _checked(_check_compressed, tensor, [*indices, tensor.values()])
     raise Refused(ArgumentTypeError, f"layout {tensor.layout} is not sent: send tensor.to_dense()")
+
+
+def _checked(check: Callable[..., object], tensor: torch.Tensor, parts: list[torch.Tensor]) -> list[Leaf]:
+    """The leaves of the parts of a sparse tensor, which are checked as they are on arrival."""
+    leaves = [tensor_leaf(part) for part in parts]
+    try:
+        check(tensor.layout, _size(tensor.shape), *[leaf.source for leaf in leaves])
+    except Exception as error:  # whatever torch objects to
+        raise Refused(ArgumentError, f"sparse tensor is not valid: {error}") from error
+    return leaves
+
+
+def _in_rows(indices: torch.Tensor) -> torch.Tensor:
+    """Indices as torch's operations read them: those of a batch lie next to each other."""
+    return indices if indices.ndim and indices.stride(-1) == 1 else indices.contiguous()
 
 
 def _take_nested(tensor: torch.Tensor) -> Parts:
@@ -65,7 +87,13 @@ def _take_jagged(tensor: torch.Tensor) -> Parts:
     # torch keeps these two numbers as the first dimension of an empty tensor
     numbers = [-1 if b is None else int(b.shape[0]) if isinstance(b, torch.Tensor) else int(b) for b in bounds]
     parts = [inner.values(), inner.offsets()] + ([] if lengths is None else [lengths])
-    return ("jagged" if lengths is None else "jagged_lengths", int(inner._ragged_idx), *numbers), [], parts
+    parameters = int(inner._ragged_idx), *numbers
+    leaves = [tensor_leaf(part) for part in parts]
+    try:
+        _check_jagged(parameters, *[leaf.source for leaf in leaves])
+    except WireError as error:
+        raise Refused(ArgumentError, str(error)) from None
+    return ("jagged" if lengths is None else "jagged_lengths", *parameters), [], leaves
 
 
 def _take_quantized(tensor: torch.Tensor) -> Parts:
@@ -73,6 +101,8 @@ def _take_quantized(tensor: torch.Tensor) -> Parts:
     row = ROW.get(tensor.dtype)
     if row is None or row.name == "quint2x4":
         raise Refused(ArgumentTypeError, f"quantized dtype {tensor.dtype} is not sent: send tensor.dequantize()")
+    if tensor.ndim > MAX_NDIM:
+        raise Refused(ArgumentError, f"tensor has {tensor.ndim} dimensions, at most {MAX_NDIM} are allowed")
     scheme = tensor.qscheme()
     if row.name == "quint4x2":
         # two elements share a byte, so shape and strides do not count bytes
@@ -113,10 +143,10 @@ def rebuild(
         return _coo(parameters, *parts)
     if kind in _COMPRESSED_LAYOUT:
         silence("compressed")
-        make: Any = torch.sparse_compressed_tensor  # its stub knows no size
-        return make(  # type: ignore[no-any-return]
-            *parts, _size(parameters), layout=_COMPRESSED_LAYOUT[kind], device=CPU, check_invariants=True
-        )
+        layout, size = _COMPRESSED_LAYOUT[kind], _size(parameters)
+        _check_compressed(layout, size, *parts)
+        made: torch.Tensor = _make_compressed(*parts, size, layout=layout, device=CPU, check_invariants=False)
+        return made
     if kind == "nested":
         return _nested(*parts)
     if kind in ("jagged", "jagged_lengths"):
@@ -129,16 +159,50 @@ def rebuild(
 
 def _size(parameters: Sequence[int]) -> tuple[int, ...]:
     if len(parameters) > MAX_NDIM or min(parameters, default=0) < 0:
-        raise WireError(f"composite has size {parameters}")
+        raise WireError(f"it has size {tuple(parameters)!s:.80}, at most {MAX_NDIM} dimensions are allowed")
     return tuple(parameters)
 
 
 def _coo(parameters: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if parameters[0] not in (0, 1):
         raise WireError("COO tensor has an invalid flag")
-    return torch.sparse_coo_tensor(
-        indices, values, _size(parameters[1:]), device=CPU, is_coalesced=bool(parameters[0]), check_invariants=True
-    )
+    made = _check_coo(torch.sparse_coo, _size(parameters[1:]), indices, values)
+    return made._coalesced_(bool(parameters[0]))  # as its maker has marked it, which is not checked
+
+
+def _check_coo(
+    layout: torch.layout, size: tuple[int, ...], indices: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """The tensor of its parts. torch raises an exception if they do not fit, or an index is out of range."""
+    return torch.sparse_coo_tensor(indices, values, size, device=values.device, check_invariants=True)
+
+
+def _check_compressed(
+    layout: torch.layout, size: tuple[int, ...], compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Raise an exception if the parts do not fit each other, or an index is out of range.
+
+    The order of the plain indices is not checked, nor whether they are distinct: torch's products have them unsorted.
+    """
+    batch = compressed.ndim - 1
+    # without elements: torch checks dimensions, dtypes and sizes, and would check the order of plain indices
+    parts = torch.zeros_like(compressed), plain[..., :0], values.narrow(batch, 0, 0)
+    _make_compressed(*parts, size, layout=layout, device=values.device, check_invariants=True)
+    count = plain.shape[-1]
+    if values.shape[: batch + 1] != plain.shape or any(
+        part.stride(-1) != 1 < part.shape[-1] for part in (compressed, plain)
+    ):
+        raise WireError("its parts do not fit each other")
+    if (
+        bool((compressed[..., 0] != 0).any())
+        or bool((compressed[..., -1] != count).any())
+        or bool((compressed[..., 1:] < compressed[..., :-1]).any())
+    ):
+        raise WireError(f"its compressed indices do not rise from 0 to {count}")
+    axis = int(layout not in _OF_COLUMNS)
+    room = size[batch + axis] // (values.shape[batch + 1 + axis] if layout in _OF_BLOCKS else 1)
+    if plain.numel() and not 0 <= int(plain.min()) <= int(plain.max()) < room:
+        raise WireError(f"its plain indices are not below {room}")
 
 
 def _nested(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -188,19 +252,7 @@ def _jagged(
     if key not in memo:
         memo[key] = (part.clone(), None if more is None else more.clone())  # private: checked once, small
     offsets, lengths = memo[key]
-    if not 1 <= ragged <= values.ndim or min(low, high) < -1:
-        raise WireError("jagged tensor has invalid parameters")
-    if offsets.ndim != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int64, torch.int32):
-        raise WireError("jagged tensor has invalid offsets")
-    widths = offsets.diff()
-    room = values.shape[ragged - 1]
-    if int(offsets[0]) < 0 or int(offsets[-1]) > room or bool((widths < 0).any()):
-        raise WireError("jagged tensor has offsets beyond its values")
-    if lengths is not None:
-        if lengths.dtype not in (torch.int64, torch.int32) or lengths.shape != widths.shape:
-            raise WireError("jagged tensor has invalid lengths")
-        if bool((lengths < 0).any()) or bool((offsets[:-1] + lengths > room).any()):
-            raise WireError("jagged tensor has lengths beyond its values")
+    _check_jagged(parameters, values, offsets, lengths)
     return torch.nested.nested_tensor_from_jagged(
         values,
         offsets,
@@ -209,6 +261,24 @@ def _jagged(
         min_seqlen=None if low < 0 else low,
         max_seqlen=None if high < 0 else high,
     )
+
+
+def _check_jagged(
+    parameters: Sequence[int], values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None
+) -> None:
+    ragged, low, high = parameters
+    if not 1 <= ragged <= values.ndim or min(low, high) < -1:
+        raise WireError("jagged tensor has invalid parameters")
+    if offsets.ndim != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int64, torch.int32):
+        raise WireError("jagged tensor has invalid offsets")
+    starts, room = offsets[:-1], values.shape[ragged - 1]
+    if int(offsets[0]) < 0 or int(offsets[-1]) > room or bool((offsets[1:] < starts).any()):
+        raise WireError("jagged tensor has offsets beyond its values")
+    if lengths is not None:
+        if lengths.dtype not in (torch.int64, torch.int32) or lengths.shape != starts.shape:
+            raise WireError("jagged tensor has invalid lengths")
+        if bool((lengths < 0).any()) or bool((lengths > room - starts).any()):  # without a sum, which may overflow
+            raise WireError("jagged tensor has lengths beyond its values")
 
 
 def _quantized(data: torch.Tensor, scale: object, zero_point: object) -> torch.Tensor:

@@ -211,10 +211,11 @@ def from_reply(value: Any, meta: Any) -> Exception:
         return WireError("a reply says that it is an error, and is none")
 
 
-def unanswered(requests: RequestSender, call: Call, unread: WireError | None = None) -> Exception:
+def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireError | None = None) -> Exception:
     """The error of a request that is done and has no reply.
 
-    `unread` is the error of a living server whose replies cannot be read, if there is one.
+    `lost`: the client has taken it back from a server that has died. `unread` is the error of a living server whose
+    replies cannot be read, if there is one.
     """
     code, attempt = requests.verdict(call)
     what = f'service "{requests.name}": '
@@ -226,8 +227,13 @@ def unanswered(requests: RequestSender, call: Call, unread: WireError | None = N
         )
     if not code and unread is not None:
         return unread
-    if code == DIED or call.bits & ONCE or not attempt:
+    if code == DIED or lost or not attempt or (call.bits & ONCE and attempt > 1):
         return PeerDied(what + "the server that had this request died")
+    if attempt == 1:  # no server has died with it
+        return WireError(
+            what + "the server cannot read this request, or its reply cannot be read here: the log of the one that "
+            "passed it over says why"
+        )
     deaths = attempt - 1  # a server that takes it after the last allowed death does not start it
     each = f"each of the {deaths} servers that had this request" if deaths > 1 else "the server that had this request"
     return PeerDied(what + f"{each} died (max_attempts={deaths})")
@@ -580,10 +586,10 @@ class CallsInFlight:
         self._expire()
         done = []
         for call in list(self.calls.values()):
-            if requests.is_done(call) or (
-                call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call, taken=True)
-            ):
-                done.append(call)
+            if requests.is_done(call):
+                done.append((call, False))
+            elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call, taken=True):
+                done.append((call, True))
         if done:
             try:
                 while True:  # a reply comes before its `done`: those that are there now have none, or are among these
@@ -593,7 +599,7 @@ class CallsInFlight:
                     self.dispatch()
             except (TimedOut, ClosedError):
                 pass
-        for call in done:
+        for call, lost in done:
             if call.done:
                 continue
             if (
@@ -601,7 +607,7 @@ class CallsInFlight:
             ):  # since `_expire`: its server may have refused it as late
                 self.expire(call)
             else:
-                self.end(call.seq, None, unanswered(requests, call, self.answers.unread()))
+                self.end(call.seq, None, unanswered(requests, call, lost, self.answers.unread()))
         self.finish_ended()
 
     def expire(self, call: Call) -> None:

@@ -87,6 +87,8 @@ class Client(Local):
             TimedOut: there was no reply in time, or no room for the request.
             RemoteError: the server's handler raised, or dropped the request.
             DependencyError: the reply has torch tensors, and torch is not installed here.
+            WireError: the server cannot read the request, or its reply cannot be read here: one of them is damaged, or
+                the library of one process is newer.
             PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.

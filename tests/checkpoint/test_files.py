@@ -68,6 +68,43 @@ def test_a_state_comes_back(format, map, path_of):
     assert same(load_checkpoint(path), state), "writing to what was loaded changed the file"
 
 
+def parts_of(tensor):
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values(), torch.tensor(tensor.is_coalesced())
+    return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+
+
+@each_format
+@pytest.mark.parametrize("map", [True, False])
+def test_sparse_tensors_whose_indices_are_unsorted_or_repeated_come_back(format, map, path_of):
+    """torch's products of sparse matrices are so."""
+    values = torch.tensor([1.0, 2.0, 3.0])
+    state = {
+        "unsorted": torch.sparse_csr_tensor(
+            torch.tensor([0, 2, 3]), torch.tensor([1, 0, 0]), values, (2, 2), check_invariants=False
+        ),
+        "repeated": torch.sparse_csr_tensor(
+            torch.tensor([0, 2, 3]), torch.tensor([1, 1, 0]), values, (2, 2), check_invariants=False
+        ),
+        "falsely coalesced": torch.sparse_coo_tensor(
+            torch.tensor([[1, 1, 0], [0, 0, 0]]), values, (2, 2), is_coalesced=True, check_invariants=False
+        ),
+    }
+    back = load_checkpoint(save(state, path_of(format), format), map=map)
+    for name, tensor in state.items():
+        assert (back[name].layout, back[name].shape) == (tensor.layout, tensor.shape)
+        assert all(itertools.starmap(torch.equal, zip(parts_of(back[name]), parts_of(tensor), strict=True)))
+
+
+@each_format
+def test_a_tensor_that_could_not_be_loaded_is_not_saved(format, path_of):
+    broken = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([5]), torch.ones(1), (1, 2), check_invariants=False
+    )
+    with pytest.raises(ArgumentError, match=r"x.*not valid"):
+        save({"x": broken}, path_of(format), format)
+
+
 @each_format
 def test_training_goes_on(format, path_of):
     state = training_state()

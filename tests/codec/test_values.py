@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmtensor.codec import composites
 from shmtensor.codec.implementation import copy_value
 from shmtensor.codec.leaf import map_leaves
-from shmtensor.errors import ArgumentError, ArgumentTypeError
+from shmtensor.errors import ArgumentError, ArgumentTypeError, WireError
 
 from .another import decode, encode, implementation, payload_of, travel  # noqa: F401
 
@@ -277,11 +278,127 @@ def test_sparse():
         assert (back.layout, back.shape, back.dtype) == (tensor.layout, tensor.shape, tensor.dtype)
         if tensor.layout == torch.sparse_coo:
             assert back.is_coalesced() == tensor.is_coalesced()
-            assert torch.equal(back._indices(), tensor._indices())
-            assert torch.equal(back._values(), tensor._values())
-        else:
-            assert torch.equal(back.values(), tensor.values())
+        assert all(map(torch.equal, parts_of(back), parts_of(tensor)))
         assert torch.equal(back.to_dense(), tensor.to_dense())
+
+
+def parts_of(sparse):
+    if sparse.layout == torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+
+
+def compressed(rows, columns, size=(2, 2), *, layout=torch.sparse_csr, values=None, dtype=torch.int64):
+    """A sparse tensor of whatever parts: without `check_invariants`, as torch makes them by default."""
+    values = torch.arange(1.0, len(columns) + 1) if values is None else values
+    rows, columns = (torch.tensor(part, dtype=dtype) for part in (rows, columns))
+    return torch.sparse_compressed_tensor(rows, columns, values, size, layout=layout, check_invariants=False)
+
+
+def spread(indices):
+    """The same indices, every second element in memory."""
+    return torch.stack([indices, indices - 1], -1).flatten()[::2]
+
+
+def coo(indices, size, **options):
+    indices = torch.tensor(indices)
+    return torch.sparse_coo_tensor(indices, torch.ones(indices.shape[1]), size, check_invariants=False, **options)
+
+
+def product_of_sparse():
+    rows = (torch.arange(30.0).reshape(5, 6) % 4).to_sparse_csr()
+    return torch.mm(rows, rows.to_dense().t().contiguous().to_sparse_csr())  # torch leaves its columns unsorted
+
+
+UNUSUAL = {
+    "a product": product_of_sparse,
+    "unsorted": lambda: compressed([0, 2, 3], [1, 0, 0]),
+    "unsorted columns": lambda: compressed([0, 2, 3], [1, 0, 0], layout=torch.sparse_csc),
+    "unsorted blocks": lambda: compressed([0, 2], [1, 0], (2, 4), layout=torch.sparse_bsr, values=torch.ones(2, 2, 2)),
+    "unsorted columns of blocks": lambda: compressed(
+        [0, 2], [1, 0], (4, 2), layout=torch.sparse_bsc, values=torch.ones(2, 2, 2)
+    ),
+    "a batch of unsorted": lambda: compressed(
+        [[0, 2, 3], [0, 0, 3]], [[1, 0, 0], [1, 1, 1]], (2, 2, 2), values=torch.ones(2, 3, 4)[..., 0]
+    ),
+    "repeated": lambda: compressed([0, 2, 3], [1, 1, 0], dtype=torch.int32),
+    "more in a row than columns": lambda: compressed([0, 5], [0, 1, 0, 1, 1], (1, 2)),
+    "indices with gaps": lambda: torch.sparse_compressed_tensor(
+        spread(torch.tensor([0, 2, 3])), spread(torch.tensor([1, 0, 0])), torch.arange(6.0)[::2], (2, 2),
+        layout=torch.sparse_csr, check_invariants=False,
+    ),
+    "falsely coalesced": lambda: coo([[1, 0, 1], [0, 0, 0]], (2, 2), is_coalesced=True),
+    "one element, not coalesced": lambda: coo([[1], [0]], (2, 2))._coalesced_(False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_sparse_tensors_whose_indices_are_unsorted_or_repeated_arrive(kind):
+    tensor = UNUSUAL[kind]()
+    for back in (travel({"a": tensor, "b": [parts_of(tensor)]})["a"], copy_value(tensor)):
+        assert (back.layout, back.shape, back.dtype) == (tensor.layout, tensor.shape, tensor.dtype)
+        assert all(map(torch.equal, parts_of(back), parts_of(tensor)))
+        if tensor.layout == torch.sparse_coo:
+            assert back.is_coalesced() == tensor.is_coalesced()
+
+
+def jagged_of(offsets, lengths=None):
+    return torch.nested.nested_tensor_from_jagged(
+        torch.randn(9, 3), torch.tensor(offsets), lengths=None if lengths is None else torch.tensor(lengths)
+    )
+
+
+BROKEN = {
+    "a column beyond the size": (lambda: compressed([0, 2, 3], [1, 2, 0]), "plain indices are not below 2"),
+    "a negative column": (lambda: compressed([0, 2, 3], [1, -1, 0]), "plain indices are not below 2"),
+    "a block beyond the size": (
+        lambda: compressed([0, 1], [2], (2, 4), layout=torch.sparse_bsr, values=torch.ones(1, 2, 2)), "not below 2"),
+    "a row that ends before it starts": (lambda: compressed([0, 4, 3], [1, 1, 0]), "do not rise from 0 to 3"),
+    "rows that do not start at 0": (lambda: compressed([1, 2, 3], [1, 1, 0]), "do not rise from 0 to 3"),
+    "rows beyond the elements": (lambda: compressed([0, 2, 4], [1, 1, 0]), "do not rise from 0 to 3"),
+    "rows whose difference overflows": (
+        lambda: compressed([0, 2**31 - 1, -(2**31), 3], [1, 1, 0], (3, 2), dtype=torch.int32), "do not rise from 0"),
+    "too few rows": (lambda: compressed([0, 3], [1, 1, 0]), "crow_indices"),
+    "too few values": (lambda: compressed([0, 2, 3], [1, 1, 0], values=torch.ones(2)), "do not fit each other"),
+    "small integers": (lambda: compressed([0, 2, 3], [1, 1, 0], dtype=torch.int16), "must be Int or Long"),
+    "an index of COO": (lambda: coo([[1, 5], [0, 0]], (2, 2)), "found index 5"),
+    "65 dimensions": (lambda: coo([[0]] * 65, (1,) * 65), "at most 64 dimensions"),
+    "65 dimensions, quantized": (
+        lambda: torch.quantize_per_tensor(torch.zeros([1] * 65), 0.1, 3, torch.quint8), "65 dimensions"),
+    "offsets beyond the values": (lambda: jagged_of([0, 3, 10]), "offsets beyond its values"),
+    "offsets that fall": (lambda: jagged_of([0, 5, 3, 9]), "offsets beyond its values"),
+    "offsets whose difference overflows": (lambda: jagged_of([0, 2**62, -(2**63), 9]), "offsets beyond its values"),
+    "lengths beyond the values": (lambda: jagged_of([0, 5, 9], [1, 5]), "lengths beyond its values"),
+    "lengths whose sum overflows": (lambda: jagged_of([0, 5, 9], [1, 2**63 - 1]), "lengths beyond its values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_no_receiver_would_make_is_not_sent(kind):
+    make, why = BROKEN[kind]
+    broken = make()
+    with pytest.raises(ArgumentError, match=why) as info:
+        encode({"a": [broken]})
+    assert str(info.value).startswith('value["a"][0]: ')
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_a_sender_did_not_check_is_checked_on_arrival(kind, monkeypatch):
+    """As `test_what_no_receiver_would_make_is_not_sent`, of a sender that goes by other rules."""
+    broken = BROKEN[kind][0]()
+    with monkeypatch.context() as patch:
+        for check in ("_check_compressed", "_check_coo", "_check_jagged"):
+            patch.setattr(composites, check, lambda *_: None)
+        try:
+            encoded = encode([broken])
+        except ArgumentError:  # it cannot even be described
+            return
+    payload = payload_of(encoded.nbytes)
+    encoded.copy_into(payload)
+    with pytest.raises(WireError):
+        decode(encoded.description, payload)
 
 
 def test_quantized():

@@ -46,6 +46,22 @@ def test_values_are_writable(channel):
         assert msg.value.tolist() == [0, 5, 0]
 
 
+def test_what_a_consumer_would_not_make_is_refused_by_send(channel):
+    """It would be passed over, and be lost."""
+    broken = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([5]), torch.ones(1), (1, 2), check_invariants=False
+    )
+    unsorted = torch.sparse_csr_tensor(
+        torch.tensor([0, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0]), (1, 2), check_invariants=False
+    )
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        with pytest.raises(shmtensor.ArgumentError, match=r'value\["x"\]: .*not valid'):
+            tx.send({"x": broken})
+        tx.send({"x": unsorted})
+        assert rx.recv(timeout=PATIENCE).value["x"].to_dense().tolist() == [[2, 1]]
+        assert rx.statistics().bad_records == 0
+
+
 def test_order_of_one_consumer_and_many_producers(channel):
     with Consumer(channel) as rx, Producer(channel) as one, Producer(channel) as two:
         for number in range(8):

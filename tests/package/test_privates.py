@@ -18,10 +18,10 @@ FOREIGN: dict[str, set[str]] = {
     "checkpoint/bodies.py": {"_call_s3"},
     # torch: what a module does with a state before its tensors are filled
     "checkpoint/load.py": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
-    # torch: the parts of nested and quantized tensors, and how they are made of their parts
+    # torch: the parts of nested and quantized tensors, and how they are made of their parts; the flag of COO tensors
     "checkpoint/formats/torch.py": {"_nested_tensor_size", "_nested_tensor_storage_offsets", "_nested_tensor_strides"},
     "codec/composites.py": {
-        "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "_indices", "_metadata_cache",
+        "_coalesced_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "_indices", "_metadata_cache",
         "_nested_tensor_size", "_nested_view_from_buffer", "_ragged_idx", "_values",
     },
     "codec/torch.py": {"_empty_affine_quantized", "_is_zerotensor"},

@@ -22,8 +22,9 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut
+from shmtensor import ArgumentError, ClosedError, PeerDied, RemoteError, TimedOut, WireError
 from shmtensor.channel.names import control_name, reply_channel
+from shmtensor.codec import decode
 from shmtensor.endpoints.base import SenderTraits
 from shmtensor.ring.layout import SERVICE, WORK_QUEUE
 from shmtensor.rpc import client as rpc_client
@@ -651,6 +652,27 @@ def test_a_request_that_expires_while_its_calls_are_checked_is_late(channel, mon
         assert server.statistics().expired == 1
         with pytest.raises(TimedOut, match="no reply in time"):
             call.result()
+
+
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.parametrize("which", ["request", "reply"])
+def test_what_cannot_be_read_is_no_death(pair, which, retry, monkeypatch, caplog):
+    """A living server passes such a request over, a client such a reply."""
+    client, server = pair
+    compose = decode.compose
+
+    def unreadable(kind, *rest):
+        if kind == "coo":
+            raise WireError("it is damaged")
+        return compose(kind, *rest)
+
+    monkeypatch.setattr(decode, "compose", unreadable)
+    sparse = torch.eye(2).to_sparse()
+    with serving(server, lambda value: 1 if value else sparse):
+        with pytest.raises(WireError, match="cannot read this request, or its reply cannot be read here"):
+            client.request(sparse if which == "request" else 0, timeout=PATIENCE, retry=retry)
+        assert client.request(1, timeout=PATIENCE, retry=retry) == 1
+    assert "passed over" in caplog.text
 
 
 def test_a_cancelled_request_is_not_started(pair):
