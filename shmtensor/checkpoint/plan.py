@@ -38,7 +38,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..codec.leaf import Leaf, c_strides, overlapping
+from ..codec.leaf import MAX_SPREAD, Leaf, c_strides, overlapping
 from ..codec.libraries import torch_views
 from ..codec.numpy import CARRIER, AnyDType, Array, address_of
 from ..cuda.runtime import device_of, runtime
@@ -353,7 +353,6 @@ def _entry(part: Any, regions: Sequence[Region]) -> Entry:
     return entry._replace(region=region, offset=offset)
 
 
-MAX_SPREAD: Final = 2
 _GROUP_ALIGNMENT: Final = 16
 
 Strides = tuple[int, ...] | None

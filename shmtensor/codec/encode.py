@@ -8,6 +8,9 @@ Leaves that overlap in memory (the same tensor twice, views of one storage) lie 
     memory    ....|----- weight -----------------|....      one run of bytes, copied once as it is
                        |-- weight[2:].T --|
     payload   |64   |16: group .................|64: next leaf
+
+If that run has more than twice the bytes that the leaves have, each is sent by itself, as any leaf with gaps is: two
+columns of a matrix are no reason to send all of it. Equal views share one copy in any case.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from ..wire.dtypes import DType
 from ..wire.record import INLINE, padded
 from ..wire.spec import LeafSpec
 from . import copies
-from .leaf import Leaf, Refused, is_tensor, overlapping
+from .leaf import MAX_SPREAD, Leaf, Refused, is_tensor, overlapping
 from .libraries import device_job, is_cuda_name, torch_views
 from .numpy import ROW, Array, address_of, array_leaf, describe, memory_of
 
 # a copy that NumPy or torch makes: (payload) -> None
 Job = Callable[["np.ndarray[Any, Any]"], None]
+
+# a plain copy of memory: address, offset in the payload, bytes, and which sources they are of
+Run = tuple[int, int, int, Sequence[int]]
 
 
 class Layout:
@@ -39,20 +45,20 @@ class Layout:
     entries:   one per leaf
     storages:  (offset, bytes) of each storage that several tensors share
     nbytes:    bytes of the payload
-    runs:      (address, offset, size) of plain copies of memory
+    runs:      (address, offset, size, numbers of its leaves) of plain copies of memory
     jobs:      the other copies
     """
 
     __slots__ = ("entries", "jobs", "nbytes", "runs", "storages")
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.runs: list[tuple[int, int, int]] = []
+        self.runs: list[Run] = []
         self.jobs: list[Job] = []
         self.storages: list[tuple[int, int]] = []
         self.nbytes = 0
         placed: dict[int, LeafSpec] = {}
         for members in _groups(leaves):
-            offset, start = self._place_group([leaves[i] for i in members]), min(leaves[i].start for i in members)
+            offset, start = self._place_group(leaves, members), leaves[members[0]].start
             if sum(leaves[i].torch for i in members) > 1:
                 low = offset - offset % spec.GROUP_ALIGNMENT
                 self.storages.append((low, self.nbytes - low))
@@ -69,7 +75,7 @@ class Layout:
                 alone.setdefault(identity(leaf) if leaf.extent else (i,), []).append(i)
         for members in alone.values():
             leaf = leaves[members[0]]
-            offset = self._place(leaf)
+            offset = self._place(leaf, members[:1])
             if leaf.torch and len(members) > 1:
                 self.storages.append((offset, leaf.nbytes))
             for i in members:
@@ -78,26 +84,26 @@ class Layout:
                 )
         self.entries = [placed[i] for i in range(len(leaves))]
 
-    def _place(self, leaf: Leaf) -> int:
+    def _place(self, leaf: Leaf, numbers: Sequence[int]) -> int:
         size = leaf.nbytes
         if not size:
             return 0
         offset = -(-self.nbytes // spec.ALIGNMENT) * spec.ALIGNMENT
         self.nbytes = offset + size
         if leaf.address:
-            self.runs.append((leaf.address, offset, size))
+            self.runs.append((leaf.address, offset, size, numbers))
         else:
             self.jobs.append(job_of(leaf, offset))
         return offset
 
-    def _place_group(self, members: Sequence[Leaf]) -> int:
-        start = min(leaf.start for leaf in members)
-        extent = max(leaf.start + leaf.extent for leaf in members) - start
+    def _place_group(self, leaves: Sequence[Leaf], numbers: Sequence[int]) -> int:
+        members = [leaves[i] for i in numbers]
+        start, extent = _range_of(members)
         # the same offset modulo 16 as in the source, so that every member stays aligned
         offset = -(-self.nbytes // spec.ALIGNMENT) * spec.ALIGNMENT + start % spec.GROUP_ALIGNMENT
         self.nbytes = offset + extent
         if members[0].device == "cpu":
-            self.runs.append((start, offset, extent))
+            self.runs.append((start, offset, extent, numbers))
         else:
             source = members[0].source
             at = start - source.untyped_storage().data_ptr()
@@ -118,26 +124,34 @@ def job_of(leaf: Leaf, offset: int) -> Job:
 
 
 def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Groups of indices of leaves whose byte ranges overlap and that can be sent as that memory."""
+    """Groups of indices of leaves, each by start, that overlap and are sent as the memory from first to last byte."""
     plain = [index for index, leaf in enumerate(leaves) if leaf.raw is not None and leaf.extent]
     found = overlapping([(leaves[index].device, leaves[index].start, leaves[index].extent) for index in plain])
     groups = [[plain[each] for each in group] for group in found if len(group) > 1]
-    return [group for group in groups if _reachable([leaves[index] for index in group])]
+    return [group for group in groups if _is_filled([leaves[index] for index in group])]
+
+
+def _is_filled(members: Sequence[Leaf]) -> bool:
+    """Whether leaves that overlap are sent as one range of memory: most of it is theirs, and it can be read."""
+    first = members[0]
+    start, extent = _range_of(members)
+    if extent > MAX_SPREAD * sum({identity(leaf): leaf.nbytes for leaf in members}.values()):
+        return False
+    return first.device == "cpu" or bool(torch_views().reaches(first, start, extent))
+
+
+def _range_of(members: Sequence[Leaf]) -> tuple[int, int]:
+    """Start and bytes of the range of memory from the first to the last byte of some leaves, which are by start."""
+    start = members[0].start
+    return start, max(leaf.start + leaf.extent for leaf in members) - start
 
 
 def identity(leaf: Leaf) -> tuple[object, ...]:
-    """A key that is equal for equal views: views that cannot be sent as memory (expanded, reversed) share one copy."""
-    strides = leaf.source.stride() if leaf.torch else leaf.source.strides
+    """A key that is equal for equal views, which share one copy."""
+    strides = leaf.raw
+    if strides is None:  # expanded, reversed
+        strides = leaf.source.stride() if leaf.torch else leaf.source.strides
     return (leaf.device, leaf.start, leaf.extent, leaf.shape, strides, leaf.torch, leaf.dtype, str(leaf.description))
-
-
-def _reachable(members: Sequence[Leaf]) -> bool:
-    first = members[0]
-    if first.device == "cpu":
-        return True
-    start = min(leaf.start for leaf in members)
-    extent = max(leaf.start + leaf.extent for leaf in members) - start
-    return bool(torch_views().reaches(first, start, extent))
 
 
 _ALLOWED = (
@@ -159,18 +173,18 @@ class Encoded:
     called.
     """
 
-    __slots__ = ("_jobs", "_places", "_producers", "_runs", "description", "device_jobs", "nbytes", "spilled", "total")
+    __slots__ = ("_jobs", "_places", "_runs", "_sources", "description", "device_jobs", "nbytes", "spilled", "total")
 
     def __init__(
         self,
         description: bytes,
         nbytes: int,
-        runs: Sequence[tuple[int, int, int]] = (),
+        runs: Sequence[Run] = (),
         jobs: Sequence[Job] = (),
         sources: Sequence[Any] = (),
     ) -> None:
-        """`runs`: (address, offset, bytes) of plain copies; `jobs` copy the rest; `sources` are kept alive."""
-        self.description, self.nbytes, self._runs, self._producers = description, nbytes, runs, sources
+        """`runs`: plain copies; `jobs` copy the rest; `sources` are kept alive, and must stay where they are."""
+        self.description, self.nbytes, self._runs, self._sources = description, nbytes, runs, sources
         self._places = [place_of(source) for source in sources]
         self.device_jobs: Sequence[Any] = [job for job in jobs if hasattr(job, "device")]
         self._jobs = [job for job in jobs if not hasattr(job, "device")]
@@ -178,7 +192,7 @@ class Encoded:
         self.total = padded(nbytes) + len(description) if self.spilled else nbytes
 
     def __repr__(self) -> str:
-        return f"<Encoded {len(self._producers)} leaves, {self.nbytes} bytes>"
+        return f"<Encoded {len(self._sources)} leaves, {self.nbytes} bytes>"
 
     def copy_into(self, buffer: Any, offset: int = 0, on_device: bool = True) -> None:
         """Copy every leaf to its place.
@@ -192,8 +206,9 @@ class Encoded:
         """
         payload: Array = np.ndarray((self.nbytes,), np.uint8, self._room(buffer, offset, self.nbytes), offset)
         alone = self.nbytes <= copies.ALONE
-        for address, at, size in self._runs:
-            self._check_places()  # each time: while many bytes are copied, other threads run
+        self._check_places(range(len(self._sources)))
+        for address, at, size, numbers in self._runs:
+            self._check_places(numbers)  # again: while many bytes are copied, other threads run
             if alone or size <= copies.SMALL:
                 copies.move_small(address_of(payload) + at, address, size)
             else:
@@ -201,8 +216,8 @@ class Encoded:
         for job in (*self._jobs, *(self.device_jobs if on_device else ())):
             job(payload)
 
-    def _check_places(self) -> None:
-        if self._places != [place_of(source) for source in self._producers]:
+    def _check_places(self, numbers: Sequence[int]) -> None:
+        if any(self._places[i] != place_of(self._sources[i]) for i in numbers):
             raise ArgumentError(
                 "a tensor or array of the value was resized, or given other memory, while it was being sent: change it "
                 "before or after"
@@ -210,7 +225,7 @@ class Encoded:
 
     def in_place(self) -> Array | None:
         """The payload where it lies, if it is one dense piece of memory: it is kept alive, and not copied."""
-        if not self.nbytes or self._jobs or self.device_jobs or [it[1:] for it in self._runs] != [(0, self.nbytes)]:
+        if not self.nbytes or self._jobs or self.device_jobs or [it[1:3] for it in self._runs] != [(0, self.nbytes)]:
             return None
         return memory_of(self._runs[0][0], self.nbytes, self)
 

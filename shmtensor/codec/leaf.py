@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -130,6 +130,11 @@ def is_tensor(value: object) -> bool:
     """Whether the value is a torch tensor of any type; does not import torch."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     return kind is not None and isinstance(value, kind)
+
+
+MAX_SPREAD: Final = 2
+"""Leaves that overlap are stored as one range of memory if it has at most this many times their own bytes, equal views
+counted once."""
 
 
 def overlapping(ranges: Sequence[tuple[str, int, int]]) -> list[list[int]]:

@@ -23,7 +23,7 @@ from .outline import Outline
 def reference_encode(payload: bytes | memoryview, description: bytes) -> Encoded:
     """The message of these bytes, which are copied when it is written into a slot."""
     array: Array = np.frombuffer(payload, np.uint8) if len(payload) else np.empty(0, np.uint8)
-    return Encoded(description, array.nbytes, [(address_of(array), 0, array.nbytes)], sources=[array])
+    return Encoded(description, array.nbytes, [(address_of(array), 0, array.nbytes, (0,))], sources=[array])
 
 
 def reference_decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[memoryview, bytes]:

@@ -20,6 +20,7 @@ typedef struct {
     uint64_t looked_at_size;
     size_t node, node_size; /* its node's position and size in the description */
     Py_ssize_t first;       /* the leaf with which it shares its bytes, or itself */
+    Py_ssize_t next;        /* the next leaf of its group, -1: none */
     uint32_t storage, copies;
     Sharing sharing;
     char is_odd, is_torch, is_placed;
@@ -165,7 +166,7 @@ static Leaf *add_leaf(Writer *writer, PyObject *source, uintptr_t start, uint64_
     }
     Leaf *leaf = &writer->leaves[writer->nleaves];
     *leaf = (Leaf){.start = start, .address = start, .extent = extent, .size = size, .node = writer->used,
-                   .first = writer->nleaves};
+                   .first = writer->nleaves, .next = -1};
     if (place_leaf(writer, leaf)) return NULL;
     leaf->source = Py_NewRef(source);
     writer->nleaves++;
@@ -479,13 +480,30 @@ static int write_meta(Writer *writer, PyObject *meta) {
 
 /* --- leaves that share memory: as codec/encode.py does -------------------------------------------------------------- */
 
-typedef struct { uintptr_t start; uint64_t extent; Py_ssize_t number; int on_device; } Extent;
+typedef struct {
+    uintptr_t start;
+    uint64_t extent;
+    Py_ssize_t number;
+    int on_device;
+    const char *node; /* as it is sent among others */
+    size_t node_size;
+} Extent;
 
+/* 0 for equal views; any order else. */
+static int compare_views(const Extent *left, const Extent *right) {
+    enum { FIELDS = 4, REST = 16 }; /* between them the storage and the offset, which are not set yet */
+    if (left->start != right->start) return left->start > right->start ? 1 : -1;
+    if (left->node_size != right->node_size) return left->node_size > right->node_size ? 1 : -1;
+    int fields = memcmp(left->node, right->node, FIELDS);
+    return fields ? fields : memcmp(left->node + REST, right->node + REST, left->node_size - REST);
+}
+
+/* By start, equal views next to each other. */
 static int by_start(const void *a, const void *b) {
     const Extent *left = a, *right = b;
     if (left->on_device != right->on_device) return left->on_device - right->on_device;
-    if (left->start != right->start) return left->start > right->start ? 1 : -1;
-    return (left->number > right->number) - (left->number < right->number);
+    int views = compare_views(left, right);
+    return views ? views : (left->number > right->number) - (left->number < right->number);
 }
 
 /* Whether any two leaves may share memory. */
@@ -505,7 +523,13 @@ static Py_ssize_t sorted_extents(const Writer *writer, Extent *extents) {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < writer->nleaves; i++) {
         const Leaf *leaf = &writer->leaves[i];
-        if (leaf->extent) extents[count++] = (Extent){leaf->start, leaf->extent, i, leaf->sharing == ON_DEVICE};
+        if (!leaf->extent) continue;
+        const int is_other = leaf->sharing == SHARES && leaf->other;
+        extents[count++] = (Extent){
+            .start = leaf->start, .extent = leaf->extent, .number = i, .on_device = leaf->sharing == ON_DEVICE,
+            .node = is_other ? PyBytes_AS_STRING(leaf->other) : writer->data + leaf->node,
+            .node_size = is_other ? (size_t)PyBytes_GET_SIZE(leaf->other) : leaf->node_size,
+        };
     }
     qsort(extents, (size_t)count, sizeof *extents, by_start);
     return count;
@@ -557,11 +581,32 @@ static int place_group(Writer *writer, const Extent *extents, Py_ssize_t count) 
         leaf->offset = offset + (leaf->start - start);
         leaf->storage = leaf->is_torch ? storage : 0;
         leaf->is_placed = 1;
+        leaf->next = i + 1 < count ? extents[i + 1].number : -1;
         leaf->address = i ? 0 : start; /* the first copies for all */
         leaf->size = i ? 0 : extent;
         Py_CLEAR(leaf->job);
     }
     return 0;
+}
+
+/* Whether at least half of the memory from the first to the last byte of a group is its leaves', equal views counted once. */
+static int is_filled(const Writer *writer, const Extent *extents, Py_ssize_t count) {
+    uintptr_t end = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (extents[i].start + extents[i].extent > end) end = extents[i].start + extents[i].extent;
+    uint64_t extent = end - extents[0].start, filled = 0;
+    for (Py_ssize_t i = 0; i < count && filled < extent; i++)
+        if (!i || compare_views(&extents[i - 1], &extents[i])) filled += writer->leaves[extents[i].number].size;
+    return filled >= extent - extent / 2;
+}
+
+/* Let only equal views of a group share one copy. */
+static void join_equal(Writer *writer, const Extent *extents, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Leaf *leaf = &writer->leaves[extents[i].number];
+        if (i && !compare_views(&extents[i - 1], &extents[i])) leaf->first = writer->leaves[extents[i - 1].number].first;
+        writer->leaves[leaf->first].copies++;
+    }
 }
 
 static int place_groups(Writer *writer, const Extent *extents, Py_ssize_t count) {
@@ -573,7 +618,8 @@ static int place_groups(Writer *writer, const Extent *extents, Py_ssize_t count)
     for (Py_ssize_t i = 0; i <= count && !failed; i++) {
         if (i < count && (extents[i].on_device || writer->leaves[extents[i].number].sharing != SHARES)) continue;
         if (i == count || extents[i].start >= end) {
-            failed = members > 1 && place_group(writer, group, members);
+            if (members > 1 && is_filled(writer, group, members)) failed = place_group(writer, group, members);
+            else join_equal(writer, group, members);
             members = 0;
             end = 0;
         }
@@ -652,7 +698,7 @@ static int write_again(Writer *writer) {
     return 0;
 }
 
-/* If leaves share memory: place first the groups that overlap, each in one run of bytes, then the others. */
+/* If leaves share memory: place first the groups that overlap and fill it, each in one run of bytes, then the others. */
 static int arrange(Writer *writer) {
     if (!any_overlap(writer)) return 0;
     Extent *extents = PyMem_Malloc((size_t)writer->nleaves * sizeof *extents);
@@ -705,7 +751,7 @@ static PyObject *finish(Writer *writer) {
             .source = Py_NewRef(leaf->source), .address = leaf->address, .offset = leaf->offset,
             .size = leaf->address ? leaf->size : 0,
             .looked_at = leaf->looked_at, .looked_at_size = leaf->looked_at_size,
-            .is_odd = leaf->is_odd, .is_shared = leaf->is_placed,
+            .is_odd = leaf->is_odd, .next = leaf->next,
         };
     }
     encoded->nbytes = (Py_ssize_t)writer->end;
@@ -732,7 +778,8 @@ static PyObject *encode_raw(Codec *codec, PyObject *value, PyObject *meta) {
     if (encoded) {
         encoded->codec = (Codec *)Py_NewRef(codec);
         encoded->description = Py_NewRef(meta);
-        encoded->runs[0] = (Run){.source = Py_NewRef(source), .address = (uintptr_t)view.buf, .size = (uint64_t)view.len};
+        encoded->runs[0] = (Run){.source = Py_NewRef(source), .address = (uintptr_t)view.buf, .size = (uint64_t)view.len,
+                                 .next = -1};
         encoded->total = encoded->nbytes = view.len;
         if (PyBytes_GET_SIZE(meta) > codec->inline_bytes)
             encoded->total = (Py_ssize_t)aligned((uint64_t)view.len) + PyBytes_GET_SIZE(meta);

@@ -65,10 +65,8 @@ int has_moved(const Encoded *self) {
 
 /* The same of the leaves whose bytes a run copies. */
 static int copied_has_moved(const Encoded *self, const Run *run) {
-    if (!run->is_shared) return run_has_moved(self, run);
-    int moved = 0;
-    for (Py_ssize_t i = 0; i < Py_SIZE(self) && !moved; i++)
-        if (self->runs[i].is_shared) moved = run_has_moved(self, &self->runs[i]);
+    int moved = run_has_moved(self, run);
+    for (; run->next >= 0 && !moved; moved = run_has_moved(self, run)) run = &self->runs[run->next];
     return moved;
 }
 

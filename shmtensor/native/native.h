@@ -106,7 +106,8 @@ typedef struct {
     uint64_t offset, size;   /* in the payload; bytes, 0: no plain copy */
     uintptr_t looked_at;     /* the address and bytes of a tensor or array when it was read, to be checked again before the copy; */
     uint64_t looked_at_size; /* 0: no check. Of a tensor that is odd, its elements */
-    char is_odd, is_shared;  /* read by Python; a run that has the bytes of several leaves, or one of these leaves */
+    Py_ssize_t next;         /* the next source whose bytes lie in the same copy, which the first one makes; -1: none */
+    char is_odd;             /* read by Python */
 } Run;
 
 typedef struct {

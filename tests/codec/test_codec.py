@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 
 from shmtensor import native
 from shmtensor.codec import copies
+from shmtensor.codec import encode as reference
 from shmtensor.codec import implementation as chosen
 from shmtensor.codec.decode import decode as reference_decode
 from shmtensor.codec.encode import encode as reference_encode
+from shmtensor.codec.encode import place_of
 from shmtensor.codec.leaf import Refused
 from shmtensor.errors import ArgumentError, ArgumentTypeError, WireError
 from shmtensor.wire import spec
@@ -584,20 +586,48 @@ def test_a_source_that_was_given_other_memory_meanwhile_is_an_error(implementati
 @pytest.mark.parametrize("kind", ["array", "dates", "overlapping"])
 def test_a_source_that_gets_other_memory_while_others_are_copied_is_an_error(implementation, kind, monkeypatch):  # noqa: F811
     """Copies of many bytes let other threads run, which is when this one would come."""
-    later = np.ones(1 << 20, "M8[s]" if kind == "dates" else np.float64)
-    value = [np.ones(1 << 20), later, later[:10]] if kind == "overlapping" else [np.ones(1 << 20), later]
+    first, later = np.ones(1 << 20), np.ones(1 << 20, "M8[s]" if kind == "dates" else np.float64)
+    value = [first, first[:10], later, later[:10]] if kind == "overlapping" else [first, later]
     encoded = encode(value)
     copied = []
 
     def copy(*args):
         copied.append(args)
-        later.resize(1, refcheck=False)
+        for array in (first, later):  # of which one is to be copied yet
+            array.resize(1, refcheck=False)
 
     for name in ("memmove", "move_far"):
         monkeypatch.setattr(copies, name, copy)
     with pytest.raises(ArgumentError, match="while it was being sent"):
         encoded.write(bytearray(encoded.total), 0)
     assert len(copied) == 1
+
+
+def test_what_was_copied_already_may_change(implementation, monkeypatch):  # noqa: F811
+    """Before a copy only the sources of its bytes are looked at: a look at all of them, for each, would take long."""
+    small = np.ones(3)
+    value = [small, small[:2], *[part for _ in range(2) for part in tied(np.ones(1 << 20))]]
+    encoded = encode(value)
+    if implementation == "pure":  # copies in order of addresses: count what it looks at
+        looked = []
+        monkeypatch.setattr(reference, "place_of", lambda source: looked.append(source) or place_of(source))
+        encoded.write(bytearray(encoded.total), 0)
+        assert len(looked) == 2 * len(value)
+        return
+    copied = []
+
+    def copy(*args):
+        copied.append(args)
+        small.resize(1, refcheck=False)
+
+    for name in ("memmove", "move_far"):
+        monkeypatch.setattr(copies, name, copy)
+    encoded.write(bytearray(encoded.total), 0)
+    assert len(copied) == 2
+
+
+def tied(array):
+    return array, array[:10]
 
 
 ONE_HASH = 2**61 - 1  # two ints whose difference is a multiple of it have the same hash

@@ -612,3 +612,60 @@ def test_mapped_leaves_are_not_kept():
 def test_a_refused_meta_says_where(meta, text):
     with pytest.raises(ArgumentTypeError, match=text):
         encode(1, meta)
+
+
+MATRIX = torch.arange(2000.0).reshape(20, 100)
+FIELDS = np.zeros(100, "i8,V1000,f8")
+SPREAD = {
+    "columns": (lambda m: [m[:, 0], m[:, 1]], 64 * 2 + 80),
+    "columns of an array": (lambda m: [m.numpy()[:, 0], m.numpy()[:, 99]], 64 * 2 + 80),
+    "a column and its part": (lambda m: [m[:, 0], m[4:, 0]], 64 * 2 + 64),
+    "a column many times": (lambda m: [m[:, 7]] * 300, 80),
+    "columns many times": (lambda m: [m[:, 7], m[:, 8], m[:, 7].numpy()] * 100, 64 * 4 + 80),
+    "wide windows of one place": (lambda m: [m[:, :30], m[:, :30], m[:, 1:3]], 2432 + 160),
+    "fields": (lambda m: [FIELDS["f0"], FIELDS["f2"]], 832 + 800),
+    "two elements far apart": (lambda m: [m.flatten()[:: 1999], m[10]], 64 + 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_leaves_that_have_less_than_half_of_the_memory_between_them_are_sent_by_themselves(kind):
+    make, nbytes = SPREAD[kind]
+    value = make(MATRIX)
+    assert encode(value).nbytes <= nbytes
+    back = travel(value)
+    assert same([copy_of(leaf) for leaf in value], back)
+    for leaf in back:
+        assert leaf.is_contiguous() if isinstance(leaf, torch.Tensor) else leaf.flags.c_contiguous
+    views = [(type(leaf), address(leaf), leaf.shape) for leaf in value]
+    for i, view in enumerate(views):  # equal views share memory, others do not
+        assert [address(leaf) == address(back[i]) for leaf in back] == [other == view for other in views]
+
+
+def copy_of(leaf):
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else np.ascontiguousarray(leaf)
+
+
+def address(leaf):
+    return leaf.data_ptr() if isinstance(leaf, torch.Tensor) else leaf.__array_interface__["data"][0]
+
+
+FILLED = {
+    "a matrix and its column": lambda m: [m, m[:, 3]],
+    "all columns": lambda m: list(m.unbind(1)),
+    "half of the columns": lambda m: list(m[:, ::2].unbind(1)),
+    "parts of each row": lambda m: [m[:, :40], m[:, 40:80]],
+    "every second element": lambda m: [m.flatten()[::2], m.flatten()[2:][::2]],
+    "real and imaginary": lambda m: [torch.view_as_complex(m.reshape(-1, 2)).real, m.reshape(-1, 2)[:, 1]],
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_leaves_that_fill_the_memory_between_them_are_sent_as_it_is(kind):
+    value = FILLED[kind](MATRIX)
+    assert encode(value).nbytes <= MATRIX.nbytes + 16
+    back = travel(value)
+    for leaf, other in zip(value, back, strict=True):
+        assert torch.equal(leaf, other)
+        assert leaf.stride() == other.stride()
+        assert address(other) - address(back[0]) == address(leaf) - address(value[0])
