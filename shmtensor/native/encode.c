@@ -244,7 +244,8 @@ static int write_tensor(Writer *writer, PyObject *value) {
     uint64_t size = writer->codec->rows[code].itemsize;
     for (int i = 0; i < tensor.ndim; i++)
         if (__builtin_mul_overflow(size, (uint64_t)tensor.shape[i], &size)) return 1;
-    /* A copy of a large one takes far longer than to ask. A part of a storage that was freed seems to lie at its offset. */
+    /* A copy of a large one takes far longer than to ask; of small ones docs/guide/values.md tells. A part of a storage that was
+     * freed seems to lie at its offset. */
     if (size > (uint64_t)writer->codec->small || (uintptr_t)tensor.data < UNUSUAL) {
         const char *data = tensor.data;
         int has_all = is_in_its_storage(writer->codec, value, data, size);
