@@ -11,8 +11,9 @@ import math
 import threading
 import time
 import types
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..channel import control as ctl
@@ -32,6 +33,7 @@ from .sender import Sender, Wait
 if TYPE_CHECKING:
     import asyncio
 
+    from .claims import Hand
     from .wait_queue import WaitQueue
 
 
@@ -126,7 +128,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             is_shared=self._claims is not None, pass_on=self._pass_on,
         )  # fmt: skip
 
-    async def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Message:
+    def arecv(self, *, timeout: float | None = None, copy: bool = False) -> Coroutine[Any, Any, Message]:
         """`recv` for asyncio: other tasks run while this one waits, and no thread is used.
 
         Several tasks may wait at one receiver; they are served in the order in which they came. A task that is
@@ -148,15 +150,26 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
         >>> asyncio.run(main())
         tensor([0, 1, 2])
         """
+        return self._arecv(self._ask(), timeout, copy)
+
+    def _ask(self) -> Hand | None:
+        """A task, or a thread, asks for its next message: what it has in hand is done. Returns its hand.
+
+        That is who calls, and not who runs the coroutine: up to Python 3.11 `asyncio.wait_for` makes a task for it,
+        which has ended when the message is being worked on.
+        """
+        if self._claims is None or self._hands is None or self._state or self._stop:
+            return None
+        hand = self._claims.hand_of_caller(self._hands)
+        hand.acknowledge()
+        return hand
+
+    async def _arecv(self, hand: Hand | None, timeout: float | None, copy: bool) -> Message:
         check_timeout(timeout)
         if clock() >= self._turn_due:
             await self._take_turns()
         if self._state or self._stop:
             self._refuse()
-        hand = None
-        if self._claims is not None and self._hands is not None:
-            hand = self._claims.hand_of_task()
-            hand.acknowledge()
         undelivered = self._undelivered
         while True:
             message = await self._anext(timeout)
@@ -169,6 +182,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
                     private = message.copy()
                 except ReleasedError:
                     continue
+            reference = None if hand is None else weakref.ref(message)
             if message in undelivered:  # as in `recv`
                 if message.meta.__class__ is DependencyError and self._traits.raises_unreadable:
                     self._pass_over(message)
@@ -177,7 +191,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
                     if self._claims is None:
                         message._hold = message._lease = None
                 if hand is not None:
-                    hand.message = message._lease, message._hold
+                    hand.last = message._lease, message._hold, reference, hand.last
                 del undelivered[message]
                 return message
 
@@ -259,9 +273,12 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
     def __aiter__(self: _R) -> _R:
         return self
 
-    async def __anext__(self) -> Message:
+    def __anext__(self) -> Coroutine[Any, Any, Message]:
+        return self._iterate(self._ask())
+
+    async def _iterate(self, hand: Hand | None) -> Message:
         try:
-            return await self.arecv()
+            return await self._arecv(hand, None, False)
         except EndOfStream:
             raise StopAsyncIteration from None
         except ClosedError:

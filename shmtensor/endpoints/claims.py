@@ -7,11 +7,12 @@ in hand.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..channel import control as ctl
 from ..channel.control import Entry
@@ -20,25 +21,65 @@ from ..channel.wakeup import Doorbells
 from ..options import check_choice, check_count
 from ..wire.record import EMPTY_RECORD, pack_bell
 from .base import LIVENESS_INTERVAL
+from .message import give_back
 from .recipients import Peer
+
+if TYPE_CHECKING:
+    import asyncio
 
 DEFAULT_ATTEMPTS: Final = 5
 
 
 class Hand:
-    """The claim of the message that one thread or task received last, and the array over its slot; or None."""
+    """What one thread or task received and has not said to be done."""
 
-    __slots__ = ("__weakref__", "message")
+    __slots__ = ("__weakref__", "last")
 
     def __init__(self) -> None:
-        self.message: tuple[Any, Any] | None = None
+        self.last: Any = None
+        """The last message, or None: its claim, the array over its slot, a weak reference to it (None if `recv` took
+        it), and the same of the one before, if calls for both ran at the same time. A plain tuple, since an exception
+        could arrive where another one is made."""
 
     def acknowledge(self) -> None:
-        """Its thread or task asks for the next message: the one in hand is done."""
-        message = self.message  # keeps its memory, and with it the lock, until `done` is stored
-        if message is not None:
-            message[0].acknowledge()
-            self.message = None
+        """Its thread or task asks for the next message: what is in hand is done."""
+        each = last = self.last  # keeps their memory, and with it the locks, until `done` is stored
+        if last is not None:
+            while each is not None:
+                each[0].acknowledge()
+                each = each[3]
+            self.last = None
+
+    def forget(self, lease: Any) -> bool:
+        """Its user has released, or given back, a message. Returns whether it was in this hand."""
+        last = self.last
+        if last is not None and last[0] is lease:  # no boundary from here on: a thread may be receiving the next one
+            self.last = last[3]
+            return True
+        each, others = last, []
+        while each is not None and each[0] is not lease:
+            others.append(each)
+            each = each[3]
+        if each is None:
+            return False
+        rest = each[3]
+        while others:
+            rest = (*others.pop()[:3], rest)
+        self.last = rest
+        return True
+
+    def let_go(self, *, done: bool) -> None:
+        """Its task has ended. `done`: regularly, and what it received is done once nobody refers to it any more; else
+        it goes to another receiver, as after a `with` block that an exception has left."""
+        each = self.last
+        while each is not None:
+            lease, _, reference, before = each
+            if done:
+                lease.done_at_end = True
+            elif (message := reference()) is not None:
+                give_back(message)
+            each = before
+        self.last = None
 
 
 class Hands(threading.local):
@@ -62,7 +103,7 @@ class Claims:
         check_count("max_attempts", max_attempts, 1, most_attempts)
         self.max_attempts = max_attempts
         self._all: set[weakref.ref[Hand]] = set()
-        self._of_tasks: dict[Any, Hand] = {}
+        self._of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], Hand] = weakref.WeakKeyDictionary()
         self.hands = Hands(self._all) if acknowledge == "next" else None
         """What each thread has in hand: asking for the next message acknowledges it. None: only `release` does."""
         self.scan_wanted = True
@@ -131,33 +172,33 @@ class Claims:
 
     # --- what each thread and task has in hand
 
-    def hand_of_task(self) -> Hand:
-        """The hand of the current task, or else of the thread. Acknowledges what finished tasks had in hand."""
-        task, hands = _current_task(), self._of_tasks
-        for other in [other for other in hands if other is not task and other.done()]:
-            # the message of a finished task is done with this call, as it would be with a call of its own; a task that
-            # failed had not finished with its message
-            if not other.cancelled() and getattr(other, "_exception", None) is None:
-                hands[other].acknowledge()
-            hands.pop(other, None)
-        if task is None and self.hands is not None:  # a coroutine that something else than a task runs
-            return self.hands.hand
-        hand = hands.get(task)
+    def hand_of_caller(self, hands: Hands) -> Hand:
+        """The hand of the current task, or else of the thread."""
+        task = _current_task()
+        if task is None:
+            return hands.hand
+        hand = self._of_tasks.get(task)
         if hand is None:
-            hand = hands[task] = Hand()
+            task.add_done_callback(functools.partial(_task_ended, weakref.ref(self)))
+            hand = self._of_tasks[task] = Hand()
             self._all.add(weakref.ref(hand, self._all.discard))
         return hand
+
+    def settle(self, task: asyncio.Task[Any]) -> None:
+        """A task has ended: let go of what it had in hand."""
+        hand = self._of_tasks.pop(task, None)
+        if hand is not None:
+            failed = task.cancelled() or getattr(task, "_exception", None) is not None  # looking does not retrieve it
+            hand.let_go(done=not failed)
 
     def forget(self, lease: Any) -> None:
         """A message was released, or given back, by its user: no hand has it."""
         hand = self.hands.hand if self.hands is not None else None
-        if hand is not None and hand.message is not None and hand.message[0] is lease:
-            hand.message = None
-        elif len(self._all) > 1:  # another thread, or a task, received it
+        if (hand is None or not hand.forget(lease)) and len(self._all) > 1:  # another thread, or a task, received it
             for each in self._all.copy():
                 other = each()
-                if other is not None and other.message is not None and other.message[0] is lease:
-                    other.message = None
+                if other is not None and other.forget(lease):
+                    return
 
     def leave(self) -> None:
         """The receiver has left: wake all siblings that sleep. One of them may take what it had not finished, or they
@@ -168,13 +209,16 @@ class Claims:
 
     def close(self, *, acknowledge: bool) -> None:
         """The receiver closes. `acknowledge`: what the caller has in hand is done. All else goes to others."""
+        for task in list(self._of_tasks):
+            if task.done():
+                self.settle(task)  # its callback has not run yet
         hand = self._own_hand() if acknowledge else None
-        if hand is not None and hand.message is not None:
-            hand.message[0].acknowledge()
+        if hand is not None:
+            hand.acknowledge()
         for each in self._all.copy():
             other = each()
             if other is not None:
-                other.message = None
+                other.last = None
         self._of_tasks.clear()  # a task's result may be a message, which keeps the receiver
 
     def _own_hand(self) -> Hand | None:
@@ -186,7 +230,13 @@ class Claims:
         return self.hands.hand
 
 
-def _current_task() -> Any:
+def _task_ended(reference: weakref.ref[Claims], task: asyncio.Task[Any]) -> None:
+    claims = reference()
+    if claims is not None:
+        claims.settle(task)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
     """The task that runs in this thread, or None."""
     import asyncio
 

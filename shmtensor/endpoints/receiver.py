@@ -187,7 +187,7 @@ class Receiver(Endpoint):
                 except KeyError:  # CPython 3.10 switches threads here, too: another one returns it
                     continue
                 if hand is not None:
-                    hand.message = message._lease, message._hold
+                    hand.last = message._lease, message._hold, None, hand.last
                 if private is not NOTHING:  # last: what this drops wakes a sender, and lets other threads run
                     message.value = private
                     if self._claims is None:  # else it is not done
@@ -513,6 +513,7 @@ class Receiver(Endpoint):
     def _reject(self, lease: Any) -> None:
         """Called when a `with` block over a message was left by an exception."""
         if self._claims is not None and self._hands is not None:
+            lease.done_at_end = False
             self._claims.forget(lease)
 
     def _to_device(self, value: Any, device: Any, non_blocking: bool) -> Any:

@@ -69,8 +69,9 @@ class Consumer(AsyncReceiver):
     this consumer for the next one (`recv` or iteration), or by `close()`. A message that is not done when its
     consumer dies, or whose `with` block raises, is delivered again, with `attempt` raised.
 
-    Threads and tasks may share a consumer. A message belongs to the one that received it: only that one's next
-    `recv`, or its `close()`, says that it is done; messages of the others are delivered again after a `close()`.
+    Threads and tasks may share a consumer. A message belongs to the one that called `recv` or `arecv`: only that one's
+    next call, or its `close()`, says that it is done; messages of the others are delivered again after a `close()`.
+    What a task received is also done when it ends without an exception and nobody refers to it any more.
 
     Args:
         channel: the channel's name.

@@ -184,7 +184,7 @@ typedef struct {
     Reader *reader;
     uint64_t seq, nbytes;
     uint32_t ring, slot;
-    char is_held, locked, done;
+    char is_held, locked, done, done_at_end;
 } Lease;
 
 static int is_mine(const Reader *self) { return self->ready && self->generation == forks; }
@@ -255,6 +255,7 @@ static void tell_end(Reader *self, uint64_t seq) {
 static void end_lease(Lease *lease) {
     Reader *self = lease->reader;
     uint64_t now = traces(&self->trace, lease->seq) ? monotonic_ns() : 0; /* before: the sender may use the slot at once */
+    if (lease->done_at_end) acknowledge(lease);
     forget_lease(lease);
     reader_give_back(&self->f, lease->ring, lease->slot, lease->seq, lease->locked, lease->done);
     if (now) add_event(&self->trace.log, EVENT_RELEASE, lease->seq, self->sender_uid, now, 0, now, 0);
@@ -315,6 +316,7 @@ static PyMethodDef Lease_methods[] = {
 static PyMemberDef Lease_members[] = {
     {"seq", MEMBER_U64, offsetof(Lease, seq), MEMBER_READONLY, "the message"},
     {"acknowledged", MEMBER_BOOL, offsetof(Lease, done), MEMBER_READONLY, "work queue: whether it is done"},
+    {"done_at_end", MEMBER_BOOL, offsetof(Lease, done_at_end), 0, "claims: whether the end of the lease says that the message is done"},
     {NULL, 0, 0, 0, NULL},
 };
 

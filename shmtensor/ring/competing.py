@@ -191,7 +191,7 @@ class CompetingReader(ReferenceReader):
         claim = Claim(array, self._ended)
         claim.seq, claim.words = seq, found.ring.words
         self.place(claim, found.ring, found.slot)
-        claim.acknowledged = claim.released = False
+        claim.acknowledged = claim.released = claim.done_at_end = False
         self.hold(claim)
         return claim
 
@@ -227,6 +227,8 @@ class CompetingReader(ReferenceReader):
 
     def give_back(self, lease: Claim) -> None:
         # crash: release.ended
+        if lease.done_at_end:
+            lease.acknowledge()
         if lease.acknowledged and not lease.released:
             lease.released = True
             self.end(lease)

@@ -358,12 +358,14 @@ class LockedLease(Lease):
 class Claim(Lease):
     """A lease of a work queue or in a group: the exclusive lock on the byte of message `seq`."""
 
-    __slots__ = ("acknowledged", "done", "own", "released")
+    __slots__ = ("acknowledged", "done", "done_at_end", "own", "released")
 
     acknowledged: bool
     """Whether it is stored that the message is done."""
     done: tuple[int, int]
     """Which of the words says so, and its value then."""
+    done_at_end: bool
+    """Whether the end of the lease says so."""
     own: int
     """In a group: which of the words shows that this member has it."""
     released: bool

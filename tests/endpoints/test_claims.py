@@ -484,6 +484,171 @@ def test_tasks_that_share_a_receiver_have_their_own_message_in_hand(kind, channe
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("how", ["a task", "wait_for", "anext", "a thread"])
+def test_a_message_belongs_to_who_called_and_not_to_the_task_that_ran_the_call(kind, channel, how):
+    """`asyncio.wait_for` makes a task up to Python 3.11. Others' calls say nothing about its message."""
+
+    async def main():
+        with kind.sender(channel) as tx, kind.receiver(channel) as other:
+            rx = kind.receiver(channel)
+            for number in range(3):
+                tx.send(np.array(number))
+            loop, holds, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+            def receive_in_a_thread():
+                receiving = asyncio.run_coroutine_threadsafe(rx.arecv(timeout=PATIENCE), loop)
+                assert int(receiving.result(PATIENCE).value) == 0
+                del receiving
+                loop.call_soon_threadsafe(holds.set)
+                release.wait(PATIENCE)
+
+            async def hold_one():
+                if how == "a task":
+                    message = await asyncio.create_task(rx.arecv(timeout=PATIENCE))
+                elif how == "anext":
+                    message = await asyncio.ensure_future(rx.__anext__())
+                else:
+                    message = await asyncio.wait_for(rx.arecv(), PATIENCE)
+                assert int(message.value) == 0
+                del message
+                holds.set()
+                await asyncio.to_thread(release.wait, PATIENCE)
+
+            holding = asyncio.create_task(hold_one() if how != "a thread" else asyncio.to_thread(receive_in_a_thread))
+            await asyncio.wait_for(holds.wait(), PATIENCE)
+            for number in (1, 2):
+                assert int((await rx.arecv(timeout=PATIENCE)).value) == number
+            await rx.aclose()
+            with other.recv(timeout=PATIENCE) as message:
+                assert (int(message.value), message.attempt) == (0, 2)
+            with pytest.raises(shmtensor.TimedOut):
+                other.recv(timeout=0)  # the other task's are done
+            release.set()
+            await holding
+
+    asyncio.run(main())
+
+
+def test_a_task_that_receives_several_at_once_has_them_all_in_hand(kind, channel):
+    async def main():
+        with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+            for number in range(7):
+                tx.send(np.array(number))
+            for start in (0, 3):
+                got = await asyncio.gather(*(rx.arecv(timeout=PATIENCE) for _ in range(3)))
+                assert [(int(message.value), message.attempt) for message in got] == [
+                    (start + each, 1) for each in range(3)
+                ]
+                assert rx.statistics().leases == 3  # what is in hand is not given back with the last reference
+                got.pop(1).release()
+                del got[:]
+                assert rx.statistics().leases == 2
+            assert int((await rx.arecv(timeout=PATIENCE)).value) == 6
+            with pytest.raises(shmtensor.TimedOut):
+                await rx.arecv(timeout=0)
+            await asyncio.sleep(0)  # the loop has the last tasks until here
+            assert rx.statistics().leases == 0
+
+    asyncio.run(main())
+
+
+def test_a_task_that_ends_has_finished_though_the_others_only_wait(kind, channel):
+    """The loop tells when it ends. Nobody has to ask for another message first."""
+
+    async def main():
+        tx, rx = kind.sender(channel), kind.receiver(channel)
+
+        async def one():
+            return int((await rx.arecv(timeout=PATIENCE)).value)
+
+        ending, waiting = asyncio.create_task(one()), asyncio.create_task(one())
+        for _ in range(5):  # turns of the loop, until both wait
+            await asyncio.sleep(0)
+        tx.send(np.array(1))
+        assert await ending == 1
+        await asyncio.wait_for(tx.aclose(linger=None), PATIENCE)
+        with pytest.raises(shmtensor.EndOfStream):
+            await waiting
+        await rx.aclose()
+
+    asyncio.run(main())
+
+
+def test_what_ended_tasks_received_is_done_at_a_close(kind, channel):
+    async def main():
+        with kind.sender(channel) as tx, kind.receiver(channel) as other:
+            rx = kind.receiver(channel)
+            for number in range(4):
+                tx.send(np.array(number))
+
+            async def one():
+                return int((await rx.arecv(timeout=PATIENCE)).value)
+
+            assert await asyncio.gather(one(), one(), one()) == [0, 1, 2]
+            assert await asyncio.create_task(one()) == 3
+            rx.close()  # before the last task's callbacks have run
+            with pytest.raises(shmtensor.TimedOut):
+                other.recv(timeout=0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_a_task_that_fails_gives_its_message_back_though_somebody_keeps_it(kind, channel, end):
+    """A `Task` keeps its exception, and with it the variables. Another task, which only waits, gets the message."""
+
+    async def main():
+        with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+            holds = asyncio.Event()
+
+            async def fail():
+                message = await rx.arecv(timeout=PATIENCE)
+                assert message.attempt == 1
+                holds.set()
+                await asyncio.sleep(0 if end == "failed" else PATIENCE)
+                raise KeyError(message)
+
+            failing = asyncio.create_task(fail())
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(rx.arecv(timeout=PATIENCE))
+            tx.send(np.array(5))
+            await asyncio.wait_for(holds.wait(), PATIENCE)
+            if end == "cancelled":
+                failing.cancel()
+            with await waiting as message:
+                assert (int(message.value), message.attempt) == (5, 2)
+            with pytest.raises(KeyError if end == "failed" else asyncio.CancelledError):
+                await failing
+
+    asyncio.run(main())
+
+
+def test_what_an_ended_task_passed_on_is_done_when_nobody_refers_to_it(kind, channel):
+    async def main():
+        with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+            for number in range(2):
+                tx.send(np.full(3, number))
+
+            async def receive():
+                return await rx.arecv(timeout=PATIENCE)
+
+            with pytest.raises(KeyError), await asyncio.create_task(receive()) as message:
+                await asyncio.create_task(receive())  # says nothing about the first one, which is being worked on
+                raise KeyError
+            again = await asyncio.create_task(receive())
+            assert (again.value.tolist(), again.attempt) == ([0, 0, 0], 2)
+            view = again.value
+            del message, again
+            await asyncio.sleep(0)  # the loop has the last task until here
+            assert rx.statistics().leases == 1
+            del view
+            with pytest.raises(shmtensor.TimedOut):
+                await rx.arecv(timeout=0.6)
+            assert rx.statistics().leases == 0
+
+    asyncio.run(main())
+
+
 def test_a_task_for_each_arecv(kind, channel):
     """`asyncio.wait_for` makes one up to Python 3.11: the next `arecv` says that what it had received is done."""
 
