@@ -198,6 +198,7 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
     async def _anext(self, timeout: float | None) -> Message:
         """The next message. It is in `_undelivered`, and stays there until the caller returns it."""
         message: Any = NOTHING
+        due = None if timeout is None else clock() + timeout
         attempt = self._attempt()
         if self._wait_queue is None or self._wait_queue.is_empty or timeout == 0:
             direct, undelivered = self._direct, self._undelivered
@@ -205,9 +206,10 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
             if message is None:
                 message = attempt()
         if message is NOTHING and timeout != 0 and self._devices.poll():
-            message = await self._while_copying(attempt, timeout)
+            message = await self._while_copying(attempt, due)
         if (message is NOTHING or message is BUSY) and timeout != 0:
-            message = await wait_queue_of(self).attend(attempt, self._has_news, timeout)
+            left = None if due is None else max(0.0, due - clock())
+            message = await wait_queue_of(self).attend(attempt, self._has_news, left)
         if message is NOTHING or message is BUSY:
             raise self._too_late(timeout)
         return message  # type: ignore[no-any-return]
@@ -234,9 +236,8 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
 
         return lambda: self._try_run(attempt)
 
-    async def _while_copying(self, attempt: Callable[[], Any], timeout: float | None) -> Any:
+    async def _while_copying(self, attempt: Callable[[], Any], due: float | None) -> Any:
         """Stay awake until copies to a device are done, since their slots are given back then."""
-        due = None if timeout is None else clock() + timeout
         message = NOTHING
         while (message is NOTHING or message is BUSY) and self._devices.poll() and (due is None or clock() < due):
             await self._devices.pause()
@@ -302,7 +303,8 @@ class AsyncSender(Sender, AsyncEndpoint):
     """A sender with the calls that an event loop can wait for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._sendings: list[Sending] = []  # of tasks, in order: a device is copying them into their slots
+        self._sendings: dict[Sending, asyncio.AbstractEventLoop] = {}
+        """Of tasks of these loops, in order: a device is copying them into their slots."""
         super().__init__(*args, **options)
 
     def _make_wait_queue(self, loop: asyncio.AbstractEventLoop) -> WaitQueue:
@@ -367,8 +369,10 @@ class AsyncSender(Sender, AsyncEndpoint):
 
     async def _when_copied(self, sending: Sending) -> int:
         """Publish a message when a device has copied it into its slot, after those that other tasks began earlier."""
+        import asyncio
+
         sendings = self._sendings
-        sendings.append(sending)
+        sendings[sending] = asyncio.get_running_loop()
 
         def attempt() -> int:
             if self._state or self._stop:
@@ -377,12 +381,21 @@ class AsyncSender(Sender, AsyncEndpoint):
 
         try:
             while True:
-                if sending.is_done() and sendings[0] is sending and (sent := self._try_run(attempt)) is not BUSY:
+                if sending.is_done() and self._is_first(sending) and (sent := self._try_run(attempt)) is not BUSY:
                     return sent  # type: ignore[no-any-return]
                 await self._devices.pause()
         finally:
-            sendings.remove(sending)
+            sendings.pop(sending, None)
             sending.release()
+
+    def _is_first(self, sending: Sending) -> bool:
+        """Whether no task that is alive has begun to send before. What a closed loop has left is never sent."""
+        for other, loop in list(self._sendings.items()):
+            if other is sending or not loop.is_closed():
+                return other is sending
+            self._sendings.pop(other, None)
+            other.release()
+        return True
 
     async def aloan(
         self, shape: int | Sequence[int], dtype: Any, meta: Any = None, *, timeout: float | None = None

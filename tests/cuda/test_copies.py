@@ -17,6 +17,7 @@ import torch
 
 import shmtensor
 from shmtensor.cuda import pinning
+from shmtensor.endpoints import wait_queue
 from shmtensor.memory.segment import PAGE
 
 from ..faults.interrupts import interrupted
@@ -137,6 +138,30 @@ def test_a_task_that_waits_looks_at_its_copies(standin, channel):
             await tx.asend(torch.zeros(8), timeout=LONG)
             (await waiting).release()
             assert standin.host(moved).equal(torch.ones(8))
+
+    asyncio.run(main())
+
+
+def test_the_time_of_a_task_that_looks_at_its_copies_is_that_of_the_call(lazy, channel, monkeypatch):
+    """What remains when it stops looking, because the time is up, is nothing."""
+    remaining, attend = [], wait_queue.WaitQueue.attend
+
+    async def noted(self, attempt, look, timeout, waiter=None):
+        remaining.append(timeout)
+        return await attend(self, attempt, look, timeout, waiter)
+
+    monkeypatch.setattr(wait_queue.WaitQueue, "attend", noted)
+
+    async def main():
+        tx, rx = pair(channel)
+        async with tx, rx:
+            tx.send(torch.ones(8))
+            moved = rx.recv(timeout=LONG).to("cuda", non_blocking=True)
+            with pytest.raises(shmtensor.TimedOut):
+                await rx.arecv(timeout=0.05)
+            assert remaining == [0]
+            lazy.run_all()
+            assert lazy.host(moved).equal(torch.ones(8))
 
     asyncio.run(main())
 
@@ -465,6 +490,35 @@ def test_a_cancelled_task_sends_nothing_and_its_slot_waits_for_the_device(lazy, 
             del msg
 
     asyncio.run(main())
+
+
+def test_what_a_closed_loop_has_left_holds_up_no_task(lazy, channel):
+    tx, rx = pair(channel, slots=4)
+    with tx, rx:
+        loop = asyncio.new_event_loop()
+
+        async def begun():
+            while not tx.statistics().copying:
+                await asyncio.sleep(0)
+
+        left = loop.create_task(tx.asend(later(lazy, 100, 1.0)))
+        left._log_destroy_pending = False
+        loop.run_until_complete(begun())
+        loop.close()
+        lazy.run_all()
+
+        async def main():
+            sending = asyncio.create_task(tx.asend(later(lazy, 100, 2.0)))
+            await begun()
+            lazy.run_all()
+            assert await asyncio.wait_for(sending, LONG) == 1
+
+        asyncio.run(main())
+        with rx.recv(timeout=LONG) as message:
+            assert message.value.eq(2).all()
+        del left, message
+        gc.collect()  # the task of the closed loop ends
+        assert tx.send(torch.zeros(1), timeout=LONG) == 2
 
 
 def test_a_failed_copy_of_a_task_is_never_published(standin, channel):
