@@ -7,6 +7,7 @@ decides how many slots of which size there are; and a `Spin` for its waits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -102,6 +103,13 @@ def holders_text(channel: str, sender: int) -> str:
                 texts = [f"{who}: {', '.join(f'{n} {how}' for how, n in hows.items())}" for who, hows in found.items()]
                 return f"; held by {'; '.join(texts)}"
     return ""
+
+
+def _loan_ended(reference: weakref.ref[Sender], _: object) -> None:
+    """The memory of a loan that was not published is gone."""
+    sender = reference()
+    if sender is not None:
+        sender._wake_waiting()
 
 
 def make_writer(
@@ -368,8 +376,16 @@ class Sender(Endpoint):
 
     def _lend(self, out: Encoded, ring: Ring, slot: int, dtype: Any, shape: int | Sequence[int]) -> Loan:
         array = ring.block(slot, out.total)
-        self._writer.lend(ring.index, slot, weakref.ref(array))
+        self._writer.lend(ring.index, slot, weakref.ref(array, functools.partial(_loan_ended, weakref.ref(self))))
         return Loan(self._commit, self._decode_empty, ring, slot, out, array, dtype, shape)
+
+    def _wake_waiting(self) -> None:
+        """A slot is free that was on loan: have the thread or task look that waits for one. From any thread."""
+        if not self._state:
+            if self._waits:
+                self._sleeper.post()
+            if self._wait_queue is not None:
+                self._wait_queue.disturb()
 
     def _no_loan_text(self) -> str:
         return f'channel "{self.name}": no slot is free for a loan, and full="drop" does not wait'

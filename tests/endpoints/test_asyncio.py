@@ -401,6 +401,23 @@ def test_a_loan_waits_for_its_slot(run, channel, pair, no_liveness_checks):
 
 
 @pairs
+def test_a_loan_that_is_given_up_wakes_who_waits_for_its_slot(run, channel, pair, no_liveness_checks):
+    async def main():
+        with pair[0](channel, slots=1) as tx, pair[1](channel) as rx:
+            loan = await tx.aloan((3,), np.int64)
+            view = loan.array
+            sending = asyncio.create_task(tx.asend(number(6)))
+            await asleep(tx)
+            loan.discard()
+            await turns_of_the_loop(5)
+            assert not sending.done()
+            del view
+            assert await asyncio.wait_for(sending, PATIENCE) == 1
+            assert number_of(await rx.arecv()) == 6
+
+    run(main())
+
+
 def test_a_private_copy_holds_no_slot(run, channel, pair):
     async def main():
         with pair[0](channel, slots=1) as tx, pair[1](channel) as rx:

@@ -128,3 +128,17 @@ def test_the_end_of_the_time_is_kept(channel, pair):
             tx.send(torch.tensor(-1), timeout=3 * sender._BATCH_S)
         for _ in range(16):
             rx.recv(timeout=PATIENCE).release()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_loan_that_is_given_up_wakes_the_thread_that_waits_for_its_slot(channel, pair, monkeypatch):
+    monkeypatch.setattr(sender, "LIVENESS_INTERVAL", EVER)
+    with pair[0](channel, slots=1) as tx, pair[1](channel) as rx:
+        loan, sent = tx.loan((2,), torch.int64), []
+        thread = threading.Thread(target=lambda: sent.append(tx.send(torch.tensor(3))))
+        thread.start()
+        wait_until(lambda: word_of(tx) & 1)
+        loan.discard()
+        thread.join(PATIENCE)
+        assert sent == [1]
+        rx.recv(timeout=PATIENCE).release()
