@@ -70,13 +70,14 @@ class SenderTraits(Traits):
     checks_verdicts: bool = False
     """Whether slots that a server has given back with a verdict wait for `Writer.judge`."""
     full: str = (
-        'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for their receivers ({holders}): receive '
-        'faster, release messages, or pass slots=, timeout= or full="grow", "drop"'
+        'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for their receivers ({holders}){grown}: '
+        'receive faster, release messages, or pass slots=, timeout={grow} or full="drop"'
     )
-    """What is said of a message for which there is no slot, with the sender as `{0}`."""
+    """What is said of a message for which there is no slot, with the sender as `{0}`; `{grown}`: what keeps one
+    with `full="grow"` from adding a ring; `{grow}`: that option as a remedy for others."""
     full_alone: str = (
-        'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there: start a receiver, or '
-        'pass slots=, timeout= or full="grow", "drop"'
+        'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there{grown}: start a '
+        'receiver, or pass slots=, timeout={grow} or full="drop"'
     )
     """The same if there is no receiver."""
 

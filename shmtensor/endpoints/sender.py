@@ -542,7 +542,13 @@ class Sender(Endpoint):
         """What errors and the log say while there is no slot for a message of so many bytes."""
         holders = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
         text = self._traits.full if holders else self._traits.full_alone
-        return text.format(self, nbytes=format_bytes(nbytes), slots=self._pool.slots, holders=holders)
+        grow, grown = ' or full="grow"', ""
+        if self._full == "grow":
+            limit = self._pool.limit(max(1, nbytes))
+            grow, grown = "", f', full="grow" has reached {limit}' if limit else ""
+        return text.format(
+            self, nbytes=format_bytes(nbytes), slots=self._pool.slots, holders=holders, grow=grow, grown=grown
+        )
 
     # --- waiting
 

@@ -142,9 +142,17 @@ class Pool:
 
     def may_grow(self, nbytes: int) -> bool:
         """Whether `max_bytes` and the sequence table admit another ring."""
+        return not self.limit(nbytes)
+
+    def limit(self, nbytes: int) -> str:
+        """What does not admit another ring, for people; empty: nothing."""
         shape = self.shape(nbytes)
-        fits = self._max_bytes is None or self.nbytes + _all(shape) <= self._max_bytes
-        return fits and self.slots + shape.slots <= self._sequences.mask and len(self.rings) < MAX_RINGS
+        if self._max_bytes is not None and self.nbytes + _all(shape) > self._max_bytes:
+            return f"max_bytes={format_bytes(self._max_bytes)}"
+        if len(self.rings) >= MAX_RINGS:
+            return f"the most rings, {MAX_RINGS}"
+        most = self._sequences.mask
+        return f"the most slots of a sender, {most}" if self.slots + shape.slots > most else ""
 
     def add(self, nbytes: int) -> None:
         """Make another ring, for messages of `nbytes`."""

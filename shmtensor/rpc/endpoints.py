@@ -166,8 +166,8 @@ class RequestPool(Pool):
 
 
 _NO_ROOM: Final = (
-    'service "{{0.name}}": no room for a request of {{nbytes}}, all {{slots}} slots wait for their servers ({}): start '
-    'more of them, or pass slots=, timeout= or full="grow"'
+    'service "{{0.name}}": no room for a request of {{nbytes}}, all {{slots}} slots wait for their servers ({})'
+    "{{grown}}: start more of them, or pass slots= or timeout={{grow}}"
 )
 
 

@@ -197,9 +197,15 @@ def test_full_error_drop_and_grow(channel):
         assert [int(sub.recv(timeout=PATIENCE).value) for _ in range(11)] == list(range(11))
     with Publisher(channel, slots=2, full="grow", max_bytes="64KiB") as pub, Subscriber(channel):
         pub.send(np.array(0))
-        with pytest.raises(shmtensor.RingFull):
+        with pytest.raises(
+            shmtensor.RingFull, match=r'full="grow" has reached max_bytes=64.0 KiB.*timeout= or full="drop"'
+        ):
             for _ in range(10):
                 pub.send(np.array(0), timeout=0.01)
+    with Publisher(channel, slots=40_000, slot_bytes=64, full="grow") as pub, Subscriber(channel):
+        pub.send(np.zeros(40_000 * 64, np.uint8))
+        with pytest.raises(shmtensor.RingFull, match=r'full="grow" has reached the most slots of a sender, 65535:'):
+            pub.send(np.array(0), timeout=0)
 
 
 def test_a_message_takes_as_many_slots_as_it_needs(channel):
