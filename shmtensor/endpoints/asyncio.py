@@ -62,6 +62,13 @@ class AsyncEndpoint(Endpoint):
     def _make_wait_queue(self, loop: asyncio.AbstractEventLoop) -> WaitQueue:
         """A new wait queue for tasks of `loop`."""
 
+    def _loop_error(self) -> LoopError:
+        """Tasks of another event loop wait here."""
+        return LoopError(
+            f"{self._called.format(self)}: tasks of another event loop wait there: use it from one loop at a time, or "
+            "make one for each"
+        )
+
     async def _take_turns(self) -> None:
         """Let the loop's other tasks run: a task that always finds what it asks for must not starve them."""
         await pause()
@@ -105,10 +112,7 @@ def wait_queue_of(endpoint: AsyncEndpoint) -> WaitQueue:
             return wait_queue
         if wait_queue is not None:
             if not wait_queue.is_empty and not wait_queue.loop.is_closed():
-                raise LoopError(
-                    f"tasks of another event loop wait at {endpoint!r}: use an endpoint from one loop at a time, or "
-                    "make one for each"
-                )
+                raise endpoint._loop_error()
             wait_queue.end()
         made = endpoint._wait_queue = endpoint._make_wait_queue(loop)
         return made

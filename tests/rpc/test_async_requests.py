@@ -176,3 +176,24 @@ def test_a_killed_server_costs_no_request(run, channel):  # noqa: F811
     for role in roles:
         role.join(PATIENCE)
     shmtensor.Publisher(channel + "-next").close()  # who comes next removes what the dead left
+
+
+def test_one_loop_at_a_time(channel):
+    async def main():
+        async with shmtensor.Client(channel) as client:
+            first = asyncio.create_task(client.arequest(number(1)))
+            await until(lambda: client.statistics().outstanding)
+            await turns_of_the_loop(5)
+
+            def other():
+                with pytest.raises(
+                    shmtensor.LoopError, match=r'^Client of service "[^"]*": tasks of another event loop'
+                ):
+                    asyncio.run(client.arequest(number(2), timeout=PATIENCE))
+
+            await asyncio.to_thread(other)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+
+    asyncio.run(main())
