@@ -59,10 +59,13 @@ WIDE = (256, 8192)
 
 # --- processes that save and load together
 
+LOADED_LATER = ("torch._dynamo", "torch.utils.serialization", "numpy.ma", "numpy.random")
+"""What a process imports when it makes its first DTensor, or saves: 0.5 s."""
+
 
 @pytest.fixture(scope="module")
 def forks():
-    with preloaded("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "shmtensor.dcp") as forks:
+    with preloaded(__name__, *LOADED_LATER, "tests.faults.loaded") as forks:
         yield forks
 
 
