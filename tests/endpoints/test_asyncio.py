@@ -418,6 +418,7 @@ def test_a_loan_that_is_given_up_wakes_who_waits_for_its_slot(run, channel, pair
     run(main())
 
 
+@pairs
 def test_a_private_copy_holds_no_slot(run, channel, pair):
     async def main():
         with pair[0](channel, slots=1) as tx, pair[1](channel) as rx:
