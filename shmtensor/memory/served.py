@@ -401,13 +401,18 @@ class Served:
             return True
 
     def _follow(self) -> None:
-        """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds."""
-        tries = 0
+        """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds.
+
+        The socket for the next one is made beforehand: this process may then have as many open files as it may have.
+        """
+        tries, connection, following, is_told = 0, unopened(), unopened(), False
         while True:
-            connection = unopened()
+            is_connected = False
             try:
-                self._open(connection)
+                if connection.fileno() < 0:
+                    self._open(connection)
                 connection.connect(self._socket)
+                is_connected, is_told = True, False
                 # what the server before this one has answered is held first
                 answered = set(self._attempts)
                 while answered & self._attempts:
@@ -415,12 +420,19 @@ class Served:
                 self._be_present()  # again, if the file was removed: the server after this one looks at the new one
                 self._report(connection)
                 tries = 0
+                with contextlib.suppress(OSError):
+                    self._open(following)
                 connection.recv(1)  # until it ends
             except OSError as error:
-                log.debug("%s: %s", self, error)
+                is_short = error.errno in (errno.EMFILE, errno.ENFILE)
+                log.log(logging.WARNING if is_short and not is_told else logging.DEBUG, "%s: %s", self, error)
+                is_told = is_told or is_short
             finally:
-                self._close(connection)
+                if is_connected:
+                    self._close(connection)
+                    connection, following = following, connection
             if self._is_over():
+                self._close(connection)
                 return
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
@@ -445,7 +457,7 @@ def _reason(reply: Reply) -> str:
     space = reply.space
     return (
         f"it waits for {space.awaited} processes that have segments of the server before it, such as the one with pid "
-        f"{space.pid} in its container: that is probably stopped: continue it or kill it"
+        f"{space.pid} in its container: that is probably stopped, or may open no more files: continue it or kill it"
     )
 
 
