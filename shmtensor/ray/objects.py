@@ -89,6 +89,10 @@ def _flatten(tensor: Any) -> tuple[Any, ...]:
     """What is pickled instead of a tensor: its description, and its bytes as an array, which are not copied if they are
     dense; or torch's own function, and its arguments."""
     if not (tensor.requires_grad or tensor.__dict__ or tensor.device.type != "cpu"):
+        span = _span(tensor)
+        if span < tensor.numel():
+            base = tensor.as_strided((span,), (1,), tensor.storage_offset())
+            return _PICKLED, _strided, (_flatten(base), tuple(tensor.shape), tensor.stride())
         try:
             out = encode(tensor)
         except ShmTensorError:
@@ -100,6 +104,17 @@ def _flatten(tensor: Any) -> tuple[Any, ...]:
                 out.copy_into(payload)
             return out.description, payload
     return (_PICKLED, *tensor.__reduce_ex__(2))
+
+
+def _span(tensor: Any) -> int:
+    """Over how many elements of its storage it extends: of a tensor of `expand` fewer than it has."""
+    if tensor.layout is not import_torch().strided or tensor.is_nested or tensor.is_quantized or not tensor.numel():
+        return int(tensor.numel())
+    return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _strided(flat: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return rebuild(flat).as_strided(shape, strides)
 
 
 def rebuild(parts: tuple[Any, ...]) -> Any:
