@@ -90,6 +90,9 @@ class ItemSender(Generic[T]):
         nbytes = count = 0
         for number, item in self._waiting:
             found = self._read(number, item)
+            if found is None and not items:  # what is behind it may be large
+                self._pop(1)
+                return True
             if found is not None:
                 payload, description = found
                 nbytes += _size(payload, description)

@@ -63,6 +63,22 @@ def test_nothing_is_left_of_what_has_ended(monkeypatch):
     assert (found, len(link.sender), len(link.window)) == ([], 0, 0)
 
 
+def test_a_large_one_behind_what_has_ended_goes_in_parts(monkeypatch):
+    """It ends as it is looked at for the second time."""
+    found, link = recorded(monkeypatch), Link(b"one", bytes(3 * PART))
+    read, looked = link.sender._read, []
+
+    def ends(number, item):
+        looked.append(item)
+        if len(looked) == 2:
+            link.ended.add(b"one")
+        return read(number, item)
+
+    monkeypatch.setattr(link.sender, "_read", ends)
+    link.sender.send()
+    assert found == [(0, 2, 0), (0, 2, PART), (0, 2, 2 * PART)]
+
+
 def test_what_ends_between_two_parts_is_given_up(monkeypatch):
     large = bytes(3 * PART)
     found, link = recorded(monkeypatch), Link(large, b"two")
