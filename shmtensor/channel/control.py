@@ -13,7 +13,8 @@
            +64   asleep   odd: asleep in recv, or waiting for a slot;                the member
                           its top bit: a sender waits on its FIFO, not on its semaphore
            +128  label    UTF-8, zero padded to 64 bytes                             as uid
-           +192  counters waits, dropped, sleeps, late, missed, redelivered, 0, 0    the member
+           +192  counters waits, dropped, sleeps, late, missed, redelivered,         the member
+                    onward: of a relay's consumer, whether somebody there takes more; 0
 
 Lock bytes of the control file: byte 0 serializes joins, leaves and sweeps; byte 1 + index is held by the member for
 as long as it lives (its life lock). `epoch` is advanced, under byte 0, whenever the members or their recipients change.
@@ -62,11 +63,13 @@ KEPT: Final = 2
 LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
 MEMBER: Final = 2  # flag of a receiver: no recipient, its group is
 NO_RECIPIENT: Final = LATEST | MEMBER
+RELAY: Final = 4
+"""Flag of an end of a relay: its label says which way messages came or go. Those of others are just names."""
 
 W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE, W_USED = range(9)
 M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_GROUP = range(8)
 M_ASLEEP: Final = 8
-C_WAITS, C_DROPPED, C_SLEEPS, C_LATE, C_MISSED, C_REDELIVERED = range(6)
+C_WAITS, C_DROPPED, C_SLEEPS, C_LATE, C_MISSED, C_REDELIVERED, C_ONWARD = range(7)
 COUNTERS: Final = 8
 
 _HEADER: Final = 4096
@@ -136,8 +139,12 @@ class Counters:
 
     def add(self, which: int) -> None:
         """Count one more. Only while the member is in the table: the entry may be another's afterwards."""
-        self._values[which] += 1
-        store(self._words, self._at + which, self._values[which])
+        self.put(which, self._values[which] + 1)
+
+    def put(self, which: int, value: int) -> None:
+        """Show a value. As `add`."""
+        self._values[which] = value
+        store(self._words, self._at + which, value)
 
 
 class Control:

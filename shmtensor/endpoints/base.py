@@ -178,6 +178,8 @@ class Endpoint(Local, ABC):
     _member: Member
     _traits: Traits
     _devices: Devices
+    _flags = 0
+    """Further flags of its entry: channel/control.py."""
     _called = '{0.__class__.__name__} of channel "{0.name}"'
     """What errors call it, with the endpoint as `{0}`."""
 

@@ -112,7 +112,7 @@ class Receiver(Endpoint):
             self._unattached: dict[int, tuple[Entry, str | None]] = {}  # and why; "": no table, None: no segment server
             self._strangers: dict[int, str] = {}  # of another version, by uid, and why: never attached again
             self._bad_records = 0
-            part = membership.Part(ctl.RECEIVER, _FLAGS.get(mode, 0), label, group)
+            part = membership.Part(ctl.RECEIVER, _FLAGS.get(mode, 0) | self._flags, label, group)
             membership.join(channel, self._traits.channel, part, self._prepare)
             if claims is not None:
                 claims.join(self._member)

@@ -203,7 +203,9 @@ class Sender(Endpoint):
         """Until when each `close` lingers, in monotonic seconds: the earliest counts."""
         try:
             super().__init__()
-            membership.join(channel, self._traits.channel, membership.Part(ctl.SENDER, 0, label), self._prepare)
+            membership.join(
+                channel, self._traits.channel, membership.Part(ctl.SENDER, self._flags, label), self._prepare
+            )
             self._control_words = self._member.control.words
             ends = self._member, self._sequences, self._writer, self._tracing, history
             fans_out = self._traits.kind == FAN_OUT

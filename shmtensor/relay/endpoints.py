@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import re
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,28 +31,40 @@ from ..ring.reader import Reader, Reception
 from ..ring.ring import Ring
 from ..rpc.calls import Call
 from ..rpc.endpoints import ReplyReceiver, ReplySender, RequestReceiver, RequestSender
-from .frames import LATEST, LOSSLESS, NOBODY, Item, Part
+from .frames import HELD, LATEST, LOSSLESS, NOBODY, Item, Part
 from .frames import Sender as Named
+
+log = logging.getLogger("shmtensor.relay")
 
 _VIA: Final = " via "
 _LABEL: Final = 64
-_MOST_HOPS: Final = 6
+_MOST_PASSED: Final = 4 * ctl.CAPACITY
+MOST_HOPS: Final = 6
+"""Relays that a message passes at most: a label has room for so many."""
+_PATH: Final = re.compile(rf"(.*){_VIA}([0-9a-f]{{8}}(?: [0-9a-f]{{8}}){{0,{MOST_HOPS - 1}}})", re.DOTALL)
 
 
 def path_of(label: str) -> list[int]:
     """The hashes of the channels that the messages of a relay's sender came through."""
-    _, via, words = label.rpartition(_VIA)
-    with contextlib.suppress(ValueError):
-        return [int(word, 16) for word in words.split()] if via else []
-    return []
+    found = _PATH.fullmatch(label)
+    return [int(hop, 16) for hop in found[2].split()] if found else []
 
 
 def relayed_label(label: str, path: int) -> str:
     """The label of a far sender: that of the near one, and where it comes from. At most 64 bytes."""
-    hops = path_of(label)
-    own = label.rpartition(_VIA)[0] if hops else label
-    tail = _VIA + " ".join(f"{hop:08x}" for hop in [*hops, path][-_MOST_HOPS:])
-    return own.encode("utf-8", "replace")[: _LABEL - len(tail)].decode("utf-8", "ignore") + tail
+    found = _PATH.fullmatch(label)
+    own = found[1] if found else label
+    tail = _VIA + " ".join(f"{hop:08x}" for hop in [*path_of(label), path][-MOST_HOPS:])
+    return _clipped(own, _LABEL - len(tail)) + tail
+
+
+def own_label(label: str) -> str:
+    """The label of a sender that is no relay's, as a relay passes it on: never one that reads as a path."""
+    return _clipped(label, _LABEL - 1) + " " if path_of(label) else label
+
+
+def _clipped(label: str, nbytes: int) -> str:
+    return label.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
 class _NearEnd(AsyncReceiver):
@@ -63,15 +76,20 @@ class _NearEnd(AsyncReceiver):
     """Whether to relay what another relay brought here."""
     refusal = ""
     """Why this channel cannot be relayed; empty if it can."""
+    _flags = ctl.RELAY
+    _has_told = False
 
     def _reception(self) -> Reception:
         return super()._reception()._replace(decode=raw.decode, codec=raw.codec)
 
     def _attach(self, entry: Entry) -> Reader:
         control = self._member.control
-        if self._leaves_alone and self.leaves(control.label(entry)):
+        is_relayed = bool(entry.flags & ctl.RELAY)
+        if self._leaves_alone and is_relayed and self.leaves(control.label(entry)):
             raise FileNotFoundError(entry.uid)
         reader = super()._attach(entry)
+        if not is_relayed:
+            reader.sender = reader.sender._replace(name=own_label(reader.sender.name))
         if reader.device:
             reader.close()
             self.refusal = f"process {entry.pid} publishes in device memory, which a relay does not read"
@@ -81,10 +99,16 @@ class _NearEnd(AsyncReceiver):
     _leaves_alone = False
 
     def leaves(self, label: str) -> bool:
-        """Whether a sender of this label is not this relay's: its messages came through the far channel, or through
-        any while there is no transit."""
+        """Whether a sender of this label is not this relay's: its messages came through the far channel, through any
+        while there is no transit, or through as many as may be."""
         path = path_of(label)
-        return self.avoided in path if self.transit else bool(path)
+        if self.transit and len(path) == MOST_HOPS and self.avoided not in path and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "relay of channel %s: what sender %r brings came over %d relays, which is the most: it goes no further",
+                self.name, label, MOST_HOPS,
+            )  # fmt: skip
+        return self.avoided in path or len(path) >= MOST_HOPS if self.transit else bool(path)
 
     def next(self, timeout: float) -> Message | None:
         """The next message, or None."""
@@ -112,18 +136,44 @@ class NearSubscriber(_NearEnd, Subscriber):
 
     Args:
         before: what it replaces, as it leads elsewhere: what was sent to that one only is taken from there, first.
+        passed: what the one that it replaces has taken, of each sender: the history of a sender has that, too.
     """
 
     _before: NearSubscriber | None = None
 
     def __init__(
-        self, channel: str, avoided: int, transit: bool, before: NearSubscriber | None = None, **options: Any
+        self,
+        channel: str,
+        avoided: int,
+        transit: bool,
+        before: NearSubscriber | None = None,
+        passed: Mapping[str, int] | None = None,
+        **options: Any,
     ) -> None:
         self.avoided, self.transit = avoided, transit
+        self._passed = dict(passed or {})
         super().__init__(channel, label=relay_label(avoided, transit), **options)
         self._before = before  # last: one that cannot join leaves it as it is
 
     def next(self, timeout: float) -> Message | None:
+        while True:
+            message = self._next_of_all(timeout)
+            if message is None or message.seq > self._passed.get(message.sender.id, 0):
+                break
+            message.release()
+        if message is not None:
+            self._passed[message.sender.id] = message.seq
+            if len(self._passed) > _MOST_PASSED:
+                self._passed = self.passed()
+        return message
+
+    def passed(self) -> dict[str, int]:
+        """The newest message that was taken of each sender that is here."""
+        ends = [self] if self._before is None else [self, self._before]
+        there = {f"{reader.uid:016x}" for end in ends for reader in end.readers()}
+        return {uid: seq for uid, seq in self._passed.items() if uid in there}
+
+    def _next_of_all(self, timeout: float) -> Message | None:
         while self._before is not None:
             message = self._before.next(0)
             if message is None:
@@ -163,13 +213,19 @@ class NearConsumer(_NearEnd, Consumer):
         self.avoided, self.transit = avoided, transit
         super().__init__(channel, label=relay_label(avoided, transit), **options)
 
+    is_onward = False
+
+    def show_onward(self, is_there: bool) -> None:
+        """Show whether somebody there takes what this one takes: else it is no audience of the relays that bring it."""
+        self._run(self._counters.put, ctl.C_ONWARD, int(is_there))
+        self.is_onward = is_there
+
     def senders(self) -> list[Named]:
         # while no consumer is there, nothing is taken, which would notice who has come
         self._run(self._refresh_if_stale)
         return super().senders()
 
 
-_RELAY: Final = "relay"
 _RELAY_TO: Final = "relay to "
 _DIRECT: Final = ", no transit"
 _NEARER_S: Final = 0.05
@@ -185,17 +241,19 @@ def relay_label(path: int, transit: bool) -> str:
     return f"{_RELAY_TO}{path:08x}{'' if transit else _DIRECT}"
 
 
-def is_way_back(label: str, paths: Collection[int]) -> bool:
-    """Whether this label is that of a near relay which leaves alone what came through the channels of these hashes."""
-    if not label.startswith(_RELAY_TO):
+def is_way_back(flags: int, label: str, path: Sequence[int]) -> bool:
+    """Whether a member of these flags and this label is a near relay which leaves alone what came through the channels
+    of these hashes."""
+    if not flags & ctl.RELAY:
         return False
-    return label.endswith(_DIRECT) or label in {relay_label(path, True) for path in paths}
+    is_far = len(path) >= MOST_HOPS
+    return is_far or label.endswith(_DIRECT) or label in {relay_label(hop, True) for hop in path}
 
 
-def count_servers(service: str, paths: Iterable[int]) -> int | None:
-    """How many servers may take requests that came through the channels of these hashes: living ones, and relays that
-    lead elsewhere. None: that cannot be found out now, as a segment server is away, or open files are short. Raises
-    `ArgumentError` if it is a channel of another kind."""
+def count_servers(service: str, paths: Collection[Sequence[int]]) -> int | None:
+    """How many servers may take requests that came through the channels of these hashes, whichever of these ways:
+    living ones, and relays that lead elsewhere. None: that cannot be found out now, as a segment server is away, or
+    open files are short. Raises `ArgumentError` if it is a channel of another kind."""
     try:
         with placement.at_once(), shm.look_at(control_name(service)) as segment:
             words = segment.read(0, Control.nbytes() // 8)
@@ -203,20 +261,20 @@ def count_servers(service: str, paths: Iterable[int]) -> int | None:
                 return 0  # being made, or another version's
             if words[ctl.W_KIND] != SERVICE:
                 raise ArgumentError(f'channel "{service}" is a {KINDS.get(words[ctl.W_KIND])}, not a service')
-            back = set(paths)
-            return sum(_may_serve(segment, words, index, back) for index in range(ctl.CAPACITY))
+            return sum(_may_serve(segment, words, index, paths) for index in range(ctl.CAPACITY))
     except FileNotFoundError:
         return 0
     except (WireError, OSError):
         return None
 
 
-def _may_serve(segment: Any, words: Any, index: int, paths: set[int]) -> bool:
+def _may_serve(segment: Any, words: Any, index: int, paths: Collection[Sequence[int]]) -> bool:
     at, start = ctl.base(index), ctl.label_word(index)
     if not words[at + ctl.M_UID] or words[at + ctl.M_ROLE] != ctl.RECEIVER or words[at + ctl.M_LEAVING]:
         return False
-    label = ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
-    return not is_way_back(label, paths) and bool(segment.is_locked(ctl.LIFE + index))
+    flags, label = words[at + ctl.M_FLAGS], ctl.label_of(words[start : start + ctl.LABEL_MAX // 8].tobytes())
+    leads_back = any(is_way_back(flags, label, path) for path in paths)
+    return not leads_back and bool(segment.is_locked(ctl.LIFE + index))
 
 
 class NearRequestReceiver(_NearEnd, RequestReceiver):
@@ -235,11 +293,9 @@ class NearRequestReceiver(_NearEnd, RequestReceiver):
     def _refresh(self) -> None:
         super()._refresh()
         self._direct = None  # every request goes by `_poll`
-        siblings = self._claims.siblings
-        labels = {uid: self._member.control.label(peer.entry) for uid, peer in siblings.items()}
         # nearer ones first: `wake_sibling` wakes the first that sleeps
-        self._claims.siblings = dict(sorted(siblings.items(), key=lambda it: labels[it[0]].startswith(_RELAY)))
-        self._nearer = [peer for uid, peer in self._claims.siblings.items() if not labels[uid].startswith(_RELAY)]
+        self._claims.siblings = dict(sorted(self._claims.siblings.items(), key=lambda it: _is_relay(it[1])))
+        self._nearer = [peer for peer in self._claims.siblings.values() if not _is_relay(peer)]
 
     def idle_servers(self) -> int:
         """How many living servers of this host sleep in `recv`."""
@@ -273,6 +329,10 @@ class NearRequestReceiver(_NearEnd, RequestReceiver):
             return super()._sleep(seconds)
         self._inbox.pause(min(seconds, _PAUSE_S))  # not asleep: a server of this host is to be woken
         return True
+
+
+def _is_relay(peer: Any) -> bool:
+    return bool(peer.entry.flags & ctl.RELAY)
 
 
 def _age(reader: Any) -> int:
@@ -373,25 +433,26 @@ class _Onward(_FarEnd):
     """A sender of what a near relay brings. The label names the channels that it came through: the relays that lead
     back there get nothing, are not waited for, and not woken."""
 
+    _flags = ctl.RELAY
+
     def __init__(self, channel: str, *, label: str, **options: Any) -> None:
         super().__init__(channel, label=label, **options)
-        control, paths = self._member.control, path_of(label)
-        self._recipients.excludes = lambda entry: is_way_back(control.label(entry), paths)
+        control, path = self._member.control, path_of(label)
+        self._recipients.excludes = lambda entry: is_way_back(entry.flags, control.label(entry), path)
 
     def audience(self) -> int:
-        """Who receives its messages: `NOBODY`, `LOSSLESS`, or `LATEST` if none but latest subscribers are there."""
+        """Who receives its messages: see frames.py."""
         return self._run(self._audience_inside)  # type: ignore[no-any-return]
 
     def _audience_inside(self) -> int:
         if self._state or self._stop:
             return NOBODY
-        recipients = self._recipients
-        recipients.refresh_if_stale()
-        recipients.drop_dead()
-        flags = [peer.entry.flags for peer in recipients.listeners]
-        if not flags:
-            return NOBODY
-        return LATEST if all(each & ctl.LATEST for each in flags) else LOSSLESS
+        self._recipients.refresh_if_stale()
+        self._recipients.drop_dead()
+        return self._audience_of(self._recipients.listeners)
+
+    def _audience_of(self, listeners: Sequence[Any]) -> int:
+        raise NotImplementedError
 
 
 class FarPublisher(_Onward, Publisher):
@@ -399,17 +460,38 @@ class FarPublisher(_Onward, Publisher):
 
     _traits = SenderTraits(FAN_OUT)
 
+    def _audience_of(self, listeners: Sequence[Any]) -> int:
+        if not listeners:
+            return NOBODY
+        return LATEST if all(peer.entry.flags & ctl.LATEST for peer in listeners) else LOSSLESS
+
 
 class FarProducer(_Onward, Producer):
     """Sends messages of a work queue as they are. What is not done here is not lost: the near host has it."""
 
     _traits = SenderTraits(WORK_QUEUE)
 
+    def __init__(self, channel: str, **options: Any) -> None:
+        self._undone: dict[int, tuple[memoryview, int]] = {}  # where it is stored that they are done; or they are
+        super().__init__(channel, **options)
+
+    def _audience_of(self, listeners: Sequence[Any]) -> int:
+        """A relay counts if somebody is there who takes what it takes. What it has taken it may pass on yet."""
+        self._undone = {seq: it for seq, it in self._undone.items() if it[0][it[1]] < seq}
+        relays = [peer for peer in listeners if _is_relay(peer)]
+        words = self._control_words
+        if len(relays) < len(listeners) or any(words[ctl.counters_word(it.index) + ctl.C_ONWARD] for it in relays):
+            return LOSSLESS
+        locks = self._sequences.locks
+        return HELD if relays and any(map(locks.held_by_other, self._undone)) else NOBODY
+
     def done_word(self, seq: int) -> tuple[memoryview, int]:
         """Where it is stored that message `seq`, just sent, is done: the word is that number then, or a later one."""
         place = self._words[self._order + (seq & self._mask)]
         ring = self._rings[place >> 32]
-        return ring.words, ring.state + STATE_WORDS * (place & 0xFFFFFFFF) + DONE
+        found = ring.words, ring.state + STATE_WORDS * (place & 0xFFFFFFFF) + DONE
+        self._undone[seq] = found
+        return found
 
     def withdraw(self, words: memoryview, at: int, seq: int) -> bool:
         """Finish a message whose `done_word` that is, as a consumer would. False: one has it, or it is done."""

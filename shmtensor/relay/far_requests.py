@@ -166,7 +166,8 @@ class FarService:
         acknowledge: Callable[[Sequence[int]], None],
     ) -> None:
         self._name, self._near, self._far, self._nbytes = name, near, far, nbytes
-        self._path, self._paths, self._put, self._acknowledge = path, {path}, put, acknowledge
+        self._path, self._put, self._acknowledge = path, put, acknowledge
+        self._paths: set[tuple[int, ...]] = {(path,)}
         self.servers = 0
         self.arrived_ns = 0
         """When the frame came whose requests are posted now."""
@@ -233,9 +234,10 @@ class FarService:
             self._add_end(_Ended(number, REPLY, 0, described=bytes(out.description)))
             self._changed.notify_all()
 
-    def note_paths(self, paths: Iterable[int]) -> None:
-        """The requests come through the channels of these hashes: what leads back there takes none of them."""
-        self._paths = {self._path, *paths}
+    def note_paths(self, paths: Iterable[Sequence[int]]) -> None:
+        """The requests come through the channels of these hashes, and the near one: what leads back there takes none of
+        them."""
+        self._paths = {(*path, self._path) for path in paths} or {(self._path,)}
 
     def look_for_servers(self) -> None:
         """Count the servers; they are as many as before if that cannot be done now. Raises `ArgumentError` if this is

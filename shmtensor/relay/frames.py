@@ -35,7 +35,9 @@ FAN_OUT, WORK_QUEUE, SERVICE = range(1, 4)
 """Patterns, as HELLO names them."""
 PATTERNS: Final = {"fan-out": FAN_OUT, "work-queue": WORK_QUEUE, "service": SERVICE}
 NOBODY, LOSSLESS, LATEST = range(3)
-"""Audiences of the far channel: nobody or unknown; a lossless subscriber, at least; latest ones alone."""
+"""Audiences of the far channel: nobody or unknown; a lossless subscriber or a consumer at least; latest ones alone."""
+HELD: Final = LATEST
+"""The same of a queue: nobody that would take a message, but a relay that has some, and may pass them on yet."""
 
 REPLY, DROPPED, DIED, NO_ROOM, WORN, EXPIRED, RETURNED = range(7)
 """How a request ended there: by a reply; by a verdict of its server (as rpc/endpoints.py numbers them); after as many

@@ -8,6 +8,7 @@ docs/internals/relay.md.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -22,6 +23,7 @@ from .endpoints import NearConsumer, NearSubscriber, give_back_untried
 from .frames import (
     FAN_OUT,
     LATEST,
+    LOSSLESS,
     MOST_ITEMS,
     NOBODY,
     SERVICE,
@@ -69,6 +71,9 @@ _MOST_LATEST: Final = 8
 """Messages under way at most while old ones are dropped for new ones."""
 _RECALL_S: Final = 2.0
 """Seconds without a consumer there after which a queue's messages that wait there go to others."""
+_LOST_S: Final = 30.0
+"""Seconds without the far relay after which a queue's messages go to others, as long as it keeps their senders there.
+And those without a consumer there while a relay there has some, which does the same."""
 _MOST_ATTEMPTS: Final = 250
 _MOST_ANNOUNCED: Final = 240
 """Senders at most: each is a member there, of 256. One that has left is until all that it sent is acknowledged."""
@@ -139,6 +144,7 @@ class Outbound:
         self._begun = 0  # of a queue: the newest item that a consumer there has begun with, at most
         self._look_due = self._ask_due = self._cancel_due = 0.0
         self._alone_since = 0.0  # of a queue: since when no consumer is there for what is under way; 0: one is
+        self._taken_back: list[int] = []  # of a queue: items that went to others while the far relay was away
         self._endpoint: _End | None = None
         self._replying: Replying | None = None
         self._held: Sent | None = None  # taken, and to be sent when its sender can be announced
@@ -168,7 +174,8 @@ class Outbound:
                 self.name, avoided, self._transit, acknowledge="release", max_attempts=_MOST_ATTEMPTS, until="closed"
             )
         delivery: Literal["all", "latest"] = "latest" if is_latest else "all"
-        return NearSubscriber(self.name, avoided, self._transit, before, delivery=delivery, until="closed")
+        passed = self._endpoint.passed() if isinstance(self._endpoint, NearSubscriber) else None
+        return NearSubscriber(self.name, avoided, self._transit, before, passed, delivery=delivery, until="closed")
 
     # --- what comes, in Zenoh's threads
 
@@ -356,11 +363,15 @@ class Outbound:
         now = time.monotonic()
         if self._explain_due is not None and now >= self._explain_due:
             self._explain_due = None
-            threading.Thread(
-                target=self._explain, args=(self._attempt,), name=f"shmtensor relay {self.name}, why", daemon=True
-            ).start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
+                threading.Thread(
+                    target=self._explain, args=(self._attempt,), name=f"shmtensor relay {self.name}, why", daemon=True
+                ).start()
         if self._pattern == SERVICE:
             self._attend(now)
+        self._show_audience()
+        if self._pattern == WORK_QUEUE and now - self._heard > _LOST_S:
+            self._take_back()
         if now >= self._hello_due:
             hello = Hello(self._id, 0, self._attempt, self._pattern, self._user, self._window.oldest, self._path)
             self._hello_due = now + (_HELLO_REFUSED_S if self._state == REFUSED else _HELLO_S)
@@ -398,6 +409,9 @@ class Outbound:
                 self._endpoint = self._join(
                     frame.path, before if isinstance(before, NearSubscriber) else None, is_latest=self._is_latest
                 )
+        if frame.far == self._last_far:
+            self._cancel(frame.far, self._attempt, self._taken_back)
+        self._taken_back.clear()
         with self._changed:
             self._far, self._state, self.reason, self._shortage = frame.far, OPEN, "", ""
             self._last_far, self._far_path = frame.far, frame.path
@@ -473,22 +487,45 @@ class Outbound:
             return False
         with self._changed:
             is_known = len(self._window) > 0 and self._credit[1] >= self._window.oldest
-            is_alone = is_known and self._audience == NOBODY
-        if not is_alone:
+            audience = self._audience
+        if not is_known or audience == LOSSLESS:
             self._alone_since = 0.0
             return False
         self._alone_since = self._alone_since or now
-        if now - self._alone_since < _RECALL_S:
+        if now - self._alone_since < (_RECALL_S if audience == NOBODY else 2 * _LOST_S):
             return False
         far, attempt = self._far, self._attempt
         self._begin_anew("no consumer is there for what was sent")  # first: from here on nothing is acknowledged
         with self._changed:
             numbers = [number for number, _ in self._window.numbered()]
-        for at in range(0, len(numbers), MOST_ITEMS):
-            self._put(Cancel(self._id, far, attempt, numbers[at : at + MOST_ITEMS]).head())
+        self._cancel(far, attempt, numbers)
         self._put(Bye(self._id, far, attempt, True).head())
         self._give_back()
         return True
+
+    def _cancel(self, far: int, attempt: int, numbers: list[int]) -> None:
+        for at in range(0, len(numbers), MOST_ITEMS):
+            self._put(Cancel(self._id, far, attempt, numbers[at : at + MOST_ITEMS]).head())
+
+    def _take_back(self) -> None:
+        """The far relay has been away for long: a queue's messages go to others here. If it comes back, consumers there
+        get none of those that they have not begun with."""
+        with self._changed:
+            numbers = [number for number, _ in self._window.numbered()]
+        if not numbers and self._held is None:
+            return
+        log.warning(
+            "relay of channel %s has not heard of the far relay for %g s: %d messages go to consumers here",
+            self.name, _LOST_S, len(numbers) + (self._held is not None),
+        )  # fmt: skip
+        self._taken_back += numbers
+        self._give_back()
+
+    def _show_audience(self) -> None:
+        """Tell the relays that bring messages of a queue here whether somebody there takes them on."""
+        is_there = self._audience == LOSSLESS
+        if isinstance(self._endpoint, NearConsumer) and self._endpoint.is_onward != is_there:
+            self._endpoint.show_onward(is_there)
 
     def _give_back(self) -> None:
         """End the leases of all that was taken: a queue's messages go to other consumers here.
@@ -511,7 +548,7 @@ class Outbound:
         """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,
         whether somebody is there to take it."""
         if self._pattern != SERVICE:
-            return self._window.may_add(most) and (self._pattern != WORK_QUEUE or self._audience != NOBODY)
+            return self._window.may_add(most) and (self._pattern != WORK_QUEUE or self._audience == LOSSLESS)
         credit, received = self._credit
         return self._window.may_add(most) and self._window.count_beyond(received) < credit
 
@@ -610,9 +647,7 @@ class Outbound:
             if now >= self._cancel_due:  # again: a frame may be lost
                 self._cancel_due = now + _STATUS_S
                 unwanted = [number for number, taken in requests if taken.is_unwanted]
-            for at in range(0, len(unwanted), MOST_ITEMS):
-                frame = Cancel(self._id, self._far, self._attempt, unwanted[at : at + MOST_ITEMS])
-                self._put(frame.head())
+            self._cancel(self._far, self._attempt, unwanted)
         elif asks:
             self._leave_to_others(requests)
         if not self._servers and self._endpoint is not None and all(it.is_ended for _, it in requests):
@@ -640,6 +675,7 @@ class Outbound:
     def _report(self, now: float) -> None:
         """Send STATUS if the senders have changed, and every second. Those of what is under way are named, also if they
         have left already: so each is announced before its messages."""
+        self._show_audience()
         endpoint, sending = self._endpoint, self._sending
         senders = [] if endpoint is None else endpoint.senders()
         with self._changed:

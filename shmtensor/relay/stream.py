@@ -552,7 +552,7 @@ class Stream:
         there = {it.uid: it.label for it in frame.senders}
         self._labels = there
         if self._service is not None:  # a client's comes with its first request
-            self._service.note_paths(hop for label in there.values() for hop in path_of(label))
+            self._service.note_paths(path_of(label) for label in there.values())
         else:
             if there.keys() - self._senders.keys():
                 self._audience_due = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import torch
 zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 
 import shmtensor  # noqa: E402
+from shmtensor.channel import control  # noqa: E402
 from shmtensor.codec.encode import encode  # noqa: E402
 from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending, stream  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
@@ -32,6 +34,18 @@ MAKERS = {
     "fan-out": (shmtensor.Publisher, shmtensor.Subscriber),
     "work-queue": (shmtensor.Producer, shmtensor.Consumer),
 }
+
+
+class BroughtProducer(shmtensor.Producer):
+    """One of a relay: its label says which way its messages came."""
+
+    _flags = control.RELAY
+
+
+class BroughtPublisher(shmtensor.Publisher):
+    """The same of a fan-out."""
+
+    _flags = control.RELAY
 
 
 def is_equal(left, right) -> bool:
@@ -626,7 +640,7 @@ def test_a_queue_message_that_came_from_there_is_left_to_a_consumer_here(channel
     """Also if the relay has begun to read its sender before it knows where it is connected to."""
     label = endpoints.relayed_label("left", path_hash(f"{channel}-far"))
     with (
-        shmtensor.Producer(channel, label=label) as tx,
+        BroughtProducer(channel, label=label) as tx,
         shmtensor.Producer(channel) as other,
         pair(channel, "work-queue"),
         shmtensor.Consumer(f"{channel}-far", until="closed") as there,
@@ -704,6 +718,169 @@ def test_a_relay_that_ends_was_no_attempt(channel, begins):
             assert attempts == {0: 1 + begins, 1: 1, 2: 1, 3: 1}
 
 
+def test_a_queue_of_a_chain_goes_where_consumers_are(channel):
+    """Of the relays on the way, each is somebody who takes messages as long as there is a consumer behind it."""
+    names, where = [f"{channel}-{it}" for it in "abc"], endpoint()
+    with contextlib.ExitStack() as stack:
+        tx = stack.enter_context(shmtensor.Producer(names[0], slots=64))
+        far = stack.enter_context(shmtensor.Relay(names[1:], listen=where))
+        first, second = (
+            stack.enter_context(shmtensor.Relay(name, to=where, remote=remote, pattern="work-queue"))
+            for name, remote in itertools.pairwise(names)
+        )
+        for relay in (first, second):
+            relay.wait(PATIENCE)
+
+        def takes(name):
+            with shmtensor.Consumer(name, until="closed") as rx:
+                return int(rx.recv(timeout=PATIENCE, copy=True).value)
+
+        (stream,) = far._channels[0]._streams.values()
+        wait_until(lambda: stream._senders)
+        for _ in range(3):  # it has looked who is there
+            due = stream._audience_due
+            wait_until(lambda due=due: stream._audience_due > due)
+        for number in range(10):
+            tx.send(np.array(number))
+        assert [takes(names[0]) for _ in range(3)] == [0, 1, 2]
+        assert state_of(first).messages == 0
+        found = {takes(names[2])}  # now there is one behind both
+        assert state_of(second).messages > 0
+        wait_until(lambda: state_of(first).in_flight == state_of(second).in_flight == 0)  # and it has left
+        with shmtensor.Consumer(names[0], until="closed") as rx:
+            while found != set(range(3, 10)):
+                with rx.recv(timeout=PATIENCE) as message:
+                    found.add(int(message.value))
+
+
+def test_what_a_relay_has_may_be_passed_on_yet(channel):
+    """While it holds something, what was sent to it is not taken back for a while, though it takes no more."""
+    label = endpoints.relayed_label("x", 5)
+    item = frames.Item(1, 1, encode(1).description, b"")
+    with (
+        endpoints.FarProducer(channel, label=label, slots=4, max_bytes=None) as tx,
+        endpoints.NearConsumer(channel, 1, True, acknowledge="release", until="closed") as near,
+    ):
+        assert tx.audience() == frames.NOBODY
+        near.show_onward(True)
+        assert tx.audience() == frames.LOSSLESS
+        tx.done_word(tx.forward(item, 0))
+        message = near.next(PATIENCE)
+        near.show_onward(False)
+        assert tx.audience() == frames.HELD
+        message.release()
+        assert tx.audience() == frames.NOBODY
+        with shmtensor.Consumer(channel):
+            assert tx.audience() == frames.LOSSLESS
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_far_host_that_fails_for_good(channel, comes_back, monkeypatch, caplog):
+    """After half a minute, others get a queue's messages; and if it comes back, consumers there get none of those that
+    they had not begun with."""
+    cut, on_frame, hello = [], outbound.Outbound._on_frame, inbound.Inbound._on_hello
+    monkeypatch.setattr(outbound.Outbound, "_on_frame", lambda *it: None if cut else on_frame(*it))
+    monkeypatch.setattr(inbound.Inbound, "_on_hello", lambda *it: None if cut else hello(*it))
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Consumer(f"{channel}-far", acknowledge="release", until="closed") as there,
+        pair(channel, "work-queue") as (near, far),
+        shmtensor.Consumer(channel, until="closed") as here,
+    ):
+        for number in range(1, 9):
+            tx.send(np.array(number))
+        found = {}
+        begun = there.recv(timeout=PATIENCE)
+        wait_until(lambda: near._channels[0]._begun > 0)
+        taken = state_of(near).in_flight
+        assert taken > 0
+        cut.append("both ways")
+        monkeypatch.setattr(outbound, "_LOST_S", 0.1)
+        while len(found) < 8:
+            with here.recv(timeout=PATIENCE) as message:
+                found[int(message.value)] = message.attempt
+        assert found == {number: 1 + (number == int(begun.value)) for number in range(1, 9)}
+        assert state_of(near).in_flight == 0
+        assert not is_open(near)
+        if comes_back:
+            here.close()
+            monkeypatch.setattr(outbound, "_LOST_S", PATIENCE)
+            cut.clear()
+            wait_until(lambda: is_open(near) and state_of(far).in_flight == 1)  # what was begun with
+            tx.send(np.array(9))
+            with there.recv(timeout=PATIENCE) as message:
+                assert message.value == 9
+        del begun
+    assert "messages go to consumers here" in caplog.text
+
+
+def test_a_history_comes_once(channel):
+    """Though the relay joins again, as the subscribers there are latest now, or are not any more."""
+    with shmtensor.Publisher(channel, history=5) as tx:
+        for number in range(3):
+            tx.send(np.array(number))
+        with shmtensor.Subscriber(f"{channel}-far", until="closed") as rx, pair(channel) as (near, _):
+            queue = near._channels[0]
+            for number in range(8):  # the first three are its history
+                if number >= 3:
+                    tx.send(np.array(number))
+                with rx.recv(timeout=PATIENCE) as message:
+                    assert message.value == number
+            joined = queue._endpoint
+            with shmtensor.Subscriber(f"{channel}-far", delivery="latest", until="closed") as viewer:
+                rx.close()
+                wait_until(lambda: queue._is_latest)
+                with shmtensor.Subscriber(f"{channel}-far", until="closed") as rx:
+                    wait_until(lambda: not queue._is_latest)
+                    assert queue._endpoint is not joined
+                    tx.send(np.array(8))
+                    for each in (rx, viewer):
+                        with each.recv(timeout=PATIENCE) as message:
+                            assert message.value == 8
+            assert state_of(near).messages == 9
+
+
+def test_a_ring_of_more_hosts_than_a_label_names(channel, monkeypatch, caplog):
+    """A message goes over six relays at most, so not round for ever."""
+    names, where = [f"{channel}-{it}" for it in range(8)], endpoint()
+    with contextlib.ExitStack() as stack:
+        far = stack.enter_context(shmtensor.Relay(names, listen=where))
+        nears = [
+            stack.enter_context(shmtensor.Relay(name, to=where, remote=remote, pattern="fan-out"))
+            for name, remote in zip(names, [*names[1:], names[0]], strict=True)
+        ]
+        for near in nears:
+            near.wait(PATIENCE)
+        rx, tx = stack.enter_context(shmtensor.Subscriber(names[6])), stack.enter_context(shmtensor.Publisher(names[0]))
+        tx.send(np.array(0))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert len(endpoints.path_of(message.sender.name)) == endpoints.MOST_HOPS
+        wait_until(lambda: "it goes no further" in caplog.text)
+        tx.send(np.array(1))
+        with rx.recv(timeout=PATIENCE) as message:
+            assert message.value == 1
+        assert [it.messages for it in far.statistics().values()] == [0, 2, 2, 2, 2, 2, 2, 0]
+
+
+def test_a_relay_that_may_start_no_thread_goes_on(channel, monkeypatch):
+    """It only wants to say why nobody answers."""
+    start, refused = threading.Thread.start, []
+
+    def starts(thread):
+        if thread.name.endswith(", why"):
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(outbound, "_EXPLAIN_S", 0.1)
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    where = endpoint()
+    with shmtensor.Relay(channel, to=where, remote=f"{channel}-far", pattern="work-queue") as near:
+        wait_until(lambda: refused)
+        with shmtensor.Relay(f"{channel}-far", listen=where):
+            near.wait(PATIENCE)
+
+
 def test_a_mesh_without_transit(channel):
     """Each host has a relay to each other one: a message comes to each of them once, by the direct way."""
     with contextlib.ExitStack() as stack:
@@ -777,9 +954,10 @@ def test_another_far_host_gets_what_the_first_one_sent(channel, pattern):
             super().__init__(f"{channel}-far" if name in names else name)
 
     label = endpoints.relayed_label("back", path_hash(names[0]))
+    brings = BroughtPublisher if pattern == "fan-out" else BroughtProducer
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(inbound, "Keys", Moved)
-        own, back = (stack.enter_context(make(channel, label=it)) for it in ("own", label))
+        own, back = stack.enter_context(make(channel, label="own")), stack.enter_context(brings(channel, label=label))
         first = stack.enter_context(shmtensor.Relay(names[0], listen=wheres[0]))
         near = stack.enter_context(shmtensor.Relay(channel, to=wheres, remote=f"{channel}-far", pattern=pattern))
         there = stack.enter_context(take(names[0], until="closed"))
@@ -831,6 +1009,32 @@ def test_labels():
     assert endpoints.path_of(label) == [3, 4, 5, 6, 7, 8]
     assert endpoints.relayed_label("é" * 40, 1).endswith(" via 00000001")
     assert endpoints.path_of("a via nowhere") == endpoints.path_of("") == []
+    for own in ("", "camera via 2", "camera via 00000002 3", "a via " + "f" * 56, "a via 0000000A", "x" * 64, "é" * 32):
+        label = endpoints.relayed_label(own, 5)
+        assert len(label.encode()) <= 64
+        assert endpoints.path_of(label) == [5]
+        assert endpoints.own_label(own) == own
+    for own in ("a via 00000001", " via 00000001 00000002", "x" * 51 + " via 00000001"):
+        assert endpoints.path_of(own)
+        own = endpoints.own_label(own)
+        assert not endpoints.path_of(own)
+        assert endpoints.path_of(endpoints.relayed_label(own, 5)) == [5]
+
+
+@pytest.mark.parametrize("transit", [True, False])
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_labels_that_look_like_those_of_relays(channel, pattern, transit):
+    """They are names: what such members send is relayed, and such receivers are what they are."""
+    make, take = MAKERS[pattern]
+    back = endpoints.relay_label(path_hash(channel), False)
+    with take(f"{channel}-far", label=back) as rx, pair(channel, pattern, near={"transit": transit}):
+        labels = ["cam via 2", "cam via 00000002", "a via " + "f" * 56, f"b via {path_hash(f'{channel}-far'):08x}"]
+        for label in labels:
+            with make(channel, label=label) as tx:
+                tx.send(label)
+                with rx.recv(timeout=PATIENCE) as message:
+                    assert message.value == label
+                    assert message.sender.name.endswith(f" via {path_hash(channel):08x}")
 
 
 # --- refusals

@@ -751,5 +751,7 @@ def test_labels_of_relays(channel):
         assert server.label == f"relay to {path_hash(f'{channel}-far'):08x}"
         assert [it.label for it in shmtensor.inspect(f"{channel}-far").senders] == [f" via {path_hash(channel):08x}"]
         assert endpoints.count_servers(f"{channel}-far", ()) == 1
-        assert endpoints.count_servers(channel, [path_hash(f"{channel}-far")]) == 0
+        assert endpoints.count_servers(channel, [(path_hash(f"{channel}-far"),)]) == 0
+        assert endpoints.count_servers(channel, [(1, 2, 3, 4, 5)]) == 1
+        assert endpoints.count_servers(channel, [(7,), (1, 2, 3, 4, 5, 6)]) == 0  # it came as far as may be
         assert endpoints.count_servers(f"{channel}-none", ()) == 0
