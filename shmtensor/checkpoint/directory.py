@@ -16,9 +16,9 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..channel.processes import holders
 from ..errors import ResourceError
@@ -40,6 +40,18 @@ _NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Best = tuple[str, str, int]
 """Name of a metric, "min" or "max", and how many of the best stay."""
+
+
+Save = tuple[str, str, int]
+"""Name, writer and number of a save."""
+
+
+class Leftover(NamedTuple):
+    """What a save has under a temporary name. `is_unnamed`: its files, which have not got their own."""
+
+    path: str
+    save: Save
+    is_unnamed: bool
 
 
 class Directory:
@@ -162,12 +174,14 @@ class Directory:
         it has at a URL (`url`)."""
         return self.at(f".{name}.{writer}-{number}.{ending}")
 
-    def leftovers(self) -> Iterator[tuple[str, str, int]]:
-        """(path, writer, number) of everything that a save has here under a temporary name."""
+    def leftovers(self) -> Iterator[Leftover]:
+        """Everything that a save has here under a temporary name."""
         for found in os.listdir(self.path):
             match = _TEMPORARY.fullmatch(found)
             if match is not None and match["ending"] != NOTE:
-                yield self.at(found), match["writer"], int(match["number"])
+                yield Leftover(
+                    self.at(found), (match["name"], match["writer"], int(match["number"])), match["ending"] == "tmp"
+                )
 
     def notes(self) -> list[str]:
         """Paths of the notes of what saves have at a URL."""
@@ -176,11 +190,13 @@ class Directory:
 
     def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
         """Remove temporary files of other writers, and of this writer's saves that have ended. Needs byte 1."""
-        for path, owner, number in list(self.leftovers()):
-            if owner != writer or is_over(number):
-                with contextlib.suppress(OSError):  # left for the next writer: no save fails for it
-                    remove(path)
-                # crash: ckptsweep.removed
+        found = [each for each in self.leftovers() if each.save[1] != writer or is_over(each.save[2])]
+        with contextlib.suppress(OSError):  # left for the next writer: no save fails for it
+            self.withdraw({each.save for each in found if each.is_unnamed})
+        for each in found:
+            with contextlib.suppress(OSError):
+                remove(each.path)
+            # crash: ckptsweep.removed
 
     @contextlib.contextmanager
     def deciding(self, patience: float = 0.0) -> Iterator[bool]:
@@ -195,8 +211,19 @@ class Directory:
 
     def record(self, saved: Saved) -> None:
         """Add a save to the list, as the newest, before its files get their final name."""
-        entries = [entry for entry in index.read(self.path) if entry.name != saved.name]
-        index.write(self.path, [*entries, saved])
+        index.write(self.path, [*index.before(index.read(self.path), saved), saved])
+
+    def withdraw(self, saves: Collection[Save]) -> None:
+        """Take saves that have not got their name, and do not get it any more, out of the list, before their files are
+        removed: their aliases stay where they were. Raises OSError."""
+        entries = index.read(self.path)
+        left = [
+            entry
+            for entry in entries
+            if (entry.name, entry.writer, entry.number) not in saves or entry.is_there(self.path)
+        ]
+        if len(left) != len(entries):
+            index.write(self.path, left)
 
     def record_uploaded(self, saved: Saved) -> None:
         """Note in the list that a checkpoint is at its URL, durably. Raises OSError."""
@@ -262,15 +289,16 @@ class Directory:
         """Give the place of a checkpoint in the list to another one: `file`, which is renamed to `new` afterwards. Both
         are in the list until `end_of`. Raises OSError."""
         entries, info = index.read(self.path), os.stat(file)
-        place = next((at for at, each in enumerate(entries) if each.name == old and each.is_there(self.path)), None)
-        if place is None:
+        had = next((each for each in entries if each.name == old and each.is_alike(self.path)), None)
+        if had is None:
             return
         made = replace(
-            entries[place], name=new, nbytes=info.st_size, digest=digest, files=(("", info.st_size, info.st_mtime_ns),),
-            upload=PENDING if entries[place].upload == PENDING else "",
+            had, name=new, nbytes=info.st_size, digest=digest, files=(("", info.st_size, info.st_mtime_ns),),
+            upload=PENDING if had.upload == PENDING else "",
         )  # fmt: skip
-        entries.insert(place + 1, made)
-        index.write(self.path, [each for each in entries if each.name != new or each is made])
+        entries = index.before(entries, made)
+        entries.insert(entries.index(had) + 1, made)
+        index.write(self.path, entries)
 
     def end_of(self, old: str, new: str) -> None:
         """Let the names of a checkpoint lead to the one that has its place, and remove it. Raises OSError."""
@@ -285,7 +313,7 @@ class Directory:
         # crash: exchange.removed
         entries = index.read(self.path)
         if any(each.name == old for each in entries):
-            index.write(self.path, [each for each in entries if each.name != old])
+            index.write(self.path, index.without(entries, lambda each: each.name == old))
         self.sync()
 
     def retain(
@@ -293,21 +321,23 @@ class Directory:
     ) -> tuple[list[str], list[str]]:
         """Delete old checkpoints. Raises nothing; returns the names of the deleted, and what failed.
 
-        Checkpoints that were changed, that are not in the list, or that a link leads to stay. Those that cannot be
-        deleted stay in the list, for the next time.
+        Checkpoints that were changed (copies without their times, too), that are not in the list, or that a link leads
+        to stay. What is there stays in the list, with its metrics, also what cannot be deleted.
         """
         deleted: list[str] = []
         failed: list[str] = []
         if keep_last is None:
             return deleted, failed
         entries = index.read(self.path)
-        present = [entry for entry in entries if entry.is_there(self.path)]
+        alike = [entry for entry in entries if entry.is_alike(self.path)]
         links = [LATEST, *{entry.alias for entry in entries if entry.alias}]
         kept = {os.path.basename(os.path.realpath(self.at(link))) for link in links}
-        kept |= {entry.name for entry in index.aliases(present, self.path).values()}
+        kept |= {entry.name for entry in index.aliases(entries, self.path).values()}
         if self.spares_pending:
-            kept |= {entry.name for entry in present if entry.upload == PENDING}
-        for entry in superfluous(present, keep_last, keep_every, keep_best, kept):
+            kept |= {entry.name for entry in alike if entry.upload == PENDING}
+        for entry in superfluous(alike, keep_last, keep_every, keep_best, kept):
+            if not entry.is_there(self.path):
+                continue
             # crash: retain.before
             try:
                 self._delete(entry)
@@ -317,12 +347,17 @@ class Directory:
             # crash: retain.deleted
             deleted.append(entry.name)
         try:
-            if deleted or len(present) != len(entries):
-                index.write(self.path, [entry for entry in present if entry.name not in deleted])
+            left = index.without(entries, self._is_gone)
+            if len(left) != len(entries):
+                index.write(self.path, left)
                 self.sync()
         except OSError as error:  # the list still names deleted ones; the next save leaves them out
             failed.append(f"{self.at(index.INDEX)}: {error}")
         return deleted, failed
+
+    def _is_gone(self, entry: Saved) -> bool:
+        """Whether nothing has the name of a save any more."""
+        return not (self.is_taken(entry.name) or entry.is_unnamed(self.path))
 
     def _delete(self, entry: Saved) -> None:
         """Remove the files of an entry. A directory is renamed first, so that no reader finds half of it."""

@@ -7,12 +7,13 @@ name, so that after a death the next process can tell a finished save from a for
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -66,12 +67,31 @@ class Saved:
         """What tells it from every other save, also from one of the same name, or of the same step of several ranks."""
         return self.name, self.writer, self.number, self.files
 
+    @property
+    def save(self) -> tuple[str, int, int]:
+        """Which save it is: the same for the two names that it has while one is exchanged for the other."""
+        return self.writer, self.number, self.files[-1][2]
+
     def is_there(self, directory: str | Location) -> bool:
         """Whether the files under the name are those that were saved, and no others: same names, sizes and times; at a
         URL, where times are others, same names and sizes."""
         if isinstance(directory, RemotePath):
             return self._is_at_url(directory / self.name)
         return self.is_at(os.path.join(directory, self.name))
+
+    def is_alike(self, directory: str | Location) -> bool:
+        """Whether the files under the name have the names and sizes of those that were saved: what tells a copy, whose
+        times may be others."""
+        if isinstance(directory, RemotePath):
+            return self._is_at_url(directory / self.name)
+        return self.is_at(os.path.join(directory, self.name), times=False)
+
+    def is_unnamed(self, directory: str | Location) -> bool:
+        """Whether its files have a temporary name still, where they get theirs by renaming."""
+        if isinstance(directory, RemotePath):
+            return False
+        hidden = os.path.join(directory, f".{self.name}.{self.writer}")
+        return os.path.lexists(f"{hidden}-{self.number}.tmp") or os.path.lexists(f"{hidden}.ranks")
 
     def _is_at_url(self, path: RemotePath) -> bool:
         try:
@@ -83,8 +103,8 @@ class Saved:
         except (FileNotFoundError, NotADirectoryError, CheckpointError):
             return False
 
-    def is_at(self, path: str) -> bool:
-        """The same at `path`, which may be a temporary name."""
+    def is_at(self, path: str, *, times: bool = True) -> bool:
+        """Whether they are at `path`, which may be a temporary name."""
         try:
             if os.path.islink(path):
                 return False
@@ -92,7 +112,7 @@ class Saved:
                 return False
             for name, nbytes, changed in self.files:
                 info = os.lstat(os.path.join(path, name) if name else path)
-                if (info.st_size, info.st_mtime_ns) != (nbytes, changed):
+                if info.st_size != nbytes or (times and info.st_mtime_ns != changed):
                     return False
         except OSError:
             return False
@@ -137,12 +157,37 @@ def entries(directory: Location) -> list[Saved]:
 
 
 def aliases(entries: Iterable[Saved], directory: str | Location) -> dict[str, Saved]:
-    """The checkpoint of each alias: the newest one that was given it and is there."""
+    """The checkpoint of each alias: the newest one that was given it. If its files are gone or changed, the alias has
+    none, and no older one gets it. A checkpoint counts from when its files have their name."""
     found: dict[str, Saved] = {}
+    newest: dict[str, tuple[str, int, int]] = {}
     for entry in reversed(list(entries)):
-        if entry.alias and entry.alias not in found and entry.is_there(directory):
+        if not entry.alias or entry.alias in found or newest.get(entry.alias, entry.save) != entry.save:
+            continue
+        if entry.is_unnamed(directory):  # asked first: it may get its name meanwhile
+            continue
+        newest[entry.alias] = entry.save
+        if entry.is_alike(directory):
             found[entry.alias] = entry
     return found
+
+
+def without(entries: Iterable[Saved], gone: Callable[[Saved], bool]) -> list[Saved]:
+    """A list without the entries whose files are gone. The newest one that was given an alias stays: otherwise an older
+    one would have it."""
+    entries = list(entries)
+    newest = {entry.alias: entry for entry in entries if entry.alias}
+    return [entry for entry in entries if newest.get(entry.alias) is entry or not gone(entry)]
+
+
+def before(entries: Iterable[Saved], saved: Saved) -> list[Saved]:
+    """A list for an entry that is to be added: without one of its name, whose files are gone. Nothing has the alias
+    any more that this was the newest one to be given."""
+    entries = list(entries)
+    newest = {entry.alias: entry for entry in entries if entry.alias}
+    lost = {alias for alias, entry in newest.items() if entry.name == saved.name} - {saved.alias}
+    left = [entry for entry in entries if entry.name != saved.name]
+    return [dataclasses.replace(entry, alias="") if entry.alias in lost else entry for entry in left]
 
 
 def _read(directory: Location) -> list[Saved]:

@@ -197,7 +197,7 @@ class RankDirectory(Directory):
 
     def sweep(self, writer: str, is_over: Callable[[int], bool]) -> None:
         """Remove temporary files of this writer's ended saves. `Votes.finish_older_runs` removes those of others."""
-        for path, owner, number in list(self.leftovers()):
+        for path, (_, owner, number), _ in list(self.leftovers()):
             if owner == writer and is_over(number):
                 with contextlib.suppress(OSError):
                     remove(path)
@@ -563,7 +563,7 @@ class Votes:
             record = replace(record, ended=frozenset(each for each in record.ended if each[0] >= directory.run))
             write(directory.path, record)
         if record.number <= directory.run:  # no later run has begun: a writer that is not in it is gone
-            for path, owner, _ in list(directory.leftovers()):
+            for path, (_, owner, _), _ in list(directory.leftovers()):
                 if owner not in record.writers.values():
                     with contextlib.suppress(OSError):
                         remove(path)
@@ -673,15 +673,19 @@ class Votes:
         for name in set(os.listdir(pending)) - {name for name, _, _ in files}:
             os.unlink(os.path.join(pending, name))
         # crash: ranks.cleared
-        if self._directory.is_taken(outcome.name):
-            raise FileExistsError(17, f"{self._directory.at(outcome.name)} exists: somebody made it meanwhile")
-        os.rename(pending, self._directory.at(outcome.name))
+        try:
+            if self._directory.is_taken(outcome.name):
+                raise FileExistsError(17, f"{self._directory.at(outcome.name)} exists: somebody made it meanwhile")
+            os.rename(pending, self._directory.at(outcome.name))
+        except OSError:
+            self._directory.withdraw({(entry.name, entry.writer, entry.number)})
+            raise
         # crash: ranks.renamed
 
     def _follow(self) -> None:
         """Update `latest` and aliases by the list of saves, and delete what is not kept. May be repeated."""
         directory = self._directory
-        there = [entry for entry in index.read(directory.path) if entry.is_there(directory.path)]
+        there = [entry for entry in index.read(directory.path) if entry.is_alike(directory.path)]
         unlinked = []
         if there and target(directory.at(LATEST)) != there[-1].name:
             unlinked.append(directory.point_latest(there[-1].name))

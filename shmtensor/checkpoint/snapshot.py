@@ -334,6 +334,9 @@ class Snapshot:
         Waits for writes first: their descriptors could soon belong to other files.
         """
         wait([write.done for write in self._writes])
+        if self.begun:
+            with contextlib.suppress(OSError):
+                self._directory.withdraw({(self.name, self._writer, self.number)})
         if self._output is not None:
             self._output.discard()
         if self.begun:

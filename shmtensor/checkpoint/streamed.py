@@ -116,12 +116,9 @@ class StreamedSnapshot(Snapshot):
         directory = self._directory
         try:
             if directory.recorded(entry.writer, entry.number) is None:
-                kept = [
-                    each
-                    for each in index.read(directory.path)
-                    if each.name != self.name and (each.name in self._listed or each.is_there(directory.path))
-                ]
-                index.write(directory.path, [*kept, replace(entry, upload=UPLOADED)])
+                made = replace(entry, upload=UPLOADED)
+                kept = index.without(index.read(directory.path), self._is_gone)
+                index.write(directory.path, [*index.before(kept, made), made])
                 directory.sync()
             # crash: direct.recorded
             remove(self._path)
@@ -129,6 +126,10 @@ class StreamedSnapshot(Snapshot):
             self.unlisted = str(error)
         # crash: direct.done
         self.seconds = time.monotonic() - float(self.options["began"])
+
+    def _is_gone(self, each: Saved) -> bool:
+        """Whether an entry of the directory's list is neither at the URL nor here."""
+        return not (each.name in self._listed or self._directory.is_taken(each.name))
 
     def retain(
         self, keep_last: int | None, keep_every: int | None, keep_best: Best | None

@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 from shmtensor import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     CheckpointWriter,
+    ResourceError,
     list_checkpoints,
     load_arrays,
     load_checkpoint,
     load_newest,
 )
-from shmtensor.checkpoint import index, listing, names, opening
+from shmtensor.checkpoint import index, listing, names, opening, process_handle
 from shmtensor.checkpoint.directory import Directory
 from shmtensor.checkpoint.index import Saved
 from shmtensor.cli.main import app
@@ -30,6 +32,7 @@ from shmtensor.cli.main import app
 from .state_files import SUFFIX, save
 
 PATIENCE = 120.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -254,6 +257,136 @@ def test_a_name_whose_checkpoint_is_gone_means_no_other(tmp_path):
     assert load_arrays(tmp_path)["step"] == 2
     put(tmp_path, 3, alias="best")
     assert load_arrays(tmp_path / "best")["step"] == 3
+
+
+CHANGES = {
+    "touched": lambda file: os.utime(file),
+    "truncated": lambda file: os.truncate(file, 100),
+    "deleted": lambda file: file.unlink(),
+    "renamed": lambda file: file.rename(file.with_name("mine.safetensors")),
+    "withdrawn": lambda file: (file.rename(file.with_name("mine.safetensors")), (file.parent / "best").unlink()),
+}
+
+
+@pytest.mark.parametrize("keep_last", [None, 1, 2])
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_name_goes_back_to_no_older_checkpoint(tmp_path, how, keep_last):
+    """Whatever becomes of the newest one that was given it, and however many saves follow."""
+    put(tmp_path, 1, alias="best")
+    second = put(tmp_path, 2, alias="best")
+    CHANGES[how](tmp_path / second.name)
+    for step in (3, 4):
+        put(tmp_path, step)
+        Directory(str(tmp_path)).retain(keep_last, None)
+        assert (os.readlink(tmp_path / "best") if how != "withdrawn" else second.name) == second.name
+    assert os.path.lexists(tmp_path / "best") == (how != "withdrawn")
+    if how == "touched":
+        assert load_arrays(tmp_path / "best")["step"] == 2
+    else:
+        with pytest.raises(CheckpointError if how == "truncated" else FileNotFoundError):
+            load_arrays(tmp_path / "best")
+    put(tmp_path, 5, alias="best")
+    assert load_arrays(tmp_path / "best")["step"] == 5
+
+
+def test_a_name_of_a_file_that_is_used_again(tmp_path):
+    """The checkpoint that had it before had an alias, and has it no more; nor has an older one."""
+    put(tmp_path, 1, alias="best")
+    (tmp_path / put(tmp_path, 2, alias="best").name).unlink()
+    (tmp_path / "best").unlink()
+    put(tmp_path, 2)
+    assert not os.path.lexists(tmp_path / "best")
+    assert [(entry.step, entry.alias) for entry in index.read(str(tmp_path))] == [(1, ""), (2, "")]
+
+
+@pytest.mark.parametrize("form", ["tmp", "ranks"])
+def test_a_save_without_its_name_has_no_other_one(tmp_path, form):
+    """Without links, too: while it is unnamed, and when the next writer has removed what it left."""
+    put(tmp_path, 1, alias="best")
+    (tmp_path / "best").unlink()
+    directory = Directory(str(tmp_path))
+    name, writer = "step-00000002.safetensors", "1" * 16
+    hidden = tmp_path / (f".{name}.{writer}-2.tmp" if form == "tmp" else f".{name}.{writer}.ranks")
+    hidden.touch()
+    directory.record(Saved(name, writer, 2, 2, 10, "0" * 16, (("", 10, 1),), {}, "best"))
+    assert load_arrays(tmp_path / "best")["step"] == 1
+    assert [each.aliases for each in list_checkpoints(tmp_path)] == [("best", "latest")[::-1]]
+    directory.retain(1, None)
+    if form == "tmp":
+        directory.sweep("2" * 16, lambda number: True)
+    else:  # as `Votes` does, when it cannot get its name
+        directory.withdraw({(name, writer, 2)})
+        hidden.unlink()
+    assert [entry.step for entry in index.read(str(tmp_path))] == [1]
+    assert load_arrays(tmp_path / "best")["step"] == 1
+    put(tmp_path, 3)
+    directory.retain(1, None)
+    assert load_arrays(tmp_path / "best")["step"] == 1
+
+
+def test_a_name_follows_an_exchange(tmp_path):
+    """One save with two names, while a file is replaced by another one: the list says the same after any step."""
+    put(tmp_path, 1, alias="best")
+    old = put(tmp_path, 2, alias="best")
+    (tmp_path / "best").unlink()
+    directory, new = Directory(str(tmp_path)), "new.safetensors"
+    made = tmp_path / ".new.tmp"
+    made.write_bytes((tmp_path / old.name).read_bytes())
+    os.utime(made, ns=(old.files[0][2],) * 2)
+
+    def named() -> str:
+        return index.aliases(index.read(str(tmp_path)), str(tmp_path))["best"].name
+
+    directory.succeed(old.name, new, str(made), "")
+    assert named() == old.name
+    made.rename(tmp_path / new)
+    assert named() == new
+    (tmp_path / old.name).unlink()
+    assert named() == new
+    directory.retain(2, None)
+    assert named() == new
+    assert [entry.name for entry in index.read(str(tmp_path))] == ["step-00000001.safetensors", new]
+
+
+def test_a_copy_without_links_and_times_is_as_the_directory(tmp_path):
+    """Listed, found by its names, and resumed from: what the list says of it stays, and its files are not deleted."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    copy.mkdir()
+    put(run, 1, alias="best", loss=0.1)
+    put(run, 2, loss=0.5)
+    for path in run.iterdir():
+        if not path.is_symlink():
+            (copy / path.name).write_bytes(path.read_bytes())
+    os.utime(copy / "step-00000001.safetensors", ns=(1, 1))
+    os.utime(copy / "step-00000002.safetensors", ns=(1, 1))
+    assert [info.metrics for info in list_checkpoints(copy)] == [{"loss": 0.5}, {"loss": 0.1}]
+    assert list_checkpoints(copy)[1].aliases == ("best",)
+    assert load_arrays(copy / "best")["step"] == 1
+    for step in (3, 4):
+        put(copy, step, loss=step)
+        Directory(str(copy)).retain(1, None, ("loss", "min", 1))
+    assert [(info.step, info.metrics["loss"]) for info in list_checkpoints(copy)] == [(4, 4), (2, 0.5), (1, 0.1)]
+    assert os.readlink(copy / "best") == "step-00000001.safetensors"
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_has_no_name(tmp_path, own_channels, monkeypatch):
+    """What could not get its name is not in the list any more, and the alias stays where it was."""
+    monkeypatch.chdir(ROOT)
+    taken = str(tmp_path / "step-00000002.safetensors")
+    launch = (
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        f"points.arm('commit.recorded', lambda: open({taken!r}, 'x'), 2)\n"
+    )
+    monkeypatch.setattr(process_handle, "LAUNCH", launch + process_handle.LAUNCH)
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(state_of(1), alias="best").durable.result(PATIENCE)
+        (tmp_path / "best").unlink()
+        with pytest.raises(ResourceError, match="somebody made it"):
+            writer.save(state_of(2), alias="best").durable.result(PATIENCE)
+    assert [entry.step for entry in index.read(str(tmp_path))] == [1]
+    assert load_arrays(tmp_path / "best")["step"] == 1
 
 
 @pytest.mark.slow
