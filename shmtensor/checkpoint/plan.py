@@ -627,7 +627,7 @@ class _Builder:
 
     def _array(self, entry: Entry, dtype: AnyDType) -> Array:
         if entry.region < 0:
-            return np.empty(entry.shape, dtype)
+            return np.ndarray(entry.shape, dtype)  # np.empty makes of items without bytes some of one
         return np.ndarray(entry.shape, dtype, self._region(entry.region), entry.offset, entry.strides)
 
     def _tensor(self, entry: Entry) -> Any:

@@ -142,6 +142,7 @@ NUMPY_DTYPES = [
     "?", "<i2", ">f8", "<M8[ns]", "<m8[D]", "S5", "<U3", "V7", "<c16", "<f2", np.dtype("g"), ml_dtypes.bfloat16,
     ml_dtypes.int4, np.dtype([("a", "u1"), ("b", "<f8")], align=True), np.dtype([("x", "<i4", (2, 2)), ("y", "S3")]),
     np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 1], "itemsize": 9}), "V0",
+    "S0", "U0", np.dtype([("\u0394x", "<f4"), ("\xe9", "<i2")]),
 ]  # fmt: skip
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
+import warnings
+import zipfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from shmtensor import ArgumentError, CheckpointError, DependencyError, load_checkpoint, load_into
+from shmtensor import (
+    ArgumentError,
+    CheckpointError,
+    DependencyError,
+    load_arrays,
+    load_checkpoint,
+    load_into,
+    open_checkpoint,
+)
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.formats import detect
 from shmtensor.checkpoint.formats.base import shard_of
@@ -347,6 +359,83 @@ def test_what_is_missing_and_not_tied_is_missing(tmp_path):
     safetensors.torch.save_file({"row": torch.ones(3), "norm.weight": torch.ones(3), "norm.bias": torch.ones(3)}, path)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         load_into(part, path)
+
+
+# --- npz of NumPy
+
+
+def npy(array, version=None):
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version)
+    return file.getvalue()
+
+
+def pack(path, members, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_npz_gives_what_numpy_gives(tmp_path, compression):
+    """Arrays, whatever the names of their members are; what is no array is left out, and named."""
+    path = tmp_path / "a.npz"
+    members = {"a.npy": npy(np.arange(3)), "b": npy(np.arange(4)), "c/": b"", "c/d.bin": npy(np.arange(5.0))}
+    pack(path, members, compression)
+    with np.load(path) as loaded:
+        expected = {name: loaded[name] for name in ("a", "b", "c/d.bin")}
+    assert same(load_arrays(path), expected)
+    pack(path, {**members, "note.txt": b"hello", "empty": b""}, compression)
+    with pytest.warns(RuntimeWarning, match=r"2 members are no arrays, and left out: 'note\.txt', 'empty'"):
+        assert same(load_arrays(path), expected)
+    pack(path, {"b.npy": npy(np.arange(3)), "b": npy(np.arange(4))}, compression)
+    with pytest.raises(CheckpointError, match="two arrays of the name 'b'"):
+        load_arrays(path)
+    pack(path, {"b.npy": b"hello"}, compression)
+    with pytest.raises(CheckpointError, match=r"b\.npy"):
+        load_arrays(path)
+
+
+@pytest.mark.parametrize("name", ["\u0394x", "\U0001f40d", "a\\\u0394'\"", "\xe9"])
+def test_names_of_fields_in_any_script(tmp_path, name):
+    """NumPy writes version 3 of an npy for them."""
+    array = np.array([(1.5, 2), (3.5, 4)], dtype=[(name, "<f4"), ("b", "<i2")])
+    path = tmp_path / "a.npz"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.savez(path, a=array)
+    assert same(load_arrays(path), {"a": array})
+
+
+@pytest.mark.parametrize("dtype", ["|S0", "<U0", "|V0"])
+def test_items_without_bytes(tmp_path, dtype):
+    """As many as the file says take no memory, and have no bytes of others."""
+    path, header = tmp_path / "a.npz", io.BytesIO()
+    np.lib.format.write_array_header_2_0(header, {"descr": dtype, "fortran_order": False, "shape": (1 << 40,)})
+    pack(path, {"a.npy": header.getvalue()})
+    found = load_arrays(path)["a"]
+    assert (found.dtype.str, found.shape, found.nbytes) == (dtype, (1 << 40,), 0)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced"])
+def test_an_open_npz_stays_open(tmp_path, save, how):
+    """Its arrays are read from the file that was opened, whatever becomes of its name."""
+    path = tmp_path / "a.npz"
+    save(path, a=np.arange(1000.0), f=np.asfortranarray(np.arange(6).reshape(2, 3)))
+    with open_checkpoint(path, arrays=True) as checkpoint:
+        if how == "renamed":
+            path.rename(tmp_path / "b.npz")
+        elif how == "deleted":
+            path.unlink()
+        else:
+            save(tmp_path / "b.npz", a=np.zeros(1000), f=np.zeros((2, 3), int))
+            (tmp_path / "b.npz").replace(path)
+        assert (checkpoint["a"].read() == np.arange(1000.0)).all()
+        assert (checkpoint["a"].read(np.s_[5:7]) == [5, 6]).all()
+        assert (checkpoint["f"].read() == np.arange(6).reshape(2, 3)).all()
+        opened = set(os.listdir("/proc/self/fd"))
+    assert set(os.listdir("/proc/self/fd")) < opened
 
 
 # --- files of tensorizer

@@ -11,10 +11,15 @@ cannot have, are bytes.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import warnings
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +29,7 @@ from ...codec.numpy import MAX_NDIM, Array
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
 from ..limits import PAGE
-from ..locations import Location, open_input
+from ..locations import InputFile, Location, open_input
 from ..plan import Entry, Plan, Region, stored_shape, unique_names
 from ..stamps import Stamp, check_same, stamp_of
 from ..structure import dtype_name
@@ -42,7 +47,14 @@ from .zips import (
     read_pieces,
 )
 
+_MAGIC: Final = b"\x93NUMPY"
+_MAX_VERSION: Final = 12  # bytes of an npy up to its header
+_SHOWN: Final = 5
 _MAX_NPY_HEADER: Final = 1 << 17  # bytes; NumPy itself reads at most 10,000 without being told to
+
+
+# the open archive, for a `with` block
+_Opens = Callable[[], contextlib.AbstractContextManager[InputFile]]
 
 
 class Npz(Format):
@@ -77,13 +89,17 @@ class Npz(Format):
         return start[:4] == b"PK\x03\x04" and has_member(path, _is_ours)
 
     def open(self, path: Location) -> Opened:
-        directory = read_directory(path, _is_ours)
+        directory = read_directory(path, _is_any)
         member = directory.members.get(DESCRIPTION)
         if member is not None:
             described, places = locate(path, member)
             return Opened(self.name, described.plan, [path], [directory.stamp], places, described.digests, native=True)
         made, parts = _plan_of(path, directory)
         return Opened(self.name, made, [path], [directory.stamp], None, None, native=False, parts=parts)
+
+
+def _is_any(name: str) -> bool:
+    return True
 
 
 def _is_ours(name: str) -> bool:
@@ -114,6 +130,7 @@ def _npy(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
         descr: Any = np.lib.format.dtype_to_descr(dtype)
         if np.lib.format.descr_to_dtype(descr) != dtype:
             raise ValueError
+        repr(descr).encode("latin1")  # as the header is
     except (ValueError, TypeError):
         shape, descr = (*shape, dtype.itemsize), "|u1"
     file = io.BytesIO()
@@ -134,18 +151,60 @@ def _plan_of(path: Location, directory: Directory) -> tuple[Plan, list[Stored | 
     tensors: list[Entry] = []
     regions: list[Region] = []
     parts: list[Stored | None] = []
-    keys = [name[:-4] for name in directory.members]
-    for name, member in zip(unique_names(keys), directory.members.values(), strict=True):
-        header = _read_header(path, member, f"{path}: member {member.name!r:.80}")
+    held = open_input(path)  # of this machine: may be renamed, deleted or replaced from now on
+    check_same(path, directory.stamp, stamp_of(held))
+    opens = (lambda: contextlib.nullcontext(held)) if isinstance(path, Path) else partial(open_input, path)
+    members = _arrays_of(path, held, directory)
+    keys = [_key_of(member) for member in members]
+    (key, count), *_ = [*Counter(keys).most_common(1), ("", 0)]
+    if count > 1:
+        raise CheckpointError(f"{path}: it has two arrays of the name {key!r:.80}, with and without .npy")
+    for name, member in zip(unique_names(keys), members, strict=True):
+        header = _read_header(path, held, member, f"{path}: member {member.name!r:.80}")
         region = -1
         if member.nbytes > header.nbytes:
             region = len(regions)
-            source = partial(_read_array, path, directory.stamp, member, header)
+            source = partial(_read_array, path, opens, directory.stamp, member, header)
             regions.append(Region(member.nbytes - header.nbytes, header.dtype.alignment, source))
             strides = _fortran_strides(header) if header.fortran else None
             parts.append(None if member.offset is None else Stored(0, member.offset + header.nbytes, strides))
         tensors.append(Entry(name, False, header.description, header.shape, None, region, 0))
     return Plan({"d": {key: {"x": number} for number, key in enumerate(keys)}}, tensors, regions, None), parts
+
+
+def _key_of(member: ZipMember) -> str:
+    """The name of an array, as `numpy.load` has it."""
+    return member.name.removesuffix(".npy")
+
+
+def _arrays_of(path: Location, file: InputFile, directory: Directory) -> list[ZipMember]:
+    """The members that `numpy.load` gives as arrays: those that begin as an npy does, whatever their name is. Warns of
+    the others; one that is called an npy is an error later on."""
+    arrays: list[ZipMember] = []
+    others: list[ZipMember] = []
+    for member in directory.members.values():
+        is_array = member.name.endswith(".npy") or _start_of(path, file, member, len(_MAGIC)).startswith(_MAGIC)
+        (arrays if is_array else others).append(member)
+    left = [member.name for member in others if not member.name.endswith("/")]
+    if left:
+        warnings.warn(
+            f"{path}: {len(left)} members are no arrays, and left out: "
+            + ", ".join(f"{name!r:.80}" for name in left[:_SHOWN])
+            + (", ..." if len(left) > _SHOWN else ""),
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return arrays
+
+
+def _start_of(path: Location, file: InputFile, member: ZipMember, nbytes: int) -> bytes:
+    """The first unpacked bytes of a member, at least `nbytes` of them if it has as many."""
+    start = b""
+    for piece in read_pieces(file, member, str(path), PAGE):
+        start += piece
+        if len(start) >= nbytes:
+            break
+    return start
 
 
 class _Header(NamedTuple):
@@ -158,17 +217,18 @@ class _Header(NamedTuple):
     nbytes: int
 
 
-def _read_header(path: Location, member: ZipMember, label: str) -> _Header:
+def _read_header(path: Location, file: InputFile, member: ZipMember, label: str) -> _Header:
     """Read the header of a member. `CheckpointError` unless the member has the size of its array."""
     try:
-        with open_input(path) as file:
-            start = b""
-            for piece in read_pieces(file, member, str(path), PAGE):
-                start += piece
-                if len(start) >= min(_npy_header_bytes(start), _MAX_NPY_HEADER):
-                    break
+        start = _start_of(path, file, member, _MAX_VERSION)
+        header_bytes = _npy_header_bytes(start)
+        if len(start) < header_bytes:
+            start = _start_of(path, file, member, min(header_bytes, _MAX_NPY_HEADER))
         data = io.BytesIO(start[:_MAX_NPY_HEADER])
         version = np.lib.format.read_magic(data)
+        if version == (3, 0):  # as version 2, but in UTF-8
+            text = data.read()[4 : header_bytes - 8].decode("utf-8").encode("ascii", "backslashreplace")
+            data, version = io.BytesIO(len(text).to_bytes(4, "little") + text), (2, 0)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
         if read is None:
             raise ValueError(f"an npy of version {version}")
@@ -183,11 +243,11 @@ def _read_header(path: Location, member: ZipMember, label: str) -> _Header:
     size = dtype.itemsize
     for length in shape:
         size *= length
-    if len(shape) > MAX_NDIM or any(length < 0 for length in shape) or size != member.nbytes - data.tell():
+    if len(shape) > MAX_NDIM or any(length < 0 for length in shape) or size != member.nbytes - header_bytes:
         raise CheckpointError(
             f"{label}: an array of shape {shape!r:.80} and dtype {dtype!s:.40} in {member.nbytes} bytes"
         )
-    return _Header(dtype, description, shape, fortran, data.tell())
+    return _Header(dtype, description, shape, fortran, header_bytes)
 
 
 def _npy_header_bytes(start: bytes) -> int:
@@ -200,11 +260,11 @@ def _fortran_strides(header: _Header) -> tuple[int, ...]:
     return c_strides(header.shape[::-1], header.dtype.itemsize)[::-1]
 
 
-def _read_array(path: Location, before: Stamp, member: ZipMember, header: _Header) -> Array:
+def _read_array(path: Location, opens: _Opens, before: Stamp, member: ZipMember, header: _Header) -> Array:
     """The bytes of an array, in C order."""
     data = np.empty(member.nbytes - header.nbytes, np.uint8)
     at, crc = -header.nbytes, 0
-    with open_input(path) as file:
+    with opens() as file:
         check_same(path, before, stamp_of(file))
         for piece in read_pieces(file, member, str(path)):
             crc = zlib.crc32(piece, crc)
