@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..errors import ArgumentError, CheckpointError, CudaError, WrongKey
 from . import index
@@ -21,6 +21,7 @@ from .opening import LATEST, Opener, each_newest_first, newest_first, open_liste
 from .remote import RemotePath, is_outage
 from .stamps import Replaced, is_shortage
 
+T = TypeVar("T")
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
 
 
@@ -69,15 +70,18 @@ def list_checkpoints(directory: str | os.PathLike[str], *, key: Key | None = Non
     ...     [(found.step, found.metrics, found.aliases) for found in shmtensor.list_checkpoints(path)]
     [(2, {'loss': 0.5}, ('latest',)), (1, {'loss': 1.0}, ())]
     """
-    return [info for info, _ in opened_checkpoints(directory, Opener(key, locked=key is None))]
+    return listed(directory, Opener(key, locked=key is None), lambda info, _: info)
 
 
-def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> list[tuple[CheckpointInfo, Opened | None]]:
-    """As `list_checkpoints`, with each opened checkpoint, None if it cannot be opened."""
+def listed(
+    directory: str | os.PathLike[str], opener: Opener, take: Callable[[CheckpointInfo, Opened | None], T]
+) -> list[T]:
+    """As `list_checkpoints`, what `take` makes of each checkpoint while it is open, None if it cannot be opened. Only
+    one is open at a time."""
     root = location(directory)
     saved = {entry.name: entry for entry in index.entries(root)}
     links = _links(root, saved.values())
-    found: list[tuple[CheckpointInfo, Opened | None]] = []
+    found: list[T] = []
     for changed, path in newest_first(root):
         entry = saved.get(path.name)
         aliases = tuple(sorted(links.get(path.name, ()), key=lambda name: (name != LATEST, name)))
@@ -86,13 +90,14 @@ def opened_checkpoints(directory: str | os.PathLike[str], opener: Opener) -> lis
         except FileNotFoundError:
             if not (path.is_symlink() or path.exists()):
                 continue  # deleted meanwhile
-            found.append((_info(path, entry, changed, aliases, error="one of its files is gone"), None))
+            found.append(take(_info(path, entry, changed, aliases, error="one of its files is gone"), None))
         except (CheckpointError, OSError) as error:
             if is_shortage(error) and not isinstance(path, RemotePath) and not isinstance(error, PermissionError):
                 raise  # of the others nothing would be known either
-            found.append((_info(path, entry, changed, aliases, error=str(error)), None))
+            found.append(take(_info(path, entry, changed, aliases, error=str(error)), None))
         else:
-            found.append((_info(path, entry, changed, aliases, opened), opened))
+            found.append(take(_info(path, entry, changed, aliases, opened), opened))
+            del opened  # before the next one is opened: it may have its files in memory
     return found
 
 

@@ -22,7 +22,7 @@ from ..checkpoint.description import combine
 from ..checkpoint.envelope import SUFFIX
 from ..checkpoint.formats import FORMATS, Opened
 from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
-from ..checkpoint.listing import CheckpointInfo, opened_checkpoints
+from ..checkpoint.listing import CheckpointInfo, listed
 from ..checkpoint.load import check, check_options
 from ..checkpoint.locations import location
 from ..checkpoint.opening import LATEST, Opener, open_path
@@ -268,7 +268,7 @@ def ls(
     if not root.is_dir():
         raise fail(f"{root} is no directory")
     opener = _opener(key_file, passphrase, locked=True)
-    rows = [_row(info, opened) for info, opened in opened_checkpoints(root, opener)]
+    rows = listed(root, opener, _row)
     if as_json:
         print_json({"directory": str(root), "checkpoints": rows})
         return

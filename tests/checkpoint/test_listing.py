@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,29 @@ def test_what_a_name_leads_to_stays(tmp_path):
 def test_what_keep_best_does_not_take(tmp_path, options, error):
     with pytest.raises(ArgumentError, match=error):
         CheckpointWriter(tmp_path, **options)
+
+
+def test_one_at_a_time_is_open(tmp_path, monkeypatch):
+    """Files of other programs may be in memory as a whole, and long descriptions take much of it."""
+    for step in range(3):
+        put(tmp_path, step)
+        torch.save({"w": torch.ones(3)}, tmp_path / f"{step}.pt")
+        np.savez(tmp_path / f"{step}.npz", w=np.ones(3))
+    opened: list[weakref.ref] = []
+    open_listed = opening.open_listed
+
+    def watched(path, opener):
+        assert [each for each in opened if each() is not None] == []
+        made = open_listed(path, opener)
+        opened.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(listing, "open_listed", watched)
+    assert len(list_checkpoints(tmp_path)) == len(opened) == 9
+    opened.clear()
+    done = CliRunner().invoke(app, ["checkpoint", "ls", str(tmp_path), "--json"])
+    assert {row["tensors"] for row in json.loads(done.stdout)["checkpoints"]} == {1}
+    assert len(opened) == 9
 
 
 # --- names that move
