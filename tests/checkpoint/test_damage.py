@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmtensor
-from shmtensor import ArgumentError, CheckpointError, load_arrays, load_checkpoint, load_into
+from shmtensor import ArgumentError, CheckpointError, list_checkpoints, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint.description import Described
 from shmtensor.checkpoint.formats import detect, get_format
 from shmtensor.checkpoint.formats.safetensors import _KEY, _SUM
+from shmtensor.checkpoint.load import check
+from shmtensor.checkpoint.opening import open_path
 from shmtensor.checkpoint.plan import Plan, check_structure, plan
 
 from .state_files import SUFFIX, mixed_state, model, same, save
@@ -471,6 +473,27 @@ def test_a_member_that_unpacks_to_more_than_it_can(tmp_path):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="says 2147483647 bytes, and has"):
         load_checkpoint(path)
+
+
+def test_truncation_anywhere_in_a_file_of_old_torch(tmp_path):
+    """Its storages follow its pickles, without a table: what they should have is compared with the file's size."""
+    path, shared = tmp_path / "a.pt", torch.arange(100.0)
+    state = {
+        "a": shared,
+        "b": shared[10:],
+        "c": torch.ones(3, dtype=torch.bool),
+        "e": torch.empty(0),
+        "f": torch.empty(0, 3),
+    }
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    assert same(load_checkpoint(path), state)
+    assert check(open_path(path), readers=1) == []
+    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            check(open_path(path), readers=1)
+        assert list_checkpoints(tmp_path)[0].error is not None
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.npz", "a.safetensors", "a"])

@@ -12,8 +12,9 @@ This library reads the description, never the pickle. An archive without one is 
 `weights_only=True`, after a check of what its pickle would cost (`PickleCheck`).
 
 What torch alone loads differs: NumPy arrays are tensors (of bytes, where torch lacks the type), NumPy scalars are plain
-numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, a `bytearray` of more than 4 KiB is
-a tensor, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars and parts.
+numbers or text, ints beyond 255 bytes are hexadecimal text, a `frozenset` is a set, `bytes` and a `bytearray` of more
+than 4 KiB are tensors of uint8, and a sparse, quantized or nested tensor is a tuple of its kind, parameters, scalars
+and parts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _SMALL: Final = {"version", "byteorder", ".format_version", ".storage_alignment"
 _MAX_SMALL: Final = 4096  # bytes of these members, which torch reads whatever the pickle says
 _FREELY_UNPACKED: Final = 1 << 20  # bytes of a packed pickle
 _SHARED: Final = 1 << 16  # values that shared objects may add when a state is written out
+_OLD_LENGTH: Final = 8  # bytes before each storage of a file of torch before 1.6
 _OLD_PICKLES: Final = 5  # magic number, version, system, the state, the storages' names
 
 
@@ -180,17 +182,26 @@ def _check(path: Location) -> None:
 def _check_old(path: Location, file: BinaryIO) -> None:
     """The same for files of torch before 1.6: several pickles, then the storages."""
     size = path.stat().st_size
-    asked = 0
+    asked: dict[str, int] = {}
+    total = 0
 
     def ask(key: str, nbytes: int) -> None:
-        nonlocal asked
-        asked += nbytes
-        if asked > size:
-            raise CheckpointError(f"{path}: its storages should have {asked} bytes at least, the file has {size}")
+        nonlocal total
+        total += _OLD_LENGTH + nbytes if key not in asked else 0
+        asked[key] = nbytes
+        check_room(0)
+
+    def check_room(first: int) -> None:
+        if first + total > size:
+            raise CheckpointError(
+                f"{path}: its storages should have {total} bytes at least from offset {first} on, the file has {size}: "
+                "it is truncated"
+            )
 
     check = PickleCheck(file, size, ask, str(path), old=True)
     for _ in range(_OLD_PICKLES):
         check.run()
+    check_room(file.tell())
 
 
 def _joined(files: list[Location], stamps: list[Stamp], *, mmap: bool) -> dict[str, Any]:
