@@ -175,6 +175,15 @@ def test_a_shard_that_an_index_names_is_all_of_them(tmp_path):
         load_checkpoint(tmp_path / weight_map["a"])
 
 
+def test_a_tensor_that_the_index_does_not_name(tmp_path):
+    """It is left out, as other readers do, and named in a warning."""
+    save_shards(tmp_path, tensors={"a": TENSORS["a"]})
+    safetensors.torch.save_file(TENSORS, tmp_path / "model-00001-of-00001.safetensors")
+    save_index(tmp_path / "model.safetensors.index.json", dict.fromkeys("ab", "model-00001-of-00001.safetensors"))
+    with pytest.warns(RuntimeWarning, match=r"does not name the tensor 'c' in model-00001-of-00001\.safetensors"):
+        assert sorted(load_checkpoint(tmp_path)) == ["a", "b"]
+
+
 def test_shards_that_do_not_belong_together(tmp_path):
     save_shards(tmp_path)
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")

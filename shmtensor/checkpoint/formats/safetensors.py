@@ -24,7 +24,8 @@ Shards of other programs are found by any index (`*.safetensors.index*.json`), o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -153,6 +154,8 @@ class Safetensors(Format):
             if name in stored:
                 raise CheckpointError(f"{index}: invalid JSON: a key appears twice, {name!r:.80}")
             stored[name] = (number, headers[number].tensors[name])
+        if not metadata.described:
+            _warn_of_unnamed(index, files, headers, stored)
         described = partial(read_description, index, 0, before.nbytes) if metadata.described else None
         says = Header({}, metadata.short, metadata.described, 0, before)
         if not files:  # a state without tensors: what there is of it is in the index
@@ -160,6 +163,22 @@ class Safetensors(Format):
                 raise CheckpointError(f"{index} names no shards")
             return _opened(self.name, index, [index], [says], {}, says, described)
         return _opened(self.name, index, files, headers, stored, says, described)
+
+
+def _warn_of_unnamed(
+    index: Location, files: Sequence[Location], headers: Sequence[Header], stored: Container[str]
+) -> None:
+    """Warn of tensors that the shards have and the index does not name: they are left out."""
+    count, first = 0, ""
+    for file, header in zip(files, headers, strict=True):
+        for name in header.tensors:
+            if name not in stored:
+                first = first or f"{name!r:.80} in {file.name}"
+                count += 1
+    if count:
+        others = f" and {count - 1} others" if count > 1 else ""
+        text = f"{index} does not name the tensor {first}{others}: left out"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _index_of(shard: Location) -> Location | None:
