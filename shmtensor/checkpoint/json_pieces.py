@@ -6,11 +6,10 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ..errors import CheckpointError
 from .limits import MAX_DEPTH
-from .locations import InputFile
 
 MOST: Final = 1 << 17
 """Most characters of a name, and of a value that is parsed into an object."""
@@ -22,14 +21,20 @@ _HIGH_SURROGATE: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs)).raw_decode
 
 
+class Source(Protocol):
+    """What is read by position, such as an `InputFile`."""
+
+    def pread(self, nbytes: int, offset: int) -> bytes: ...
+
+
 class JsonPieces:
     """A range of an open file that is one JSON text.
 
-    It is read once, in order: `entries` yields the keys of an object, and after each key the caller reads its value by
-    `value`, `text`, `skip` or `entries`. Invalid JSON raises `CheckpointError`.
+    It is read once, in order: `entries` yields the keys of an object, `items` before each value of an array, and the
+    caller reads each value by `value`, `text`, `skip`, `entries` or `items`. Invalid JSON raises `CheckpointError`.
     """
 
-    def __init__(self, file: InputFile, offset: int, nbytes: int, label: str) -> None:
+    def __init__(self, file: Source, offset: int, nbytes: int, label: str) -> None:
         self._file, self._at, self._end, self._label = file, offset, offset + nbytes, label
         self._nbytes = nbytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
@@ -89,6 +94,18 @@ class JsonPieces:
             yield key
             if self.peek() != ",":
                 return self._take("}")
+            self._pos += 1
+
+    def items(self) -> Iterator[None]:
+        """Yields before each value of the next array, which the caller reads."""
+        self._take("[")
+        if self.peek() == "]":
+            self._pos += 1
+            return
+        while True:
+            yield
+            if self.peek() != ",":
+                return self._take("]")
             self._pos += 1
 
     def value(self) -> Any:
@@ -154,13 +171,8 @@ class JsonPieces:
             for _ in self.entries():
                 self.skip(depth + 1)
         elif start == "[":
-            self._pos += 1
-            more = self.peek() != "]"
-            while more:
+            for _ in self.items():
                 self.skip(depth + 1)
-                more = self.peek() == ","
-                self._pos += more
-            self._take("]")
         else:
             self.value()
 

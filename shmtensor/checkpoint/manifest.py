@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError
 from . import index
 from .description import digest, text
 from .formats.distcp import MAX_METADATA, METADATA
+from .json_pieces import JsonPieces
 from .locations import Location, read_regular
 from .remote import is_outage
 from .stamps import is_shortage
@@ -31,6 +33,7 @@ from .stamps import is_shortage
 MANIFEST: Final = "shmtensor.ranks.json"
 MAX_RANKS: Final = 1 << 16
 _MAX_BYTES: Final = 16 << 20
+_MOST_OTHERS: Final = 16
 _VERSION: Final = 1
 _PART: Final = re.compile(r"rank-(\d{5})(?:\.[a-z]{1,20}){1,2}")
 
@@ -76,7 +79,7 @@ def read(directory: Location) -> Manifest:
     """The manifest of a directory. Raises `FileNotFoundError`, `CheckpointError` if it is invalid."""
     path = directory / MANIFEST
     try:
-        return _parse(json.loads(read_regular(path, _MAX_BYTES)))
+        return _parse(read_regular(path, _MAX_BYTES), str(path))
     except FileNotFoundError:
         raise
     except index.UNREADABLE as error:
@@ -85,31 +88,56 @@ def read(directory: Location) -> Manifest:
         raise CheckpointError(f"{path} is no manifest of the ranks' parts: {error}") from None
 
 
-def _parse(found: Any) -> Manifest:
+class _Bytes(NamedTuple):
+    data: bytes
+
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        return self.data[offset : offset + nbytes]
+
+
+def _parse(data: bytes, label: str) -> Manifest:
+    pieces = JsonPieces(_Bytes(data), 0, len(data), label)
+    found: dict[str, Any] = {}
+    made: list[Part] = []
+    others: list[Part] = []
+    for key in pieces.entries():
+        if key == "parts":
+            made = list(_parts(pieces, MAX_RANKS, _is_part))
+        elif key == "others":
+            others = list(_parts(pieces, _MOST_OTHERS, lambda _, part: part.file == METADATA))
+        elif key in ("version", "world_size", "step", "metrics", "alias"):
+            found[key] = pieces.value()
+        else:
+            pieces.skip()
+    pieces.finish()
     if found["version"] != _VERSION:
         raise ValueError(f"it has version {found['version']!r:.20}, this library reads {_VERSION}")
-    parts = found["parts"]
-    if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_RANKS or found["world_size"] != len(parts):
+    if not made or found["world_size"] != len(made):
         raise ValueError(f"it says {found['world_size']!r:.40} ranks, and has other parts")
-    made = []
-    for rank, each in enumerate(parts):
-        match each:
-            case [str() as file, int() as nbytes, str() as checksum] if named := _PART.fullmatch(file):
-                if int(named[1]) == rank and 0 <= nbytes < 1 << 62 and len(checksum) <= 64:
-                    made.append(Part(file, nbytes, checksum))
-                    continue
-        raise ValueError(f"its part {rank} is {each!r:.80}")
-    others = []
-    for each in found.get("others", []):
-        match each:
-            case [str() as file, int() as nbytes, str() as checksum] if file == METADATA and nbytes <= MAX_METADATA:
-                others.append(Part(file, nbytes, checksum))
-                continue
-        raise ValueError(f"its other file is {each!r:.80}")
+    if any(other.nbytes > MAX_METADATA for other in others):
+        raise ValueError(f"its other files have more than {MAX_METADATA} bytes")
     step, alias = found["step"], found["alias"]
     if type(step) is not int or not 0 <= step < 1 << 62 or (alias != "" and not index.is_file_name(alias)):
         raise ValueError(f"its step is {step!r:.40} and its alias {alias!r:.40}")
     return Manifest(step, index.metrics_of(found["metrics"]), alias, tuple(made), tuple(others))
+
+
+def _parts(pieces: JsonPieces, most: int, is_one: Callable[[int, Part], bool]) -> Iterator[Part]:
+    """The files of an array, one after the other: more than there may be, or what is none, takes no memory."""
+    for number, _ in enumerate(pieces.items()):
+        each = pieces.value()
+        match each:
+            case [str() as file, int() as nbytes, str() as checksum] if number < most and len(checksum) <= 64:
+                part = Part(file, nbytes, checksum)
+                if 0 <= nbytes < 1 << 62 and is_one(number, part):
+                    yield part
+                    continue
+        raise ValueError(f"its part {number} is {each!r:.80}, at most {most} are allowed")
+
+
+def _is_part(rank: int, part: Part) -> bool:
+    named = _PART.fullmatch(part.file)
+    return named is not None and int(named[1]) == rank
 
 
 def check_others(directory: Location) -> None:

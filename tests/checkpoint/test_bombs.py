@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -172,6 +172,20 @@ def table(path, name_of, count, claimed=None):
             nbytes += file.write(entry(name_of(n), 0))
         file.write(archive_end(count if claimed is None else claimed, nbytes, start))
     return path
+
+
+def manifest_of_lists(folder):
+    (folder / "a").mkdir()
+    (folder / "a" / "shmtensor.ranks.json").write_text(
+        '{"version":1,"world_size":1,"parts":[' + "[]," * 5_500_000 + "[]]}"
+    )
+    return folder / "a"
+
+
+def manifest_of_more(folder):
+    (folder / "a").mkdir()
+    (folder / "a" / "shmtensor.ranks.json").write_text('{"version":1,"a":[' + "[]," * 5_500_000 + "[]]}")
+    return folder / "a"
 
 
 def long_table(folder):
@@ -372,7 +386,8 @@ LONG = {spaces, spaces_behind, long_text, long_foreign_text, many_texts, many_te
 """Looked at in one way: the others begin alike."""
 FILES = [
     spaces, spaces_behind, lists, deep_lists, long_name, long_shape, long_text, long_foreign_text, many_texts,
-    many_tensors, index_of_lists, index_of_many, long_table, long_table_that_claims_little, table_of_one_member,
+    many_tensors, index_of_lists, index_of_many, manifest_of_lists, manifest_of_more,
+    long_table, long_table_that_claims_little, table_of_one_member,
     table_of_a_pickle, table_that_claims_all, members_that_are_no_arrays, packed_array, packed_arrays,
     long_npy_header, long_stored_npy_header, large_shape, packed_description, long_description, packed_pickle,
     packed_version, packed_storage, shared_lists, shared_tuples, old_storage, repeated_bytes, repeated_sizes,
@@ -412,7 +427,7 @@ def test_what_a_hostile_file_costs(make, tmp_path, measured):
         assert error is not None or copied or make.__name__ in HARMLESS, way
         if error is not None:
             assert error.startswith(("CheckpointError:", "ArgumentError:", "RuntimeError: Error(s) in loading")), way
-    os.unlink(path)
+    shutil.rmtree(tmp_path)
 
 
 @pytest.mark.slow
