@@ -377,14 +377,20 @@ class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise ValueError(f"the key {name!r} has a value that is no file of shmtensor's") from None
             if int(pipeline.exists(*keys) if keys else 0) != len(keys):
                 raise OSError(5, "the server has lost parts before the file was complete")
+            folders, folder = list[tuple[str, str]](), name
+            while folder:
+                folder, _, last = folder.rpartition("/")
+                folders.append((f"{folder}/", last if not _is_folder(name, folder, last) else f"{last}/"))
+            for each, _ in folders:  # a transaction carries out the rest if one of its commands fails
+                kind: Any = pipeline.type(each)
+                if kind not in (b"none", b"set"):
+                    raise ValueError(f"the key {each!r} has a value of the type {kind.decode()}, and is no directory")
             pipeline.multi()
             for key in keys:
                 pipeline.persist(key)
             pipeline.set(name, header.encode())
-            folder = name
-            while folder:
-                folder, _, last = folder.rpartition("/")
-                pipeline.sadd(f"{folder}/", last if not _is_folder(name, folder, last) else f"{last}/")
+            for each, last in folders:
+                pipeline.sadd(each, last)
             gone = [f"{name}:{old.id}:{number}" for number in range(old.parts)] if old else []
             for key in gone:
                 pipeline.expire(key, _EXPIRES)

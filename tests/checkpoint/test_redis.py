@@ -365,6 +365,20 @@ def test_keys_of_other_types(tcp, client):
             load_checkpoint(tcp.replace("runs/a", f"runs/{name}"))
 
 
+@pytest.mark.parametrize("folder", ["runs/", "runs/a/", "/"])
+def test_a_directory_of_another_type(tcp, client, small_parts, folder):
+    """A file that cannot be listed is not written at all, nor does it replace another one."""
+    fs, _ = file_system(tcp)
+    fs.pipe_file("0/runs/a/old", b"old")
+    client.delete(folder)
+    client.set(folder, "somebody's")
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    for name in ("old", "new"):
+        with pytest.raises(ValueError, match=f"the key '{folder}' has a value of the type string"):
+            fs.pipe_file(f"0/runs/a/{name}", bytes(200_000))
+    assert {key: client.dump(key) for key in client.scan_iter()} == before
+
+
 def test_damaged_parts(tcp, client, tmp_path):
     with CheckpointWriter(tmp_path / "a", upload=tcp) as writer:
         writer.save(state_of(1))
