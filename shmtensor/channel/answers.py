@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,8 +16,8 @@ _MOST: Final = 256 << 10
 """Bytes of answers that are kept of a channel. What answers more, such as a ring with thousands of messages that wait,
 is read anew each time."""
 _MOST_KEPT: Final = 256
-"""Control segments and sequence tables that are kept open from one reading to the next. Rings never are: of a channel
-that has ended meanwhile, they would keep the memory."""
+"""Control segments and sequence tables that are kept open from one reading to the next, or a quarter of the files that
+this process may open. Rings never are: of a channel that has ended meanwhile, they would keep the memory."""
 
 Files = dict[str, "os.stat_result | None"]
 """By name: those of a channel."""
@@ -39,7 +40,7 @@ class Segments:
             del self.kept[name]
             kept.close()
         found = shm.look_at(name, is_regular=info is not None and stat.S_ISREG(info.st_mode))
-        if stays and len(self.kept) < _MOST_KEPT:
+        if stays and len(self.kept) < min(_MOST_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
             self.kept[name] = found
         return found
 

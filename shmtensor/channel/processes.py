@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import os
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -142,15 +143,18 @@ def _locks(pid: int, number: str) -> Ranges:
 def _open_files(pid: int) -> dict[_File, list[str]]:
     """The descriptors of a process by the file that they lead to: of those that may be segments, by their names.
 
-    `stat` of one on a file system that hangs would hang.
+    `stat` of one on a file system that hangs would hang. Raises `OSError` if this process has no descriptor left.
     """
     found: dict[_File, list[str]] = {}
-    with contextlib.suppress(OSError):
+    try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             if os.path.basename(_target(f"/proc/{pid}/fd/{number}")).startswith(_SEGMENTS):
                 with contextlib.suppress(OSError):
                     info = os.stat(f"/proc/{pid}/fd/{number}")
                     found.setdefault((info.st_dev, info.st_ino), []).append(number)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # else it would be unknown for as long as it lives
+            raise
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import errno
 import inspect
 import itertools
 import os
@@ -649,6 +650,35 @@ def test_a_process_of_another_pid_namespace_is_found(channel, monkeypatch):
         assert nobody == processes.UNKNOWN
         pub.send(b"1")
         sub.recv(timeout=PATIENCE).release()
+
+
+def test_a_process_that_cannot_be_looked_at_for_want_of_files_is_found_later(channel, monkeypatch):
+    listdir, inspector = os.listdir, looking.Inspector()
+
+    def without_files(path: str) -> list[str]:
+        if str(path).endswith("/fd"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return listdir(path)
+
+    with shmtensor.Publisher(channel):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", without_files)
+            assert "Too many open files" in inspector.channel(channel).notes[0]
+        for _ in range(2):
+            found = inspector.channel(channel)
+            assert (found.notes, [it.host_pid for it in found.members]) == ((), [os.getpid()])
+
+
+def test_few_files_are_kept_open_where_a_process_may_open_few(channel, monkeypatch):
+    monkeypatch.setattr(answers.resource, "getrlimit", lambda which: (12, 12))
+    inspector = looking.Inspector()
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            stack.enter_context(shmtensor.Publisher(f"{channel}-{number}")).send(1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            assert len(inspector.channels(lambda name: name.startswith(channel))) == 4
+            assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
 def test_an_unread_message_grows_older(channel):
