@@ -61,8 +61,9 @@ class LoopError(ShmTensorError, RuntimeError):
 class ReentrantError(ShmTensorError, RuntimeError):
     """A signal handler or finalizer used an endpoint from inside another call of the same thread.
 
-    Cause: the handler interrupted a call of this endpoint and called it again, or created an endpoint of a channel that
-    the interrupted call is joining or leaving. Waiting would be a deadlock.
+    Cause: the handler interrupted a call of this endpoint and called it again, waited for a reply that the interrupted
+    thread was to receive, or created an endpoint of a channel that the interrupted call is joining or leaving. Waiting
+    would be a deadlock.
     Remedy: in a handler, call only `close()` or `stop()`, or set a flag that the main code reads.
     """
 

@@ -26,12 +26,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from itertools import compress
+from threading import get_ident
 from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from ..endpoints.base import LIVENESS_INTERVAL
 from ..endpoints.message import Message
-from ..errors import ArgumentTypeError, ClosedError, DependencyError, PeerDied, RemoteError, TimedOut, WireError
+from ..errors import (
+    ArgumentTypeError,
+    ClosedError,
+    DependencyError,
+    PeerDied,
+    ReentrantError,
+    RemoteError,
+    TimedOut,
+    WireError,
+)
 from ..options import check_timeout
 from ..shielded import Condition
 from .endpoints import DIED, DROPPED, FOREVER, NO_ROOM, ONCE, ReplyReceiver, RequestSender
@@ -352,7 +363,9 @@ class Driver(_ClientThread):
         if not in_flight.has_futures:
             in_flight.promote_follower()
             return False
-        if not in_flight.leading.acquire(blocking=False):
+        leads: list[None] = []
+        in_flight.lead(leads)
+        if not leads:
             return False  # the thread that releases it wakes this one
         try:
             in_flight.receive(time.monotonic() + in_flight.until_nearest())
@@ -409,6 +422,8 @@ class CallsInFlight:
         """Calls that were posted and have not ended, by sequence number."""
         self.leading = threading.Lock()
         """Of the thread that receives."""
+        self.leader = deque((0,), maxlen=1)
+        """The thread that took `leading` last."""
         self.followers: deque[AutoResetEvent] = deque()
         """Events of the threads that wait while another one receives."""
         self.received: list[Message] = []
@@ -438,32 +453,51 @@ class CallsInFlight:
 
     # --- waiting
 
+    def lead(self, leads: list[None]) -> None:
+        """Become the thread that receives, if there is none: then `leads` gets an element. Release `leading` then."""
+        leads.extend(map(self.leader.append, compress((get_ident(),), map(self.leading.acquire, _NO_WAIT))))
+
     def wait(self, call: Call, timeout: float | None = None) -> None:
-        """Wait until the call has ended, at most `timeout` seconds; receive meanwhile if no other thread does."""
+        """Wait until the call has ended, at most `timeout` seconds; receive meanwhile if no other thread does.
+
+        Raises `ReentrantError` if it is this thread that receives: it would wait for itself.
+        """
         until = math.inf if timeout is None else monotonic() + timeout
         ends = min(until, call.deadline * 1e-9) if call.deadline else until
         if self.ended:
             self.finish_ended()
         while not call.done:
-            leads: list[bool] = []
+            leads: list[None] = []
             try:
-                leads.extend(map(self.leading.acquire, _NO_WAIT))  # taken and recorded in one C call
+                self.lead(leads)
                 while True:  # a loop of this form is within the `try` to its last jump: tests/package/test_jumps.py
-                    if not leads[0] or call.done or monotonic() >= ends:
+                    if not leads or call.done:
+                        break
+                    if monotonic() >= ends:
+                        self.drain()  # this thread may come late: replies that are there are in time
                         break
                     self.receive(ends)
             finally:
-                if leads and leads[0]:
+                if leads:
                     self.leading.release()  # the first call
                     if self.followers or self.has_submitted:
                         self.promote()
-            if not leads[0] and (now := monotonic()) < ends:
+            if call.done:
+                break
+            now = monotonic()
+            if not leads and now < ends:
                 if self.requests.is_forked:  # the thread that receives is the parent's
                     self.requests.check_open()
+                if self.leader[0] == get_ident() and self.leading.locked():
+                    raise ReentrantError(
+                        f'service "{self.requests.name}": a signal handler or finalizer would wait for a reply in the '
+                        "middle of a call of its own thread that receives the replies of this client: submit() there, "
+                        "or set a flag"
+                    )
                 self._follow(call, min(LIVENESS_INTERVAL, ends - now))
-            if not call.done and (now := monotonic()) >= ends:
-                if now >= until:
-                    return
+            elif now >= until:
+                return
+            else:
                 self._expire()
                 self.finish_ended()
 
@@ -578,11 +612,24 @@ class CallsInFlight:
         if self.notifier.due:
             self.notifier.wake()
 
+    def drain(self) -> None:
+        """Dispatch every reply that is there. Of the thread that receives."""
+        self.dispatch()
+        try:
+            while True:
+                message = self.answers.recv(timeout=0)
+                self.received[:] = (message,)
+                del message
+                self.dispatch()
+        except (TimedOut, ClosedError):
+            pass
+
     def check_calls(self) -> None:
         """End calls for which no reply will come: expired, refused by every server, or lost with their server."""
         self.check_due = monotonic() + LIVENESS_INTERVAL
         requests = self.requests
         self.cancel_given_up()
+        self.drain()  # this process may have been stopped: replies that are there are in time
         self._expire()
         done = []
         for call in list(self.calls.values()):
@@ -591,14 +638,7 @@ class CallsInFlight:
             elif call.bits & ONCE and requests.was_taken(call) and requests.withdraw(call, taken=True):
                 done.append((call, True))
         if done:
-            try:
-                while True:  # a reply comes before its `done`: those that are there now have none, or are among these
-                    message = self.answers.recv(timeout=0)
-                    self.received[:] = (message,)
-                    del message
-                    self.dispatch()
-            except (TimedOut, ClosedError):
-                pass
+            self.drain()  # a reply comes before its `done`: those that are there now have none, or are among these
         for call, lost in done:
             if call.done:
                 continue

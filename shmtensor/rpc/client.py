@@ -92,6 +92,7 @@ class Client(Local):
             PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.
+            ReentrantError: called by a signal handler or finalizer inside a call of the thread that receives the replies.
         """
         in_flight = self._in_flight
         call = in_flight.begin(timeout, retry)
@@ -284,17 +285,17 @@ def _attempt(in_flight: CallsInFlight, call: Call) -> Callable[[], Any]:
     def attempt() -> Any:
         if call.done:
             return call
-        leads: list[bool] = []
+        leads: list[None] = []
         try:
-            leads.extend(map(in_flight.leading.acquire, (False,)))
-            if not leads[0]:
+            in_flight.lead(leads)
+            if not leads:
                 return BUSY  # a thread receives, and sets this call's event
             in_flight.dispatch()  # what an interrupted thread has left
             found = in_flight.answers.take_all(in_flight.received, in_flight.dispatch)
             if not call.done and time.monotonic() >= in_flight.check_due:
                 in_flight.check_calls()
         finally:
-            if leads and leads[0]:
+            if leads:
                 in_flight.leading.release()
                 if in_flight.followers or in_flight.driver.is_started:
                     in_flight.promote()

@@ -675,6 +675,76 @@ def test_what_cannot_be_read_is_no_death(pair, which, retry, monkeypatch, caplog
     assert "passed over" in caplog.text
 
 
+def lateness(client, server, count) -> None:
+    """The server has answered; then the time of all calls is up, before this process has looked."""
+    wait_until(lambda: server.statistics().replied >= count)
+    for call in list(client._in_flight.calls.values()):
+        call.deadline = 1
+
+
+def test_replies_that_are_there_are_in_time(pair):
+    """Also where the thread comes late that would have received them."""
+    client, server = pair
+    in_flight = client._in_flight
+    with serving(server, lambda value: value):
+        replies = client.map(range(8), timeout=PATIENCE)
+        assert next(replies) == 0
+        lateness(client, server, 8)
+        assert list(replies) == list(range(1, 8))
+        call = in_flight.begin(PATIENCE, True)
+        client._requests.post(call, 8, None, PATIENCE)
+        lateness(client, server, 9)
+        in_flight.wait(call, 0)  # as of a future that is polled
+        assert call.result() == 8
+        with in_flight.leading:  # no thread receives
+            futures = [client.submit(number, timeout=PATIENCE) for number in range(8)]
+            lateness(client, server, 17)
+            in_flight.check_calls()
+        assert [future.result(PATIENCE) for future in futures] == list(range(8))
+    assert client.statistics().expired == 0
+
+
+def test_a_signal_handler_does_not_wait_for_its_own_thread(pair):
+    """It interrupts the thread that receives: nobody else would take the reply that it waits for."""
+    client, server = pair
+    raised, futures, over = [], [], threading.Event()
+
+    def handle(*_):
+        futures.append(client.submit("future", timeout=PATIENCE))
+        for wait in (
+            lambda: client.request("request", timeout=5),
+            lambda: next(client.map(["map"], timeout=5)),
+            lambda: futures[0].result(5),
+            lambda: futures[0].exception(5),
+        ):
+            try:
+                wait()
+            except Exception as error:
+                raised.append(type(error))
+        over.set()
+
+    def interrupt():
+        with server.recv(timeout=PATIENCE) as request:
+            wait_until(client._in_flight.leading.locked)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            assert over.wait(PATIENCE)
+            request.reply("first")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        assert client.request(1, timeout=PATIENCE) == "first"
+        thread.join(PATIENCE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert raised == [shmtensor.ReentrantError] * 4
+    with serving(server, lambda value: value):
+        assert futures[0].result(PATIENCE) == "future"
+        assert client.request(2, timeout=PATIENCE) == 2
+    assert (server.statistics().taken, client.statistics().outstanding) == (3, 0)  # those that raised were not started
+
+
 def test_a_cancelled_request_is_not_started(pair):
     client, server = pair
     first, second = client.submit(1), client.submit(2)
