@@ -111,12 +111,15 @@ class Task(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """As for the standard future. Tensors on a device are safe on the stream that is current here."""
-        result = super().result(timeout)
-        if self._exception is not None:  # false as a truth value: before Python 3.13 the standard future ignores it
-            raise self._exception
-        if self._transfer is not None:
-            self._transfer.hand_over()
-        return result
+        try:
+            result = super().result(timeout)
+            if self._exception is not None:  # false as a truth value: before Python 3.13 the standard future ignores it
+                raise self._exception
+            if self._transfer is not None:
+                self._transfer.hand_over()
+            return result
+        finally:
+            self = None  # type: ignore[assignment]  # an error's traceback refers to this frame
 
     def fail(self, error: BaseException | None) -> None:
         """Set the error: the call raised it, or cannot be run."""
@@ -153,6 +156,7 @@ class CallChannels:
             return NOTHING
         packed = None if self._slots_only else inline(value)
         if packed is not None:
+            self._under_way.add(attempt)
             return packed
         if wait:
             holder = "calls that run, and by arguments that workers keep"

@@ -18,6 +18,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import operator
 import os
 import queue
 import sys
@@ -30,7 +31,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import util
 from typing import Any, Final
 
-from ..errors import ArgumentError, ArgumentTypeError, ReentrantError
+from ..errors import ArgumentError, ArgumentTypeError, ForkedError, ReentrantError
 from ..mp.direct import MOST_WORKERS, ThreadLocks, check_fits
 from ..mp.pickling import Transfers, dumps
 from ..options import check_count, context_of, parse_bytes
@@ -54,12 +55,22 @@ def _grad_mode() -> bool | None:
     return None if torch is None else torch.is_grad_enabled()
 
 
+def _finish() -> None:
+    """Have all management threads end, and wait for them."""
+    while True:
+        try:
+            standard._python_exit()  # type: ignore[attr-defined]
+            return
+        except OSError:  # one of them has just closed the pipe that would have woken it, and is not woken again
+            pass
+
+
 def _finish_with_process() -> None:
     """Have the calls of a `multiprocessing` child run before its endpoints leave, and before it joins its children,
     the workers among them. Its main thread does not wait for the management threads before that."""
     global _finished_pid
     if _finished_pid != os.getpid():
-        util.Finalize(None, standard._python_exit, exitpriority=_EXIT_PRIORITY)  # twice, if interrupted: harmless
+        util.Finalize(None, _finish, exitpriority=_EXIT_PRIORITY)  # twice, if interrupted: harmless
         _finished_pid = os.getpid()
 
 
@@ -112,11 +123,11 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         check_count("retry_on_death", retry_on_death, 0, 1000)
         if initializer is not None and not callable(initializer):
             raise ArgumentTypeError("initializer must be a callable")
-        if max_workers is None:
-            max_workers = min(os.cpu_count() or 1, MOST_WORKERS)
-        elif not isinstance(max_workers, int):
-            raise ArgumentTypeError(f"max_workers must be an int or None, not {type(max_workers).__name__}")
-        elif max_workers > MOST_WORKERS:
+        try:
+            max_workers = min(os.cpu_count() or 1, MOST_WORKERS) if max_workers is None else operator.index(max_workers)
+        except TypeError:
+            raise ArgumentTypeError(f"max_workers must be an int or None, not {type(max_workers).__name__}") from None
+        if max_workers > MOST_WORKERS:
             raise ArgumentError(f"max_workers must be <= {MOST_WORKERS}, not {max_workers}: use several executors")
         newer: dict[str, Any] = {}
         if max_tasks_per_child is not None:
@@ -136,6 +147,7 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         self._leaving = threading.RLock()  # one at a time: drop the channels
         self._numbers = itertools.count()
         self._ending = False
+        self._pid = os.getpid()
         _finish_with_process()
         aside(self._open, "shmtensor pool start")
 
@@ -207,6 +219,10 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         return self._gate._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedError(
+                f"this ProcessPoolExecutor belongs to process {self._pid}, which forked this one: create a new one here"
+            )
         if self._ending:
             raise RuntimeError("cannot schedule new futures after shutdown")
 
@@ -284,8 +300,12 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         """As for the standard executor. Living results stay valid.
 
         If a signal handler or finalizer that interrupts a `submit` of the same thread calls it, it returns at once and
-        takes effect when `submit` ends.
+        takes effect when `submit` ends. In a forked child it ends nothing of the parent's.
         """
+        if self._pid != os.getpid():
+            transport.leave(self)
+            self._channels = None
+            return
         self._ending = True
         if threading.current_thread() is self._living_manager():  # in a callback
             if cancel_futures:

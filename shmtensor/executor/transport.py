@@ -300,11 +300,21 @@ class ResultSocket(_SocketPair):
         if item.exception is None:
             message = _message(item.work_id, worker.named(item.result))
         else:
-            message = _message(item.work_id, worker.named(worker.pack(item.exception)), _RAISED)
+            try:
+                message = _message(item.work_id, worker.named(worker.pack(item.exception)), _RAISED)
+            finally:  # the worker loop keeps the item until its next call, and the frames of a traceback the arguments
+                item.exception.exc = None
         self._sender.send(message)
         exit_pid = getattr(item, "exit_pid", None)  # Python 3.10 has none
         if exit_pid is not None:
             self._sender.send(_HEAD.pack(_EXIT, item.work_id, exit_pid, 0))
+
+
+def leave(executor: Any) -> None:
+    """In a forked child: close its ends of the queues, which the parent goes on to use."""
+    for pair in (executor._call_queue, executor._result_queue):
+        if pair is not None:  # it was not shut down before
+            _SocketPair.close(pair)
 
 
 def install(executor: Any) -> None:

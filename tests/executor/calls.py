@@ -168,6 +168,19 @@ def fail_with(value):
     raise LookupError(value)
 
 
+def fail_with_a_cause(value):
+    try:
+        raise LookupError("the cause")
+    except LookupError:
+        raise RuntimeError("the error") from None
+
+
+def stay_and_drop(fifo):
+    """Stay; then drop what was kept."""
+    stay(fifo)
+    _kept.clear()
+
+
 def name_of_main_thread():
     main = threading.main_thread()
     return main.name, type(main).__name__

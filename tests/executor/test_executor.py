@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 import weakref
+from concurrent.futures import process as standard
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +30,8 @@ import torch
 
 import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, ProcessPoolExecutor, ResourceError
+from shmtensor.executor.calls import CallChannels
+from shmtensor.executor.executor import _finish as finish
 
 from ..conftest import descriptors
 from ..forkservers import preloaded
@@ -47,6 +50,7 @@ from .calls import (
     fail_to_begin,
     fail_unreadably,
     fail_with,
+    fail_with_a_cause,
     first_kept,
     interrupt,
     interrupt_after_the_next_post,
@@ -63,6 +67,7 @@ from .calls import (
     same,
     set_up,
     stay,
+    stay_and_drop,
     twice,
     wait_at_the_gate,
 )
@@ -342,6 +347,11 @@ def test_max_tasks_per_child():
 def test_max_tasks_per_child_before_it_existed():
     with pytest.raises(ArgumentError, match=r"3\.11"):
         ProcessPoolExecutor(1, max_tasks_per_child=2)
+
+
+def test_a_number_of_workers_is_any_integer():
+    with forking(np.int64(2)) as pool:
+        assert pool.submit(same, 1).result(PATIENCE) == 1
 
 
 @pytest.mark.parametrize(
@@ -1094,6 +1104,110 @@ def test_the_calls_of_a_child_run_after_its_main_function(method, tmp_path):
     assert child.exitcode == 0
     assert path.stat().st_size == 20
     child.close()
+
+
+def test_the_management_threads_of_a_child_may_end_meanwhile(monkeypatch):
+    """A pool is closed by its thread just when the child's end wakes that."""
+    wakeup = standard._ThreadWakeup()
+    wake = wakeup.wakeup
+
+    def wake_too_late():
+        if not wakeup._closed:
+            wakeup._writer.close()
+            try:
+                wake()
+            finally:
+                wakeup.close()
+
+    monkeypatch.setattr(wakeup, "wakeup", wake_too_late)
+    waited = threading.Thread(target=wait_until, args=(lambda: wakeup._closed,))
+    waited.start()
+    monkeypatch.setattr(standard, "_threads_wakeups", {waited: wakeup})
+    monkeypatch.setattr(standard, "_global_shutdown", False)
+    finish()
+    assert not waited.is_alive()
+    assert wakeup._closed
+
+
+def leave_a_pool(pool, pipe):
+    with pool:
+        try:
+            pool.submit(same, 1)
+        except Exception as error:
+            pipe.send(error)
+    pool.shutdown()
+    try:
+        pool.submit(same, 1)
+    except Exception as error:
+        pipe.send(error)
+
+
+@pytest.mark.parametrize("retry_on_death", [0, 1])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_forked_child_leaves_its_parents_pool_alone(used, retry_on_death):
+    context = get_context("fork")
+    with forking(1, retry_on_death=retry_on_death) as pool:
+        if used:
+            assert pool.submit(twice, np.ones(LARGE)).result(PATIENCE).sum() == 2 * LARGE
+        ours, theirs = context.Pipe()
+        child = context.Process(target=leave_a_pool, args=(pool, theirs))
+        child.start()
+        theirs.close()
+        for _ in range(2):
+            assert ours.poll(PATIENCE)
+            error = ours.recv()
+            assert (type(error), str(os.getpid()) in str(error)) == (shmtensor.ForkedError, True)
+        child.join(PATIENCE)
+        assert child.exitcode == 0
+        child.close()
+        assert pool.submit(twice, np.ones(LARGE)).result(PATIENCE).sum() == 2 * LARGE
+
+
+def test_an_error_with_a_cause_keeps_no_arguments():
+    """Its own traceback is gone, and the frames of its cause's have them too: the idle worker lets go of both."""
+    with forking(1, max_bytes="4MiB") as pool:
+        array = np.ones(5 * LARGE // 2, np.uint8)
+        for _ in range(3):
+            assert isinstance(pool.submit(fail_with_a_cause, array).exception(PATIENCE), RuntimeError)
+            assert pool.submit(np.sum, array).result(PATIENCE) == array.size
+
+
+def test_a_future_that_raised_is_freed_with_its_last_reference():
+    with forking(1) as pool:
+        future = pool.submit(fail, "no")
+        with pytest.raises(LookupError):
+            future.result(PATIENCE)
+        gc.collect()
+        gc.disable()
+        try:
+            future = pool.submit(fail, "no")
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            assert done.wait(PATIENCE)
+            try:
+                future.result(PATIENCE)
+            except LookupError:
+                pass
+            freed = weakref.ref(future)
+            del future
+            wait_until(lambda: freed() is None)  # the management thread has it for a moment more
+        finally:
+            gc.enable()
+
+
+def test_a_call_waits_for_room_while_a_small_one_runs(fifo, monkeypatch):
+    """Which may free arguments that a worker keeps."""
+    asked, may_get_room = [], CallChannels._may_get_room
+    monkeypatch.setattr(CallChannels, "_may_get_room", lambda *each: asked.append(may_get_room(*each)) or asked[-1])
+    with forking(1, max_bytes="4MiB") as pool:
+        array = np.ones(5 * LARGE // 2, np.uint8)
+        assert pool.submit(keep, array).result(PATIENCE) == 1
+        running = pool.submit(stay_and_drop, fifo)
+        waiting = pool.submit(np.sum, array)
+        wait_until(lambda: len(asked) > 1 or waiting.done())
+        let_go(fifo)
+        assert running.result(PATIENCE) is None
+        assert waiting.result(PATIENCE) == array.size
 
 
 def test_an_interrupt_loses_no_slot():
