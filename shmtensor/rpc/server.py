@@ -335,6 +335,7 @@ class Server(Local):
                 (self._unfinished if begun else self._left).append(request)  # the first call
                 self._give_back(error)
                 raise
+            del request  # while this waits for the next one
 
     def run_each(self, answer: Callable[[Any], object]) -> None:
         """As `run`, but give each `Request` or `Batch` itself to `answer(request)`, which answers it.
@@ -349,6 +350,7 @@ class Server(Local):
                 self._unfinished.append(request)  # the first call
                 self._give_back(error)
                 raise
+            del request
 
     def answer(self, request: Request | Batch, handler: Callable[[Any], Any]) -> str | None:
         """Answer one request or batch with what the handler returns, or with the error that it raises.

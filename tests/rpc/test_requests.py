@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -435,6 +436,27 @@ def test_a_forgotten_request_does_not_hang_its_client(pair):
         pass
     with pytest.raises(RemoteError, match="without an answer"):
         future.result(timeout=PATIENCE)
+
+
+def test_a_request_that_run_each_is_left_with_fails_at_once(pair):
+    """Not when the next one comes."""
+    client, server = pair
+    thread = threading.Thread(target=server.run_each, args=(lambda request: None,))
+    thread.start()
+    try:
+        with pytest.raises(RemoteError, match="Unanswered"):
+            client.request(1, timeout=PATIENCE)
+    finally:
+        server.stop()
+        thread.join(PATIENCE)
+
+
+def test_an_idle_server_keeps_no_batch(channel):
+    seen = []
+    with shmtensor.Client(channel) as client, shmtensor.Server(channel, max_batch=2) as server:
+        with serving(server, lambda value: seen.append(weakref.ref(value))):
+            assert client.request(np.ones(4), timeout=PATIENCE) is None
+            wait_until(lambda: seen[0]() is None)
 
 
 def test_a_reply_that_cannot_be_sent_leaves_the_request_open(pair):
