@@ -161,6 +161,8 @@ KILLED: Final = 3
 """Exit code of a pool that killed workers before they had finished."""
 STEADY: Final = 60.0
 """Seconds after which the earlier deaths of a worker that has served without dying do not count."""
+LOST: Final = 255
+"""Stands for an exit code that nobody knows, as in `multiprocessing`."""
 UNGUARDED: Final = 121
 """Exit code of a worker whose program starts the pool again when the worker imports it."""
 UNGUARDED_TEXT: Final = (
@@ -172,8 +174,9 @@ UNGUARDED_TEXT: Final = (
 class Process:
     """A process of a worker, from its start to its end."""
 
-    def __init__(self, process: Any, pipe: Connection, row: Row, generation: int) -> None:
+    def __init__(self, process: Any, is_child: bool, pipe: Connection, row: Row, generation: int) -> None:
         self.process, self.pipe, self.row, self.generation = process, pipe, row, generation
+        self._is_child, self._missed = is_child, 0
         self.pid: int = process.pid
         self.sentinel: Any = process.sentinel  # readable when it has ended
         with contextlib.suppress(OSError, AttributeError):  # a kernel, or a sandbox, without it
@@ -188,6 +191,26 @@ class Process:
     @property
     def is_ready(self) -> bool:
         return self.ready_since is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, also where the kernel or another part of the program has waited for it."""
+        if self.process.exitcode is not None:
+            return True
+        try:
+            if self._is_child:
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # or another thread is just about to note the exit code, for the second look
+            self._missed += 1
+        return self._missed > 1
+
+    def wait(self) -> str:
+        """Wait until it has ended; how, in words."""
+        self.process.join()
+        if self.process.exitcode is None:  # SIGCHLD is ignored, or other code waits for every child
+            self.process._popen.returncode = LOST
+            return "exit code unknown"
+        return how_ended(self.process.exitcode)
 
     def close(self) -> None:
         """It has ended."""
@@ -412,7 +435,7 @@ class Supervisor:
             return self._restart(each)
         code = 0
         for process in each.processes:
-            has_ended = process.process.exitcode is not None  # before its report is looked for: it may be the last act
+            has_ended = process.has_ended  # before its report is looked for: it may be the last act
             if not process.reported and process.pipe.poll():
                 self._read_report(each, process)
             if has_ended:
@@ -445,8 +468,8 @@ class Supervisor:
     def _start(self, each: Worker, role: str) -> Process:
         """Start a process of a worker, which becomes its `process` or its `successor`."""
         ours, theirs = self._context.Pipe()
-        forked = self._context.get_start_method() == "fork"
-        ends = [ours, *(other.pipe for _, other in self._running())] if forked else []
+        method = self._context.get_start_method()
+        ends = [ours, *(other.pipe for _, other in self._running())] if method == "fork" else []
         row = self.board.take()
         process = self._process_class(
             target=worker.main, args=(self.name, each.number, self._job, theirs, row, ends),
@@ -460,7 +483,7 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        started = Process(process, ours, row, self.reloads)
+        started = Process(process, method != "forkserver", ours, row, self.reloads)
         with self.changed:
             setattr(each, role, started)
             each.due = None
@@ -497,8 +520,7 @@ class Supervisor:
 
     def _ended(self, each: Worker, process: Process) -> int:
         """Clean up after a process that has ended; 1 if the pool gives up."""
-        process.process.join()
-        how = how_ended(process.process.exitcode)
+        how = process.wait()
         unguarded = process.process.exitcode == UNGUARDED and not process.is_ready
         process.close()
         with self.changed:

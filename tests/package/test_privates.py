@@ -52,7 +52,8 @@ FOREIGN: dict[str, set[str]] = {
     # threading: what is called before the interpreter waits for threads at its end, as `atexit` is not, by which
     # concurrent.futures ends its own: Zenoh's threads, which are no daemons, end with their sessions
     "relay/relay.py": {"_register_atexit"},
-    "rpc/supervisor.py": {"_args_from_interpreter_flags", "_name", "_resource_tracker"},
+    # multiprocessing: also the exit code of a process for which other code has waited
+    "rpc/supervisor.py": {"_args_from_interpreter_flags", "_name", "_popen", "_resource_tracker"},
 }  # fmt: skip
 
 # module -> names of a class of this package, in another module

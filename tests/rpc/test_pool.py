@@ -498,6 +498,28 @@ def test_the_death_of_a_worker_that_has_forked_is_noticed(channel, tmp_path, met
             wait_for_end(pid)
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_dead_worker_is_replaced_where_sigchld_is_ignored(channel, caplog, method):
+    """The kernel keeps no exit code then."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with warnings_of_forks_ignored(), shmtensor.Client(channel) as client:
+            pool = shmtensor.WorkerPool(services.fragile, name=channel, mp_context=method)
+            try:
+                pid = client.request(1, timeout=PATIENCE)
+                os.kill(pid, signal.SIGKILL)
+                assert client.request(1, timeout=PATIENCE) != pid
+                pool.stop()
+                assert pool.join(timeout=PATIENCE) == 0
+            finally:
+                pool.kill()
+                pool.join(timeout=PATIENCE)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    how = "exit code unknown" if method == "fork" else ""
+    assert f"died (pid {pid}, {how}" in caplog.text
+
+
 class LateProcess(multiprocessing.context.ForkProcess):
     """A worker that begins after it was told to end."""
 
