@@ -48,7 +48,8 @@ def stack(values: Sequence[Any]) -> Any:
     """One value whose tensors and arrays have a new first dimension. Other leaves are those of the first value."""
     first = values[0]
     if isinstance(first, np.ndarray):
-        return np.stack(values)
+        # into an array of this dtype: of the values' common one, byte order, gaps and alignment may be others
+        return np.stack(values, out=np.empty((len(values), *first.shape), first.dtype))
     if is_tensor(first):
         return _stack_tensors(values)
     if isinstance(first, dict):
@@ -81,7 +82,7 @@ def split(value: Any, count: int) -> list[Any]:
             raise ArgumentError(
                 f"reply of shape {tuple(value.shape)} to a batch of {count}: its first dimension must be {count}"
             )
-        return [value[index] for index in range(count)] if isinstance(value, np.ndarray) else list(value.unbind(0))
+        return [value[index, ...] for index in range(count)] if isinstance(value, np.ndarray) else list(value.unbind(0))
     if isinstance(value, dict):
         parts = {key: split(child, count) for key, child in value.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(count)]

@@ -188,6 +188,27 @@ def test_full_batches_starve_nobody(make):
         future.cancel()
 
 
+DTYPES = {
+    "big-endian": ">f4", "aligned": np.dtype([("x", "u1"), ("y", "f8")], align=True), "dates": "M8[ns]", "text": "U3",
+    "gaps": {"names": ["x"], "formats": ["f4"], "offsets": [4], "itemsize": 16}, "bool": "?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_batch_has_the_dtype_of_its_values(make, kind):
+    dtype = np.dtype(DTYPES[kind])
+    client, server = make(max_batch=2, max_wait=PATIENCE)
+    for shape in ((3,), ()):
+        values = np.ones((2, *shape), dtype)
+        futures = [client.submit(values[index, ...], timeout=PATIENCE) for index in range(2)]
+        batch = server.recv(timeout=PATIENCE)
+        assert (batch.value.dtype, batch.value.shape) == (dtype, values.shape)
+        assert (batch.value == values).all()
+        batch.reply(batch.value)
+        del batch
+        assert [future.result(PATIENCE).dtype for future in futures] == [dtype] * 2
+
+
 def test_no_request_is_no_batch(make):
     _, server = make(max_batch=2, max_wait=PATIENCE)
     with pytest.raises(TimedOut):
