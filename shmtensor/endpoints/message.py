@@ -10,7 +10,9 @@ from ..codec.implementation import copy_value
 from ..codec.leaf import is_tensor, map_leaves
 from ..codec.libraries import device_views
 from ..errors import ReleasedError
+from ..memory.words import store
 from ..ring.implementation import Received
+from ..ring.layout import ATTEMPT, CLAIMED
 from .base import Local
 
 if TYPE_CHECKING:
@@ -173,6 +175,14 @@ def words_of(message: Message) -> tuple[memoryview, int]:
     """The words of its ring, and the index of the first of those of its slot: docs/internals/core.md, "Reader"."""
     lease = message._lease
     return lease.words, lease.word
+
+
+def store_attempts(words: memoryview, at: int, seq: int, count: int) -> None:
+    """Of a message of a work queue, while it is claimed: store how many have had it. With one less than its `attempt`,
+    that this receiver had it does not count."""
+    store(words, at + ATTEMPT, seq << 8 | min(count, 255))
+    if not count:
+        store(words, at + CLAIMED, 0)
 
 
 _set_value: Final = Received.__dict__["value"].__set__

@@ -18,7 +18,7 @@ from ..codec.encode import Encoded
 from ..endpoints.asyncio import AsyncReceiver, AsyncSender
 from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.claims import Claims
-from ..endpoints.message import Message, words_of
+from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, RingFull, TimedOut, WireError
@@ -374,15 +374,6 @@ class Filling:
         if self.filled != self.nbytes:
             raise WireError(f"{self.filled} of {self.nbytes} bytes of a payload came")
         return self._commit(self._ring, self._slot, self._out, self._array)  # type: ignore[no-any-return]
-
-
-def give_back_untried(message: Message) -> None:
-    """Give back a message of a work queue which no consumer has had: that this relay took it does not count."""
-    words, at = words_of(message)
-    before = message.attempt - 1
-    store(words, at + ATTEMPT, message.seq << 8 | min(before, 255))
-    if not before:
-        store(words, at + CLAIMED, 0)
 
 
 class _FarEnd(AsyncSender):

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..codec import raw
-from ..endpoints.message import SenderInfo
+from ..endpoints.message import SenderInfo, store_attempts
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, WireError
-from ..memory.words import store
-from ..ring.layout import ATTEMPT, CLAIMED
 from ..rpc.endpoints import ONCE
 from ..rpc.request import Request, TakenRequests, record_of
 from .endpoints import Filling, NearReplySender, NearRequestReceiver
@@ -103,11 +101,11 @@ class Taken:
     def _end(self, attempts: int | None, end: Callable[[], object]) -> None:
         """End it here, once."""
         with self._service.ending:
-            self.is_ended = True
-            if self._record.is_released:
+            record, self.is_ended = self._record, True
+            if record.is_released:
                 return
             if attempts is not None:
-                self._store_attempts(attempts)
+                store_attempts(record.words, record.at, record.seq, attempts)
             end()
 
     def give_up(self) -> None:
@@ -130,13 +128,6 @@ class Taken:
     def is_tried_once(self) -> bool:
         """Whether it may not be tried again."""
         return self._record.is_tried_once
-
-    def _store_attempts(self, attempts: int) -> None:
-        """While this relay has the claim."""
-        record = self._record
-        store(record.words, record.at + ATTEMPT, record.seq << 8 | min(attempts, 255))
-        if not attempts:
-            store(record.words, record.at + CLAIMED, 0)
 
     # --- its reply
 
@@ -185,7 +176,10 @@ class NearService:
             self.requests.drop_clients()
             return None
         request = self.requests.accept(message, [message])
-        return None if request is None else Taken(self, request)
+        if request is None:
+            return None
+        record_of(request).is_begun = True
+        return Taken(self, request)
 
     def senders(self) -> list[Sender]:
         """The clients that are here."""

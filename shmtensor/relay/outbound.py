@@ -17,9 +17,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ..endpoints.message import Message
+from ..endpoints.message import Message, store_attempts, words_of
 from ..errors import ClosedError, ResourceError, ShmTensorError, TimedOut, WireError
-from .endpoints import NearConsumer, NearSubscriber, give_back_untried
+from .endpoints import NearConsumer, NearSubscriber
 from .frames import (
     FAN_OUT,
     LATEST,
@@ -542,7 +542,7 @@ class Outbound:
             self._held = None
         for it in untried:
             if self._pattern == WORK_QUEUE and isinstance(it, Message):
-                give_back_untried(it)
+                store_attempts(*words_of(it), it.seq, it.attempt - 1)
 
     def _may_add(self, most: int) -> bool:
         """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..channel.names import reply_channel
 from ..endpoints.base import Local
-from ..endpoints.message import Message, Released, give_back, words_of
+from ..endpoints.message import Message, Released, give_back, store_attempts, words_of
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull
 from ..memory.words import store
 from ..ring.layout import DEADLINE, NOTE, VERDICT
@@ -161,11 +161,15 @@ ROOM_S: Final = 1.0
 
 
 class TakenRequest:
-    """What the server knows of a `Request`: its message, and the words and the index of its slot's state."""
+    """What the server knows of a `Request`: its message, and the words and the index of its slot's state.
 
-    __slots__ = ("at", "message", "seq", "source", "words")
+    is_begun: whether it was given out; till then it waits for its batch, or an interrupted call has left it
+    """
+
+    __slots__ = ("at", "is_begun", "message", "seq", "source", "words")
 
     def __init__(self, message: Message, source: Source, at: int) -> None:
+        self.is_begun = False
         self.message, self.source, self.words, self.at, self.seq = message, source, source.words, at, message.seq
 
     @property
@@ -174,7 +178,10 @@ class TakenRequest:
         return self.message.__class__ is Released
 
     def give_back(self) -> None:
-        """Drop the message without acknowledging it: another server gets it."""
+        """Drop the message without acknowledging it: another server gets it. That this one had it counts if it was
+        given out."""
+        if not self.is_begun and not self.is_released:
+            store_attempts(self.words, self.at, self.seq, self.message.attempt - 1)
         give_back(self.message)
 
     @property

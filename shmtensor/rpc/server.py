@@ -6,6 +6,7 @@ The checks of the arguments of servers and pools raise at once for what could ne
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import time
@@ -20,7 +21,7 @@ from ..options import check_count, check_timeout, parse_bytes
 from ..statistics import ServerStatistics
 from .batching import Batch, Collector, batch_of
 from .endpoints import RequestReceiver, check_service
-from .request import Request, TakenRequests, describe
+from .request import Request, TakenRequests, describe, record_of
 
 MOST_SLOTS = 1 << 16
 
@@ -54,22 +55,33 @@ def check_handler(handler: Any, what: str = "the handler", arguments: int = 1) -
         raise ArgumentTypeError(f"{what} is a {type(handler).__name__}, which cannot be called")
     else:
         call = handler
-    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(vars(type(call)).get("__call__")):
-        raise ArgumentTypeError(
-            f"{what} is an async function, and servers call plain ones: wrap it in a function that returns "
-            "asyncio.run(handler(value))"
-        )
+    check_plain(call, what, "handler(value)")
     needed = sum(each.default is each.empty for each in _positional(call)) - isinstance(handler, type)  # `self`
     if needed > arguments > 1:
         raise ArgumentTypeError(
             f"{what} needs {needed} arguments, and workers pass the value, and the context to one that takes two: give "
             "the others defaults, or bind them with functools.partial"
         )
-    by_name = [each.name for each in _parameters(call) if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    named = [each for each in _parameters(call) if each.kind is each.KEYWORD_ONLY]
+    by_name = [each.name for each in named if each.default is each.empty]
     if by_name:
         raise ArgumentTypeError(
             f"{what} needs {by_name[0]!r} by name, and is not called so: remove the * before it, give it a "
             "default, or bind it with functools.partial"
+        )
+    is_bound = isinstance(call, functools.partial) and "context" in call.keywords
+    if arguments > 1 and not is_bound and any(each.name == "context" for each in named):
+        raise ArgumentTypeError(
+            f"{what} takes 'context' by name only, and workers pass it by position: remove the * before it"
+        )
+
+
+def check_plain(function: Any, what: str, call: str) -> None:
+    """Raise `ArgumentTypeError` for an async function. `call`: how it is called."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(vars(type(function)).get("__call__")):
+        raise ArgumentTypeError(
+            f"{what} is an async function, and servers call plain ones: wrap it in a function that returns "
+            f"asyncio.run({call})"
         )
 
 
@@ -245,6 +257,7 @@ class Server(Local):
             del taken[:]
             return None
         if self._collector is None:
+            record_of(request).is_begun = True
             return request
         self._collector.add(taken)
         return self._batch(taken) if taken else None
@@ -254,6 +267,9 @@ class Server(Local):
         batch = batch_of([each for each in taken[0].requests if self._taken.is_wanted(each)])
         if batch is None:
             del taken[:]
+            return None
+        for request in batch.requests:
+            record_of(request).is_begun = True
         return batch
 
     async def arecv(self, *, timeout: float | None = None) -> Any:
@@ -401,7 +417,8 @@ class Server(Local):
     # --- closing
 
     def close(self) -> None:
-        """Leave the service. Idempotent. Requests that were taken and not answered go to other servers."""
+        """Leave the service. Idempotent. Requests that were taken and not answered go to other servers; for those that
+        waited for their batch, as if this one had not taken them."""
         self._stopping = True
         self._taken.close()
         del self._left[:]  # afterwards: a request that is dropped by an open server fails

@@ -178,6 +178,23 @@ def test_a_finalizer_that_closes(channel):
             assert client.closed
 
 
+def test_a_request_that_waited_for_its_batch_was_not_tried(channel):
+    """The server has closed, and has not died: another one gets it, also if it may be tried once only."""
+    with shmtensor.Client(channel) as client, shmtensor.Server(channel, max_batch=8, max_wait=PATIENCE) as server:
+        future = client.submit(torch.arange(3), timeout=PATIENCE, retry=False)
+        thread = threading.Thread(target=list, args=(server,))
+        thread.start()
+        wait_until(lambda: server.statistics().taken)
+        server.close()
+        thread.join(PATIENCE)
+        with shmtensor.Server(channel) as other:
+            request = other.recv(timeout=PATIENCE)
+            assert request.attempt == 1
+            request.reply(request.value)
+            assert future.result(PATIENCE).tolist() == [0, 1, 2]
+        del request
+
+
 def test_a_close_that_was_cut_short_gives_its_request_to_another_server(channel, monkeypatch):
     with shmtensor.Client(channel) as client, shmtensor.Server(channel) as server:
         future = client.submit(torch.arange(3), timeout=PATIENCE)
