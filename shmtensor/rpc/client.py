@@ -92,7 +92,7 @@ class Client(Local):
             PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.
-            ReentrantError: called by a signal handler or finalizer inside a call of the thread that receives the replies.
+            ReentrantError: a signal handler or finalizer called it inside the thread that receives the replies.
         """
         in_flight = self._in_flight
         call = in_flight.begin(timeout, retry)

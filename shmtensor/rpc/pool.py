@@ -25,7 +25,7 @@ from ..ring import layout as lay
 from ..statistics import PoolStatistics
 from . import worker
 from .endpoints import CANCELLED, FOREVER, check_service
-from .server import check_handler, check_options
+from .server import check_handler, check_options, check_plain
 from .supervisor import UNGUARDED, UNGUARDED_TEXT, Reload, Supervisor, Worker, check_picklable
 
 
@@ -161,6 +161,8 @@ class WorkerPool(Local):
         for what, each in functions.items():
             if not (isinstance(each, str) or callable(each) or (each is None and what != "handler")):
                 raise ArgumentTypeError(f"{what} must be callable or a string module:name, not {type(each).__name__}")
+            if what != "handler" and callable(each):
+                check_plain(each, what, f"{what}(...)")
         if not isinstance(handler, str):
             check_handler(handler, arguments=2)
         _check_importable()

@@ -41,7 +41,7 @@ from ..memory.words import store
 from .batching import Batch
 from .endpoints import FOREVER
 from .request import Request, describe
-from .server import Server, check_handler, takes_argument, takes_context
+from .server import Server, check_handler, check_plain, takes_argument, takes_context
 
 _BUSY, _HANDLED, _ERRORS, _FAILED, _VERSION, _LENGTH, _TEXT = 0, 1, 2, 3, 4, 5, 8
 _ROW: Final = 512
@@ -331,6 +331,8 @@ def main(service: str, number: int, job: Job, pipe: Connection, row: Row, pool_e
             if stop.is_set:
                 return
             setup, teardown = (None if each is None else _found(each, what) for each, what in _around(job))
+            check_plain(setup, f"the setup {job.setup!r}", "setup(...)")
+            check_plain(teardown, f"the teardown {job.teardown!r}", "teardown(...)")
             handler = _found(job.handler, "handler")
             check_handler(handler, f"the handler {job.handler!r}", 2)
         except (ArgumentError, ArgumentTypeError) as error:  # a restarted worker would fail in the same way

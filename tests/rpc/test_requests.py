@@ -453,10 +453,13 @@ def test_a_request_that_run_each_is_left_with_fails_at_once(pair):
 
 def test_an_idle_server_keeps_no_batch(channel):
     seen = []
-    with shmtensor.Client(channel) as client, shmtensor.Server(channel, max_batch=2) as server:
-        with serving(server, lambda value: seen.append(weakref.ref(value))):
-            assert client.request(np.ones(4), timeout=PATIENCE) is None
-            wait_until(lambda: seen[0]() is None)
+    with (
+        shmtensor.Client(channel) as client,
+        shmtensor.Server(channel, max_batch=2) as server,
+        serving(server, lambda value: seen.append(weakref.ref(value))),
+    ):
+        assert client.request(np.ones(4), timeout=PATIENCE) is None
+        wait_until(lambda: seen[0]() is None)
 
 
 def test_a_reply_that_cannot_be_sent_leaves_the_request_open(pair):

@@ -202,6 +202,11 @@ def test_which_handlers_take_a_context():
         with pytest.raises(shmtensor.ArgumentTypeError, match="needs 'context' by name"):
             check_handler(by_name, arguments=arguments)
     check_handler(functools.partial(by_name, context=None))
+    not_passed = lambda value, *, context=None: value  # noqa: E731
+    check_handler(not_passed)  # of a server: there is no context
+    check_handler(functools.partial(not_passed, context=1), arguments=2)
+    with pytest.raises(shmtensor.ArgumentTypeError, match="takes 'context' by name only"):
+        check_handler(not_passed, arguments=2)
 
 
 # --- setup and teardown
@@ -265,10 +270,13 @@ def test_a_setup_that_always_raises_ends_the_pool(forks, channel, file):
 
 
 @pytest.mark.parametrize("what", ["setup", "teardown"])
-def test_functions_that_there_are_not_end_the_pool_at_once(forks, channel, what):
-    options = {what: "tests.rpc.services:nothing"}
+@pytest.mark.parametrize(
+    ("name", "why"), [("nothing", ": tests.rpc.services has no 'nothing'"), ("later", " is an async function")]
+)
+def test_functions_that_cannot_be_called_end_the_pool_at_once(forks, channel, what, name, why):
+    options = {what: f"tests.rpc.services:{name}"}
     pool = shmtensor.WorkerPool(services.negate, name=channel, mp_context=forks, **options)
-    with pytest.raises(ClosedError, match=f"{what} 'tests.rpc.services:nothing': tests.rpc.services has no 'nothing'"):
+    with pytest.raises(ClosedError, match=f"{what} 'tests.rpc.services:{name}'{why}"):
         pool.wait_ready(timeout=PATIENCE)
     assert pool.join(timeout=PATIENCE) == 1
 
@@ -277,6 +285,9 @@ def test_functions_that_there_are_not_end_the_pool_at_once(forks, channel, what)
 def test_arguments(channel):
     with pytest.raises(shmtensor.ArgumentTypeError, match="setup must be callable"):
         shmtensor.WorkerPool(services.negate, name=channel, setup=7)
+    for what in ("setup", "teardown"):
+        with pytest.raises(shmtensor.ArgumentTypeError, match=f"{what} is an async function"):
+            shmtensor.WorkerPool(services.negate, name=channel, **{what: services.later})
     with pytest.raises(shmtensor.ArgumentError, match="the teardown cannot be sent"):
         shmtensor.WorkerPool(services.negate, name=channel, teardown=lambda: None)
 
