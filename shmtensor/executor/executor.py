@@ -59,7 +59,7 @@ def _finish() -> None:
     """Have all management threads end, and wait for them."""
     while True:
         try:
-            standard._python_exit()  # type: ignore[attr-defined]
+            standard._python_exit()
             return
         except OSError:  # one of them has just closed the pipe that would have woken it, and is not woken again
             pass
