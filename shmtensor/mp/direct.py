@@ -106,6 +106,21 @@ class _FittedPool(Pool):
         """Whether a ring may be added: it takes at most half of what is free in `/dev/shm`."""
         return super().may_grow(nbytes) and self.shape(nbytes).nbytes <= free_bytes() // 2
 
+    def add(self, nbytes: int) -> None:
+        try:
+            super().add(nbytes)
+        except ResourceError as error:
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            limit = "none" if self._max_bytes is None else format_bytes(self._max_bytes)
+            raise ResourceError(
+                error.errno,
+                f'no ring for a message of {format_bytes(nbytes)} of channel "{self._channel}": '
+                f"{format_bytes(self.nbytes)} are in rings for messages of other sizes, and rings never shrink; "
+                f"max_bytes={limit}, {where()} has {format_bytes(free_bytes())} free: send the largest first, pass a "
+                f"larger max_bytes=, or give {where()} more room (containers: --shm-size)",
+            ) from error
+
 
 class DirectProducer(Producer):
     """Sends each message to one named consumer. Its rings grow up to `max_bytes`, or as far as `/dev/shm` allows."""

@@ -513,6 +513,18 @@ def test_a_call_larger_than_the_limit():
                 assert other.submit(ones, fits).result(PATIENCE).sum() == fits
 
 
+def test_a_size_for_which_earlier_ones_have_left_no_ring():
+    """The error says why, and advises what an executor has."""
+    why = r"no ring for a message of 9\.0 MiB.*rings never shrink; max_bytes=10\.0 MiB.*larger max_bytes=, or give"
+    with forking(1, max_bytes="10MiB") as pool:
+        for run in (lambda size: pool.submit(len, np.zeros(size, np.uint8)), lambda size: pool.submit(ones, size)):
+            for size in (LARGE, 6 * LARGE):
+                run(size).result(PATIENCE)
+            with pytest.raises(ResourceError, match=why):
+                run(9 * LARGE).result(PATIENCE)
+            run(LARGE).result(PATIENCE)
+
+
 def test_calls_wait_for_room():
     with forking(max_bytes="5MiB") as pool:
         arrays = [np.full(LARGE, number, np.uint8) for number in range(30)]
