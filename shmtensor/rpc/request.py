@@ -410,6 +410,13 @@ class TakenRequests:
             record.give_back()
             self.open.discard(record)
 
+    def give_back_open(self) -> None:
+        """Leave every request that has not ended here to other servers."""
+        while self.open:  # out of it once it is given back: what an exception cuts short is done by the next `close`
+            for record in list(self.open):
+                record.give_back()
+                self.open.discard(record)
+
     def drop_clients(self) -> None:
         """Close the publishers to clients that have left."""
         if self._epoch != self.receiver.epoch:
@@ -422,11 +429,9 @@ class TakenRequests:
 
     def close(self) -> None:
         """Give back what is open, and close every endpoint."""
-        while self.open:  # out of it once it is given back: what an exception cuts short is done by the next `close`
-            for record in list(self.open):
-                record.give_back()
-                self.open.discard(record)
+        self.give_back_open()
         self.receiver.close()
+        self.give_back_open()  # a thread that waited may have taken more just before
         self._close_replies(list(self.replies))
 
     def _close_replies(self, uids: list[int]) -> None:

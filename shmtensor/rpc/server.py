@@ -163,7 +163,7 @@ class Server(Local):
         """What interrupted calls had taken and could not return, for the next ones: messages, requests and batches."""
         self._unfinished: list[Request | Batch] = []
         """Requests whose handlers were interrupted: other servers get them, or this one again."""
-        self._stopping = False
+        self._stopping = self._closing = False
         self._receiver = RequestReceiver(service, max_attempts=max_attempts, spin=spin)
         self._taken = TakenRequests(self._receiver, slots=slots, max_bytes=max_bytes)
 
@@ -233,7 +233,9 @@ class Server(Local):
         Raises `TimedOut` at the deadline, and `ClosedError` where the server is closed or stopped.
         """
         collector, ended = self._collector, isinstance(error, ClosedError)
-        if collector is not None and not taken:
+        if self._closing:
+            self._taken.give_back_open()  # what this thread has taken since `close` looked
+        elif collector is not None and not taken:
             collector.take_oldest(taken, due=not ended)
         if taken:
             return self._give_out(taken)
@@ -419,13 +421,13 @@ class Server(Local):
     def close(self) -> None:
         """Leave the service. Idempotent. Requests that were taken and not answered go to other servers; for those that
         waited for their batch, as if this one had not taken them."""
-        self._stopping = True
+        self._closing = self._stopping = True
         self._taken.close()
         del self._left[:]  # afterwards: a request that is dropped by an open server fails
 
     async def aclose(self) -> None:
         """`close` for asyncio: tasks that wait here get a `ClosedError`, and so do threads."""
-        self._stopping = True
+        self._closing = self._stopping = True
         self._receiver.refuse_calls()
         try:
             await self._receiver.until_idle()
