@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..codec import raw
-from ..errors import ArgumentError, ResourceError, RingFull, ShmTensorError, TimedOut, WireError
+from ..errors import ArgumentError, ClosedError, ResourceError, RingFull, ShmTensorError, TimedOut, WireError
 from .endpoints import FarProducer, FarPublisher, path_of, relayed_label, was_claimed
 from .far_requests import FarClient, FarService
 from .frame_queue import FrameQueue
@@ -90,6 +90,11 @@ class _Refused(Exception):
 _Far = FarPublisher | FarProducer | FarClient
 
 
+def _kind_of(error: Exception) -> tuple[type, int | None]:
+    """What is short, whatever the text says of it, such as the bytes that are free."""
+    return type(error), getattr(error, "errno", None)
+
+
 class Stream:
     """What one near relay sends."""
 
@@ -118,7 +123,8 @@ class Stream:
         self._is_over = self._stop = False
         self._refusal = ""  # why this attempt was refused: nothing more of it is taken
         self._shortage: tuple[Any, str, float] | None = None  # what is short, as it was told; since when
-        self._is_told = self._lacks_senders = False
+        self._lacking: tuple[Any, str] | None = None  # why senders cannot be made, as it was told
+        self._is_told = False
         self._progress = self._audience_due = self._state_due = 0.0
         self._due = True  # something has changed that STATE has not said yet
         self._said = (0, 0)
@@ -409,7 +415,7 @@ class Stream:
         if not self._is_sound(item.number, item.description, len(item.payload)):
             return
         self._check_announced(item.sender)
-        seq = self._place(frame, item.number, lambda: self._sender(item.sender).forward(item, _FULL_S))
+        seq = self._place(frame, item.number, item.sender, lambda: self._sender(item.sender).forward(item, _FULL_S))
         if seq is not None:
             self._note_published(item.number, item.sender, seq, len(item.payload))
 
@@ -421,7 +427,9 @@ class Stream:
             if not self._is_sound(frame.number, frame.description, frame.nbytes):
                 return
             self._check_announced(frame.sender)
-            filling = self._place(frame, frame.number, lambda: self._sender(frame.sender).fill(frame, _FULL_S))
+            filling = self._place(
+                frame, frame.number, frame.sender, lambda: self._sender(frame.sender).fill(frame, _FULL_S)
+            )
             if filling is None:
                 return
             self._filling = frame.attempt, frame.number, filling, frame.sender
@@ -436,7 +444,7 @@ class Stream:
         filling.add(frame.payload)
         if filling.filled == filling.nbytes:
             # crash: relay.filled
-            seq = self._place(frame, frame.number, filling.finish)
+            seq = self._place(frame, frame.number, uid, filling.finish)
             self._filling = None
             if seq is not None:
                 self._note_published(frame.number, uid, seq, filling.nbytes)
@@ -457,7 +465,7 @@ class Stream:
             return False
         return True
 
-    def _place(self, frame: Frame, number: int, attempt: Callable[[], Any]) -> Any:
+    def _place(self, frame: Frame, number: int, uid: int, attempt: Callable[[], Any]) -> Any:
         """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported.
 
         None: there is no room for it, which is what its client gets to know, as it would here.
@@ -467,12 +475,14 @@ class Stream:
                 return attempt()
             except RingFull:
                 self._shortage = None
-            except ShmTensorError as error:
+            except (ResourceError, TimedOut) as error:
                 if self._service is not None:
                     return self._decline(self._service, number, str(error))
-                if not isinstance(error, (ResourceError, TimedOut)):
-                    raise _Refused(str(error)) from None
                 self._hold_up(error)
+            except ShmTensorError as error:
+                if isinstance(error, (ClosedError, WireError)):
+                    self._retire(uid)
+                raise _Refused(str(error)) from None
             if self._stop:
                 raise _OfBefore
             self._check_attempt(frame)
@@ -487,7 +497,7 @@ class Stream:
 
         The text is that of the first error of its kind: it may say what is free just now, and is not logged each time.
         """
-        kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
+        kind, now = _kind_of(error), time.monotonic()
         if self._shortage is None or self._shortage[0] != kind:
             since = now if self._shortage is None else self._shortage[2]
             self._shortage, self._is_told = (kind, str(error), since), True
@@ -567,19 +577,30 @@ class Stream:
         try:
             for uid in uids:
                 self._sender(uid)
-        except (ResourceError, TimedOut) as error:
-            if not self._senders:
-                raise _Refused(str(error)) from None
-            if not self._lacks_senders:
+        except ShmTensorError as error:
+            kind, is_short = _kind_of(error), isinstance(error, (ResourceError, TimedOut))
+            is_new = self._lacking is None or self._lacking[0] != kind
+            if self._lacking is None or is_new:
+                self._lacking = kind, str(error)
+            if not (is_short and self._senders):
+                raise _Refused(self._lacking[1]) from None
+            if is_new:
                 log.error(
                     "relay of channel %s: a sender of near relay %016x cannot join yet: %s",
                     self._inbound.name, self.near, error,
                 )  # fmt: skip
-            self._lacks_senders = True
-        except ShmTensorError as error:
-            raise _Refused(str(error)) from None
         else:
-            self._lacks_senders = False
+            if self._lacking is not None and self._shortage is None and self._is_told:
+                self._is_told = False
+                self._inbound.note_supply(self.near)
+            self._lacking = None
+
+    def _retire(self, uid: int) -> None:
+        """A sender that can send no more leaves when what it has sent is done; another one comes in its place."""
+        if uid in self._senders:
+            key = min(0, *self._senders) - 1  # which is no uid
+            self._senders[key], self._unfinished[key] = self._senders.pop(uid), self._unfinished.pop(uid)
+            self._leaving.add(key)
 
     def _withdraw(self, numbers: Sequence[int]) -> None:
         """The near relay has taken messages back: here, no consumer gets those that none has."""

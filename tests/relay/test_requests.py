@@ -686,6 +686,19 @@ def test_a_service_that_is_refused_for_a_time_keeps_its_requests(channel, monkey
         settled(near)
 
 
+def test_a_broken_client_there_is_replaced(channel, monkeypatch):
+    """Its error is not told as a lack of room."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    with service(channel) as (client, near, far), Serving(f"{channel}-far", lambda request: request.value):
+        assert client.request(1, timeout=PATIENCE) == 1
+        settled(near)
+        (stream,) = far._channels[0]._streams.values()
+        for it in stream._senders.values():
+            it.requests.close()
+        assert client.request(2, timeout=PATIENCE) == 2
+        settled(near)
+
+
 # --- ends
 
 
