@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..codec import raw
-from ..endpoints.message import SenderInfo, store_attempts
+from ..endpoints.message import Message, SenderInfo, store_attempts
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, WireError
 from ..rpc.endpoints import ONCE
 from ..rpc.request import Request, TakenRequests, record_of
@@ -156,6 +156,20 @@ class Taken:
         """The far side has nothing more of it: if it did not say how it ended, it has dropped it."""
         if not self.is_ended:
             self.finish(DROPPED)
+
+
+Sent = Message | Taken
+"""What a near relay sends: a message as it is, or a request."""
+
+
+def origin_of(item: Sent) -> int:
+    """The uid of its sender."""
+    return int(item.sender.id, 16)
+
+
+def read(item: Sent) -> tuple[Any, Any] | None:
+    """Payload and description. None: it has ended."""
+    return item.read() if isinstance(item, Taken) else (item.value, item.meta)
 
 
 class NearService:

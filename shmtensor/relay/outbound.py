@@ -43,7 +43,8 @@ from .frames import (
     parse,
 )
 from .keys import Keys, path_hash
-from .near_requests import NearService, Replying, Taken
+from .near_requests import NearService, Replying, Sent, Taken, origin_of, read
+from .refusal import Refusal
 from .sending import BATCH, ItemSender
 from .session import Sender as KeySender
 from .session import Session, why_silent
@@ -58,6 +59,8 @@ _TICK_S: Final = 0.25
 _IDLE_S: Final = 1.0
 _HELLO_S: Final = 0.25
 _HELLO_REFUSED_S: Final = 5.0
+_HELLO_LAST_S: Final = 1.0
+"""The same while it drains: what is refused then for good is lost, or done twice."""
 _STATUS_S: Final = 1.0
 _SHORT_S: Final = 0.25
 """Seconds after which something is tried again for which the machine had too little of something."""
@@ -86,17 +89,7 @@ class _Gone:
     attempt: int
 
 
-Sent = Message | Taken
 _End = NearSubscriber | NearConsumer | NearService
-
-
-def _origin(item: Sent) -> int:
-    return int(item.sender.id, 16)
-
-
-def _read(item: Sent) -> tuple[Any, Any] | None:
-    """What is sent of an item: a message as it is. None: it has ended."""
-    return item.read() if isinstance(item, Taken) else (item.value, item.meta)
 
 
 class Outbound:
@@ -126,8 +119,7 @@ class Outbound:
         self._changed = threading.Condition()
         self._state, self.reason = SEEKING, ""
         self._shortage = ""  # what is short now, and was told
-        self._refusal = ""  # why this was refused last, as it was told, until more is received there
-        self._received = 0  # the newest item of which that was said
+        self._refusal = Refusal()
         self._events: deque[Frame | _Gone | str] = deque()
         self._sending: ItemSender[Sent] | None = None  # of this attempt
         self._far_path = 0
@@ -206,13 +198,14 @@ class Outbound:
             self._heard = time.monotonic()
             self._audience = frame.audience
             self._gap = self._gap or frame.gap
-            if frame.received > self._received:
-                self._received, self._refusal = frame.received, ""
+            is_over = self._refusal.note_state(frame, self._heard)
             self._servers, self._credit = frame.servers, (frame.credit, frame.received)
             if self._pattern == WORK_QUEUE:
                 self._begun = max(self._begun, frame.acknowledged + frame.credit)
             self.acknowledged += len(done)
             self._changed.notify_all()
+        if is_over:
+            log.info("relay of channel %s is not refused any more", self.name)
         # crash: relay.acknowledged
         for message in done:
             message.release()
@@ -325,18 +318,23 @@ class Outbound:
 
     def _note_refusal(self, why: str) -> None:
         with self._changed:
-            is_new = self._refusal != why  # each attempt may come as far as to be connected, and be refused then
-            self._state, self.reason, self._refusal = REFUSED, why, why
-            self._hello_due = time.monotonic() + _HELLO_REFUSED_S
+            now = time.monotonic()
+            is_new = self._refusal.begin(why, now)
+            self._state, self.reason, self._hello_due = REFUSED, why, now + self._pause()
             self._changed.notify_all()
         if is_new:
             log.error("relay of channel %s is refused, and will ask again: %s", self.name, why)
+
+    def _pause(self) -> float:
+        """Seconds until a refused relay asks again."""
+        return min(_HELLO_REFUSED_S, _HELLO_LAST_S) if self._is_draining else _HELLO_REFUSED_S
 
     def _begin_anew(self, why: str, *, is_told: bool = False) -> None:
         """The connection is over: another attempt begins. `is_told`: why is logged otherwise."""
         with self._changed:
             if self._state == OPEN and not is_told:
                 log.warning("relay of channel %s looks for its peer: %s", self.name, why)
+                self._refusal.forget_audience()
             self._state, self.reason, self._far = SEEKING, why, 0
             self._attempt += 1
             self._gap = False
@@ -374,7 +372,7 @@ class Outbound:
             self._take_back()
         if now >= self._hello_due:
             hello = Hello(self._id, 0, self._attempt, self._pattern, self._user, self._window.oldest, self._path)
-            self._hello_due = now + (_HELLO_REFUSED_S if self._state == REFUSED else _HELLO_S)
+            self._hello_due = now + (self._pause() if self._state == REFUSED else _HELLO_S)
             self._to_all.send(hello.head())
         with self._changed:
             if not self._events and not self._stop:
@@ -389,7 +387,10 @@ class Outbound:
         if self._state == OPEN or frame.attempt != self._attempt:
             return
         self._explain_due = None
-        if self._pattern == SERVICE and not (frame.knows and frame.far == self._last_far):
+        if frame.knows and frame.far == self._last_far:
+            if self._state == REFUSED:  # so it does nothing with what it was sent, and `received` stays as it is
+                self._pass_over(frame.received)
+        elif self._pattern == SERVICE:
             self._give_up()  # what had them is gone
         try:
             with self._changed:
@@ -417,17 +418,16 @@ class Outbound:
             self._last_far, self._far_path = frame.far, frame.path
             self._sending = ItemSender(
                 (self._id, frame.far, self._attempt), frame.received, again, self._window, lock=self._changed,
-                read=_read, origin=_origin, claim=self._claim, put=self._put,
+                read=read, origin=origin_of, claim=self._claim, put=self._put,
             )  # fmt: skip
             self._heard = time.monotonic()
+            self._refusal.begin_attempt(frame.received, self._heard)
             self._status_due = 0.0
             self.connections += 1
             self.resent += len(again)
             self._changed.notify_all()
-        if not self._refusal:
-            log.info(
-                "relay of channel %s is connected%s", self.name, f", and sends {len(again)} again" if again else ""
-            )
+        if not self._refusal.why:
+            log.info("relay of channel %s is connected%s", self.name, f", sends {len(again)} again" if again else "")
 
     # --- while it is connected
 
@@ -448,6 +448,8 @@ class Outbound:
         if self._pattern == FAN_OUT and self._delivery == "auto" and (self._audience == LATEST) != self._is_latest:
             self._join_again()
         most = _MOST_LATEST if self._is_latest else 1 << 62
+        if self._pattern == WORK_QUEUE and self._refusal.why:  # to see whether it is taken
+            most = 1
         endpoint = self._endpoint
         with self._changed:
             tick, idle = _TICK_S, _IDLE_S
@@ -521,21 +523,32 @@ class Outbound:
         self._taken_back += numbers
         self._give_back()
 
+    def _pass_over(self, received: int) -> None:
+        """The far relay, which refuses what is behind item `received`, is asked again: of a queue, if that lasts, or
+        nobody is there for it, it goes to others here. None of it is in a ring there, or will be."""
+        with self._changed:
+            count = self._window.count_beyond(received) + (self._held is not None)
+            if self._pattern != WORK_QUEUE or not count or not self._refusal.is_long(time.monotonic()):
+                return
+            is_new = self._refusal.note_told()
+        if is_new:
+            log.warning("relay of channel %s is refused for long: %d messages go to consumers here", self.name, count)
+        self._give_back(received)
+
     def _show_audience(self) -> None:
         """Tell the relays that bring messages of a queue here whether somebody there takes them on."""
         is_there = self._audience == LOSSLESS
         if isinstance(self._endpoint, NearConsumer) and self._endpoint.is_onward != is_there:
             self._endpoint.show_onward(is_there)
 
-    def _give_back(self) -> None:
-        """End the leases of all that was taken: a queue's messages go to other consumers here.
+    def _give_back(self, received: int = 0) -> None:
+        """End the leases of all that was taken, behind item `received`: a queue's messages go to other consumers here.
 
         A message that a consumer there has begun with may have ended that one: this counts as an attempt, so that it
         does not end one consumer after the other on all hosts. What was only sent does not count.
         """
         with self._changed:
-            kept, begun = self._window.numbered(), self._begun
-            self._window.clear()
+            kept, begun = self._window.clear(received), self._begun
         untried = [it for number, it in kept if number > begun]
         if self._held is not None:
             untried.append(self._held)
@@ -557,11 +570,11 @@ class Outbound:
         # crash: relay.taken
         count = nbytes = 0
         with self._changed:
-            origins = {_origin(it) for it in self._window.items()}
+            origins = {origin_of(it) for it in self._window.items()}
         while message is not None:
             if isinstance(message, Message) and self._is_avoided(endpoint, message):
                 message.release()
-            elif (origin := _origin(message)) not in origins and len(origins) >= _MOST_ANNOUNCED:
+            elif (origin := origin_of(message)) not in origins and len(origins) >= _MOST_ANNOUNCED:
                 self._held = message
                 break
             else:
@@ -746,9 +759,12 @@ class Outbound:
     def drain(self, deadline: float) -> None:
         """Take nothing more; wait until everything under way is acknowledged, the time is up, or `stop` is called."""
         with self._changed:
+            if self._state == REFUSED and not self._is_draining:
+                self._hello_due = 0.0
+                self._changed.notify_all()
             self._is_draining = True
             while True:
-                is_over = self._stop or not len(self._window) or self._state in (FAILED, CLOSED, REFUSED)
+                is_over = self._stop or not len(self._window) or self._state in (FAILED, CLOSED)
                 if is_over or time.monotonic() >= deadline:
                     return
                 self._changed.wait(min(_TICK_S, max(0.0, deadline - time.monotonic())))

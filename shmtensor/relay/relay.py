@@ -192,7 +192,8 @@ class Relay(Local):
         """Wait until the other relay is there, for every channel.
 
         Raises:
-            WireError: the far relay refuses this one: another version, user or pattern. It is asked again later.
+            WireError: the far relay refuses this one: another version, user or pattern, or something is short there,
+                such as room in `/dev/shm`. It is asked again later.
             TimedOut: it did not come within `timeout` seconds.
             ClosedError: this relay is closed.
         """

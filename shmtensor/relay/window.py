@@ -120,11 +120,12 @@ class Outgoing(Generic[T]):
         """Nobody needs that item any more, though it was not acknowledged."""
         self._items.pop(number, None)
 
-    def clear(self) -> list[T]:
-        """Forget every item."""
-        items = list(self._items.values())
-        self._items.clear()
-        return items
+    def clear(self, beyond: int = 0) -> list[tuple[int, T]]:
+        """Forget every item of a higher number than that. Returns them with their numbers."""
+        found = [it for it in self._items.items() if it[0] > beyond]
+        for number, _ in found:
+            del self._items[number]
+        return found
 
 
 class Gap(Exception):

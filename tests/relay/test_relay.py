@@ -20,14 +20,14 @@ zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 import shmtensor  # noqa: E402
 from shmtensor.channel import control  # noqa: E402
 from shmtensor.codec.encode import encode  # noqa: E402
-from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, sending, stream  # noqa: E402
+from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, refusal, sending, stream  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
 from shmtensor.relay.session import Session, why_silent  # noqa: E402
 from shmtensor.relay.stream import Stream  # noqa: E402
 from shmtensor.wire import record  # noqa: E402
 
 from ..scenes import HIDDEN  # noqa: E402
-from ..waiting import PATIENCE, wait_until  # noqa: E402
+from ..waiting import PATIENCE, once, wait_until  # noqa: E402
 from .hosts import endpoint, is_open, listening_ports, mesh, pair, state_of  # noqa: E402
 
 MAKERS = {
@@ -1275,7 +1275,7 @@ def full(monkeypatch):
     def refused(end, *arguments, **options):
         if event.is_set():
             tries.append(arguments)
-            raise shmtensor.ResourceError(errno.EMFILE, "the channel has 256 members, which is the limit")
+            raise shmtensor.ResourceError(errno.EMFILE, f"the channel has 256 members, try {len(tries)}")
         join(end, *arguments, **options)
 
     monkeypatch.setattr(endpoints._Onward, "__init__", refused)
@@ -1309,15 +1309,126 @@ def test_a_sender_for_which_there_is_no_room_holds_up_no_other_one(channel, patt
     assert sum("cannot join yet" in it.getMessage() for it in caplog.records) == 1
 
 
-def test_no_room_for_any_sender_is_said(channel, full):
+def test_no_room_for_any_sender_is_said(channel, full, caplog):
+    """Once, whatever changes in the text meanwhile; and that it is over."""
+    caplog.set_level(logging.INFO)
     with pair(channel, "work-queue") as (near, _), shmtensor.Consumer(f"{channel}-far") as rx:
         full.set()
         with shmtensor.Producer(channel) as tx:
             wait_until(lambda: "256 members" in state_of(near).reason)
+            wait_until(lambda: len(full.tries) > 4)
+            assert "goes on" not in caplog.text
             full.clear()
+            wait_until(lambda: "is not refused any more" in caplog.text)
             tx.send(np.array(1))
             with rx.recv(timeout=PATIENCE) as message:
                 assert message.value == 1
+    said = [it.getMessage() for it in caplog.records]
+    for line in ("is refused, and will ask again", "refuses near relay", "is not refused any more", "goes on"):
+        assert sum(line in it for it in said) == 1, said
+
+
+def test_closing_a_refused_relay_waits_for_room(channel, short, monkeypatch):
+    """It asks at once then, and what it has comes there."""
+    monkeypatch.setattr(stream, "_PATIENCE_S", 0.0)
+    with (
+        shmtensor.Publisher(channel) as tx,
+        shmtensor.Subscriber(f"{channel}-far", until="closed") as rx,
+        pair(channel) as (near, _),
+    ):
+        monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 2 * PATIENCE)
+        short.set()
+        for number in range(3):
+            tx.send(np.array(number))
+        wait_until(lambda: state_of(near).state == "refused")
+        with once(lambda: near._channels[0]._is_draining, short.clear):
+            near.close(linger=PATIENCE)
+        for number in range(3):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value == number
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_is_refused_for_long_goes_to_consumers_here(channel, leaves, short, monkeypatch):
+    """A queue's messages that the far host has not received: soon if no consumer is left there, else after a while. No
+    consumer there gets them as well, and they were no attempt. It is tried with one message at a time whether there is
+    room."""
+    monkeypatch.setattr(stream, "_PATIENCE_S", 0.0)
+    if not leaves:
+        monkeypatch.setattr(refusal, "_LOST_S", 0.1)
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Producer(f"{channel}-far"),  # a member: the channel stays
+        pair(channel, "work-queue") as (near, far),
+        contextlib.ExitStack() as stack,
+    ):
+        there = stack.enter_context(shmtensor.Consumer(f"{channel}-far", acknowledge="release", until="closed"))
+        tx.send(np.array(0))
+        begun = there.recv(timeout=PATIENCE)
+        short.set()
+        for number in range(1, 9):
+            tx.send(np.array(number))
+        wait_until(lambda: state_of(near).state == "refused")
+        if leaves:
+            begun.release()
+            stack.close()
+        found = {}
+        with shmtensor.Consumer(channel, until="closed") as here:
+            while len(found) < 8:
+                with here.recv(timeout=PATIENCE) as message:
+                    assert int(message.value) not in found
+                    found[int(message.value)] = message.attempt
+            assert found == dict.fromkeys(range(1, 9), 1)
+            if not leaves:
+                assert state_of(near).in_flight == 1
+                begun.release()
+            wait_until(lambda: state_of(near).in_flight == state_of(far).in_flight == 0)
+        short.clear()
+        if leaves:
+            there = stack.enter_context(shmtensor.Consumer(f"{channel}-far", until="closed"))
+        tx.send(np.array(9))
+        with there.recv(timeout=PATIENCE) as message:
+            assert message.value == 9
+
+
+@pytest.mark.parametrize("size", [10, 300_000], ids=["whole", "in parts"])
+@pytest.mark.parametrize("pattern", ["fan-out", "work-queue"])
+def test_a_broken_sender_there_is_replaced(channel, pattern, size, monkeypatch):
+    """What it has sent stays, and what it could not send comes by another one."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    make, take = MAKERS[pattern]
+    own = {} if pattern == "fan-out" else {"acknowledge": "release"}
+    broken = []
+
+    def breaks(may):
+        def send(end, *arguments):
+            if not broken or end in broken:
+                broken.append(end)
+                raise shmtensor.WireError("its ring is damaged")
+            return may(end, *arguments)
+
+        return send
+
+    with (
+        take(f"{channel}-far", until="closed", **own) as rx,
+        make(channel) as tx,
+        pair(channel, pattern) as (near, _),
+    ):
+        tx.send(np.full(size, 0))
+        first = rx.recv(timeout=PATIENCE)
+        for name in ("forward", "fill"):
+            monkeypatch.setattr(endpoints._FarEnd, name, breaks(getattr(endpoints._FarEnd, name)))
+        for number in range(1, 4):
+            tx.send(np.full(size, number))
+        for number in range(1, 4):
+            with rx.recv(timeout=PATIENCE) as message:
+                assert (message.value == number).all()
+        assert (first.value == 0).all()
+        first.release()
+        del first
+        wait_until(lambda: state_of(near).in_flight == 0)
+        wait_until(lambda: len(shmtensor.inspect(f"{channel}-far").senders) == 1)
+    assert len(broken) == 1
 
 
 def test_a_refusal_that_is_lost_is_said_again(channel, short, monkeypatch):
