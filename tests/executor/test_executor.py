@@ -921,7 +921,7 @@ name, prefix = sys.argv[1:]
 class Result(unittest.TextTestResult):
     def stopTest(self, test):
         super().stopTest(test)
-        vars(test).pop("executor", None)  # one that a failed test has not shut down would keep the fork server from ending
+        vars(test).pop("executor", None)  # one that was not shut down would keep the fork server from ending
         gc.collect()
 
 module = importlib.import_module(f"test.test_concurrent_futures.{name}")

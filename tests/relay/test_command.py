@@ -54,11 +54,11 @@ def test_both_ends(channel, by):
 
 def test_errors(channel):
     for arguments, text, code in (
-        ((channel, "--to", "192.0.2.7"), "an endpoint is PROTOCOL/ADDRESS", 1),
-        ((channel, "--to", endpoint()), "does not exist yet", 1),
+        ((channel, "--to", "192.0.2.7"), "an endpoint is PROTOCOL/ADDRESS", 2),
+        ((channel, "--to", endpoint()), "does not exist yet", 2),
         ((channel, "--to", endpoint(), "--pattern", "fan-out", "--wait", "0.3"), "no far relay has answered", 1),
-        ((channel, "--to", endpoint(), "--slots", "4"), "for the far relay", 1),
-        ((channel, "--listen", endpoint(), "--no-transit"), "for the near relay", 1),
+        ((channel, "--to", endpoint(), "--slots", "4"), "for the far relay", 2),
+        ((channel, "--listen", endpoint(), "--no-transit"), "for the near relay", 2),
     ):
         process = start(*arguments)
         out, error = process.communicate(timeout=PATIENCE)
