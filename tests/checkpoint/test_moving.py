@@ -191,8 +191,7 @@ def test_arrays_of_others_are_those_that_were_described(tmp_path):
     np.savez_compressed(other, w=np.ones(3000))
     with open_checkpoint(path) as checkpoint:
         os.replace(other, path)
-        with pytest.raises(CheckpointError, match="changed while it was opened"):
-            checkpoint["w"].read()
+        assert checkpoint["w"].read()[0] == 0
     assert load_checkpoint(path)["w"][0] == 1
 
 

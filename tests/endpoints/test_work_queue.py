@@ -46,6 +46,7 @@ def test_values_are_writable(channel):
         assert msg.value.tolist() == [0, 5, 0]
 
 
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR tensor support is in beta.*:UserWarning")
 def test_what_a_consumer_would_not_make_is_refused_by_send(channel):
     """It would be passed over, and be lost."""
     broken = torch.sparse_csr_tensor(
