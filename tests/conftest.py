@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,10 @@ def leaves_nothing(socket_directory):
         return {what: names - _reported for what, names in found.items()}
 
     left = leftovers()
-    if any(left.values()):  # perhaps of endpoints in reference cycles, or of children that are about to end
+    if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(5)
         gc.collect()
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
