@@ -125,6 +125,13 @@ def mappings() -> set[str]:
         return {f"mapped: {fields[5].strip()}" for fields in found}
 
 
+def join_threads() -> None:
+    """Give threads that are about to end time for it. Keeps none of them: what a thread object holds goes with it."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(5)
+
+
 _reported: set[str] = set()
 """What a failed test has left: the tests after it do not fail of it."""
 
@@ -145,9 +152,7 @@ def leaves_nothing(socket_directory):
 
     left = leftovers()
     if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join(5)
+        join_threads()
         gc.collect()
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
