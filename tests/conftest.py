@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -125,13 +125,6 @@ def mappings() -> set[str]:
         return {f"mapped: {fields[5].strip()}" for fields in found}
 
 
-def join_threads() -> None:
-    """Give threads that are about to end time for it. Keeps none of them: what a thread object holds goes with it."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join(5)
-
-
 _reported: set[str] = set()
 """What a failed test has left: the tests after it do not fail of it."""
 
@@ -152,8 +145,10 @@ def leaves_nothing(socket_directory):
 
     left = leftovers()
     if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
-        join_threads()
         gc.collect()
+        deadline = time.monotonic() + 5  # what a thread has is dropped a moment after its `join`
+        while leftovers()["mappings"] and time.monotonic() < deadline:
+            time.sleep(0.005)
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
         left = leftovers()
