@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -431,6 +432,10 @@ class _Onward(_FarEnd):
         control, path = self._member.control, path_of(label)
         self._recipients.excludes = lambda entry: is_way_back(entry.flags, control.label(entry), path)
 
+
+class _WithAudience(_Onward):
+    """One whose receivers decide what the near relay takes."""
+
     def audience(self) -> int:
         """Who receives its messages: see frames.py."""
         return self._run(self._audience_inside)  # type: ignore[no-any-return]
@@ -442,11 +447,12 @@ class _Onward(_FarEnd):
         self._recipients.drop_dead()
         return self._audience_of(self._recipients.listeners)
 
+    @abstractmethod
     def _audience_of(self, listeners: Sequence[Any]) -> int:
-        raise NotImplementedError
+        """Which of these receivers count."""
 
 
-class FarPublisher(_Onward, Publisher):
+class FarPublisher(_WithAudience, Publisher):
     """Publishes messages of a fan-out as they are."""
 
     _traits = SenderTraits(FAN_OUT)
@@ -457,7 +463,7 @@ class FarPublisher(_Onward, Publisher):
         return LATEST if all(peer.entry.flags & ctl.LATEST for peer in listeners) else LOSSLESS
 
 
-class FarProducer(_Onward, Producer):
+class FarProducer(_WithAudience, Producer):
     """Sends messages of a work queue as they are. What is not done here is not lost: the near host has it."""
 
     _traits = SenderTraits(WORK_QUEUE)
