@@ -68,7 +68,7 @@ class Hand:
         self.last = rest
         return True
 
-    def let_go(self, *, done: bool) -> None:
+    def end(self, *, done: bool) -> None:
         """Its task has ended. `done`: regularly, and what it received is done once nobody refers to it any more; else
         it goes to another receiver, as after a `with` block that an exception has left."""
         each = self.last
@@ -185,11 +185,11 @@ class Claims:
         return hand
 
     def settle(self, task: asyncio.Task[Any]) -> None:
-        """A task has ended: let go of what it had in hand."""
+        """A task has ended: what it had in hand is done, or given back."""
         hand = self._of_tasks.pop(task, None)
         if hand is not None:
             failed = task.cancelled() or getattr(task, "_exception", None) is not None  # looking does not retrieve it
-            hand.let_go(done=not failed)
+            hand.end(done=not failed)
 
     def forget(self, lease: Any) -> None:
         """A message was released, or given back, by its user: no hand has it."""
