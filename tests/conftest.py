@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -146,9 +145,9 @@ def leaves_nothing(socket_directory):
     left = leftovers()
     if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
         gc.collect()
-        deadline = time.monotonic() + 5  # what a thread has is dropped a moment after its `join`
-        while leftovers()["mappings"] and time.monotonic() < deadline:
-            time.sleep(0.005)
+        with contextlib.suppress(AssertionError):  # what is still there is named below
+            # what a thread has is dropped a moment after its `join`
+            wait_until(lambda: not leftovers()["mappings"], patience=5)
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
         left = leftovers()

@@ -22,9 +22,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_until(holds: Callable[[], object], instead: Callable[[], object] = str) -> None:
-    """Look again and again until it holds; an error after `PATIENCE` seconds, which says what there is `instead`."""
-    deadline, pause = time.monotonic() + PATIENCE, threading.Event()
+def wait_until(holds: Callable[[], object], instead: Callable[[], object] = str, *, patience: float = PATIENCE) -> None:
+    """Look again and again until it holds; an error after `patience` seconds, which says what there is `instead`."""
+    deadline, pause = time.monotonic() + patience, threading.Event()
     while not holds():
         assert time.monotonic() < deadline, f"it never came to hold {instead()}"
         pause.wait(0.005)
