@@ -108,10 +108,8 @@ class Stream:
         # a body may exceed the window if nothing else is under way; what an attempt before has sent may be here too
         self._queue = FrameQueue(2 * (self._terms.nbytes + MOST_FRAME), 2 * self._terms.messages)
         self._gap = False
-        self._newest, self._newest_status = (
-            (0, 0),
-            0,
-        )  # number and offset of what this attempt has sent last, and STATUS
+        self._newest = 0, 0  # number and offset of what this attempt has sent last
+        self._newest_status = 0
         self._audience = NOBODY
         self._senders: dict[int, _Far] = {}
         self._labels: dict[int, str] = {}
