@@ -145,11 +145,11 @@ def leaves_nothing(socket_directory):
     left = leftovers()
     if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
         gc.collect()
-        with contextlib.suppress(AssertionError):  # what is still there is named below
-            # what a thread has is dropped a moment after its `join`
-            wait_until(lambda: not leftovers()["mappings"], patience=5)
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
+        with contextlib.suppress(AssertionError):  # what is still there is named below
+            # a thread drops what it has a moment after its `join`; the segment server's follower, after a report
+            wait_until(lambda: not any(leftovers().values()), patience=5)
         left = leftovers()
     _reported.update(*left.values())
     for name in left["shared memory"]:
