@@ -74,6 +74,10 @@ class Kind:
     transport: Transport
     link: Callable[[LinkSettings], Link]
     pattern: str = PAIR
+    in_flight: int = 2048
+    """At most so many messages lie between the two ends: a ring of this size has 1,024 slots, pyzmq's two queues have
+    room for 1,000 each, and the socket between them for some. A stretch that is measured is longer: else one core would
+    show how fast the receiver is alone."""
 
     @property
     def form(self) -> str:
@@ -87,8 +91,8 @@ SIXTEEN = Kind("Publisher, Subscriber, slots=16", SHMTENSOR, partial(Ours, slots
 GROUP = Kind("Publisher, Subscriber in a group", SHMTENSOR, partial(Ours, group="them"))
 SPINNING = Kind("Publisher, Subscriber, spin=1", SHMTENSOR, partial(Ours, spin=1.0))
 SOCKETS = Kind("pyzmq PUSH, PULL", ZMQ, Bare)
-QUEUE = Kind("shmtensor.Queue", SHMTENSOR_QUEUE, SHMTENSOR_QUEUE.link)
-STANDARD = Kind("multiprocessing.Queue", PICKLE, PICKLE.link)
+QUEUE = Kind("shmtensor.Queue", SHMTENSOR_QUEUE, SHMTENSOR_QUEUE.link, in_flight=64)
+STANDARD = Kind("multiprocessing.Queue", PICKLE, PICKLE.link, in_flight=64)
 
 ROWS: tuple[tuple[str, str, Kind, Kind | None], ...] = (
     (TWO, RATE, SOCKETS, None),
@@ -117,7 +121,7 @@ def measure(effort: Effort, *, where: str, what: str, kind: Kind) -> Samples:
     form = "numpy" if kind is QUEUE else kind.form
     with _neighbour(cpus) if where == BUSY else nullcontext(), pipes(1) as [(ours, theirs)]:
         names = (fresh_name(),) if what == RATE else (fresh_name(), fresh_name())
-        links = [kind.link(LinkSettings(name, KIB, 64, pattern=kind.pattern)) for name in names]
+        links = [kind.link(LinkSettings(name, KIB, kind.in_flight, pattern=kind.pattern)) for name in names]
         try:
             if what == RATE:
                 roles = [
