@@ -97,12 +97,11 @@ class Receiver(Endpoint):
                 keeps_leases=claims is not None,
             )  # fmt: skip
         self._spin = Spin(spin)
-        self._turn = 0
         self._is_announced = False  # closed with views alive: other members know that it takes nothing more
         self._unread_doorbell: bytes | None = None
         self._turns: dict[bytes, int] = {}  # index of a reader in `_readers`, by the head of its sender's doorbells
         self._liveness_check_due = 0.0
-        self._abandoned = self._bad_doorbells = self._ticks = 0
+        self._turn = self._abandoned = self._bad_records = self._bad_doorbells = self._ticks = 0
         try:
             super().__init__()
             self._counts = Counts()
@@ -111,7 +110,6 @@ class Receiver(Endpoint):
             self._epoch = -1
             self._unattached: dict[int, tuple[Entry, str | None]] = {}  # and why; "": no table, None: no segment server
             self._strangers: dict[int, str] = {}  # of another version, by uid, and why: never attached again
-            self._bad_records = 0
             part = membership.Part(ctl.RECEIVER, _FLAGS.get(mode, 0) | self._flags, label, group)
             membership.join(channel, self._traits.channel, part, self._prepare)
             if claims is not None:
@@ -159,6 +157,16 @@ class Receiver(Endpoint):
                 cannot be reached from here (docs/guide/device-memory.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
+        direct = self._direct
+        if direct is not None and not copy:
+            hands, patience = self._hands, self._spin.burst_ns if timeout is None or timeout else 0
+            message: Message | None = direct[self, self._undelivered, hands and hands.hand, patience]
+            if message is not None:  # no boundary from the load to the return
+                return message
+        return self._recv(timeout, copy)
+
+    def _recv(self, timeout: float | None, copy: bool) -> Message:
+        """`recv` of a message that cannot go straight to the caller, or is not there yet."""
         hand = None
         if self._hands is not None and not self._state:  # else `close` has acknowledged it, or it is the parent's
             hand = self._hands.hand
@@ -167,7 +175,7 @@ class Receiver(Endpoint):
         while True:
             message: Message | None = None
             direct = self._direct
-            if direct is not None and not undelivered:
+            if copy and direct is not None and not undelivered:
                 message = direct.recv(self, undelivered, self._spin.burst_ns if timeout is None or timeout else 0)
             if message is None:
                 message = self._run_within(timeout, self._too_late, self._next)
@@ -244,17 +252,12 @@ class Receiver(Endpoint):
 
     def _share(self) -> None:
         """`Reader.recv` took a message, more are there, and another receiver sleeps that shares them: wake it."""
-        if (direct := self._direct) is not None and self._try_run(self._share_inside) is not BUSY:
+        if (direct := self._direct) is not None and self._try_run(lambda: self._state or self._pass_on()) is not BUSY:
             direct.more = False  # BUSY: another thread of this receiver is taking more
 
-    def _share_inside(self) -> None:
-        if not self._state:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        """Have another receiver take the messages that are there, if it sleeps."""
-        if self._claims is not None and self._has_more():
-            self._claims.wake_sibling(self._member.uid)
+    def _pass_on(self) -> bool:
+        """Have another receiver take the messages that are there, if it sleeps. Whether one was woken."""
+        return self._claims is not None and self._has_more() and self._claims.wake_sibling(self._member.uid)
 
     def _has_more(self) -> bool:
         """Whether a message is published that this receiver has not examined yet."""

@@ -281,7 +281,7 @@ class Sender(Endpoint):
         """
         if self._state:
             self._refuse()
-        sent = self._writer.send(value, meta, 0 if timeout == 0 else self._spin.burst_ns)
+        sent = self._writer.send(value, meta, self._spin.burst_ns if timeout is None or timeout else 0)
         if type(sent) is int:
             return sent if sent > 0 else self._wake_late(-sent)
         return self._run_within(timeout, self._too_late, self._put, sent)  # type: ignore[no-any-return]

@@ -360,7 +360,7 @@ class MessageWaiters(WaitQueue):
         inbox: Inbox,
         note_doorbell: Callable[[bytes], None],
         is_shared: bool,
-        pass_on: Callable[[], None],
+        pass_on: Callable[[], object],
     ) -> None:
         super().__init__(loop, word, try_run)
         self._inbox = inbox

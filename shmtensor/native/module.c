@@ -81,10 +81,10 @@ static int take_rows(Codec *self, PyObject *rows) {
     return 0;
 }
 
-static const char *const tensor_names[NAMES] = {
+static const char *const attribute_names[NAMES] = {
     [IS_NEG] = "is_neg", [IS_CONJ] = "is_conj", [LAYOUT] = "layout", [IS_CPU] = "is_cpu", [DTYPE] = "dtype",
     [SHAPE] = "shape", [STRIDE] = "stride", [IS_CONTIGUOUS] = "is_contiguous", [DATA_PTR] = "data_ptr",
-    [NUMEL] = "numel", [VIEW] = "view", [UNTYPED_STORAGE] = "untyped_storage", [NBYTES] = "nbytes",
+    [NUMEL] = "numel", [VIEW] = "view", [UNTYPED_STORAGE] = "untyped_storage", [NBYTES] = "nbytes", [LAST] = "last",
 };
 
 static PyObject *Codec_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -115,7 +115,7 @@ static PyObject *Codec_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->inline_bytes = inline_bytes;
     self->max_ndim = max_ndim < NPY_MAXDIMS ? max_ndim : NPY_MAXDIMS;
     int failed = take_rows(self, rows);
-    for (int i = 0; i < NAMES && !failed; i++) failed = !(self->names[i] = PyUnicode_InternFromString(tensor_names[i]));
+    for (int i = 0; i < NAMES && !failed; i++) failed = !(self->names[i] = PyUnicode_InternFromString(attribute_names[i]));
     if (failed) Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -72,8 +72,10 @@ typedef struct {
 
 enum { CODES = 256, TYPE_NUMS = 64 };
 
-/* Attributes of a tensor: module.c has the names. */
-enum { IS_NEG, IS_CONJ, LAYOUT, IS_CPU, DTYPE, SHAPE, STRIDE, IS_CONTIGUOUS, DATA_PTR, NUMEL, VIEW, UNTYPED_STORAGE, NBYTES, NAMES };
+/* Attributes of a tensor, and of a `Hand`: module.c has the names. */
+enum {
+    IS_NEG, IS_CONJ, LAYOUT, IS_CPU, DTYPE, SHAPE, STRIDE, IS_CONTIGUOUS, DATA_PTR, NUMEL, VIEW, UNTYPED_STORAGE, NBYTES, LAST, NAMES
+};
 
 typedef struct {
     PyObject_HEAD

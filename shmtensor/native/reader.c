@@ -2,7 +2,8 @@
  *
  * `ring/reader.py` documents each call; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and
  * puts it into `undelivered`, the dict of messages that `recv` has not returned, so that an asynchronous exception arrives before
- * or after. The interpreter lock keeps threads apart: from the first load to the last store of a take, no Python code and no other
+ * or after. Or it is an item that is loaded: an exception arrives after calls and not after that, and the message goes straight to
+ * the caller. The interpreter lock keeps threads apart: from the first load to the last store of a take, no Python code and no other
  * thread runs. Decoding comes after it, and may run Python code; by then the message is taken, and other threads take other ones.
  */
 
@@ -693,13 +694,41 @@ static void count(Reader *self, const taken *t, int is_readable) {
 /* What to do with a message that was taken. */
 typedef struct {
     PyObject *receiver, *undelivered; /* put a message into this dict */
+    PyObject *hand;                   /* or, unless it is NULL, into this hand, None: into none, and give it to the caller */
     PyObject *make, *made, *then;     /* or put the result of `make` for its value into this list, finish it, and call `then` */
 } Sink;
 
-/* The message of a lease that has begun, in `undelivered`: a new reference; NULL with an event, or with an error. */
+/* What a caller has in hand, endpoints/claims.py, is done: it asks for the next message. 1, or -1 with an error; 0 if something in
+ * it is not a lease of these, which the endpoint knows. */
+static int finish_hand(Reader *self, PyObject *hand) {
+    PyObject *name = self->codec->names[LAST], *last = PyObject_GetAttr(hand, name), *each = last;
+    while (each && PyTuple_CheckExact(each) && PyTuple_GET_SIZE(each) == 4 && Py_TYPE(PyTuple_GET_ITEM(each, 0)) == self->lease_type) {
+        acknowledge((Lease *)PyTuple_GET_ITEM(each, 0));
+        each = PyTuple_GET_ITEM(each, 3);
+    }
+    int done = !last ? -1 : each == Py_None;
+    if (done > 0 && last != Py_None && PyObject_SetAttr(hand, name, Py_None)) done = -1;
+    Py_XDECREF(last); /* last: with the leases go their locks */
+    return done;
+}
+
+/* The caller has that message in hand as well: 0, or -1 with an error. */
+static int put_in_hand(Reader *self, PyObject *hand, Lease *lease) {
+    if (hand == Py_None) return 0;
+    PyObject *name = self->codec->names[LAST], *last = PyObject_GetAttr(hand, name);
+    PyObject *all = last ? PyTuple_Pack(4, (PyObject *)lease, Py_None, Py_None, last) : NULL;
+    int failed = !all || PyObject_SetAttr(hand, name, all);
+    Py_XDECREF(all);
+    Py_XDECREF(last);
+    return failed ? -1 : 0;
+}
+
+/* The message of a lease that has begun, where `sink` says: a new reference; NULL with an event, or with an error. One that is to go
+ * straight to the caller and cannot, since an exception has arrived or it cannot be read here, is in `undelivered`, with None. */
 static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
     PyObject *value, *meta;
     Raised raised = {0};
+    int goes_straight = 0;
     if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
         message->value = value;
         message->meta = meta;
@@ -712,8 +741,10 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->nbytes = t->head.nbytes;
         message->attempt = t->attempt;
         message->missed = t->missed;
-        if (!PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None)) {
-            count(self, t, (PyObject *)Py_TYPE(meta) != self->dependency_error);
+        int is_readable = (PyObject *)Py_TYPE(meta) != self->dependency_error;
+        goes_straight = sink->hand && is_readable && !raised.type;
+        if (!(goes_straight ? put_in_hand(self, sink->hand, lease) : PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None))) {
+            count(self, t, is_readable);
             if (traces(&self->trace, t->seq)) note_taken(self, t);
             CRASH_POINT("take.delivered");
         } else {
@@ -724,7 +755,8 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         }
     }
     raise_late(&raised);
-    return *event || PyErr_Occurred() ? NULL : Py_NewRef((PyObject *)message);
+    if (*event || PyErr_Occurred()) return NULL;
+    return Py_NewRef(sink->hand && !goes_straight ? Py_None : (PyObject *)message);
 }
 
 /* Call `make` with the value of a message, which counts as done then, whatever the result: True; NULL as above. An exception from
@@ -834,7 +866,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     }
     if (result == TAKE_TAKEN) {
         begin_lease(lease, &t);
-        if (alone && self->nsiblings && published(&self->f.table) > t.seq)
+        if (alone && !sink->hand && self->nsiblings && published(&self->f.table) > t.seq)
             for (Py_ssize_t i = 0; i < self->nsiblings; i++)
                 if (load(self->siblings[i]) & 1) self->more = 1;
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
@@ -879,6 +911,30 @@ PyDoc_STRVAR(Reader_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`tak
                             "be done that needs it.");
 
 static PyObject *Reader_recv(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 1); }
+
+/* Whether a message will be left for another receiver that sleeps, which the endpoint has to wake. */
+static int leaves_some(const Reader *self) {
+    if (!self->nsiblings || published(&self->f.table) <= self->f.position + 1) return 0;
+    for (Py_ssize_t i = 0; i < self->nsiblings; i++)
+        if (load(self->siblings[i]) & 1) return 1;
+    return 0;
+}
+
+/* reader[receiver, undelivered, hand, patience]: `recv`, but the message goes straight to the caller, and into its hand. */
+static PyObject *Reader_subscript(Reader *self, PyObject *key) {
+    if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) != 4 || !PyDict_CheckExact(PyTuple_GET_ITEM(key, 1))) {
+        PyErr_SetString(PyExc_TypeError, "receiver, a dict, hand, patience");
+        return NULL;
+    }
+    Sink sink = {.receiver = PyTuple_GET_ITEM(key, 0), .undelivered = PyTuple_GET_ITEM(key, 1), .hand = PyTuple_GET_ITEM(key, 2)};
+    int64_t patience = nanoseconds_of(PyTuple_GET_ITEM(key, 3));
+    if (patience < 0) return NULL;
+    if (!is_mine(self) || PyDict_GET_SIZE(sink.undelivered)) Py_RETURN_NONE; /* what is there goes first */
+    int done = sink.hand == Py_None ? 1 : finish_hand(self, sink.hand);
+    if (done < 0) return NULL;
+    if (!done || leaves_some(self)) Py_RETURN_NONE;
+    return receive(self, NEXT, 0, &sink, patience, 1);
+}
 
 PyDoc_STRVAR(Reader_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe next message, there now or within so many nanoseconds, which "
                             "is in `undelivered` then; None; or an event.");
@@ -1021,6 +1077,7 @@ static PyType_Slot Reader_slots[] = {
     {Py_tp_methods, Reader_methods},
     {Py_tp_members, Reader_members},
     {Py_tp_getset, Reader_getset},
+    {Py_mp_subscript, Reader_subscript},
     {0, NULL},
 };
 

@@ -45,11 +45,16 @@ def mixed(number: int) -> dict:
     return {"x": torch.full((8,), number), "id": number, "more": [np.full(3, number)]}
 
 
+def unusual(number: int) -> dict:
+    """With leaves that the compiled module leaves to Python: there are boundaries while they are decoded."""
+    return {"x": torch.full((8,), number), "more": [torch.full((8,), number).to_sparse(), np.full(3, number, "m8[s]")]}
+
+
 def number_of(value) -> int:
     return int(value["x"][0]) if isinstance(value, dict) else int(value.reshape(-1)[0])
 
 
-VALUES = {"tensor": plain, "dict": mixed}
+VALUES = {"tensor": plain, "dict": mixed, "unusual": unusual}
 
 
 class FanOut:

@@ -261,12 +261,13 @@ def test_the_compiled_types_refuse_misuse(channel):
         lambda: reader.add_ring(b"", b"", 1, 1, 1, 1), lambda: reader.set_siblings(()),
         lambda: reader.take_unfinished(None, {}), lambda: reader.take_named(1, None, {}),
         lambda: reader.take(None, [], 0), lambda: reader.take(None, {}), lambda: reader.recv(None, {}, "x"),
+        lambda: reader[None], lambda: reader[None, [], None, 0], lambda: reader[None, {}, None, "x"],
         lambda: module.Lease(), lambda: module.Reader(codec=1), lambda: module.Received(1),
         lambda: setattr(reader, "position", -1), lambda: setattr(reader, "position", "x"),
     ):  # fmt: skip
         with pytest.raises((TypeError, RuntimeError, ValueError, OverflowError)):
             call()
-    assert reader.take(None, {}, 0) is None
+    assert reader.take(None, {}, 0) is reader[None, {}, None, 0] is reader[None, {}, 1, 0] is None
     with Producer(channel, slots=4) as tx, Consumer(channel) as rx:
         tx.send(torch.ones(4))
         message = rx.recv(timeout=PATIENCE)
@@ -282,11 +283,13 @@ def test_the_compiled_types_refuse_misuse(channel):
             lambda: made.add_ring(words, words, 1 << 60, 1 << 60, 8, 0),
             lambda: made.add_ring(words, words, 0, 0, 0, 0), lambda: made.set_siblings((1 << 40,)),
             lambda: made.__init__(made.reception, made.sequences, made.index, 0, None, None),
-            lambda: made.take(None, {}, -1, 2),
+            lambda: made.take(None, {}, -1, 2), lambda: made[rx, {}, 1, 0],
             lambda: tx._writer.add_ring(no_ring),
         ):  # fmt: skip
-            with pytest.raises((TypeError, ValueError)):
+            with pytest.raises((TypeError, ValueError, AttributeError)):
                 wrong()
+        for odd in (1, (), (lease,), (lease, None, None, 5), (1, None, None, None)):  # what is in a hand
+            assert made[rx, {}, SimpleNamespace(last=odd), 0] is None
         assert tx._writer.acquire(1 << 63, 0) is tx._writer.acquire((1 << 64) - 1, 0) is None
         assert not made.has_lease(99, 99, 1)
         assert made.take_named(1, rx, {}) is None  # it is ours already
