@@ -24,7 +24,7 @@ from .encode import encode as reference_encode
 from .encode import identity, job_of, parts_of
 from .leaf import Leaf, Refused
 from .libraries import torch_views
-from .numpy import CARRIER, MAX_NDIM, Array
+from .numpy import CARRIER, MAX_NDIM, Array, address_of
 
 __all__ = ["Compiled", "codec", "copy_value", "decode", "encode"]
 
@@ -159,7 +159,7 @@ def copy_value(value: object) -> object:
     """
     encoded = encode(value)
     block = np.empty(encoded.nbytes + 64, np.uint8)
-    skip = -block.__array_interface__["data"][0] % 64
+    skip = -address_of(block) % 64
     payload = block[skip : skip + encoded.nbytes]
     encoded.copy_into(payload)
     return decode(encoded.description, payload, readonly=False)[0]
