@@ -88,8 +88,8 @@ class ReceiverTraits(Traits):
 
     is_only_reader: bool = False
     """Whether no other receiver gets the same messages, although it is a fan-out."""
-    order: Callable[[Any], int] | None = None
-    """By which key of their readers senders are polled; None: round robin."""
+    by_age: bool = False
+    """Whether the oldest message of all senders comes first. Else they are read round robin."""
     inbox: Callable[[str, int], Inbox] = Inbox
     """What it is woken by: of a directory and its uid."""
     raises_unreadable: bool = True

@@ -21,7 +21,7 @@ from ..memory.segment import Unreadable
 from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
 from ..options import check_choice, check_timeout
-from ..ring.implementation import Counts
+from ..ring.implementation import Counts, make_set
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
 from ..ring.reader import ALL, ATTACH, GIVEN_UP, GROUP, LATEST, OTHER, UNREADABLE, Reader, Reception
 from ..ring.ring import Ring
@@ -65,7 +65,7 @@ class Receiver(Endpoint):
     _when_given_up: Callable[[], object] = bool
     """Called when a message was delivered too often, and dropped."""
     _direct: Any = None
-    """The reader of the only sender, if its messages can be taken without the mutex."""
+    """What takes messages without the mutex: `make_set`. None: nothing does, for now or for ever."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Receiver(Endpoint):
         return any(reader.words[L_PUBLISHED] > reader.position for reader in self._readers)
 
     def _poll(self, patience: int = 0) -> Message | None:
-        """A message that is there now, or within `patience` nanoseconds, or None. Senders are read round robin."""
+        """A message that is there now, or within `patience` nanoseconds, or None."""
         if self._claims is not None and self._claims.scan_wanted:
             message = self._scan()
             if message is not None:
@@ -276,8 +276,8 @@ class Receiver(Endpoint):
         count = len(readers)
         if count == 1:
             return self._take(readers[0], patience)
-        if self._traits.order is not None:
-            readers.sort(key=self._traits.order)
+        if self._traits.by_age:
+            readers.sort(key=Reader.next_sent_ns)
             self._turn = 0
         for step in range(count):
             turn = self._turn + step
@@ -616,8 +616,7 @@ class Receiver(Endpoint):
         for reader in self._readers:
             reader.epoch = epoch
         self._retire_drained()
-        only = self._readers[0] if len(self._readers) == 1 and self._prefetch is None else None
-        self._direct = only if only is not None and only.direct else None
+        self._direct = make_set(self._readers, by_age=self._traits.by_age) if self._prefetch is None else None
         if claims is not None and claims.refused is not None:
             if claims.refused[0] in self._readers:
                 self._direct = None

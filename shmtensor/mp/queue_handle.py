@@ -73,19 +73,10 @@ _INTERRUPTED: Final = (
 )
 
 
-def _age(reader: Any) -> int:
-    """When a putter's next item was put; its rings are attached for that, or 0 would put it before all others."""
-    found: int = reader.age()
-    if not found:
-        reader.map_all()
-        found = reader.age()
-    return found
-
-
 class Getter(DeviceConsumer):
     """The consumer of one process. `abandoned` is called when an item is dropped after too many attempts."""
 
-    _traits = replace(DeviceConsumer._traits, counts_lost=False, order=_age)
+    _traits = replace(DeviceConsumer._traits, counts_lost=False, by_age=True)
 
     def __init__(self, channel: str, abandoned: Callable[[], None]) -> None:
         super().__init__(channel, acknowledge="release", until="closed")  # any process with the queue may put

@@ -175,7 +175,7 @@ typedef struct {
     uint64_t sender_uid; /* for the trace */
     uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
-    char ready, closing, readonly, more;
+    char ready, closing, readonly;
 } Reader;
 
 /* The lease of a message: it ends when nothing refers to it, and gives the slot back. The garbage collector does not track
@@ -828,7 +828,7 @@ static int may_go_ahead(Reader *self) {
     return locked < 0 ? -1 : !locked;
 }
 
-/* The next message, an event, or None. */
+/* The next message, an event, or None. `alone`: for a caller without the mutex. */
 static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *sink, int64_t patience, int alone) {
     if (sink->make ? !PyList_CheckExact(sink->made) : !PyDict_CheckExact(sink->undelivered)) {
         PyErr_SetString(PyExc_TypeError, sink->make ? "make, a list, then" : "receiver, a dict");
@@ -866,9 +866,6 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     }
     if (result == TAKE_TAKEN) {
         begin_lease(lease, &t);
-        if (alone && !sink->hand && self->nsiblings && published(&self->f.table) > t.seq)
-            for (Py_ssize_t i = 0; i < self->nsiblings; i++)
-                if (load(self->siblings[i]) & 1) self->more = 1;
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
     } else if (result == TAKE_DAMAGED && claims(&self->f) && !t.attempt) {
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
@@ -897,49 +894,25 @@ static int64_t nanoseconds_of(PyObject *number) {
     return found == -1 && PyErr_Occurred() ? -1 : found < 0 ? 0 : found;
 }
 
-static PyObject *Reader_get(Reader *self, PyObject *const *args, Py_ssize_t count, int alone) {
+/* receiver, undelivered, patience: 0, or -1 with an error. */
+static int dict_of(PyObject *const *args, Py_ssize_t count, Sink *sink, int64_t *patience) {
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "receiver, undelivered, patience");
-        return NULL;
+        return -1;
     }
-    int64_t patience = nanoseconds_of(args[2]);
-    Sink sink = {.receiver = args[0], .undelivered = args[1]};
-    return patience < 0 ? NULL : receive(self, NEXT, 0, &sink, patience, alone);
-}
-
-PyDoc_STRVAR(Reader_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`take`, for a caller without the mutex: None if anything is to "
-                            "be done that needs it.");
-
-static PyObject *Reader_recv(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 1); }
-
-/* Whether a message will be left for another receiver that sleeps, which the endpoint has to wake. */
-static int leaves_some(const Reader *self) {
-    if (!self->nsiblings || published(&self->f.table) <= self->f.position + 1) return 0;
-    for (Py_ssize_t i = 0; i < self->nsiblings; i++)
-        if (load(self->siblings[i]) & 1) return 1;
-    return 0;
-}
-
-/* reader[receiver, undelivered, hand, patience]: `recv`, but the message goes straight to the caller, and into its hand. */
-static PyObject *Reader_subscript(Reader *self, PyObject *key) {
-    if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) != 4 || !PyDict_CheckExact(PyTuple_GET_ITEM(key, 1))) {
-        PyErr_SetString(PyExc_TypeError, "receiver, a dict, hand, patience");
-        return NULL;
-    }
-    Sink sink = {.receiver = PyTuple_GET_ITEM(key, 0), .undelivered = PyTuple_GET_ITEM(key, 1), .hand = PyTuple_GET_ITEM(key, 2)};
-    int64_t patience = nanoseconds_of(PyTuple_GET_ITEM(key, 3));
-    if (patience < 0) return NULL;
-    if (!is_mine(self) || PyDict_GET_SIZE(sink.undelivered)) Py_RETURN_NONE; /* what is there goes first */
-    int done = sink.hand == Py_None ? 1 : finish_hand(self, sink.hand);
-    if (done < 0) return NULL;
-    if (!done || leaves_some(self)) Py_RETURN_NONE;
-    return receive(self, NEXT, 0, &sink, patience, 1);
+    *patience = nanoseconds_of(args[2]);
+    *sink = (Sink){.receiver = args[0], .undelivered = args[1]};
+    return *patience < 0 ? -1 : 0;
 }
 
 PyDoc_STRVAR(Reader_take_doc, "take(receiver, undelivered, patience)\n--\n\nThe next message, there now or within so many nanoseconds, which "
                             "is in `undelivered` then; None; or an event.");
 
-static PyObject *Reader_take(Reader *self, PyObject *const *args, Py_ssize_t count) { return Reader_get(self, args, count, 0); }
+static PyObject *Reader_take(Reader *self, PyObject *const *args, Py_ssize_t count) {
+    Sink sink;
+    int64_t patience;
+    return dict_of(args, count, &sink, &patience) ? NULL : receive(self, NEXT, 0, &sink, patience, 0);
+}
 
 PyDoc_STRVAR(Reader_take_unfinished_doc, "take_unfinished(receiver, undelivered)\n--\n\nClaims: the same of the oldest message that somebody "
                                        "had and did not finish, in the rings that are mapped.");
@@ -961,20 +934,6 @@ static PyObject *Reader_take_named(Reader *self, PyObject *args) {
     if (self->f.mode != READER_COMPETING || !seq) Py_RETURN_NONE;
     Sink sink = {.receiver = receiver, .undelivered = undelivered};
     return receive(self, NAMED, seq, &sink, 0, 0);
-}
-
-PyDoc_STRVAR(Reader_consume_doc, "consume(make, made, then)\n--\n\nWork queue, without the mutex: append what `make` makes of the next message's "
-    "value to the list `made`; the message is done then, and `then` is called unless it is None: one call, so that nothing comes "
-    "between. True; None if there is no message, or anything is to be done first. If `make` raises twice, the message is done, "
-    "`then` is called, and the error raised; if only once, what it makes is appended and the error raised: it was somebody else's.");
-
-static PyObject *Reader_consume(Reader *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3 || self->f.mode != READER_COMPETING) {
-        PyErr_SetString(PyExc_TypeError, "make, a list, then; of a work queue");
-        return NULL;
-    }
-    Sink sink = {.make = args[0], .made = args[1], .then = args[2]};
-    return receive(self, NEXT, 0, &sink, 0, 1);
 }
 
 /* --- Reader: queries --------------------------------------------------------------------------------------------------- */
@@ -1036,9 +995,7 @@ static int Reader_set_position(Reader *self, PyObject *value, void *unused) {
 }
 
 static PyMethodDef Reader_methods[] = {
-    {"recv", (PyCFunction)(void (*)(void))Reader_recv, METH_FASTCALL, Reader_recv_doc},
     {"take", (PyCFunction)(void (*)(void))Reader_take, METH_FASTCALL, Reader_take_doc},
-    {"consume", (PyCFunction)(void (*)(void))Reader_consume, METH_FASTCALL, Reader_consume_doc},
     {"take_unfinished", (PyCFunction)Reader_take_unfinished, METH_VARARGS, Reader_take_unfinished_doc},
     {"take_named", (PyCFunction)Reader_take_named, METH_VARARGS, Reader_take_named_doc},
     {"add_ring", (PyCFunction)Reader_add_ring, METH_VARARGS, Reader_add_ring_doc},
@@ -1055,7 +1012,6 @@ static PyMethodDef Reader_methods[] = {
 static PyMemberDef Reader_members[] = {
     {"closing", MEMBER_BOOL, offsetof(Reader, closing), 0, "whether this receiver reads no more"},
     {"sender", MEMBER_OBJECT, offsetof(Reader, sender), 0, "the `sender` of its messages"},
-    {"more", MEMBER_BOOL, offsetof(Reader, more), 0, "work queue: whether `recv` left something while another consumer slept"},
     {"epoch", MEMBER_U64, offsetof(Reader, epoch), 0, "the members that the receiver knows of"},
     {"_posted", MEMBER_U64, offsetof(Reader, posted), 0, "the sleep that the sender was woken in last"},
     {"lease_count", MEMBER_U64, offsetof(Reader, leases), MEMBER_READONLY, "messages that views hold"},
@@ -1077,7 +1033,6 @@ static PyType_Slot Reader_slots[] = {
     {Py_tp_methods, Reader_methods},
     {Py_tp_members, Reader_members},
     {Py_tp_getset, Reader_getset},
-    {Py_mp_subscript, Reader_subscript},
     {0, NULL},
 };
 
@@ -1088,9 +1043,195 @@ static PyType_Spec Reader_spec = {
     .slots = Reader_slots,
 };
 
+/* --- ReaderSet --------------------------------------------------------------------------------------------------------- */
+
+/* The readers of a receiver, for callers without its mutex. */
+typedef struct {
+    PyObject_VAR_HEAD
+    Py_ssize_t turn; /* which one is first */
+    char by_age, more;
+    Reader *readers[];
+} ReaderSet;
+
+static PyObject *ReaderSet_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"readers", "by_age", NULL};
+    PyObject *list;
+    int by_age;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!p", names, &PyList_Type, &list, &by_age)) return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(list);
+    int fits = count > 0 && count <= MOST_MEMBERS;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *each = PyList_GET_ITEM(list, i);
+        fits = fits && comes_from((PyObject *)Py_TYPE(each), (destructor)Reader_dealloc) && ((Reader *)each)->ready;
+    }
+    if (!fits) {
+        PyErr_SetString(PyExc_TypeError, "no readers");
+        return NULL;
+    }
+    ReaderSet *self = (ReaderSet *)type->tp_alloc(type, count);
+    if (!self) return NULL;
+    if (PyList_GET_SIZE(list) != count) Py_SET_SIZE(self, 0); /* a collection has changed it */
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) self->readers[i] = (Reader *)Py_NewRef(PyList_GET_ITEM(list, i));
+    self->by_age = (char)by_age;
+    return (PyObject *)self;
+}
+
+static int ReaderSet_traverse(ReaderSet *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) Py_VISIT(self->readers[i]);
+    return 0;
+}
+
+static void ReaderSet_dealloc(ReaderSet *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) Py_XDECREF(self->readers[i]);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Whether there are more than so many messages, and a receiver sleeps that shares them: the endpoint wakes it. */
+static int leaves(const ReaderSet *self, uint64_t most) {
+    const Reader *any = self->readers[0];
+    int sleeps = 0;
+    for (Py_ssize_t i = 0; i < any->nsiblings; i++) sleeps |= (int)(load(any->siblings[i]) & 1);
+    uint64_t there = 0;
+    for (Py_ssize_t i = 0; sleeps && i < Py_SIZE(self); i++)
+        there += published(&self->readers[i]->f.table) - self->readers[i]->f.position;
+    return there > most;
+}
+
+static int has_any(const ReaderSet *self) {
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
+        if (has_news(self->readers[i])) return 1;
+    return 0;
+}
+
+/* The reader whose turn is next, of those that were not `tried` yet: in order, or the one with the oldest message. */
+static Reader *next_in_turn(const ReaderSet *self, Py_ssize_t step, char *tried) {
+    Py_ssize_t count = Py_SIZE(self), at = (self->turn + step) % count;
+    if (!self->by_age) return self->readers[at];
+    uint64_t oldest = UINT64_MAX;
+    at = -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (tried[i]) continue;
+        uint64_t age = reader_age(&self->readers[i]->f);
+        if (at < 0 || age < oldest) {
+            oldest = age;
+            at = i;
+        }
+    }
+    tried[at] = 1;
+    return self->readers[at];
+}
+
+/* `receive` from one after the other, or wait so many nanoseconds until one has something. */
+static PyObject *take_in_turn(ReaderSet *self, const Sink *sink, int64_t patience) {
+    Py_ssize_t count = Py_SIZE(self);
+    Reader *first = self->readers[0];
+    if (count == 1) return receive(first, NEXT, 0, sink, patience, 1);
+    for (uint64_t until = 0;;) {
+        char tried[MOST_MEMBERS];
+        if (self->by_age) memset(tried, 0, (size_t)count);
+        for (Py_ssize_t step = 0; step < count; step++) {
+            Reader *reader = next_in_turn(self, step, tried);
+            PyObject *found = receive(reader, NEXT, 0, sink, 0, 1);
+            if (!found) return NULL;
+            if (found != Py_None) {
+                self->turn = (self->turn + step + 1) % count;
+                return found;
+            }
+            Py_DECREF(found);
+            if (PyList_GET_SIZE(reader->events) || (sink->hand && PyDict_GET_SIZE(sink->undelivered))) Py_RETURN_NONE;
+        }
+        do {
+            uint64_t now = patience > 0 ? monotonic_ns() : 0;
+            if (!until) until = now + (uint64_t)patience;
+            if (patience <= 0 || now >= until || load(first->epoch_at) != first->epoch) Py_RETURN_NONE;
+            for (int i = 0; i < 16 && !has_any(self); i++) cpu_relax();
+        } while (!has_any(self));
+    }
+}
+
+/* `take_in_turn`, and note whether something is left for a receiver that sleeps. */
+static PyObject *take_and_note(ReaderSet *self, const Sink *sink, int64_t patience) {
+    PyObject *found = take_in_turn(self, sink, patience);
+    if (found && found != Py_None && leaves(self, 0)) self->more = 1;
+    return found;
+}
+
+PyDoc_STRVAR(ReaderSet_recv_doc, "recv(receiver, undelivered, patience)\n--\n\n`take` of a reader in turn: None if anything is to be done "
+    "that needs the mutex.");
+
+static PyObject *ReaderSet_recv(ReaderSet *self, PyObject *const *args, Py_ssize_t count) {
+    Sink sink;
+    int64_t patience;
+    return dict_of(args, count, &sink, &patience) ? NULL : take_and_note(self, &sink, patience);
+}
+
+PyDoc_STRVAR(ReaderSet_consume_doc, "consume(make, made, then)\n--\n\nWork queue: append what `make` makes of the next message's "
+    "value to the list `made`; the message is done then, and `then` is called unless it is None: one call, so that nothing comes "
+    "between. True; None if there is no message, or anything is to be done first. If `make` raises twice, the message is done, "
+    "`then` is called, and the error raised; if only once, what it makes is appended and the error raised: it was somebody else's.");
+
+static PyObject *ReaderSet_consume(ReaderSet *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 || self->readers[0]->f.mode != READER_COMPETING) {
+        PyErr_SetString(PyExc_TypeError, "make, a list, then; of a work queue");
+        return NULL;
+    }
+    Sink sink = {.make = args[0], .made = args[1], .then = args[2]};
+    return take_and_note(self, &sink, 0);
+}
+
+/* set[receiver, undelivered, hand, patience]: `recv`, but the message goes straight to the caller, and into its hand. */
+static PyObject *ReaderSet_subscript(ReaderSet *self, PyObject *key) {
+    if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) != 4 || !PyDict_CheckExact(PyTuple_GET_ITEM(key, 1))) {
+        PyErr_SetString(PyExc_TypeError, "receiver, a dict, hand, patience");
+        return NULL;
+    }
+    Sink sink = {.receiver = PyTuple_GET_ITEM(key, 0), .undelivered = PyTuple_GET_ITEM(key, 1), .hand = PyTuple_GET_ITEM(key, 2)};
+    int64_t patience = nanoseconds_of(PyTuple_GET_ITEM(key, 3));
+    if (patience < 0) return NULL;
+    if (!is_mine(self->readers[0]) || PyDict_GET_SIZE(sink.undelivered)) Py_RETURN_NONE; /* what is there goes first */
+    int done = sink.hand == Py_None ? 1 : finish_hand(self->readers[0], sink.hand);
+    if (done < 0) return NULL;
+    if (!done || leaves(self, 1)) Py_RETURN_NONE;
+    return take_in_turn(self, &sink, patience);
+}
+
+static PyMethodDef ReaderSet_methods[] = {
+    {"recv", (PyCFunction)(void (*)(void))ReaderSet_recv, METH_FASTCALL, ReaderSet_recv_doc},
+    {"consume", (PyCFunction)(void (*)(void))ReaderSet_consume, METH_FASTCALL, ReaderSet_consume_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef ReaderSet_members[] = {
+    {"more", MEMBER_BOOL, offsetof(ReaderSet, more), 0, "work queue: whether something was left while another consumer slept"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot ReaderSet_slots[] = {
+    {Py_tp_doc, "The readers of a receiver, for callers without its mutex: see ring/reader.py."},
+    {Py_tp_new, ReaderSet_new},
+    {Py_tp_traverse, ReaderSet_traverse},
+    {Py_tp_dealloc, ReaderSet_dealloc},
+    {Py_tp_methods, ReaderSet_methods},
+    {Py_tp_members, ReaderSet_members},
+    {Py_mp_subscript, ReaderSet_subscript},
+    {0, NULL},
+};
+
+static PyType_Spec ReaderSet_spec = {
+    .name = "shmtensor.native._core.ReaderSet",
+    .basicsize = sizeof(ReaderSet),
+    .itemsize = sizeof(Reader *),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = ReaderSet_slots,
+};
+
 int add_reader(PyObject *module) {
     static int watches_forks;
-    PyType_Spec *specs[] = {&Counts_spec, &Received_spec, &Lease_spec, &Reader_spec};
+    PyType_Spec *specs[] = {&Counts_spec, &Received_spec, &Lease_spec, &Reader_spec, &ReaderSet_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);

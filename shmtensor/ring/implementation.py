@@ -28,8 +28,6 @@ if native.module is not None:
 
         __slots__ = Reader.SLOTS
 
-        direct = True
-
         def __init__(self, *args: Any) -> None:
             self._set_up(*args)
             reception, sequences = self.reception, self.sequences
@@ -65,6 +63,16 @@ if native.module is not None:
 _REFERENCES: dict[int, type[ReferenceReader]] = {
     ALL: BroadcastReader, LATEST: LatestReader, COMPETING: CompetingReader, GROUP: GroupReader,
 }  # fmt: skip
+
+
+def make_set(readers: list[Any], *, by_age: bool) -> Any:
+    """What takes messages of these readers without the receiver's mutex, docs/internals/core.md; None: nothing does.
+
+    `by_age`: the oldest message first. Else the readers take turns.
+    """
+    if native.module is None or not readers or not all(isinstance(each, CompiledReader) for each in readers):
+        return None
+    return native.module.ReaderSet(readers, by_age)
 
 
 def make_reader(reception: Reception, sequences: SequenceTable, *args: Any) -> Reader:

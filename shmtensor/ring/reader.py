@@ -104,9 +104,6 @@ class Reader(ABC):
     )  # fmt: skip
     """The slots of every implementation."""
 
-    direct = False
-    """Whether there is a `recv`: `take` for a caller without the receiver's mutex."""
-
     rings: list[Ring]
     sender: Any
     """The `sender` of its messages; the endpoint sets it."""
@@ -117,10 +114,11 @@ class Reader(ABC):
     gone: bool
     """The producer is closed or dead: nothing follows what is published."""
     emptied: Callable[[], None]
+    age: Callable[[], int]
+    """Work queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has to tell,
+    2**64 - 1 if there is none."""
     epoch: int
-    """The epoch whose members the receiver has read; for `recv`."""
-    more: bool
-    """Work queue: `recv` has left messages while another consumer slept."""
+    """The epoch whose members the receiver has read; for callers without the mutex."""
     _posted: int
     """The producer's `asleep` word for which this reader has woken it last."""
 
@@ -156,6 +154,14 @@ class Reader(ABC):
     @abstractmethod
     def next(self) -> int:
         """The sequence number of the next message; 0 if there is none."""
+
+    def next_sent_ns(self) -> int:
+        """Its `age`; rings are attached for that, or 0 would put this sender before all others."""
+        found = self.age()
+        if not found:
+            self.map_all()
+            found = self.age()
+        return found
 
     def is_drained(self) -> bool:
         """Of a sender that is gone: whether nothing is left to take, nor claimed by a receiver whose death would bring
@@ -416,7 +422,6 @@ class ReferenceReader(Reader):
         "events",
         "known",
         "leases",
-        "more",
         "position",
         "sender",
         "start",
@@ -434,7 +439,7 @@ class ReferenceReader(Reader):
 
     def __init__(self, *args: Any) -> None:
         self.leases, self.known, self.taking, self.closing, self.position, self.start = {}, False, None, False, 0, 0
-        self.epoch, self.more, self._posted, self.sender = 0, False, 0, None
+        self.epoch, self._posted, self.sender = 0, 0, None
         self.events: EventLog | None = None
         self._set_up(*args)
 

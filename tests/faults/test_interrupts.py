@@ -106,9 +106,13 @@ class FanOut:
                 self.rx.recv(timeout=0.3)
         assert self.is_idle()
 
+    def close_others(self):
+        """No other sender is left."""
+
     def close(self):
         self.rx.close()
         self.tx.close()
+        self.close_others()
 
 
 class WorkQueue(FanOut):
@@ -116,7 +120,16 @@ class WorkQueue(FanOut):
 
 
 class Group(FanOut):
+    """Of a group, and with a second sender, which sends nothing: readers are taken from in turn."""
+
     receiver = staticmethod(functools.partial(shmtensor.Subscriber, group="them"))
+
+    def __init__(self, channel, *args, **sending):
+        self.other = self.sender(channel)
+        super().__init__(channel, *args, **sending)
+
+    def close_others(self):
+        self.other.close()
 
 
 PATTERNS = {"fan-out": FanOut, "work-queue": WorkQueue, "group": Group}
@@ -642,6 +655,7 @@ def test_close(channel, pattern, side):
             closing.send(np.zeros(1)) if side == "tx" else closing.recv(timeout=0)
         if side == "tx":
             it.drain()
+            it.close_others()
             with pytest.raises(shmtensor.EndOfStream):
                 it.rx.recv(timeout=PATIENCE)
         else:

@@ -33,6 +33,7 @@ from shmtensor.mp import queue as implementation
 from shmtensor.mp import queue_handle
 from shmtensor.ring.layout import L_VERSION
 from shmtensor.ring.pool import Pool
+from shmtensor.ring.reader import Reader
 
 from ..conftest import FILES_ONLY
 from ..forkservers import preloaded
@@ -467,7 +468,7 @@ def test_what_a_putter_left_is_kept_and_comes_in_the_order_of_putting():
 def test_a_putter_whose_ring_is_not_attached_yet_does_not_come_first():
     """`age` is 0 then. Its ring may be made between its joining and the getter's look: 3 of 100 runs under load."""
 
-    class Reader:
+    class Unattached:
         attached = False
 
         def age(self):
@@ -476,7 +477,7 @@ def test_a_putter_whose_ring_is_not_attached_yet_does_not_come_first():
         def map_all(self):
             self.attached = True
 
-    assert queue_handle._age(Reader()) == 7
+    assert Reader.next_sent_ns(Unattached()) == 7
 
 
 def put_numbered(q, name):

@@ -84,7 +84,31 @@ def test_every_value_in_every_mode(channel, pattern, kind, implementation):
                 message.release()
                 del message
         assert rx.statistics().leases == 0
-        assert rx._readers[0].direct == (implementation == "compiled")
+        assert (rx._direct is not None) == (implementation == "compiled")
+
+
+@in_every_mode
+def test_several_senders_take_turns(channel, pattern, implementation):
+    make_tx, make_rx, options = PATTERNS[pattern]
+    with contextlib.ExitStack() as stack:
+        rx = stack.enter_context(make_rx(channel, **options))
+        senders = [stack.enter_context(make_tx(channel)) for _ in range(3)]
+        for number, tx in enumerate(senders):
+            tx.send(number)
+            rx.recv(timeout=PATIENCE).release()
+        for turn in range(4):
+            for number, tx in enumerate(senders):
+                for _ in range(1 if pattern == "latest" else 2):
+                    tx.send((number, turn))
+            for _ in range(1 if pattern == "latest" else 2):
+                found = [rx.recv(timeout=PATIENCE).value for _ in senders]
+                assert sorted(found) == [(number, turn) for number in range(3)]
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        assert (rx._direct is not None) == (implementation == "compiled")
+        senders[1].close()
+        senders[2].send("more")
+        assert rx.recv(timeout=PATIENCE).value == "more"
 
 
 def test_history_and_several_rings(channel):
@@ -260,18 +284,19 @@ def test_the_compiled_types_refuse_misuse(channel):
         lambda: reader.next(), lambda: reader.begin(), lambda: reader.age(), lambda: reader.has_lease(0, 0, 1),
         lambda: reader.add_ring(b"", b"", 1, 1, 1, 1), lambda: reader.set_siblings(()),
         lambda: reader.take_unfinished(None, {}), lambda: reader.take_named(1, None, {}),
-        lambda: reader.take(None, [], 0), lambda: reader.take(None, {}), lambda: reader.recv(None, {}, "x"),
-        lambda: reader[None], lambda: reader[None, [], None, 0], lambda: reader[None, {}, None, "x"],
+        lambda: reader.take(None, [], 0), lambda: reader.take(None, {}), lambda: reader.take(None, {}, "x"),
+        lambda: module.ReaderSet(), lambda: module.ReaderSet([], False), lambda: module.ReaderSet([reader], False),
+        lambda: module.ReaderSet([1], False), lambda: module.ReaderSet((), False),
         lambda: module.Lease(), lambda: module.Reader(codec=1), lambda: module.Received(1),
         lambda: setattr(reader, "position", -1), lambda: setattr(reader, "position", "x"),
     ):  # fmt: skip
         with pytest.raises((TypeError, RuntimeError, ValueError, OverflowError)):
             call()
-    assert reader.take(None, {}, 0) is reader[None, {}, None, 0] is reader[None, {}, 1, 0] is None
+    assert reader.take(None, {}, 0) is None
     with Producer(channel, slots=4) as tx, Consumer(channel) as rx:
         tx.send(torch.ones(4))
         message = rx.recv(timeout=PATIENCE)
-        made = rx._readers[0]
+        made, readers = rx._readers[0], rx._direct
         lease = message._lease
         assert bytes(lease) == torch.ones(4).numpy().tobytes()
         words = np.zeros(8, np.uint64)
@@ -283,13 +308,16 @@ def test_the_compiled_types_refuse_misuse(channel):
             lambda: made.add_ring(words, words, 1 << 60, 1 << 60, 8, 0),
             lambda: made.add_ring(words, words, 0, 0, 0, 0), lambda: made.set_siblings((1 << 40,)),
             lambda: made.__init__(made.reception, made.sequences, made.index, 0, None, None),
-            lambda: made.take(None, {}, -1, 2), lambda: made[rx, {}, 1, 0],
+            lambda: made.take(None, {}, -1, 2), lambda: readers[rx, {}, 1, 0], lambda: readers[None],
+            lambda: readers[None, [], None, 0], lambda: readers[None, {}, None, "x"],
+            lambda: readers.recv(None, {}, "x"),
+            lambda: readers.consume(None, (), None), lambda: readers.recv(None, [], 0), lambda: readers.recv(),
             lambda: tx._writer.add_ring(no_ring),
         ):  # fmt: skip
             with pytest.raises((TypeError, ValueError, AttributeError)):
                 wrong()
         for odd in (1, (), (lease,), (lease, None, None, 5), (1, None, None, None)):  # what is in a hand
-            assert made[rx, {}, SimpleNamespace(last=odd), 0] is None
+            assert readers[rx, {}, SimpleNamespace(last=odd), 0] is None
         assert tx._writer.acquire(1 << 63, 0) is tx._writer.acquire((1 << 64) - 1, 0) is None
         assert not made.has_lease(99, 99, 1)
         assert made.take_named(1, rx, {}) is None  # it is ours already
