@@ -24,6 +24,9 @@ from .base import Case, Effort, Workload
 
 TWO, BUSY, ONE = "two cores", "two cores, one busy loop beside", "one core"
 RATE, TRIP = "one way", "round trip"
+IN_FLIGHT = 2048
+"""At most so many messages of 1 KiB lie between the two ends of a channel, whose ring has 1,024 slots, or of pyzmq's
+sockets: their two queues have room for 1,000 each, and what is between them for some."""
 
 
 class Ours(Link):
@@ -74,10 +77,8 @@ class Kind:
     transport: Transport
     link: Callable[[LinkSettings], Link]
     pattern: str = PAIR
-    in_flight: int = 2048
-    """At most so many messages lie between the two ends: a ring of this size has 1,024 slots, pyzmq's two queues have
-    room for 1,000 each, and the socket between them for some. A stretch that is measured is longer: else one core would
-    show how fast the receiver is alone."""
+    in_flight: int = IN_FLIGHT
+    """At most so many messages lie between the two ends."""
 
     @property
     def form(self) -> str:
@@ -176,8 +177,9 @@ WORKLOAD = Workload(
     title="1 KiB with default arguments: alone, beside a busy process, on one core",
     what=(
         "Two processes, 1 KiB, nothing passed to the constructors but what a row names (queues: maxsize=64). One way: "
-        "messages a second at the receiver, as many in flight as the transport itself allows. Beside: a process in an "
-        "endless loop on the same two CPUs. One core: both processes on one CPU (`sched_setaffinity`, before the ends "
+        "messages a second at the receiver, as many in flight as the transport itself allows, over stretches of at "
+        "least 8,192 (queues: 256), counted as in the table of one way. Beside: a process in an endless loop on the "
+        "same two CPUs. One core: both processes on one CPU (`sched_setaffinity`, before the ends "
         "are made). Queues carry NumPy arrays, pyzmq bytes. The ratio is to pyzmq or multiprocessing.Queue in the same "
         "round."
     ),

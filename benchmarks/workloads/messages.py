@@ -16,15 +16,19 @@ import shmtensor
 
 from ..measure import RowSpec, Samples
 from ..processes import Role, fresh_name, pipes, run_roles
+from ..sizes import KIB
 from ..transports import SHMTENSOR, ZMQ, Link, LinkSettings, Receiver, Sender
 from .base import Case, Effort, Workload
-from .default_arguments import Bare, Ours
+from .default_arguments import IN_FLIGHT, Bare, Ours
+from .throughput import rates_of
 
 Message = tuple[Any, Any]
 """Value and meta."""
 SHAPES = 16
 """Of the kind whose shapes change."""
-CHUNKS = 20
+FRAME = "6 MiB frame with meta"
+FRAMES = 16
+"""Slots of a ring for those. pyzmq's queues would take 12 GB of them."""
 TRIPS = 200
 """Messages of a chunk in one process."""
 MESSAGE_S, LEAF_S = 1.5e-6, 0.3e-6
@@ -68,7 +72,7 @@ KINDS: dict[str, Callable[[], list[Message]]] = {
     "nested tree": lambda: [(_nested(), None)],
     "bfloat16 and scalars": lambda: [({"kv": _tensor(512, "bfloat16"), "layer": 3, "pos": 17}, {"req": "r-123"})],
     "changing shapes": _shapes,
-    "6 MiB frame with meta": lambda: [(_frame(), {"ts": 1.5, "camera": "left", "exposure": 0.01})],
+    FRAME: lambda: [(_frame(), {"ts": 1.5, "camera": "left", "exposure": 0.01})],
 }
 """Name -> the messages that are sent in turn. All but the frame have about 1 KiB of tensors."""
 
@@ -150,7 +154,7 @@ CARRIERS = {SHMTENSOR.name: SHMTENSOR, RIVAL: ZMQ}
 
 def measure_rate(effort: Effort, *, kind: str, way: str) -> Samples:
     """Messages per second at the receiver."""
-    link = LINKS[way](LinkSettings(fresh_name(), 1024, 64))
+    link = LINKS[way](LinkSettings(fresh_name(), KIB, FRAMES if kind == FRAME else IN_FLIGHT))
     try:
         return rate_of(link, partial(messages_of, kind), kind, effort)
     finally:
@@ -197,20 +201,19 @@ def _receive(
     recv, clock = receiver.recv, time.perf_counter
     number, received = 0, None
 
-    def stretch(count: int) -> float:
+    def take(count: int) -> float:
         nonlocal number, received
-        control.send(count)
         start = clock()
+        control.send(count)
         for _ in range(count):
             received = recv()
+        seconds = clock() - start
         number += count
         if not same(received, messages[(number - 1) % len(messages)]):
             raise AssertionError(f"{kind}: what arrived is not what was sent")
-        return count / (clock() - start)
+        return seconds
 
-    rate = stretch(64)
-    chunk = max(32, min(effort.most, int(effort.seconds * rate)) // CHUNKS)
-    rates = [stretch(chunk) for _ in range(CHUNKS if effort.seconds else 3)]
+    rates = rates_of(take, effort, link.settings.in_flight)
     control.send(0)
     received = None
     meet()

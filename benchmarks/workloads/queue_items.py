@@ -79,8 +79,9 @@ WORKLOAD = Workload(
     title="Kinds of items in a queue",
     what=(
         "Items a second at the getter of a queue between two processes, each queue made for `spawn`, at most 64 items "
-        "in it; the last item of each stretch is compared. Small ones hold 1 KiB, large ones 1 MiB. Tensors are "
-        "compared with torch's queues, which put clones: those would otherwise send the same memory again."
+        "in it, counted as in the table of one way; the last item of each stretch is compared outside the clock. Small "
+        "ones hold 1 KiB, large ones 1 MiB. Tensors are compared with torch's queues, which put copies in new shared "
+        "memory: they would send the same memory again otherwise."
     ),
     cases=tuple(
         Case(row_name(kind, transport), transport, partial(measure, transport, kind=kind)) for kind, transport in CELLS

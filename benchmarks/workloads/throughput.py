@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 from .. import payloads
 from ..measure import RowSpec, Samples
@@ -16,14 +15,34 @@ from ..transports import FAN_IN, PAIR, RAY, SHMTENSOR, VLLM, Link, LinkSettings,
 from .base import Case, Effort, Workload
 
 IN_FLIGHT = 64
-CHUNKS = 20
-CALIBRATE = 64
+STRETCHES = 3
+LONGER = 1.5
+"""So many times `Effort.seconds` all stretches take."""
+FILLINGS = 4
+"""So many times what may lie between the two ends is sent in a stretch at least: the wait for room is part of it."""
 MORE = 20
 """So many times `Effort.most` messages are sent at most: each is cheaper than a round trip."""
 
 
+def rates_of(take: Callable[[int], float], effort: Effort, in_flight: int, senders: int = 1) -> list[float]:
+    """Messages per second of some stretches.
+
+    Args:
+        take: has so many messages sent, receives all of them, and returns the seconds since they were asked for.
+            Nothing lies between the two ends before or after, and a stretch counts as a whole: the median of parts
+            that are shorter than what may lie there shows how fast the receiver is alone.
+        effort: how long all stretches take.
+        in_flight: so many messages of a sender may lie between the two ends, at most.
+        senders: those who send, each as many.
+    """
+    warm = 2 * in_flight * senders  # every slot, buffer and queue was used
+    count = int(effort.seconds * LONGER * warm / take(warm))
+    count = max(FILLINGS * in_flight, min(effort.most * MORE, count, 1 << 20) // STRETCHES // senders) * senders
+    return [count / take(count) for _ in range(STRETCHES if effort.seconds else 1)]
+
+
 def measure(transport: Transport, effort: Effort, *, nbytes: int, senders: int = 1, form: str | None = None) -> Samples:
-    """At the receiver: messages per second for each of up to 20 stretches, and CPU seconds of all per message.
+    """At the receiver: messages per second of each of 3 stretches, and CPU seconds of all per message.
 
     `form` is that of the payload, where a transport takes several.
     """
@@ -71,32 +90,22 @@ def receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, c
     expected, last = payloads.make(form, nbytes), payloads.make(form, nbytes, 1)
     recv, clock, cpu = receiver.recv, time.perf_counter, time.process_time
 
-    def stretch(chunk: int, chunks: int) -> tuple[list[float], float, Any]:
-        """Messages per second of each chunk, CPU seconds of a message, the last value."""
-        each = chunk * chunks // len(controls)
-        rates: list[float] = []
+    spent: list[tuple[int, float]] = []
+
+    def take(count: int) -> float:
+        each, before = count // len(controls), cpu()
+        start = clock()
         for control in controls:
             control.send(each)
-        spent, start = cpu(), clock()
-        for _ in range(chunks):
-            for _ in range(chunk):
-                value = recv()
-            end = clock()
-            rates.append(chunk / (end - start))
-            start = end
-        spent = cpu() - spent + sum(control.recv() for control in controls)
-        return rates, spent / (chunk * chunks), value
+        for _ in range(count):
+            value = recv()
+        seconds = clock() - start
+        spent.append((count, cpu() - before + sum(control.recv() for control in controls)))
+        payloads.check(form, value, expected)
+        return seconds
 
-    peers = len(controls)
-    first = max(peers, min(CALIBRATE, link.settings.in_flight * 2) // peers * peers)
-    rates, _, value = stretch(first, 1)
-    payloads.check(form, value, expected)
-    del value
-    count = min(effort.most * MORE, int(effort.seconds * rates[0] * 1.5), 1 << 20)
-    # a stretch is longer than what may be in flight: a shorter one could find all of its messages waiting
-    chunk = max(2 * link.settings.in_flight, count // CHUNKS, peers) // peers * peers
-    rates, spent, value = stretch(chunk, max(1, count // chunk))
-    payloads.check(form, value, expected)
+    rates = rates_of(take, effort, link.settings.in_flight, len(controls))
+    _, *counted = spent  # the first one was a warm-up
     for control in controls:
         control.send(0)
     value = recv()
@@ -104,7 +113,7 @@ def receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, c
     del value
     meet()
     receiver.close()
-    return {"rate": rates, "cpu": [spent]}
+    return {"rate": rates, "cpu": [seconds / count for count, seconds in counted]}
 
 
 def measure_ray(effort: Effort, sizes: tuple[int, ...] = SIZES) -> Samples:
@@ -160,10 +169,11 @@ WORKLOAD = Workload(
     title="One way, as fast as it goes",
     what=(
         "Two processes, 64 messages in flight at most, and 64 MiB (pyzmq: as many at each end and what its "
-        "socket holds; Pipe: what the pipe holds). Counted at the receiver, after a warm-up; each value is "
-        "received, usable, and dropped; no byte is read. The sender copies the payload each time (pyzmq "
-        "copy=False: the kernel does). shmtensor spins for up to 1 s, iceoryx2 and vLLM poll, the others "
-        "block; CPU seconds are user and system time of both processes, polling included. Ray: calls of an "
+        "socket holds; Pipe: what the pipe holds). Counted at the receiver, after a warm-up, over stretches of at "
+        "least four times as many: from the order to send them until the last one is there, with nothing in "
+        "flight before; each value is received, usable, and dropped; no byte is read. The sender copies the payload "
+        "each time (pyzmq copy=False: the kernel does). shmtensor spins for up to 1 s, iceoryx2 and vLLM poll, the "
+        "others block; CPU seconds are user and system time of both processes, polling included. Ray: calls of an "
         "actor that return a number."
     ),
     cases=(

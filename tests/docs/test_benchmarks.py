@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from dataclasses import asdict
 
 import numpy as np
@@ -38,14 +39,16 @@ from benchmarks.run import app
 from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
-from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS
+from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS, LinkSettings, Receiver
 from benchmarks.workloads import (
     SCALES,
     WORKLOADS,
     Case,
+    Effort,
     Workload,
     executor,
     loading,
+    messages,
     mixed_dict,
     pipeline,
     round_trip,
@@ -164,6 +167,51 @@ def test_a_rival_without_samples_is_named_and_nothing_is_judged_against_it(outco
     (verdict,) = targets.judge((a, b), (Target("less", ("w", "a"), "<=", 0.75, ("w", "b")),))
     assert verdict.met is None
     assert verdict.open == f"b: {why}"
+
+
+class Clock:
+    """Time that passes when somebody says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, seconds, result=None):
+        self.now += seconds
+        return result
+
+
+def far_end(recv, in_flight):
+    """A link's receiving end, and what orders messages: the numbers that were asked for."""
+    asked = []
+    link = types.SimpleNamespace(
+        receiver=lambda: Receiver(recv, lambda: None), settings=LinkSettings("", KIB, in_flight=in_flight)
+    )
+    return link, asked, types.SimpleNamespace(send=asked.append, recv=lambda: 0.0)
+
+
+def test_messages_are_counted_over_more_than_lies_between_and_compared_outside_the_clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(messages, "time", types.SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(messages, "same", lambda value, expected: clock.spend(1e6, value == expected))
+    link, asked, control = far_end(lambda: clock.spend(0.5, "it"), in_flight=100)
+    found = messages._receive(lambda: None, link, lambda: ["it"], "tensor", TINY, control)
+    assert found["rate"] == [2.0]
+    assert asked == [200, 400, 0]
+
+
+def test_a_stretch_of_one_way_begins_with_nothing_in_flight_and_counts_as_a_whole(monkeypatch):
+    clock = Clock()
+    clocks = types.SimpleNamespace(perf_counter=clock, process_time=lambda: 0.0)
+    monkeypatch.setattr(throughput, "time", clocks)
+    link, asked, control = far_end(
+        lambda: clock.spend(1 / 1024, payloads.make("torch", KIB, int(asked[-1] == 0))), in_flight=100
+    )
+    found = throughput.receive(lambda: None, "torch", link, Effort("full", 1.0), [control])
+    assert asked == [200, 512, 512, 512, 0]
+    assert found["rate"] == [1024.0] * 3
 
 
 def test_summaries():
