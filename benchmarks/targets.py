@@ -158,9 +158,12 @@ TARGETS: tuple[Target, ...] = (
         target
         for kind in messages.KINDS
         for target in (
-            Target(
-                f"{kind}, one way", ("messages", messages.rate_name(kind, "shmtensor")), ">=", 3,
-                ("messages", messages.rate_name(kind, messages.RIVAL)),
+            *(
+                Target(
+                    f"{kind}, one way", ("messages", messages.rate_name(kind, "shmtensor")), ">=", 3,
+                    ("messages", messages.rate_name(kind, rival)),
+                )
+                for rival in messages.rivals(kind)
             ),
             Target(
                 f"{kind}, in one process, of what it may cost", ("messages", messages.here_name(kind, messages.SHARE)),

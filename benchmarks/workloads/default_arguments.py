@@ -58,7 +58,7 @@ class Bare(ZmqLink):
         context = zmq.Context()
         socket = context.socket(zmq.PUSH)
         socket.connect(self.address)
-        return Sender(socket.send, lambda: context.destroy(linger=1000))
+        return Sender(self.sending(socket), lambda: context.destroy(linger=1000))
 
     def receiver(self, index: int = 0) -> Receiver:
         import zmq
@@ -66,7 +66,17 @@ class Bare(ZmqLink):
         context = zmq.Context()
         socket = context.socket(zmq.PULL)
         socket.bind(self.address)
-        return Receiver(socket.recv, lambda: context.destroy(linger=0))
+        return Receiver(self.receiving(socket), lambda: context.destroy(linger=0))
+
+    def sending(self, socket: Any) -> Callable[[Any], object]:
+        """What sends one payload."""
+        send: Callable[[Any], object] = socket.send
+        return send
+
+    def receiving(self, socket: Any) -> Callable[[], Any]:
+        """What waits for one payload."""
+        recv: Callable[[], Any] = socket.recv
+        return recv
 
 
 @dataclass(frozen=True)
