@@ -10,11 +10,18 @@ from .base import FAN_IN, FAN_OUT, PAIR, WORK_QUEUE, Link, LinkSettings, Receive
 class ZmqLink(Link):
     """PUSH and PULL, for a fan-out PUB and SUB. The single end binds."""
 
-    copies = True
-
     @property
     def address(self) -> str:
         return f"ipc://@{self.settings.name}"  # Linux's abstract namespace: nothing to clean up
+
+    @property
+    def mark(self) -> int:
+        """High-water mark of each end of a connection. PUSH deals jobs out in turn to whoever is below it: the queues
+        of all workers together have room for as many as may wait."""
+        settings = self.settings
+        return max(
+            1, settings.in_flight // (2 * settings.peers) if settings.pattern == WORK_QUEUE else settings.in_flight
+        )
 
     def sender(self, index: int = 0) -> Sender:
         import zmq
@@ -22,7 +29,7 @@ class ZmqLink(Link):
         settings, context = self.settings, zmq.Context()
         fan_out = settings.pattern == FAN_OUT
         socket = context.socket(zmq.XPUB if fan_out else zmq.PUSH)
-        socket.sndhwm = settings.in_flight
+        socket.sndhwm = self.mark
         if fan_out:
             socket.xpub_verbose = True  # tell of every subscription, not only of the first to a topic
             socket.xpub_nodrop = True  # a full subscriber makes the sender wait
@@ -44,7 +51,7 @@ class ZmqLink(Link):
 
         context = zmq.Context()
         socket = context.socket(zmq.SUB if self.settings.pattern == FAN_OUT else zmq.PULL)
-        socket.rcvhwm = self.settings.in_flight
+        socket.rcvhwm = self.mark
         if self.settings.pattern == FAN_OUT:
             socket.subscribe(b"")
         if self.settings.pattern in (FAN_OUT, WORK_QUEUE):

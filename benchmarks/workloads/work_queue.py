@@ -114,8 +114,8 @@ WORKLOAD = Workload(
         "One producer, 4 worker processes. A job is a 64 KiB tensor that says how long it takes, 0.2 to 2 ms "
         "and one in 20 20 ms, always the same list; its worker sleeps that long, as one that waits for a "
         "device would. At most 8 jobs wait. Efficiency: the jobs' own time over 4 workers, divided by the "
-        "wall time from the first send to the end of the last job. pyzmq deals the jobs out in turn, "
-        "whoever is busy."
+        "wall time from the first send to the end of the last job. pyzmq deals the jobs out in turn "
+        "to whoever has room; its queues hold one at each end of each connection."
     ),
     cases=tuple(
         Case(

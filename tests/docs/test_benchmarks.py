@@ -39,7 +39,7 @@ from benchmarks.run import app
 from benchmarks.runner import run_workload
 from benchmarks.sizes import HUGE, KIB, MIB, SIZES, in_flight, label
 from benchmarks.targets import Target
-from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS, LinkSettings, Receiver
+from benchmarks.transports import SHMTENSOR, SHMTENSOR_QUEUE, TRANSPORTS, WORK_QUEUE, LinkSettings, Receiver, zmq_pair
 from benchmarks.workloads import (
     SCALES,
     WORKLOADS,
@@ -212,6 +212,15 @@ def test_a_stretch_of_one_way_begins_with_nothing_in_flight_and_counts_as_a_whol
     found = throughput.receive(lambda: None, "torch", link, Effort("full", 1.0), [control])
     assert asked == [200, 512, 512, 512, 0]
     assert found["rate"] == [1024.0] * 3
+
+
+def test_pyzmq_holds_no_more_jobs_than_may_wait():
+    def mark(**settings):
+        return zmq_pair.ZmqLink(LinkSettings("", KIB, in_flight=8, **settings)).mark
+
+    assert mark() == 8
+    assert mark(pattern=WORK_QUEUE, peers=4) * 2 * 4 == 8
+    assert mark(pattern=WORK_QUEUE, peers=8) == 1
 
 
 def test_summaries():
