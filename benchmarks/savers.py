@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,41 @@ def one_rank() -> None:
         os.environ.setdefault("MASTER_ADDR", "localhost")
 
 
-def _dcp_async(kind: str, state: Any, path: Path) -> Callable[[], object]:
+def make_stager(**options: bool) -> Any:
+    """DCP's `DefaultStager` for several saves, with these `StagingOptions`: it copies into memory that it keeps."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(StagingOptions(**options))
+    stager._state_dict_stager.close = lambda: None  # torch 2.11 drops the buffers after a save, and fails at the next
+    return stager
+
+
+def lacks_stager() -> str | None:
+    """Why this torch makes none."""
+    try:
+        from torch.distributed.checkpoint.staging import DefaultStager  # noqa: F401
+    except ImportError:
+        return "this torch has no DefaultStager"
+    return None
+
+
+_of_process = cache(make_stager)
+
+
+def _dcp_async(kind: str, state: Any, path: Path, *, keeps: bool = False) -> Callable[[], object]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     one_rank()
-    future = dcp.async_save(state, storage_writer=files(path), async_checkpointer_type=AsyncCheckpointerType(kind))
+    stager = {}
+    if keeps:
+        stager["async_stager"] = _of_process(
+            use_pinned_memory=False, use_shared_memory=kind == "process", use_async_staging=False,
+            use_non_blocking_copy=False,
+        )  # fmt: skip
+    future = dcp.async_save(
+        state, storage_writer=files(path), async_checkpointer_type=AsyncCheckpointerType(kind), **stager
+    )
     return future.result  # type: ignore[union-attr]
 
 
@@ -157,18 +186,29 @@ class Saver:
     """Whether it takes states that are more than a flat dict of tensors."""
     judged: bool = False
     """Whether a target names it."""
+    needs: Callable[[], str | None] = lambda: None
+    """Why what is installed cannot do it; None if it can."""
 
     def lacks(self) -> str | None:
-        return None if importlib.util.find_spec(self.module) is not None else f"{self.module} is not installed"
+        return self.needs() if importlib.util.find_spec(self.module) is not None else f"{self.module} is not installed"
 
 
 THREADS, PROCESS = "DCP async_save, threads", "DCP async_save, process"
+_DCP_MODES = {"thread": THREADS, "process": PROCESS}
 SAVERS: dict[str, Saver] = {
     "torch.save": Saver(partial(_timed, _torch_save), "torch"),
     "safetensors save_file": Saver(partial(_timed, _safetensors), "safetensors", nested=False),
     "tensorizer": Saver(partial(_timed, _tensorizer), "tensorizer", nested=False),
     "tensorizer, subprocess": Saver(partial(_timed, _tensorizer_process), "tensorizer", background=True, nested=False),
     "DCP save": Saver(partial(_timed, _dcp), "torch"),
-    THREADS: Saver(partial(_timed, partial(_dcp_async, "thread")), "torch", background=True, judged=True),
-    PROCESS: Saver(partial(_timed, partial(_dcp_async, "process")), "torch", background=True, judged=True),
+    **{
+        name: Saver(partial(_timed, partial(_dcp_async, kind)), "torch", background=True, judged=True)
+        for kind, name in _DCP_MODES.items()
+    },
+    **{
+        f"{name}, stager kept": Saver(
+            partial(_timed, partial(_dcp_async, kind, keeps=True)), "torch", background=True, needs=lacks_stager
+        )
+        for kind, name in _DCP_MODES.items()
+    },
 }

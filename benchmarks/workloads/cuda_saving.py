@@ -77,12 +77,10 @@ def save_ours(meet: Callable[[], object], folder: Path, nbytes: int, gpu: Gpu) -
 
 def save_theirs(meet: Callable[[], object], folder: Path, nbytes: int, gpu: Gpu) -> Samples:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     state, clock = _state(gpu, nbytes), time.perf_counter
     samples: Samples = {metric: [] for metric in ("stall", "staged", "durable")}
-    stager = DefaultStager(StagingOptions(use_shared_memory=False))
-    stager._state_dict_stager.close = lambda: None  # torch 2.11 drops the buffers after a save, and fails at the next
+    stager = savers.make_stager(use_shared_memory=False)
     try:
         with savers.silence():
             for number in range(1 + _saves(nbytes)):
@@ -108,10 +106,7 @@ def save_theirs(meet: Callable[[], object], folder: Path, nbytes: int, gpu: Gpu)
 def _needs(what: str, way: str) -> str | None:
     why = lacks()
     if why is None and way == THEIRS:
-        try:
-            from torch.distributed.checkpoint.staging import DefaultStager  # noqa: F401
-        except ImportError:
-            return "this torch has no DefaultStager"
+        why = savers.lacks_stager()
     return why or lacks_room(_BYTES[what])
 
 
