@@ -9,7 +9,7 @@ from .queues import QueueLink
 
 
 class TorchQueueLink(QueueLink):
-    """Sends clones: a tensor that was sent once stays shared, and sending it again would copy nothing."""
+    """Sends copies, since a tensor that was sent once stays shared, and sending it again would copy nothing."""
 
     def __init__(self, settings: LinkSettings, queue: Any, strategy: str) -> None:
         super().__init__(settings, queue)
@@ -18,7 +18,7 @@ class TorchQueueLink(QueueLink):
     def sender(self, index: int = 0) -> Sender:
         self._choose()
         put = self.queue.put
-        return Sender(lambda value: put(_clone(value)), self._leave)
+        return Sender(lambda value: put(_copy(value)), self._leave)
 
     def receiver(self, index: int = 0) -> Receiver:
         self._choose()
@@ -30,15 +30,21 @@ class TorchQueueLink(QueueLink):
         torch.multiprocessing.set_sharing_strategy(self.strategy)
 
 
-def _clone(value: Any) -> Any:
-    """A tensor, or a dict of tensors."""
-    return {key: tensor.clone() for key, tensor in value.items()} if isinstance(value, dict) else value.clone()
+def _copy(value: Any) -> Any:
+    """Of a tensor, or a dict of tensors, in new shared memory, so that `put` has nothing left to move: torch's
+    DataLoader collates into such memory, too."""
+    if isinstance(value, dict):
+        return {key: _copy(tensor) for key, tensor in value.items()}
+    import torch
+
+    memory = torch.UntypedStorage._new_shared(value.nbytes)
+    return torch.empty(0, dtype=value.dtype).set_(memory, 0, value.shape).copy_(value)  # type: ignore[call-overload]
 
 
 class TorchQueueDescriptor(Transport):
     name = "torch Queue, file_descriptor"
     package = "torch"
-    work = "clone, move to shared memory, pass its descriptor; map it as a torch tensor"
+    work = "copy into new shared memory, pass its descriptor; map it as a torch tensor"
     patterns = frozenset({PAIR, FAN_OUT, FAN_IN, WORK_QUEUE, ANY_OBJECT})
     strategy = "file_descriptor"
 
@@ -53,5 +59,5 @@ class TorchQueueDescriptor(Transport):
 
 class TorchQueueFileSystem(TorchQueueDescriptor):
     name = "torch Queue, file_system"
-    work = "clone, move to shared memory, pass its file name; map it as a torch tensor"
+    work = "copy into new shared memory, pass its file name; map it as a torch tensor"
     strategy = "file_system"

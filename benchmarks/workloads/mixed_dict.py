@@ -171,10 +171,10 @@ WORKLOAD = Workload(
     name="dict",
     title="A dict of 3, 30 and 300 small tensors in one message",
     what=(
-        "Tensors of 5 dtypes and 8 shapes, 1 to 256 elements, with names like parameters'. In one process, "
-        "by turns: send of the dict, recv of it (the value is there, all tensors made), and one copy_ per "
-        "tensor into buffers that are warm (its loop over the tensors included). Round trip: as the workload "
-        "round-trip; the multiprocessing rows carry the same as NumPy arrays, torch's queues send clones."
+        "Tensors of 5 dtypes and 8 shapes, 1 to 256 elements, with names like parameters'. In one process, by turns: "
+        "send of the dict, recv of it (the value is there, all tensors made), and one copy_ per tensor into buffers "
+        "that are warm (its loop over the tensors included). Round trip: as the workload round-trip; the "
+        "multiprocessing rows carry the same as NumPy arrays, torch's queues send copies, in new shared memory."
     ),
     cases=tuple(
         case

@@ -45,9 +45,9 @@ WORKLOAD = Workload(
         "Two processes, each queue made for `spawn`, at most 64 items in it. One way: counted at the getter after a "
         "warm-up; CPU is that of both processes. Round trip: there through one queue and back through another. The "
         "tensor is a NumPy array for multiprocessing.Queue and a torch tensor for the others; torch's queues put "
-        "clones, which they would otherwise not copy. shmtensor copies it into a slot and gets a view of that; no byte "
-        "is read. A plain object is a dict of a number, a path, a list of four floats and None: its columns show what "
-        "a queue costs that has nothing to gain."
+        "copies in new shared memory. shmtensor copies it into a slot and gets a view of that; no byte is read. A "
+        "plain object is a dict of a number, a path, a list of four floats and None: its columns show what a queue "
+        "costs that has nothing to gain."
     ),
     cases=tuple(
         Case(

@@ -204,13 +204,12 @@ WORKLOAD = Workload(
     name="round-trip",
     title="Round trip of one tensor, both sides awake, µs",
     what=(
-        "Two processes. The clock covers send, the other side's receive and send of the value it got, "
-        "receive, and the death of the value before. Each send copies the payload (pyzmq copy=False: its "
-        "caller must not touch it); both sides get a tensor (form of each transport: README.md) and read no "
-        "byte of it. shmtensor spins for up to 1 s, iceoryx2 and vLLM poll, the others block in a read; "
-        "torch's queues send clones, which they would otherwise not copy. Warm: after 11 trips (from 64 MiB on "
-        "after one, and 3 or 2 samples). Ray: one actor and one cluster for all sizes; its actor returns what "
-        "it was sent."
+        "Two processes. The clock covers send, the other side's receive and send of the value it got, receive, and the "
+        "death of the value before. Each send copies the payload (pyzmq copy=False: its caller must not touch it); "
+        "both sides get a tensor (form of each transport: README.md) and read no byte of it. shmtensor spins for up to "
+        "1 s, iceoryx2 and vLLM poll, the others block in a read; torch's queues send copies in new shared memory, as "
+        "they copy nothing of a tensor that was sent before. Warm: after 11 trips (from 64 MiB on after one, and 3 or "
+        "2 samples). Ray: one actor and one cluster for all sizes; its actor returns what it was sent."
     ),
     cases=(
         *make_cases(RIVALS, QUICK),
