@@ -169,6 +169,20 @@ def test_a_rival_without_samples_is_named_and_nothing_is_judged_against_it(outco
     assert verdict.open == f"b: {why}"
 
 
+def test_every_round_counts_where_a_target_says_so():
+    def verdict(rates):
+        rows = [
+            Row("idle", name, "shmtensor", "x", 2.0, rounds=rounds)
+            for name, rounds in (("mine", rates), ("other", [1.0] * len(rates)))
+        ]
+        target = Target("it", ("idle", "mine"), ">=", 1, ("idle", "other"), every=True)
+        [found] = targets.judge(rows, [target])
+        return found.value, found.met, found.target
+
+    assert verdict([2.0, 0.9, 3.0]) == (0.9, False, "≥ 1 × in every round")
+    assert verdict([2.0, 1.1, 3.0])[:2] == (1.1, True)
+
+
 class Clock:
     """Time that passes when somebody says so."""
 
