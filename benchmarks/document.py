@@ -33,13 +33,18 @@ FIGURES = (  # the README's lines: what, a target's text, the beginning of the r
     (
         "Round trip of 1 KiB, both sides awake (`spin=1`)",
         "1 KiB round trip, awake",
-        "torch Queue, file_d",
-        "torch queue",
+        "iceoryx2",
+        "iceoryx2, which polls",
     ),
     ("Round trip of 1 KiB, both sides asleep (`spin=0`)", "1 KiB round trip, asleep", "pyzmq ipc", "ZeroMQ"),
     ("`{tensor, id}` of 1 KiB, one way", "tensor and id, one way", "", "`pickle` over ZeroMQ"),
-    ("Frame of 6 MiB with `meta=`, one way", "6 MiB frame with meta, one way", "", "`pickle` over ZeroMQ"),
-    ("Frame of 6 MiB to 8 readers, sender's CPU", "fan-out of 6 MiB to 8, CPU", "", "to 1 reader"),
+    (
+        "Frame of 6 MiB with `meta=`, one way",
+        "6 MiB frame with meta, one way",
+        "one way, 6 MiB frame with meta: pickle over ZeroMQ, out of band",
+        "`pickle` over ZeroMQ, out of band",
+    ),
+    ("Frame of 6 MiB to 8 readers (`spin=0`), sender's CPU", "fan-out of 6 MiB to 8, CPU", "", "to 1 reader"),
     ("`Queue`, dict with a small array", "Queue, dict with a small array", "", "`multiprocessing`"),
     ("`Queue`, tensor of 1 MiB", "Queue, tensor of 1 MiB, one way", "rate, torch", "torch queue"),
     ("`DataLoader`, 2 workers, 32 MiB a batch", "DataLoader, 2 workers, batches of 32 MiB", "", "default"),
@@ -215,7 +220,8 @@ def with_figures(readme: str, run: Mapping[str, Any]) -> str:
             lines.append([text, mine, f"{other}, {name}", ratio])
     place = run["machine"]
     about = (
-        f"default arguments where none are named, {place['cpu']}, {place['cores_allowed']} cores, {run['date'][:10]}"
+        "default arguments but those named and the sizes of rings and queues, "
+        f"{place['cpu']}, {place['cores_allowed']} cores, {run['date'][:10]}"
     )
     shown = table(("", "shmtensor", "beside it", "ratio"), lines)
     return f"{before}{BEGIN}{shown}\n\nMedians of one run ({about}).\n{END}{after}"
