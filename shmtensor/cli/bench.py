@@ -87,9 +87,10 @@ def bench(
 ) -> None:
     """Measure the round trip and the one-way rate of a tensor between two processes, beside the usual queues.
 
-    These are multiprocessing.Queue, which pickles, and torch.multiprocessing.Queue. Both processes use the defaults of
-    each transport and copy the tensor once for each send; the bytes that arrive are compared outside the clock. The
-    transports take turns. All of the project's benchmarks, with more rivals, are in its source tree.
+    These are multiprocessing.Queue, which pickles, and torch.multiprocessing.Queue, which gets a clone for each send:
+    it would share the tensor once and copy nothing after that. At most 16 messages are in flight, all else is the
+    default of each transport; the bytes that arrive are compared outside the clock. The transports take turns. All of
+    the project's benchmarks, with more rivals, are in its source tree.
     """
     try:
         nbytes = parse_bytes(size, "--size")
