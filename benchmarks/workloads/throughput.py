@@ -35,9 +35,11 @@ def rates_of(take: Callable[[int], float], effort: Effort, in_flight: int, sende
         in_flight: so many messages of a sender may lie between the two ends, at most.
         senders: those who send, each as many.
     """
-    warm = 2 * in_flight * senders  # every slot, buffer and queue was used
-    count = int(effort.seconds * LONGER * warm / take(warm))
-    count = max(FILLINGS * in_flight, min(effort.most * MORE, count, 1 << 20) // STRETCHES // senders) * senders
+    count, most = 2 * in_flight * senders, min(effort.most * MORE, 1 << 20)  # every slot, buffer and queue is used
+    while (seconds := take(count)) < effort.seconds / 10 and count < most:
+        count *= 4  # the first ones are cold, and few take less time than their order
+    count = min(most, int(effort.seconds * LONGER * count / seconds)) // STRETCHES
+    count = max(FILLINGS * in_flight, count // senders) * senders
     return [count / take(count) for _ in range(STRETCHES if effort.seconds else 1)]
 
 
@@ -105,7 +107,6 @@ def receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, c
         return seconds
 
     rates = rates_of(take, effort, link.settings.in_flight, len(controls))
-    _, *counted = spent  # the first one was a warm-up
     for control in controls:
         control.send(0)
     value = recv()
@@ -113,7 +114,7 @@ def receive(meet: Callable[[], object], form: str, link: Link, effort: Effort, c
     del value
     meet()
     receiver.close()
-    return {"rate": rates, "cpu": [seconds / count for count, seconds in counted]}
+    return {"rate": rates, "cpu": [seconds / count for count, seconds in spent[-len(rates) :]]}
 
 
 def measure_ray(effort: Effort, sizes: tuple[int, ...] = SIZES) -> Samples:

@@ -228,6 +228,17 @@ def test_a_stretch_of_one_way_begins_with_nothing_in_flight_and_counts_as_a_whol
     assert found["rate"] == [1024.0] * 3
 
 
+def test_the_length_of_a_stretch_is_chosen_by_warm_ones():
+    asked = []
+
+    def take(count):
+        asked.append(count)
+        return count / (256 if len(asked) < 3 else 4096)
+
+    assert throughput.rates_of(take, Effort("full", 1.0), 1) == [4096.0] * 3
+    assert asked == [2, 8, 32, 128, 512, 2048, 2048, 2048]
+
+
 def test_pyzmq_holds_no_more_jobs_than_may_wait():
     def mark(**settings):
         return zmq_pair.ZmqLink(LinkSettings("", KIB, in_flight=8, **settings)).mark
