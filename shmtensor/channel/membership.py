@@ -269,7 +269,10 @@ def _take_entry(control: Control, group: str | None = None) -> tuple[int, int]:
     """
     index = next((index for index in range(control.capacity) if not control.owner(index)), None)
     if index is None:
+        dead = sum(not control.is_alive(index) for index in range(control.capacity))
         limit = f"{control.capacity} members, which is the limit"
+        if dead:
+            limit += f" ({dead} of them have died, and what they sent waits for receivers that live)"
         if group is not None:
             limit = (
                 f'{control.capacity - 1} members of {control.capacity} at most, and group "{group}" takes an entry of '

@@ -228,8 +228,8 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
                 self._refuse()
             if not begun:
                 begun = True
-                if self._claims is not None:
-                    self._claims.schedule_scan()
+                if clock() >= self._liveness_check_due:  # while others keep it awake
+                    self._check_liveness()
             prefetch = self._prefetch
             if prefetch is None and (message := self._left_over()) is not None:
                 return message

@@ -108,7 +108,6 @@ class Claims:
         """What each thread has in hand: asking for the next message acknowledges it. None: only `release` does."""
         self.scan_wanted = True
         """Whether to look for messages that a receiver claimed and did not finish, before others are taken."""
-        self._scan_due = 0.0
         self.refused: tuple[Any, Any, float] | None = None
         """The message that cannot be read here, as its reader and the event, and until when it is not claimed again."""
         self.siblings: dict[int, Peer] = {}
@@ -149,12 +148,6 @@ class Claims:
         return False
 
     # --- what was claimed and not finished
-
-    def schedule_scan(self) -> None:
-        """A call for a message begins: scan if the last scan is long ago."""
-        now = time.monotonic()
-        if now >= self._scan_due:
-            self._scan_due, self.scan_wanted = now + LIVENESS_INTERVAL, True
 
     def refuse(self, reader: Any, event: Any) -> None:
         """A message cannot be read here: do not claim it again for a while, or whenever another receiver tries it, this

@@ -217,8 +217,8 @@ class Receiver(Endpoint):
         """The next message. It is in `_undelivered`, and stays there until the caller returns it."""
         if self._state:
             self._refuse()
-        if self._claims is not None:
-            self._claims.schedule_scan()
+        if time.monotonic() >= self._liveness_check_due:  # while others keep it awake
+            self._check_liveness()
         self._devices.poll()
         if self._prefetch is not None:
             message = self._prefetch.next(timeout)
@@ -229,8 +229,7 @@ class Receiver(Endpoint):
         return message  # type: ignore[no-any-return]
 
     def _left_over(self) -> Message | None:
-        """A message that was taken and not returned: an exception ended that call, or another thread is about to return
-        it, and will find it gone."""
+        """A message that was taken and not returned: an exception ended that call, or another is returning it."""
         return next(iter(list(self._undelivered)), None)
 
     def __iter__(self: _R) -> _R:
@@ -423,7 +422,11 @@ class Receiver(Endpoint):
         return f"{text}; of process {pids} nothing can be read, see the log" if pids else text
 
     def _over_text(self) -> str:
-        return f'channel "{self.name}": every sender has left, and everything they sent is received'
+        text = f'channel "{self.name}": every sender has left, and everything they sent is received'
+        if count := sum(reader.unacknowledged for reader in self._readers):
+            text += f" ({count} that are here are not done: they come again once nothing refers to their values)"
+            log.warning("%s", text)
+        return text
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep once in the inbox. True if something was there or a doorbell came, False if the time was up."""
@@ -498,8 +501,7 @@ class Receiver(Endpoint):
         control = self._member.control
         for reader in self._readers:
             if not reader.gone and (reader.sequences.closed or not control.is_alive(reader.index)):
-                reader.gone = True
-                # the entry may be a newcomer's by now; then `_refresh` has noticed
+                reader.gone = True  # the entry may be a newcomer's by now; then `_refresh` has noticed
         self._retire_drained()
         if self._retired:  # another receiver may have died before finishing with them
             self._member.reap()

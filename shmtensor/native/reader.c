@@ -15,7 +15,8 @@
 #include "protocol/reader.h"
 #include "trace.h"
 
-#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a consumer scans for unfinished messages */
+#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a receiver that never waits looks for the dead, */
+#define LOOK_AFTER 256          /* and for unfinished messages; without claims it reads the clock once in so many calls */
 
 /* How many forks led to this process: a child must not touch the memory of its parent's readers. */
 static unsigned forks;
@@ -173,9 +174,10 @@ typedef struct {
     word *shown; /* where other processes see `counts.missed`, and `counts.redelivered` behind it; NULL: nowhere */
     Trace trace;
     uint64_t sender_uid; /* for the trace */
-    uint64_t epoch, posted, leases, unacknowledged, look_due;
+    uint64_t epoch, posted, leases, unacknowledged, look_due, calls;
     unsigned generation;
     char ready, closing, readonly;
+    char is_due; /* the last call without the mutex took nothing, since a call with it is due */
 } Reader;
 
 /* The lease of a message: it ends when nothing refers to it, and gives the slot back. The garbage collector does not track
@@ -818,9 +820,12 @@ static void spin(Reader *self, int64_t patience) {
 /* Whether a caller without the mutex may take a message: nothing is left that needs the mutex first. 0, 1, or -1. */
 static int may_go_ahead(Reader *self) {
     if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
-    if (claims(&self->f) && monotonic_ns() >= self->look_due) {
-        self->look_due = monotonic_ns() + LOOK_EVERY_NS;
-        return 0;
+    if (claims(&self->f) || ++self->calls % LOOK_AFTER == 0) {
+        uint64_t now = monotonic_ns();
+        if (now >= self->look_due) {
+            self->look_due = now + LOOK_EVERY_NS;
+            return 0;
+        }
     }
     PyObject *answer = PyObject_CallNoArgs(self->is_locked);
     int locked = answer ? PyObject_IsTrue(answer) : -1;
@@ -841,6 +846,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
         return event;
     }
     if (patience > 0) spin(self, patience);
+    self->is_due = 0;
     if (wanted == NEXT && !has_news(self)) {
         reader_unlock_finished(&self->f);
         Py_RETURN_NONE;
@@ -853,6 +859,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     taken t = {0};
     take_result result = TAKE_NOTHING;
     int may = !lease ? -1 : alone ? may_go_ahead(self) : 1;
+    self->is_due = !may;
     if (may < 0) goto end;
     lease->reader = (Reader *)Py_NewRef((PyObject *)self);
     self->f.scanned = 0;
@@ -1142,7 +1149,7 @@ static PyObject *take_in_turn(ReaderSet *self, const Sink *sink, int64_t patienc
                 return found;
             }
             Py_DECREF(found);
-            if (PyList_GET_SIZE(reader->events) || (sink->hand && PyDict_GET_SIZE(sink->undelivered))) Py_RETURN_NONE;
+            if (reader->is_due || PyList_GET_SIZE(reader->events) || (sink->hand && PyDict_GET_SIZE(sink->undelivered))) Py_RETURN_NONE;
         }
         do {
             uint64_t now = patience > 0 ? monotonic_ns() : 0;

@@ -155,6 +155,11 @@ class Reader(ABC):
     def next(self) -> int:
         """The sequence number of the next message; 0 if there is none."""
 
+    @property
+    def unacknowledged(self) -> int:
+        """With claims: how many of its messages are here and not done."""
+        return 0
+
     def next_sent_ns(self) -> int:
         """Its `age`; rings are attached for that, or 0 would put this sender before all others."""
         found = self.age()

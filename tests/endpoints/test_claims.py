@@ -703,3 +703,21 @@ def test_what_others_took_is_passed_by_though_its_slot_is_used_again(kind, chann
                 one.recv(timeout=PATIENCE).release()
             out.send(value)
             other.recv(timeout=PATIENCE).release()
+
+
+def test_the_end_of_the_stream_says_what_failed_and_is_still_referred_to(kind, channel, caplog):
+    """A worker's loop that catches the error of its last message: a variable, or a traceback, keeps the value."""
+    with kind.receiver(channel) as rx:
+        with kind.sender(channel) as tx:
+            tx.send(np.array(1))
+            with contextlib.suppress(KeyError), rx.recv(timeout=PATIENCE) as message:
+                value = message.value
+                raise KeyError
+            tx.close()
+        with pytest.raises(shmtensor.EndOfStream, match="1 that are here are not done"):
+            rx.recv(timeout=PATIENCE)
+        assert "1 that are here are not done" in caplog.text
+        del value
+        assert [message.attempt for message in rx] == [2]
+        with pytest.raises(shmtensor.EndOfStream, match=r"is received$"):
+            rx.recv(timeout=PATIENCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -159,6 +160,48 @@ def test_a_dead_sender_does_not_count(channel, pair, spawned):
         with pytest.raises(shmtensor.TimedOut, match="has 0"):
             wait_for_senders(rx, 1, 0)
         assert rx.recv(timeout=PATIENCE).sender.name == "x"
+
+
+@pytest.mark.parametrize("how", ["behind", "keeps up", "arecv"])
+def test_what_the_dead_left_goes_while_others_keep_a_receiver_awake(channel, pair, spawned, how):
+    """A camera crashes and starts again, beside others: its rings must not pile up until all of them rest."""
+
+    def files():
+        return {name for name in os.listdir("/dev/shm") if channel in name}
+
+    def receive_until(holds):
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < deadline, files()
+            if how != "keeps up":
+                tx.send(0, timeout=PATIENCE)
+            message = loop.run_until_complete(rx.arecv()) if how == "arecv" else rx.recv(timeout=PATIENCE)
+            message.release()
+
+    def send_now_and_then():
+        while not stop.wait(0.005):
+            tx.send(0, timeout=PATIENCE)
+
+    stop, loop, sending = threading.Event(), asyncio.new_event_loop(), threading.Thread(target=send_now_and_then)
+    with contextlib.closing(loop), pair[0](channel) as tx, pair[1](channel) as rx:
+        if how == "keeps up":
+            sending.start()
+        else:
+            tx.send(0)  # so many are always there
+        try:
+            receive_until(lambda: rx.statistics().received > 2)
+            before = files()
+            spawned(send_labelled, pair[0].__name__, channel, "crashed")
+            left = files() - before
+            assert left
+            receive_until(lambda: not files() & left)
+        finally:
+            stop.set()
+            if how == "keeps up":
+                sending.join()
+        with contextlib.suppress(shmtensor.TimedOut):
+            while True:
+                rx.recv(timeout=0).release()
 
 
 def test_close_ends_the_wait(channel, pair):
