@@ -30,7 +30,7 @@ from .formats import Opened, Stored
 from .formats.base import Place
 from .formats.zips import check_crcs
 from .keys import Key
-from .locations import open_input
+from .locations import InputFile, open_input
 from .manifest import MANIFEST, check_others
 from .opening import PLAIN, Opener, open_once, persistently
 from .plan import Entry, Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
@@ -742,6 +742,19 @@ def check_archive(opened: Opened, progress: OnBytes | None = None) -> None:
     for path, before in zip(opened.files, opened.stamps, strict=True):
         with open_input(path) as file:
             check_same(path, before, stamp_of(file))
-            zipped = file.pread(2, 0) == b"PK"
+            zipped = _is_zipped(file)
         if zipped:
             check_crcs(path, progress)
+
+
+def is_archive(opened: Opened) -> bool:
+    """Whether every file of it is a zip archive."""
+    for path in opened.files:
+        with open_input(path) as file:
+            if not _is_zipped(file):
+                return False
+    return True
+
+
+def _is_zipped(file: InputFile) -> bool:
+    return file.pread(2, 0) == b"PK"

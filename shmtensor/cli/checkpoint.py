@@ -23,7 +23,7 @@ from ..checkpoint.envelope import SUFFIX
 from ..checkpoint.formats import FORMATS, Opened
 from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
 from ..checkpoint.listing import CheckpointInfo, listed
-from ..checkpoint.load import check, check_options
+from ..checkpoint.load import check, check_options, is_archive
 from ..checkpoint.locations import location
 from ..checkpoint.opening import LATEST, Opener, open_path
 from ..checkpoint.plan import Entry
@@ -125,8 +125,9 @@ def verify(
 ) -> None:
     """Read every byte and compare it with the digests in the files.
 
-    Exit code 1 if anything is damaged or cannot be opened. Files without digests (of other programs) are only checked
-    for their structure, and said to be so. Of encrypted files every segment is decrypted, which needs the key.
+    Exit code 1 if anything is damaged or cannot be opened. Files of other programs have no digests: of a zip archive
+    (.pt, .npz) each member is compared with its CRC-32, of others only the structure is checked; the output says so.
+    Of encrypted files every segment is decrypted, which needs the key.
     """
     count = _number_of_readers(readers)
     opener = _opener(key_file, passphrase)
@@ -327,7 +328,7 @@ def _number_of_readers(readers: int | None) -> int:
 
 def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
-        "path": without_secrets(path), "ok": False, "format": None, "digests": False, "bytes": 0,
+        "path": without_secrets(path), "ok": False, "format": None, "digests": False, "crc32": False, "bytes": 0,
         "damaged": [], "error": None,
     }  # fmt: skip
     try:
@@ -336,6 +337,7 @@ def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, 
         report |= {
             "path": str(opened.main), "format": opened.format,
             "digests": opened.digests is not None or opened.encrypted,  # every segment has a tag
+            "crc32": opened.digests is None and not opened.encrypted and is_archive(opened),
             "bytes": nbytes,
         }  # fmt: skip
         with _bar(opened.main.name, nbytes, shown=bar) as progress:
@@ -354,7 +356,9 @@ def _show_report(report: dict[str, Any]) -> None:
     out = console()
     path = visible(report["path"])
     if report["ok"]:
-        note = "" if report["digests"] else ", [yellow]no digests: only its structure was checked[/]"
+        crc32 = report["crc32"]
+        checked = "its structure and the CRC-32 of members were checked" if crc32 else "only its structure was checked"
+        note = "" if report["digests"] else f", [yellow]no digests: {checked}[/]"
         out.print(f"[green]ok[/] {path}  {format_bytes(report['bytes'])}{note}", soft_wrap=True)
         return
     out.print(f"[red]{'not checked' if report['ok'] is None else 'bad'}[/] {path}", soft_wrap=True)

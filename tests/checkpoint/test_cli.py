@@ -79,8 +79,11 @@ def test_verify_files_of_others(run, tmp_path):
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     torch.save({"a": torch.ones(999)}, tmp_path / "a.pt")
     np.savez(tmp_path / "a.npz", a=np.ones(999))
-    for name in ("a.safetensors", "a.pt", "a.npz"):
+    torch.save({"a": torch.ones(999)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("a.safetensors", "old.pt"):
         assert "no digests: only its structure was checked" in run("verify", tmp_path / name)
+    for name in ("a.pt", "a.npz"):  # zip archives
+        assert "no digests: its structure and the CRC-32 of members were checked" in run("verify", tmp_path / name)
     data = (tmp_path / "a.npz").read_bytes()
     (tmp_path / "a.npz").write_bytes(data[:3000] + b"x" + data[3001:])
     assert "bad" in run("verify", tmp_path / "a.npz", code=1)
