@@ -183,13 +183,11 @@ def _mount(path: str) -> tuple[str, str]:
 def limits() -> Iterator[Finding]:
     """Limits of open files, locked memory, and the memory of this process's control group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = "an endpoint keeps up to 3, and up to 2 per peer; with a segment server, up to 2 per segment as well"
     if soft < _FEW_FILES:
-        yield Finding(
-            "open files", WARN, f"{soft} (hard {hard})",
-            "an endpoint needs about 4, and up to 5 per peer: raise with ulimit -n",
-        )  # fmt: skip
+        yield Finding("open files", WARN, f"{soft} (hard {hard})", f"{needed}: raise with ulimit -n")
     else:
-        yield Finding("open files", OK, f"{soft} (hard {hard})", "an endpoint needs about 4, and up to 5 per peer")
+        yield Finding("open files", OK, f"{soft} (hard {hard})", needed)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield Finding(
