@@ -93,7 +93,7 @@ class TimedOut(ShmTensorError, TimeoutError):
 
 
 class RingFull(TimedOut):
-    """No slot was free: at once with `full="error"`, or after `timeout=` with `full="block"`.
+    """No slot was free: at once with `full="error"`, or after `timeout=` with `full="block"` or `"grow"`.
 
     Cause: receivers are slower than the sender, stopped, or keep views of earlier messages. The message names them.
     Remedy: drop or copy what receivers keep, use `delivery="latest"` or `full="drop"`, or pass more `slots=`.

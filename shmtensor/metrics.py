@@ -67,7 +67,8 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "shmtensor_receivers": ("Receivers that live: subscribers, consumers, servers.", _CHANNEL),
     "shmtensor_memory_bytes": ("Shared memory of a channel.", _CHANNEL),
     "shmtensor_depth": (
-        "Messages that wait: of the subscriber that is furthest behind; of a work queue or service, for any consumer.",
+        "Messages that wait: of the subscriber or group that is furthest behind; of a work queue or service, for any "
+        "consumer.",
         _CHANNEL,
     ),
     "shmtensor_oldest_unread_seconds": ("How long the oldest message waits that was not taken.", _CHANNEL),
@@ -91,7 +92,7 @@ _OF_RECEIVERS: dict[str, tuple[str, str]] = {
     "shmtensor_sleeps": ("sleeps", "How often a receiver went to sleep to wait for a message."),
     "shmtensor_late_wakeups": ("late", "Messages that a receiver found when a sleep had timed out."),
     "shmtensor_messages_missed": ("missed", "Messages that a newest-only subscriber passed over."),
-    "shmtensor_messages_redelivered": ("redelivered", "Messages that another consumer had before and did not finish."),
+    "shmtensor_messages_redelivered": ("redelivered", "Messages that a receiver had before and did not finish."),
 }
 """Counters: each name, without `_total`, with the field of a `MemberInfo` and a text."""
 

@@ -339,8 +339,8 @@ class SaveHandle(Local):
     @property
     def missing(self) -> dict[int, str]:
         """With `rank=`, once this rank's part is durable: the ranks whose parts are missing, as last seen. Each is
-        `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`), `"closed"` (it closes
-        its writer, and saves no more) or `"dead"`."""
+        `"late"` (its processes live), `"not open"` (it has not opened its `CheckpointWriter`), `"closed"` (its
+        writer is being closed, and saves no more) or `"dead"` (it has no process any more)."""
         return self._now.missing
 
     def wait_stream(self, stream: Any = None) -> None:

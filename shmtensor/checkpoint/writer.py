@@ -70,8 +70,8 @@ class CheckpointWriter(Local):
         directory: where the checkpoints are written; created if it is missing.
         memory: bytes of shared memory at most, an int or a string like "4GiB". A state that is larger streams through
             it, and `save` waits for the disk. None: as much as two states like the first one need.
-        format: `"safetensors"`, `"torch"` or `"npz"`.
-        max_shard: bytes of a file; larger states become a directory of several, where the format has such.
+        format: `"safetensors"`, `"torch"` (`.pt`), `"npz"`, or `"distcp"`, which stores tensors as DCP does.
+        max_shard: bytes of a file; larger states become a directory of several. Only with `format="safetensors"`.
         busy: what `save` does when there is no room for the state beside those that are still being written:
             `"block"`, wait for room; `"skip"`, do not save; `"replace"`, drop those that are not being written yet.
             See `SaveHandle.status`, `waited` and `replaced`.
@@ -90,7 +90,7 @@ class CheckpointWriter(Local):
             the ranks whose parts are missing. `format` is one file per rank, `busy` is `"block"`.
             See docs/guide/checkpoints-of-several-ranks.md.
         key: encrypt every file, by AES-256-GCM: 32 bytes, a passphrase (`str`), or an object with `wrap` and `unwrap`
-            (`shmtensor.checkpoint.keys.KeyWrapper`). The files' names end in `.encrypted`. `cryptography` is needed:
+            (`shmtensor.KeyWrapper`). The files' names end in `.encrypted`. `cryptography` is needed:
             the extra `crypto`. Shared memory is not encrypted. See docs/guide/encryption.md.
         readable_names: with `key=`: names, shapes and dtypes of the tensors are readable without it.
         upload: the URL of a directory (`s3://bucket/runs/a`, whatever fsspec can write) to which each checkpoint is

@@ -18,7 +18,7 @@ class Producer(AsyncSender):
 
     Without consumers, messages wait in the ring, as long as the channel has a member. If this producer is its last one,
     unfinished messages end with it, and `close()` says how many: a `ResourceWarning`, and a warning of the logger
-    `shmtensor`.
+    `shmtensor.endpoints`.
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
@@ -77,8 +77,8 @@ class Consumer(AsyncReceiver):
         channel: the channel's name.
         acknowledge: `"next"`, as above; `"release"`, asking for the next message says nothing about the one before:
             for consumers that work on several messages at once.
-        max_attempts: a message that was delivered so often and never done is dropped and logged, so that one that
-            kills its consumer cannot kill them all.
+        max_attempts: a message that was delivered so often (1 to 250) and never done is dropped and logged, so that one
+            that kills its consumer cannot kill them all.
         spin: seconds that `recv` stays awake before it sleeps.
         until, label: as for `Subscriber`.
         device, prefetch, pin: as for `Subscriber`. A message that is copied ahead is claimed, and counts as an

@@ -192,8 +192,9 @@ class Relay(Local):
         """Wait until the other relay is there, for every channel.
 
         Raises:
-            WireError: the far relay refuses this one: another version, user or pattern, or something is short there,
-                such as room in `/dev/shm`. It is asked again later.
+            WireError: the far relay refuses this one: another version or user, or something is short there, such as
+                room in `/dev/shm`. It is asked again later. That the channel there has another pattern shows when the
+                first sender comes: then this call raises, and `statistics()` says `"refused"`.
             TimedOut: it did not come within `timeout` seconds.
             ClosedError: this relay is closed.
         """

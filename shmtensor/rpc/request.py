@@ -64,7 +64,7 @@ class Request(Local):
 
     @property
     def attempt(self) -> int:
-        """How often the request was taken, this time included; above 1 after another server died with it."""
+        """How often the request was taken, this time included; above 1 after a server died with it or gave it back."""
         return self._record.message.attempt
 
     @property

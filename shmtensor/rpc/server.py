@@ -125,7 +125,7 @@ class Server(Local):
         service: the service's name, 1 to 47 of `A-Za-z0-9._-`.
         max_batch: most requests in a batch: `recv` and iteration then return a `Batch`. None: requests one by one.
         max_wait: seconds that a batch waits for more after its first request was taken; None: 0.002. Needs `max_batch`.
-        max_attempts: how many servers may die with a request; then it fails with `PeerDied`.
+        max_attempts: how many servers may die with a request; the next one that finds it lets it fail with `PeerDied`.
         slots: slots of the first ring of replies to a client; rings are added if a client keeps its replies.
             None: 8, or as many large replies as fit in 256 MiB, at least 2; fewer where `max_bytes` is less.
         max_bytes: most shared memory for the replies to one client; None: no limit but `/dev/shm`.

@@ -205,7 +205,8 @@ class RequestContext:
 
     @property
     def attempt(self) -> int:
-        """How often the request was taken, this time included; above 1 after another worker died with it."""
+        """How often the request was taken, this time included; above 1 after another worker died with it
+        or gave it back."""
         return self._request.attempt
 
     def __repr__(self) -> str:
