@@ -38,6 +38,7 @@ from .frames import (
     request_note,
 )
 from .sending import ItemSender
+from .threads import RelayThread
 from .window import Outgoing
 
 log = logging.getLogger("shmtensor.relay")
@@ -191,7 +192,7 @@ class FarService:
     def start(self) -> None:
         """Begin, unless that is done. Raises `RuntimeError` if there is no thread for it."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"shmtensor relay {self._name} replies", daemon=True)
+            thread = RelayThread(self._run, f"shmtensor relay {self._name} replies")
             thread.start()
             self._thread = thread
 

@@ -9,11 +9,11 @@ import contextlib
 import logging
 import secrets
 import struct
-import threading
 import time
 from typing import Any, Final
 
 from ..errors import TimedOut, WireError
+from ..shielded import Condition
 from ..wire import record, spec
 from .frames import FAN_OUT, ONE_VERSION, Bye, Hello, OtherProtocol, Refuse, parse
 from .keys import Keys, path_hash
@@ -36,7 +36,7 @@ class Inbound:
         self.reason = ""
         self.name, self.terms, self.session, self.keys = name, terms, session, Keys(name)
         self.id, self.path = secrets.randbits(63) | 1, path_hash(name)
-        self.lock = threading.Condition()
+        self.lock = Condition()
         self._streams: dict[int, Stream] = {}
         self._known: dict[int, int] = {}  # of fan-outs' near relays that were given up: what they need not send again
         self._ended: set[Stream] = set()  # which take nothing more, but wait until their messages are done

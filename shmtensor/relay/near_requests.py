@@ -37,7 +37,7 @@ from .frames import (
     Status,
     reply_note,
 )
-from .threads import join
+from .threads import RelayThread, join
 from .window import Gap
 
 log = logging.getLogger("shmtensor.relay")
@@ -240,7 +240,7 @@ class Replying:
         self._gap = False
         # number; bytes of the payload, and how many have come
         self._filling: tuple[int, Taken | None, Filling | None, int, int] | None = None
-        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name} replies", daemon=True)
+        self._thread = RelayThread(self._run, f"shmtensor relay {name} replies")
 
     def start(self) -> None:
         """Begin to take them."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Final, Literal
 
 from ..endpoints.message import Message, store_attempts, words_of
 from ..errors import ClosedError, ResourceError, ShmTensorError, TimedOut, WireError
+from ..shielded import Condition
 from .endpoints import NearConsumer, NearSubscriber
 from .frames import (
     FAN_OUT,
@@ -48,7 +48,7 @@ from .refusal import Refusal
 from .sending import BATCH, ItemSender
 from .session import Sender as KeySender
 from .session import Session, why_silent
-from .threads import join
+from .threads import RelayThread, join
 from .window import Outgoing
 
 log = logging.getLogger("shmtensor.relay")
@@ -116,7 +116,7 @@ class Outbound:
         self._session, self._keys = session, Keys(remote)
         self._id, self._attempt, self._far, self._path = secrets.randbits(63) | 1, 1, 0, path_hash(name)
         self._window: Outgoing[Sent] = Outgoing()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._state, self.reason = SEEKING, ""
         self._shortage = ""  # what is short now, and was told
         self._refusal = Refusal()
@@ -144,7 +144,7 @@ class Outbound:
         self._data: KeySender | None = None
         if pattern == SERVICE:
             self._replying = Replying(name, self._find, self._put, self._note_gap, self._count_bad)
-        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {name}", daemon=True)
+        self._thread = RelayThread(self._run, f"shmtensor relay {name}")
 
     def start(self) -> None:
         """Begin. Whatever ends this early, `close` ends the rest."""
@@ -362,9 +362,7 @@ class Outbound:
         if self._explain_due is not None and now >= self._explain_due:
             self._explain_due = None
             with contextlib.suppress(RuntimeError):  # no thread can be started now
-                threading.Thread(
-                    target=self._explain, args=(self._attempt,), name=f"shmtensor relay {self.name}, why", daemon=True
-                ).start()
+                RelayThread(self._explain, f"shmtensor relay {self.name}, why", self._attempt).start()
         if self._pattern == SERVICE:
             self._attend(now)
         self._show_audience()

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ from ..errors import ArgumentError, ArgumentTypeError, ClosedError, ForkedError,
 from ..options import check_choice, check_count, check_timeout, parse_bytes
 from ..ring.layout import MAX_SLOTS
 from ..rpc.endpoints import check_service
+from ..shielded import CallQueue, aside
 from ..statistics import RelayStatistics
 from .frames import FAN_OUT, PATTERNS, SERVICE
 from .inbound import Inbound
@@ -23,7 +25,7 @@ from .keys import user_name
 from .outbound import FAILED, Outbound
 from .session import Session, check_endpoint
 from .stream import Terms
-from .threads import Closing
+from .threads import Closing, is_own
 
 log = logging.getLogger("shmtensor.relay")
 
@@ -36,8 +38,10 @@ _MAKING_S: Final = 2.0
 _PAUSE_S: Final = 0.005
 _NAMES: Final = {number: name for name, number in PATTERNS.items()}
 
-open_relays: set[Relay] = set()
+open_relays: weakref.WeakSet[Relay] = weakref.WeakSet()
 """Those of this process that are not closed; in a forked child, its parent's as well."""
+_dropped: Final = CallQueue("shmtensor relay end", stays=False, daemon=False)
+"""Closes those that nobody refers to any more, in that order: a near one lingers while a far one is still there."""
 
 
 def _close_open() -> None:
@@ -45,7 +49,7 @@ def _close_open() -> None:
     and `atexit` comes after that. Near ones first, while a far one of this process takes what is under way."""
     for relay in sorted(open_relays, key=lambda it: it.is_far):
         try:
-            relay.close()
+            relay.finish()
         except Exception:
             log.exception("%r could not be closed at the end", relay)
         except BaseException:
@@ -169,7 +173,8 @@ class Relay(Local):
                 check_service(remote or each)
             if kind != FAN_OUT and delivery != "auto":
                 raise ArgumentError(f'delivery={delivery!r} is for a fan-out, channel "{each}" is a {_NAMES[kind]}')
-        try:
+
+        def begin() -> None:
             open_relays.add(self)
             self._session = session = Session(to=endpoints[0], listen=endpoints[1], scout=scout, config=config)
             channel: Outbound | Inbound
@@ -184,6 +189,9 @@ class Relay(Local):
                     log.info("relay of channel %s listens at %s", each, ", ".join(endpoints[1]))
                 self._channels.append(channel)
                 channel.start()  # what it begins, `close` ends from here on
+
+        try:
+            aside(begin, "shmtensor relay start")
         except BaseException:
             self.close(linger=0)
             raise
@@ -230,15 +238,22 @@ class Relay(Local):
         Args:
             linger: near: seconds to wait until what is under way is acknowledged. What is not then: of a queue, it goes
                 to another consumer, and may be done twice; of a fan-out, it may be missing there. Another call of
-                `close` meanwhile, as by a signal handler, ends the waiting.
+                `close` meanwhile, as by a signal handler, ends the waiting. If an exception, as of Ctrl-C, ends this
+                call, the relay goes on to its end.
         """
         check_timeout(linger, "linger")
-        if self._pid != os.getpid():
-            return
-        if self._closing.is_running:
+        if self._closing.is_running and self._pid == os.getpid():
             for channel in self._channels:
                 channel.stop()
-        self._closing.run(lambda: self._end(linger))
+        self.finish(linger)
+
+    def finish(self, linger: float = _LINGER_S) -> None:
+        """`close`, but that another call which lingers goes on with it. For the end of the program."""
+        if not self._closing.is_over and self._pid == os.getpid():
+            aside(
+                lambda: self._closing.run(lambda: self._end(linger)), "shmtensor relay end", wait=not is_own(),
+                complete=False,
+            )  # fmt: skip
 
     def _end(self, linger: float) -> None:
         deadline = time.monotonic() + linger
@@ -261,6 +276,11 @@ class Relay(Local):
 
     def _instead(self) -> str:
         return "make a Relay of its own in the other process"
+
+    def __del__(self) -> None:
+        """Close it, as an interrupted constructor can no more. Not here: this may be any thread, at any moment."""
+        if getattr(self, "_session", None) is not None and not self._closing.is_over and self._pid == os.getpid():
+            _dropped.put(self.close)
 
     def __enter__(self) -> Relay:
         self._check()

@@ -19,6 +19,7 @@ from typing import Any, Final
 from ..errors import ArgumentError, ArgumentTypeError, DependencyError, ResourceError
 from ..options import how_to_install
 from .frames import MOST_FRAME
+from .threads import own
 
 log = logging.getLogger("shmtensor.relay")
 
@@ -224,7 +225,7 @@ class _Guarded:
         self._running = threading.RLock()  # again in a finalizer that closes the session
 
     def __call__(self, sample: Any) -> None:
-        with self._running:
+        with self._running, own():
             if self._call is None:
                 return
             try:

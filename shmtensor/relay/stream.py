@@ -44,6 +44,7 @@ from .frames import (
     parse,
 )
 from .session import Sender as KeySender
+from .threads import RelayThread
 from .window import Gap, Incoming, Unfinished
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Stream:
                 inbound.name, hello.near, inbound.id, self._terms.nbytes, hello.path, self._send,
                 self._acknowledge,
             )  # fmt: skip
-        self._thread = threading.Thread(target=self._run, name=f"shmtensor relay {inbound.name}", daemon=True)
+        self._thread = RelayThread(self._run, f"shmtensor relay {inbound.name}")
 
     def start(self) -> None:
         """Begin. Raises `RuntimeError` if there is no thread for it: then nothing is left."""

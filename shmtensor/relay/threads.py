@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
 
 def join(thread: threading.Thread) -> None:
@@ -13,12 +14,45 @@ def join(thread: threading.Thread) -> None:
         thread.join()
 
 
+class _Here(threading.local):
+    is_own = False
+
+
+_here: Final = _Here()
+
+
+@contextlib.contextmanager
+def own() -> Iterator[None]:
+    """Within, this thread works for a relay: its end may wait for what is being done here."""
+    before, _here.is_own = _here.is_own, True
+    try:
+        yield
+    finally:
+        _here.is_own = before
+
+
+def is_own() -> bool:
+    """Whether this thread works for a relay, and so must not wait for the end of one: a finalizer may close it here."""
+    return _here.is_own
+
+
+class RelayThread(threading.Thread):
+    """A thread that works for a relay, and ends with it."""
+
+    def __init__(self, target: Callable[..., None], name: str, *args: object) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def run(self) -> None:
+        with own():
+            super().run()
+
+
 class Closing:
-    """A `close` that takes its time, and may be called again meanwhile: another thread waits until it is over, and a
-    signal handler that has interrupted it returns at once. One that an exception cut short is begun anew."""
+    """A `close` that takes its time, and may be called again meanwhile: that call waits until it is over. One that an
+    error cut short is begun anew."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # where no thread can be started, a signal handler may come here again
         self.is_running = self.is_over = False
 
     def run(self, end: Callable[[], None]) -> None:

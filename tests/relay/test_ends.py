@@ -19,6 +19,8 @@ import shmtensor
 from shmtensor.relay import outbound
 from shmtensor.relay.relay import open_relays
 
+from ..conftest import descriptors, shared_files
+from ..faults.interrupts import each_boundary, interrupted, open_files, stride
 from ..waiting import PATIENCE, wait_until
 from .hosts import endpoint, pair
 
@@ -96,6 +98,128 @@ def test_an_exception_while_it_is_made_leaves_nothing(channel, pattern, monkeypa
         assert not begun[0].is_alive()
         assert not shmtensor.inspect(channel).receivers
     assert not open_relays
+
+
+def left():
+    """What a relay has beside memory: threads, Zenoh's calls too, sockets, and its ends in the channel."""
+    gc.collect()
+    return {it.name for it in threading.enumerate()}, open_files()["socket"], shared_files(), descriptors()
+
+
+def wait_until_nothing_is_left(before):
+    wait_until(
+        lambda: not open_relays and all(now <= then for now, then in zip(left(), before, strict=True)),
+        lambda: (before, left(), list(open_relays)),
+    )
+
+
+SIDES = ["far", "fan-out", "work-queue", "service"]
+
+
+def make_side(channel, side, where):
+    if side == "far":
+        return shmtensor.Relay(channel, listen=where)
+    return shmtensor.Relay(channel, to=where, pattern=side)
+
+
+@contextlib.contextmanager
+def beside(channel, side):
+    """A member of the channel, of which a near relay is one, too; and what there is before a relay is made."""
+    with contextlib.ExitStack() as stack:
+        if side != "far":
+            stack.enter_context(MAKERS[side](channel))
+        where = endpoint()
+        make_side(channel, side, where).close()  # imports; what stays
+        yield where, left()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of the look at the channel: closed as it is said
+@pytest.mark.parametrize("side", SIDES)
+def test_an_interrupted_constructor_leaves_nothing(channel, side):
+    with beside(channel, side) as (where, before):
+        for attempt in each_boundary(lambda: make_side(channel, side, where), step=stride(1 if side == "far" else 23)):
+            made, attempt.result = attempt.result, None
+            if made is not None:
+                made.close()
+            del made
+            wait_until_nothing_is_left(before)
+            assert side == "far" or not shmtensor.inspect(channel).receivers, attempt
+        assert attempt.at > 60
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_next_close_ends_what_an_interrupted_one_began(channel, side):
+    at, reached = 1, True
+    with beside(channel, side) as (where, before):
+        while reached:
+            relay = make_side(channel, side, where)
+            attempt = interrupted(relay.close, at)
+            at, reached = at + 1, attempt.reached
+            relay.close()
+            with pytest.raises(shmtensor.ClosedError):
+                relay.check()
+            del relay
+            wait_until_nothing_is_left(before)
+    assert at > 30
+
+
+def test_an_interrupted_close_goes_on_to_its_end(channel):
+    """Not by the one who called it, nor by another call."""
+    with unfinished(channel) as near:
+
+        def raise_it(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, raise_it)
+        me = threading.get_ident()
+        other = threading.Thread(
+            target=lambda: (
+                wait_until(lambda: near._closing.is_running), signal.pthread_kill(me, signal.SIGUSR1)
+            )
+        )  # fmt: skip
+        try:
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                near.close(0.5)
+        finally:
+            other.join()
+            signal.signal(signal.SIGUSR1, before)
+        wait_until(lambda: repr(near) == "<Relay near closed>")
+
+
+@pytest.mark.parametrize("call", ["wait", "check", "statistics"])
+def test_an_interrupted_call_leaves_nothing_locked(channel, call):
+    with shmtensor.Publisher(channel) as tx, shmtensor.Subscriber(f"{channel}-far") as rx, pair(channel) as relays:
+        for relay in relays:
+            for _ in each_boundary(lambda relay=relay: getattr(relay, call)()):
+                other = threading.Thread(target=relay.statistics)
+                other.start()
+                other.join(PATIENCE)
+                assert not other.is_alive()
+            tx.send(np.array(1))
+            assert rx.recv(timeout=PATIENCE, copy=True).value == 1
+
+
+def test_a_relay_that_nobody_refers_to_is_closed(channel):
+    with beside(channel, "fan-out") as (where, before):
+        relay = make_side(channel, "fan-out", where)
+        assert left() != before
+        del relay
+        wait_until_nothing_is_left(before)
+
+
+def test_a_finalizer_in_a_thread_of_the_relay_closes_it(channel, monkeypatch):
+    """It does not wait for what waits for it."""
+    look, closed = outbound.Outbound._report, []
+
+    def finalized(relay, now):
+        if not closed:
+            closed.append(near.close())
+        look(relay, now)
+
+    with shmtensor.Publisher(channel), pair(channel) as (near, _):
+        monkeypatch.setattr(outbound.Outbound, "_report", finalized)
+        wait_until(lambda: repr(near) == "<Relay near closed>")
 
 
 AT_THE_END = """
