@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -126,22 +125,60 @@ _SCRATCH_LOCK: Final = ".lock"
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     """A directory for temporary files, removed at the end; after a death, by this user's next one."""
+    _remove_dead()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        # crash: scratch.made
+        if (lock := _lock_scratch(folder)) is not None:
+            break
+    try:
+        # crash: scratch.locked
+        yield folder
+    finally:
+        with contextlib.suppress(OSError), contextlib.closing(lock):
+            _remove_scratch(folder)
+
+
+def _lock_scratch(folder: Path) -> LockFile | None:
+    """Hold the lock that says that it is being used; None if another process took it for a dead one's before that."""
+    path = str(folder / _SCRATCH_LOCK)
+    try:
+        lock = LockFile(path, os.O_CREAT)
+    except FileNotFoundError:
+        return None
+    if lock.try_exclusive(0) and lock.is_at(path):
+        return lock
+    lock.close()
+    return None
+
+
+def _remove_dead() -> None:
+    """Remove the temporary directories of this user's dead conversions."""
     for name in os.listdir(tempfile.gettempdir()):
         left = Path(tempfile.gettempdir()) / name
         if name.startswith(_SCRATCH):
             with contextlib.suppress(OSError):
                 if left.lstat().st_uid == os.geteuid():
-                    with contextlib.closing(LockFile(str(left / _SCRATCH_LOCK))) as lock:
-                        if lock.try_exclusive(0):
-                            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        unlocked = folder / f"{_SCRATCH_LOCK}.new"
-        unlocked.touch()
-        with contextlib.closing(LockFile(str(unlocked))) as lock:
-            lock.try_exclusive(0)
-            unlocked.rename(folder / _SCRATCH_LOCK)  # from now on others may look whether it is locked
-            yield folder
+                    _remove_if_dead(left)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    if not (folder / _SCRATCH_LOCK).exists():
+        folder.rmdir()  # it is empty: to be locked just now, which is tried again, or the last step was missing
+        return
+    with contextlib.closing(LockFile(str(folder / _SCRATCH_LOCK))) as lock:
+        if lock.try_exclusive(0):
+            _remove_scratch(folder)
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Remove one that is locked: its lock last, by which it is found if this is cut short."""
+    for each in folder.iterdir():
+        if each.name != _SCRATCH_LOCK:
+            remove(str(each))
+    # crash: scratch.emptied
+    (folder / _SCRATCH_LOCK).unlink()
+    folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -220,7 +257,9 @@ def _remove_leftovers(target: Path) -> None:
         with contextlib.suppress(OSError):
             found = target.parent / name
             first = min(found.iterdir(), default=None) if found.is_dir() else found
-            if first is not None:  # else it was made just now
+            if first is None:
+                found.rmdir()  # who has made it just now fails, as it would a moment later
+            else:
                 with contextlib.closing(LockFile(str(first))) as lock:
                     if lock.try_exclusive(0):
                         remove(str(found))

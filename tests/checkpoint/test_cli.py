@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +18,29 @@ import torch
 from typer.testing import CliRunner
 
 from shmtensor import CheckpointError, CheckpointWriter, load_checkpoint
+from shmtensor.checkpoint import convert
 from shmtensor.checkpoint.formats import detect
 from shmtensor.cli.main import app
 from shmtensor.memory.locks import LockFile
 
+from ..faults.interrupts import each_boundary
+from ..waiting import PATIENCE
 from .state_files import SUFFIX, same, save
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_and_die(point, *arguments):
+    """`shmtensor checkpoint` with these arguments, in a process that is killed at a crash point."""
+    code = f"""
+        from tests.faults import points
+        points.install("shmtensor.checkpoint")
+        points.arm({point!r}, "kill")
+        from shmtensor.cli.main import app
+        app({["checkpoint", *map(str, arguments)]!r})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == -9
 
 
 @pytest.fixture
@@ -216,6 +238,75 @@ def test_what_a_dead_conversion_for_a_url_left_is_removed(run, state, tmp_path, 
         assert lock.try_exclusive(0)
         run("convert", source, f"memory://{tmp_path.name}/b.npz")
         assert os.listdir(temporary) == ["shmtensor-convert-alive"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["scratch.made", "scratch.locked", "convert.begun", "scratch.emptied"])
+def test_a_conversion_for_a_url_that_is_killed(run, state, tmp_path, monkeypatch, point):
+    """As it makes its temporary directory, while that is there, and as it removes it: the next one removes what is
+    left, and the source is as it was."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    source = save(state, tmp_path / "a.safetensors")
+    before, target = source.read_bytes(), f"memory://{tmp_path.name}/b"
+    arguments = ["convert", source, target, "--max-shard", "4KiB"]
+    run_and_die(point, *arguments)
+    assert len(os.listdir(tmp_path / "temporary")) == 1
+    run(*arguments)
+    assert os.listdir(tmp_path / "temporary") == []
+    assert same(load_checkpoint(target), state)
+    assert source.read_bytes() == before
+
+
+def test_a_conversion_for_a_url_that_is_interrupted(tmp_path, monkeypatch):
+    """At any boundary of what makes and removes its temporary directory: the next one removes what is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def use():
+        with convert._scratch() as folder:
+            (folder / "shards").mkdir()
+            os.mknod(folder / "shards" / "0")  # one call, unlike `touch`
+
+    for _ in each_boundary(use):
+        with convert._scratch() as folder:
+            assert [tmp_path / name for name in os.listdir(tmp_path)] == [folder]
+        assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_directory_of_a_dead_conversion_is_removed(run, state, tmp_path):
+    """It died before it made the first file there, or as it removed the last one."""
+    (tmp_path / ".b.convert-1.tmp").mkdir()
+    run("convert", save(state, tmp_path / "a.safetensors"), tmp_path / "b", "--max-shard", "4KiB")
+    assert {each.name for each in tmp_path.iterdir()} == {"a.safetensors", "b"}
+
+
+def test_a_temporary_directory_that_another_conversion_takes_for_a_dead_one(run, state, tmp_path, monkeypatch):
+    """In the moments before it is locked: then another one is made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    source, swept = save(state, tmp_path / "a.safetensors"), []
+
+    def sweep(lock, byte):
+        if len(swept) < 2:
+            swept.append(byte)
+            with convert._scratch():
+                pass
+        return may(lock, byte)
+
+    def sweep_at_once(*arguments, **options):
+        made = make(*arguments, **options)
+        if len(swept) == 1:
+            with convert._scratch():
+                pass
+        return made
+
+    may, make = LockFile.try_exclusive, tempfile.mkdtemp
+    monkeypatch.setattr(LockFile, "try_exclusive", sweep)
+    monkeypatch.setattr(tempfile, "mkdtemp", sweep_at_once)
+    run("convert", source, f"memory://{tmp_path.name}/b.npz")
+    assert len(swept) == 2
+    assert os.listdir(tmp_path / "temporary") == []
 
 
 def test_names_of_others_reach_no_terminal_as_they_are(run, tmp_path):

@@ -81,6 +81,7 @@ CHECKPOINT_POINTS = [
     *UPLOAD_POINTS, *(point for point in RANK_UPLOAD_POINTS if point not in UPLOAD_POINTS), *PRUNE_POINTS,
     *DIRECT_POINTS, *RANK_POINTS, *GIVING_UP_POINTS, *(f"exchange.{point}" for point in EXCHANGE_POINTS),
     "convert.begun",  # test_encryption.py
+    "scratch.made", "scratch.locked", "scratch.emptied",  # test_cli.py
 ]  # fmt: skip
 """Every point of `shmtensor/checkpoint/`; `faults/test_matrix.py` has those of the rest."""
 

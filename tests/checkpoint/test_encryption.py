@@ -36,6 +36,7 @@ from shmtensor.memory.locks import LockFile
 from ..faults.interrupts import each_boundary, stride
 from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save
+from .test_cli import run_and_die
 from .test_deaths import EXCHANGE_POINTS, arm
 
 pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[crypto]'")
@@ -704,19 +705,6 @@ def test_links_and_mode_follow(run, state, tmp_path, key_file):
     assert made.stat().st_mode & 0o777 == 0o600
     assert {os.readlink(tmp_path / link) for link in ("absolute", "relative")} == {made.name}
     assert not path.exists()
-
-
-def run_and_die(point, *arguments):
-    """`shmtensor checkpoint` with these arguments, in a process that is killed at a crash point."""
-    code = f"""
-        from tests.faults import points
-        points.install("shmtensor.checkpoint")
-        points.arm({point!r}, "kill")
-        from shmtensor.cli.main import app
-        app({["checkpoint", *map(str, arguments)]!r})
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
-    assert done.returncode == -9
 
 
 @pytest.mark.parametrize("point", EXCHANGE_POINTS)
