@@ -554,6 +554,7 @@ class Outbound:
         for it in untried:
             if self._pattern == WORK_QUEUE and isinstance(it, Message):
                 store_attempts(*words_of(it), it.seq, it.attempt - 1)
+        # crash: relay.returned
 
     def _may_add(self, most: int) -> bool:
         """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,

@@ -28,7 +28,7 @@ NEAR_REQUESTS = [*NEAR, "relay.answered", "relay.filled"]
 FAR_REQUESTS = [
     *FAR[:2], "relay.posted", "relay.replied", "relay.sent", "relay.parted", "relay.confirmed", "relay.stated"
 ]  # fmt: skip
-REFUSALS = ["relay.refused", "relay.declined"]
+REFUSALS = ["relay.refused", "relay.declined", "relay.returned"]
 LARGE = ("relay.parted", "relay.filled")
 
 
@@ -187,6 +187,43 @@ def test_a_far_relay_dies_as_it_refuses(channel, pattern):
                 with rx.recv(timeout=PATIENCE) as message:
                     sizes.append(len(message.value))
             assert sizes.count(10) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["near", "far"])
+def test_a_relay_dies_as_what_was_refused_goes_to_others(channel, victim):
+    """Of a queue, behind a refusal: what the near relay gives back is another consumer's here, whoever dies then. What
+    the far one has received may come twice."""
+    where, there = endpoint(), f"{channel}-far"
+    far = {"name": there, "listen": where, "max_bytes": "1MiB"}
+    near = {"name": channel, "to": where, "remote": there, "pattern": "work-queue"}
+    crash = {"crash": ["relay.returned", "kill", 1]} if victim == "near" else {}
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Producer(there),  # a member: the channel stays
+        Remote("relay", **far) as second,
+        Remote("relay", **near, **crash) as first,
+    ):
+        second.wait_for("ready")
+        with shmtensor.Consumer(there, acknowledge="release", until="closed") as rx:
+            first.wait_for("connected")
+            tx.send({"number": 0, "data": np.zeros(10)})
+            begun = rx.recv(timeout=PATIENCE)
+            for number in range(1, 4):
+                tx.send({"number": number, "data": np.zeros(300_000)})
+            wait_until(lambda: first.statistics()[channel]["state"] == "refused")
+            begun.release()
+        if victim == "near":  # nobody is there any more: soon it gives them back
+            first.wait_for_death()
+        arrived = Counter()
+        with shmtensor.Consumer(channel, until="closed") as here:
+            while set(arrived) < {1, 2, 3}:
+                with here.recv(timeout=PATIENCE) as message:
+                    arrived[message.value["number"]] += 1
+                if victim == "far" and second.process.poll() is None:
+                    second.kill()
+            assert set(arrived) <= {0, 1, 2, 3}
+            assert all(arrived[number] == 1 for number in (1, 2, 3))
 
 
 # --- requests
