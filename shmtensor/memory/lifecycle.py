@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 log = logging.getLogger("shmtensor.memory")
 
@@ -39,7 +39,8 @@ def call_in_child(function: Callable[[], None]) -> None:
     _functions.append(function)
 
 
-def _after_fork() -> None:
+def _drop() -> None:
+    global _dropped_in
     found = [(reference(), drop) for reference, drop in _owners.copy().items()]
     left = [functools.partial(drop, owner) for owner, drop in found if owner is not None]
     left += [functools.partial(function) for function in _functions]
@@ -57,6 +58,17 @@ def _after_fork() -> None:
             if again:
                 log.exception("in a forked child, %r failed: what it owns may still belong to its parent", left.pop())
             again = not again
+    _dropped_in = os.getpid()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _drop_after_all() -> None:
+    """As an exception may come before the first call there."""
+    if _dropped_in != os.getpid():
+        _drop()
+
+
+_dropped_in = 0
+in_child: Final = (_drop, _drop_after_all)
+"""What the interpreter calls in each child, whatever becomes of the one before."""
+for function in in_child:
+    os.register_at_fork(after_in_child=function)

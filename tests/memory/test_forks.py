@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import mmap
@@ -18,8 +19,10 @@ import pytest
 import shmtensor
 from shmtensor.memory import descriptors, lifecycle
 
+from ..conftest import descriptors as descriptors_of_segments
 from ..conftest import left_files
-from ..waiting import runs, wait_until
+from ..faults.interrupts import Interrupt, interrupted, stride
+from ..waiting import PATIENCE, runs, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -178,6 +181,54 @@ def test_what_fails_in_a_child_is_reported_and_the_rest_is_done(error, monkeypat
     os.close(out)
     os.close(into)
     assert owners
+
+
+def left_in_a_child_that_is_interrupted(at, endpoints):
+    """Fork, and raise an exception at boundary `at` of what the interpreter calls in the child. Whether there is such a
+    boundary, whether it was one of this test's own, and what the child then has of its parent.
+
+    The interpreter forgets the signals that are pending as it forks; so it does not fork here, and calls nothing.
+    """
+    out, into = os.pipe()
+    pid = ctypes.PyDLL(None).fork()
+    if not pid:
+        try:
+            attempt = interrupted(call_all, at)
+            found = attempt.reached, attempt.raised, descriptors_of_segments(), [it._state for it in endpoints]
+            os.write(into, repr(found).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    os.waitpid(pid, 0)
+    with os.fdopen(out) as said:
+        return eval(said.read())
+
+
+def call_all():
+    """As the interpreter does, which reports what one of them raises."""
+    for function in lifecycle.in_child:
+        try:
+            function()
+        except Interrupt:
+            pass
+
+
+@pytest.mark.parametrize("pair", [("Publisher", "Subscriber"), ("Producer", "Consumer")])
+def test_an_exception_in_a_child_that_begins_leaves_it_nothing(channel, pair):
+    """At any boundary, the first one as well: it keeps no lock of its parent, and has no endpoint of it."""
+    make, take = (getattr(shmtensor, each) for each in pair)
+    with make(channel) as tx, take(channel) as rx:
+        tx.send(np.zeros(3))
+        message = rx.recv(timeout=PATIENCE)
+        at, reached, before = 1, True, descriptors_of_segments()
+        while reached:
+            reached, is_own, files, states = left_in_a_child_that_is_interrupted(at, (tx, rx))
+            if not is_own:
+                assert not {it for it in files & before if channel in it}, at
+                assert states == ["forked", "forked"], at
+            at += 1 if at < 8 else stride(7)
+        assert at > 100
+        message.release()
 
 
 STORM = """
