@@ -112,3 +112,30 @@ def test_a_client_dies_at_a_point(directory, point, nth):
             goes_on(sender, receiver)
     server.stop()
     assert os.listdir(directory) == ["segments.lock"]
+
+
+@pytest.mark.parametrize(
+    ("point", "first"),
+    [("claim.locked", 0), ("claim.stored", 0), ("done.before", 0), ("done.stored", 1), ("release.ended", 1)],
+)
+def test_a_member_of_a_group_dies_and_then_the_server(directory, point, first):
+    """Another member gets all that was not done, each once, from the memory that it has; the slots come back."""
+    server = Server(directory)
+    with Member((), directory) as sender, Member((), directory) as heir:
+        sender("tx = shmtensor.Publisher('c', slots=4)")
+        heir("rx = shmtensor.Subscriber('c', group='them')")
+        victim = Member((), directory, (point, "1"), {"SHMTENSOR_PURE": "1"})
+        victim("rx = shmtensor.Subscriber('c', group='them')")
+        sender("[tx.send(np.full(3, n)) for n in range(4)]")
+        victim.start("[int(rx.recv(timeout=60).value[0]) for n in range(4)]")
+        victim.wait_for_death()
+        server.kill()
+        second = Server(directory)
+        heir(f"take = lambda count: sorted(int(rx.recv(timeout={PATIENCE}).value[0]) for n in range(count))")
+        assert heir(f"take({4 - first})") == list(range(first, 4))
+        for _ in range(4):
+            sender(f"[tx.send(np.full(3, n), timeout={PATIENCE}) for n in range(3)]")  # one is still in hand there
+            assert heir("take(3)") == [0, 1, 2]
+        goes_on(sender, heir)
+    second.stop()
+    assert os.listdir(directory) == ["segments.lock"]
