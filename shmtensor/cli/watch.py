@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
@@ -151,6 +152,7 @@ class Reading:
         return min(interval, _MARKED_S) if self.has_news_of_deaths else interval
 
 
+_counted = attrgetter(*COUNTERS)
 _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
     Order.RATE: lambda channel, rate: rate.messages,
     Order.BYTES: lambda channel, rate: rate.nbytes,
@@ -224,7 +226,7 @@ def _channel_dict(channel: ChannelInfo, rates: Rates) -> dict[str, Any]:
                 "host_pid": it.host_pid or None, "process": it.process or None,
                 "label": it.label or None, "alive": it.alive,
                 "stopped": it.stopped, **_rate_dict(rates.of(it), has_bytes=it.role == "sender"),
-                "published": it.published, **taken_dict(it), **{name: getattr(it, name) for name in COUNTERS},
+                "published": it.published, **taken_dict(it), **dict(zip(COUNTERS, _counted(it), strict=True)),
                 "holds": holdings.get(it.uid, []),
             }
             for it in channel.members

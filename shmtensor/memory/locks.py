@@ -22,12 +22,12 @@ _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid; na
 _SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 _GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
 _BUSY = (errno.EAGAIN, errno.EACCES)
+_WRITE, _NONE, _FROM_START = fcntl.F_WRLCK, struct.pack("h", fcntl.F_UNLCK), os.SEEK_SET
 
 
 def is_locked(fd: int, byte: int, length: int = 1) -> bool:
     """Whether any description but that of `fd`, which may be read-only, holds a lock within `[byte, byte + length)`."""
-    answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0))
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    return not fcntl.fcntl(fd, _GETLK, _FLOCK.pack(_WRITE, _FROM_START, byte, length, 0)).startswith(_NONE)
 
 
 def locked_bytes(fd: int, start: int, end: int) -> set[int]:

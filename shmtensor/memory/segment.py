@@ -283,11 +283,11 @@ class Glance:
 
     __slots__ = ("__weakref__", "_file", "_opening", "fd", "info", "name", "nbytes")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, place: Place) -> None:
         self.name, self.fd, self._opening = name, -1, ""
         self._file = OpenFile()
         lifecycle.track(self, type(self).drop_in_child)
-        found = placement.current().find(name[1:], os.O_NOFOLLOW, held=False)
+        found = place.find(name[1:], os.O_NOFOLLOW, held=False)
         self._opening = found.leads_to  # another thread may fork before the descriptor is recorded: see `Descriptor`
         self._file.open(os.open, found.path, found.flags | _LOOK)
         self._opening = ""
@@ -349,15 +349,16 @@ def _words(segment: Segment | Glance, data: bytes, start: int, count: int) -> me
     return memoryview(data).cast("Q")
 
 
-def look_at(name: str, *, is_regular: bool = False) -> Glance:
+def look_at(name: str, *, place: Place | None = None, is_regular: bool = False) -> Glance:
     """Open an existing segment of any user for inspection, if the permissions allow it.
 
+    `place`: the current one, from a caller that opens many: asking for it takes as long as to open a file.
     `is_regular`: the caller has just found that it is a regular file.
     """
     if not is_regular:
         _check_kind(name)
     try:
-        segment = Glance(name)
+        segment = Glance(name, placement.current() if place is None else place)
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:
@@ -433,11 +434,6 @@ def more_room() -> str:
 def path_of(file: str) -> str:
     """How people are shown a name that `listing` has."""
     return placement.current().path(file)
-
-
-def paths_of(files: Iterable[str]) -> tuple[str, ...]:
-    """The same of each of these names."""
-    return tuple(map(placement.current().path, files))
 
 
 def _open(name: str, flags: int) -> Segment:

@@ -31,6 +31,7 @@ A ring, any number per producer (`/shmtensor.<channel>,<uid>,<k>`):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -104,11 +105,11 @@ class SequenceTableShape:
         if self.order_size & (self.order_size - 1):
             raise WireError(f"sequences order size {self.order_size} is not a power of two")
 
-    @property
+    @functools.cached_property
     def finished(self) -> int:
         return L_MEMBERS + 2 * self.capacity
 
-    @property
+    @functools.cached_property
     def order(self) -> int:
         return self.finished + self.capacity
 
@@ -139,12 +140,12 @@ class RingShape:
         if self.device and (self.slots > MAX_DEVICE_SLOTS or self.capacity > MAX_DEVICE_MEMBERS):
             raise WireError(f"device ring of {self.slots} slots for {self.capacity} members")
 
-    @property
+    @functools.cached_property
     def row(self) -> int:
         """Words of one receiver's row; rows do not share cache lines."""
         return (self.slots + 7) & -8
 
-    @property
+    @functools.cached_property
     def state(self) -> int:
         """Word index of the state area."""
         return R_RECORDS + self.slots * RECORD_WORDS
@@ -155,7 +156,7 @@ class RingShape:
         words = self.capacity * self.row if self.kind == FAN_OUT else STATE_WORDS * self.slots
         return (8 * (self.state + words) + PAGE - 1) & -PAGE
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the segment."""
         return self.data + self.slots * (DEVICE_SLOT if self.device else self.slot_bytes)
@@ -202,12 +203,16 @@ def check_version(what: str, version: int, known: int = VERSION) -> None:
         )
 
 
+_table_shape = functools.lru_cache(64)(SequenceTableShape)
+_ring_shape = functools.lru_cache(64)(RingShape)
+
+
 def table_shape(name: str, words: Sequence[int], uid: int) -> SequenceTableShape:
     """The shape of a sequence table, from its first words. Raises `WireError` unless it is that of producer `uid`."""
     if words[L_MAGIC] == SEQUENCE_TABLE_MAGIC:
         check_version(f"sequences {name}", words[L_VERSION])
         if words[L_UID] == uid:
-            return SequenceTableShape(words[L_CAPACITY], words[L_ORDER])
+            return _table_shape(words[L_CAPACITY], words[L_ORDER])
     raise WireError(f"segment {name} is not the sequence table of producer {uid:016x}")
 
 
@@ -221,7 +226,7 @@ def ring_shape(name: str, words: Sequence[int], uid: int, index: int | None, kin
     check_version(f"ring {name}", words[R_VERSION])
     if (words[R_UID], words[R_KIND]) != (uid, kind) or index not in (None, words[R_INDEX]):
         raise WireError(f"ring {name} is not {'a ring' if index is None else f'ring {index}'} of producer {uid:016x}")
-    return RingShape(kind, words[R_SLOTS], words[R_SLOT_BYTES], words[R_CAPACITY], words[R_DEVICE] == 1)
+    return _ring_shape(kind, words[R_SLOTS], words[R_SLOT_BYTES], words[R_CAPACITY], words[R_DEVICE] == 1)
 
 
 def round_slot(nbytes: int) -> int:

@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.channel import answers, processes, published
 from shmtensor.channel import inspect as looking
+from shmtensor.channel import processes, published, reads
 from shmtensor.cli.main import app
 from shmtensor.endpoints.sender import holders_text
 from shmtensor.memory import segment as shm
@@ -259,7 +260,7 @@ def test_the_newest_message_of_a_sender_that_reuses_its_slots_meanwhile(channel,
     """It sends between the look at how many it has sent and the one at the record of the last of them."""
     with shmtensor.Publisher(channel, slots=slots, slot_bytes=4096) as pub:
         pub.send(np.zeros(100))
-        real = looking._sender
+        real = published._Sender
 
         def then_it_sends(*args):
             found = real(*args)
@@ -267,7 +268,7 @@ def test_the_newest_message_of_a_sender_that_reuses_its_slots_meanwhile(channel,
                 pub.send(np.zeros(100))
             return found
 
-        monkeypatch.setattr(looking, "_sender", then_it_sends)
+        monkeypatch.setattr(published, "_Sender", then_it_sends)
         (sender,) = seen(channel).senders
         assert (sender.published, sender.newest_bytes) == (1, 800)
         assert sender.newest_age > 0
@@ -277,7 +278,7 @@ class Finishes:
     """The holder of a message finishes it as soon as a private function of a ring is called, or has returned."""
 
     def __init__(self, monkeypatch, message, name: str, *, first: bool) -> None:
-        real = getattr(looking._Ring, name)
+        real = getattr(published._Ring, name)
 
         def call(ring, *args, **options):
             if first:
@@ -287,7 +288,7 @@ class Finishes:
             finally:
                 message.release()
 
-        monkeypatch.setattr(looking._Ring, name, call)
+        monkeypatch.setattr(published._Ring, name, call)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -405,13 +406,22 @@ class Again:
 
     def __init__(self, channel: str) -> None:
         self._channel, self._inspector = channel, looking.Inspector(messages=True)
-        self.found_again = self.found_anew = 0
+        self.kept: Counter[str] = Counter()
+        """How many parts of a look were found in the one before, and not: of the members, a sender, or the whole."""
+
+    def _parts(self) -> dict[str, object]:
+        look = self._inspector._looks.get(self._channel)
+        if look is None or not look._parts:
+            return {}
+        members, *senders = look._parts
+        return {"members": members, "whole": look._whole, **{f"sender {sent.uid}": sent for sent in senders}}
 
     def look(self) -> shmtensor.ChannelInfo | None:
-        before = self._inspector._looks.get(self._channel)
+        before = self._parts()
         found = self._inspector.channel(self._channel)
-        self.found_again += before is not None and self._inspector._looks.get(self._channel) is before
-        self.found_anew += before is not None and self._inspector._looks.get(self._channel) is not before
+        for name, part in self._parts().items():
+            if name in before:
+                self.kept[f"{name.split()[0]} {'again' if part is before[name] else 'anew'}"] += 1
         while True:
             anew, after = shmtensor.inspect(self._channel, messages=True), self._inspector.channel(self._channel)
             if without_times(found) == without_times(after):  # nobody else has swept it meanwhile
@@ -441,7 +451,7 @@ class Again:
 def test_looking_again_finds_what_a_first_look_finds(channel, kind, limits, monkeypatch):
     """Random traffic between members that come and go; rings are added, and messages are held and given back."""
     for name, value in limits.items():
-        monkeypatch.setattr(answers, name, value)
+        monkeypatch.setattr(reads, name, value)
     chance, again = random.Random(kind), Again(channel)
     senders, receivers, held = [], [], []
 
@@ -484,8 +494,8 @@ def test_looking_again_finds_what_a_first_look_finds(channel, kind, limits, monk
         for each in (*receivers, *senders):
             each.close()
     assert again.look() is None
-    assert again.found_anew
-    assert again.found_again or "_MOST_KEPT" in limits
+    parts = {f"{name} {how}" for name in ("members", "sender", "whole") for how in ("again", "anew")}
+    assert {it for it in parts if not again.kept[it]} <= ({"sender again", "whole again"} if limits else set())
 
 
 SENDERS = {
@@ -544,7 +554,48 @@ def test_a_channel_that_is_made_again_between_two_looks(channel):
             assert [it.messages for it in found.holdings] == [1]
             sub.recv(timeout=PATIENCE).release()
     assert len(uids) == 6
-    assert again.found_again == 0
+    assert set(again.kept) == {"members anew", "whole anew"}
+
+
+def test_a_message_changes_only_what_its_sender_has_sent(channel):
+    inspector = looking.Inspector()
+    with (
+        shmtensor.Publisher(channel) as pub,
+        shmtensor.Publisher(channel) as other,
+        shmtensor.Subscriber(channel) as sub,
+    ):
+        other.send(b"1")
+        inspector.channel(channel)
+        members, quiet = inspector._looks[channel]._parts[0], inspector._looks[channel]._parts[2]
+        for count in range(1, 4):
+            pub.send(b"1")
+            found = inspector.channel(channel)
+            assert ([it.published for it in found.senders], found.depth) == ([count, 1], count + 1)
+            parts = inspector._looks[channel]._parts
+            assert (parts[0] is members, parts[2] is quiet) == (True, True)
+        for _ in range(4):
+            sub.recv(timeout=PATIENCE).release()
+        assert inspector.channel(channel).depth == 0
+        assert inspector._looks[channel]._parts[2] is not quiet
+
+
+def test_what_a_member_counts_changes_nothing_that_was_sent(channel):
+    """A receiver falls asleep, and is woken, with nearly every message."""
+    inspector = looking.Inspector()
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel) as sub:
+        pub.send(b"1")
+        sub.recv(timeout=PATIENCE).release()
+        inspector.channel(channel)
+        members, sent = inspector._looks[channel]._parts
+
+        def has_slept() -> bool:
+            with contextlib.suppress(shmtensor.TimedOut):
+                sub.recv(timeout=0.01)
+            return inspector.channel(channel).receivers[0].sleeps > 0
+
+        wait_until(has_slept)
+        after = inspector._looks[channel]._parts
+        assert (after[0] is members, after[1] is sent) == (False, True)
 
 
 def test_where_nothing_changes_only_ages_do(channel):
@@ -554,11 +605,11 @@ def test_where_nothing_changes_only_ages_do(channel):
         pub.send(b"2")
         held = sub.recv(timeout=PATIENCE)
         first = inspector.channel(channel)
-        look = inspector._looks[channel]
+        whole = inspector._looks[channel]._whole
         kept = pickle.dumps(first)
         wait_until(lambda: inspector.channel(channel).holdings[0].held > 0)
         later = inspector.channel(channel)
-        assert inspector._looks[channel] is look
+        assert inspector._looks[channel]._whole is whole
         assert without_times(first) == without_times(later)
         assert pickle.dumps(first) == kept  # what was returned is not written to
         for ages in (
@@ -587,10 +638,10 @@ def test_a_process_that_is_stopped_between_two_looks(channel):
         fellow = Fellow(STOPS, channel)
         fellow.listen("joined")
         assert not inspector.channel(channel).receivers[0].stopped
-        look = inspector._looks[channel]
+        whole = inspector._looks[channel]._whole
         os.kill(fellow.process.pid, signal.SIGSTOP)
         wait_until(lambda: inspector.channel(channel).receivers[0].stopped)
-        assert inspector._looks[channel] is look
+        assert inspector._looks[channel]._whole is whole
         fellow.kill()
 
 
@@ -614,7 +665,7 @@ def test_reading_few_records_sees_what_reading_all_sees(channel, monkeypatch):
                 kept.pop(chance.randrange(len(kept))).release()
             few = seen(channel, messages=True)
             with monkeypatch.context() as patch:
-                patch.setattr(looking, "_wanted", lambda *_: None)
+                patch.setattr(published, "_wanted", lambda *_: None)
                 every = seen(channel, messages=True)
             assert without_times(few) == without_times(every)
             some = some or few.depth > published.FEW
@@ -670,7 +721,7 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_files_is_found_later(cha
 
 
 def test_few_files_are_kept_open_where_a_process_may_open_few(channel, monkeypatch):
-    monkeypatch.setattr(answers.resource, "getrlimit", lambda which: (12, 12))
+    monkeypatch.setattr(reads.resource, "getrlimit", lambda which: (12, 12))
     inspector = looking.Inspector()
     with contextlib.ExitStack() as stack:
         for number in range(4):

@@ -1,0 +1,209 @@
+"""Reading the segments of a channel again and again: what was found by reading is kept with what was read."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, TypeVar
+
+from ..errors import WireError
+from ..memory import segment as shm
+from ..memory.placement import Place
+from ..memory.segment import Glance
+
+_MOST: Final = 256 << 10
+"""Bytes that are kept of what was read for one `Kept`. For what takes more, such as a ring with thousands of messages
+that wait, all is read anew each time."""
+_MOST_KEPT: Final = 256
+"""Control segments and sequence tables that are kept open from one reading to the next, or a quarter of the files that
+this process may open. Rings never are: of a channel that has ended meanwhile, they would keep the memory."""
+
+_T = TypeVar("_T")
+_NOTHING: Final = memoryview(b"").cast("Q")
+
+
+class Segments:
+    """Opens the segments of one channel, which has files of these names."""
+
+    def __init__(self, kept: dict[str, Glance], names: Iterable[str], place: Place) -> None:
+        self.kept, self.place = kept, place
+        self.files = {name: place.status(name) for name in names}
+        """Their status; None of one that is gone."""
+
+    def open(self, name: str, stays: bool) -> Glance:
+        """Open one of them. `stays`: it is small, and stays open for the next reading."""
+        info = self.files.get(name[1:])
+        kept = self.kept.get(name) if stays else None
+        if kept is not None:
+            if kept.fd >= 0 and info is not None and os.path.samestat(info, kept.info):
+                kept.info, kept.nbytes = info, info.st_size
+                return kept
+            del self.kept[name]
+            kept.close()
+        found = shm.look_at(name, place=self.place, is_regular=info is not None and stat.S_ISREG(info.st_mode))
+        if stays and len(self.kept) < min(_MOST_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
+            self.kept[name] = found
+        return found
+
+    def close(self, opened: Iterable[Glance]) -> None:
+        """Close those of them that do not stay open. Idempotent."""
+        for segment in opened:
+            if self.kept.get(segment.name) is not segment:
+                segment.close()
+
+
+_Read = tuple[int, Callable[[Glance, int, int], Any], int, int, Any]
+"""The number of a segment, in the order in which they were opened; a question, about what; the answer."""
+
+
+class Reads:
+    """What one function has read of the segments of a channel, in order: each question, and the answer.
+
+    What such a function finds follows from what it is given and from the answers, and they alone say what it asks
+    next. So if each question, asked again in the same order, is answered as before, it would find the same. Nothing is
+    concluded from what a word means or from who writes it; locks are asked about each time, too. And up to the first
+    answer that differs, it asks the same again: it goes on from there.
+    """
+
+    def __init__(self, segments: Segments, opened: Iterable[Glance] = (), known: Iterable[_Read] = ()) -> None:
+        """`known`: what was asked already of those that were `opened`, the last first."""
+        self._segments = segments
+        self._names: list[tuple[str, bool, int]] = []
+        """Of those that were opened: the name, whether it stays open, and how many bytes it had."""
+        self._opened, self._known = [*opened], [*known]
+        self._read: list[_Read] = []
+        self._nbytes = 0
+        self._are_kept = True
+
+    def open(self, name: str, *, stays: bool) -> Source:
+        """Open a segment, to read it: see `Segments.open`. One that does not stay is closed by `close`."""
+        number = len(self._names)
+        if number == len(self._opened):
+            self._opened.append(self._segments.open(name, stays))
+        if stays and name not in self._segments.kept:
+            self.drop()  # there are too many to keep more of each
+        segment = self._opened[number]
+        self._names.append((name, stays, segment.nbytes))
+        return Source(self, number, segment)
+
+    def ask(self, number: int, question: Callable[[Glance, int, int], Any], at: int, count: int) -> Any:
+        """Ask a segment about `count` bytes or locks from `at` on."""
+        if self._known:
+            read = self._known.pop()
+        else:
+            read = number, question, at, count, question(self._opened[number], at, count)
+        if self._are_kept:
+            self._read.append(read)
+            self._nbytes += count if question is Glance.peek else 1
+            if self._nbytes > _MOST:
+                self.drop()
+        return read[4]
+
+    def drop(self) -> None:
+        """Keep nothing: there is much, or what was found follows from more than that."""
+        self._are_kept = False
+        self._read.clear()
+
+    def again(self, segments: Segments) -> Reads | None:
+        """Ask all again. None: the answers are the same; else those so far, from which the function goes on."""
+        if not self._are_kept:
+            return Reads(segments)
+        opened: list[Glance] = []
+        known: list[_Read] = []
+        try:
+            for read in self._read:
+                number, question, at, count, before = read
+                if number == len(opened):
+                    name, stays, nbytes = self._names[number]
+                    opened.append(segments.open(name, stays))
+                    if opened[number].nbytes != nbytes:
+                        break
+                answer = question(opened[number], at, count)
+                if answer != before:
+                    known.append((number, question, at, count, answer))
+                    break
+                known.append(read)
+            else:
+                segments.close(opened)
+                return None
+        except (OSError, WireError):
+            pass  # the function finds out why
+        known.reverse()
+        return Reads(segments, opened, known)
+
+    def close(self) -> None:
+        """Close what does not stay open. Idempotent."""
+        self._segments.close(self._opened)
+        self._opened.clear()
+
+
+class Kept(Generic[_T]):
+    """What a function has found by reading segments.
+
+    The function is called again if it is given something else, or if anything that it has read has changed since.
+    """
+
+    def __init__(self, find: Callable[..., _T]) -> None:
+        """`find` is called with a `Reads` and what it is given."""
+        self._find = find
+        self._last: tuple[tuple[Any, ...], Reads, _T] | None = None
+
+    def found(self, segments: Segments, *given: Any) -> _T:
+        """What the function finds now; the same object, if it would find the same."""
+        reads: Reads | None = None
+        if self._last is not None and self._last[0] == given:
+            reads = self._last[1].again(segments)
+            if reads is None:
+                return self._last[2]
+        reads = Reads(segments) if reads is None else reads
+        try:
+            found = self._find(reads, *given)
+        finally:
+            reads.close()
+        self._last = given, reads, found
+        return found
+
+
+class Source:
+    """One of the segments that are read."""
+
+    __slots__ = ("_head", "_number", "_reads", "segment")
+
+    def __init__(self, reads: Reads, number: int, segment: Glance) -> None:
+        self._reads, self._number, self.segment = reads, number, segment
+        self._head = _NOTHING
+
+    @property
+    def name(self) -> str:
+        return self.segment.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes
+
+    def read_head(self, count: int) -> memoryview:
+        """Read the first `count` words, or all there are, at once: `read` returns them from now on.
+
+        For what is read in many pieces: each system call costs more than these words.
+        """
+        data = memoryview(self._reads.ask(self._number, Glance.peek, 0, 8 * count))
+        self._head = data.cast("Q") if len(data) == 8 * count else data[: len(data) & -8].cast("Q")
+        return self._head
+
+    def read(self, start: int, count: int) -> memoryview:
+        """Read `count` words from word `start` on. Raises `WireError` if there are fewer."""
+        words = self._head[start : start + count]
+        if len(words) == count:
+            return words
+        return self.read_anew(start, count)
+
+    def read_anew(self, start: int, count: int) -> memoryview:
+        """The same, as they are now: not as `read_head` has found them."""
+        data = self._reads.ask(self._number, Glance.peek, 8 * start, 8 * count)
+        return self.segment.words(data, start, count)
+
+    def is_locked(self, byte: int, length: int = 1) -> bool:
+        """Whether any process holds a lock within `[byte, byte + length)`."""
+        return bool(self._reads.ask(self._number, Glance.is_locked, byte, length))
