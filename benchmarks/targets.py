@@ -361,6 +361,7 @@ TARGETS: tuple[Target, ...] = (
         for kind in pools.KINDS
     ),
     Target(observing.TOP, ("observing", observing.TOP), "<=", 1.0),
+    Target(observing.TOP_ACTIVE, ("observing", observing.TOP_ACTIVE), "<=", 1.0),
     Target(observing.DEATH, ("observing", observing.DEATH), "<=", 1.0),
     Target("4 idle consumers together", ("idle", "4 consumers"), "<=", 1.0),
     Target(

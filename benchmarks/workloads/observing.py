@@ -44,21 +44,26 @@ def _top(*arguments: str) -> Iterator[Any]:
             process.kill()
 
 
-def measure_top(effort: Effort) -> Samples:
-    """Percent of one core that `top` takes for 50 channels with a publisher, a subscriber and 4 messages that wait."""
-    return run_roles([Role(_watch, (fresh_name(), effort.scale), threads=NO_TORCH)])[0]  # type: ignore[no-any-return]
+def measure_top(effort: Effort, *, active: bool) -> Samples:
+    """Percent of one core that `top` takes for 50 channels with a publisher, a subscriber and 4 messages that wait.
+
+    `active`: between two readings each subscriber takes one of them, and each publisher sends another.
+    """
+    role = Role(_watch, (fresh_name(), effort.scale, active), threads=NO_TORCH)
+    return run_roles([role])[0]  # type: ignore[no-any-return]
 
 
-def _watch(meet: Callable[[], object], name: str, scale: str) -> Samples:
+def _watch(meet: Callable[[], object], name: str, scale: str, active: bool) -> Samples:
     import numpy as np
 
     import shmtensor
 
     with contextlib.ExitStack() as stack:
         meet()
+        ends = []
         for number in range(CHANNELS):
             pub = stack.enter_context(shmtensor.Publisher(f"{name}-{number}", slots=8, slot_bytes=4096))
-            stack.enter_context(shmtensor.Subscriber(pub.name))
+            ends.append((pub, stack.enter_context(shmtensor.Subscriber(pub.name))))
             for _ in range(4):
                 pub.send(np.zeros(100))
         found = []
@@ -66,6 +71,9 @@ def _watch(meet: Callable[[], object], name: str, scale: str) -> Samples:
             _reading(process)  # it has started
             cpu, wall = _cpu_seconds(process.pid), time.monotonic()
             for _ in range(READINGS[scale]):
+                for pub, sub in ends if active else ():
+                    sub.recv().release()
+                    pub.send(np.zeros(100))
                 assert len(_reading(process)["channels"]) == CHANNELS
                 now, at = _cpu_seconds(process.pid), time.monotonic()
                 found.append(100 * (now - cpu) / (at - wall))
@@ -231,6 +239,7 @@ def traced_whole(nbytes: int) -> str:
 
 
 TOP = f"top of {CHANNELS} channels, every second"
+TOP_ACTIVE = f"{TOP}, each with a message in between"
 DEATH = "a killed process is gone from top"
 
 WORKLOAD = Workload(
@@ -238,19 +247,22 @@ WORKLOAD = Workload(
     title="Being watched",
     what=(
         f"`shmtensor top --json` of {CHANNELS} channels, each with a publisher, a subscriber and 4 messages: CPU time "
-        "of that process between two readings, by the kernel's clock. One way: a publisher and a subscriber that "
+        "of that process between two readings, by the kernel's clock; in between, nothing happens, or each channel "
+        "carries a message. One way: a publisher and a subscriber that "
         f"spins, {IN_FLIGHT} messages in flight at most, counted at the subscriber; stretches by turns without a "
         "trace, with one as `shmtensor trace` makes it (of one of N messages, so that 5 s fit into 500,000 events), "
         "and with one of each message; a third process reads it every 20 ms. Lost: events that were overwritten before "
         "they were read. The kill: from the signal to the reading that no longer names the process."
     ),
     cases=(
-        Case(TOP, SHMTENSOR, measure_top),
+        Case(TOP, SHMTENSOR, partial(measure_top, active=False)),
+        Case(TOP_ACTIVE, SHMTENSOR, partial(measure_top, active=True)),
         *(Case(plain(nbytes), SHMTENSOR, partial(measure_traced, nbytes=nbytes)) for nbytes in SIZES),
         Case(DEATH, SHMTENSOR, measure_deaths),
     ),
     rows=(
         RowSpec(TOP, SHMTENSOR.name, TOP, "cpu", "% of a core"),
+        RowSpec(TOP_ACTIVE, SHMTENSOR.name, TOP_ACTIVE, "cpu", "% of a core"),
         *(
             row
             for nbytes in SIZES
