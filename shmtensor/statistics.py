@@ -24,7 +24,8 @@ class SenderStatistics:
     slots: int
     """Slots of all rings together."""
     slots_busy: int
-    """Slots whose message a receiver still needs, as far as this sender knows."""
+    """Slots whose message a receiver still needs, or that a loan has. Not those that only wait for a subscriber with
+    `delivery="latest"`: a newer message takes their place."""
     ring_bytes: int
     """Shared memory of all rings, bytes."""
     receivers: int

@@ -392,7 +392,7 @@ class Receiver(Endpoint):
             if message is None and not woken:
                 self._check_liveness()
                 message = self._poll()
-                if message is not None:
+                if message is not None and remaining == interval:  # else the caller's time was up
                     self._counters.add(ctl.C_LATE)
             if message is not None:
                 return message

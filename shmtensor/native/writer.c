@@ -793,7 +793,7 @@ static PyMethodDef Writer_methods[] = {
 };
 
 static PyGetSetDef Writer_getset[] = {
-    {"busy", (getter)Writer_busy, NULL, "slots that are not known to be free", NULL},
+    {"busy", (getter)Writer_busy, NULL, "slots whose messages are still needed", NULL},
     {"history", (getter)Writer_history, (setter)Writer_set_history, "how many of the newest messages are kept", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -321,8 +321,9 @@ class Writer:
 
     @property
     def busy(self) -> int:
-        """How many slots are in flight: not known to be free."""
-        return sum(message.span for _, message in self._all() if message.seq or message.lent)
+        """How many slots have messages that are still needed."""
+        used = [(ring, message) for ring, message in self._all() if message.seq or message.lent]
+        return sum(message.span for ring, message in used if not self._is_free(ring, message, look=True))
 
     # --- which slots are free
 

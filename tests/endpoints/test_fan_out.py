@@ -739,6 +739,22 @@ def test_a_forked_child_does_not_keep_a_dead_parent_alive(channel):
     sub.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"delivery": "latest"}])
+def test_slots_that_are_no_longer_needed_are_not_busy(channel, options):
+    """Though the sender has not looked for slots since they were given back."""
+    with Publisher(channel, slots=8) as pub, Subscriber(channel, **options) as sub, Subscriber(channel) as other:
+        for number in range(40):
+            pub.send(np.full(16, number))
+            sub.recv(timeout=PATIENCE).release()
+            other.recv(timeout=PATIENCE).release()
+        assert pub.statistics().slots_busy == 0
+        pub.send(np.zeros(16))
+        held = other.recv(timeout=PATIENCE)
+        assert pub.statistics().slots_busy == 1
+        del held
+        assert pub.statistics().slots_busy == (0 if options else 1)
+
+
 def test_statistics_and_repr(channel):
     with Publisher(channel, slots=4) as pub, Subscriber(channel) as sub:
         pub.send(np.zeros(16))

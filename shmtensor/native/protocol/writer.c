@@ -293,7 +293,7 @@ uint64_t writer_in_flight(const writer *w) {
     for (uint32_t i = 0; i < w->nrings; i++)
         for (uint64_t slot = 0; slot < w->rings[i].shared.slots; slot++) {
             const message_in_flight *f = &w->rings[i].messages[slot];
-            if (w->rings[i].first[slot] == slot && (f->seq || f->lent)) count += f->span;
+            if (w->rings[i].first[slot] == slot && (f->seq || f->lent) && !is_free(w, &w->rings[i], slot, 1)) count += f->span;
         }
     return count;
 }

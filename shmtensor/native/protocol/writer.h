@@ -103,7 +103,7 @@ int writer_reclaim(writer *w);
 /* Whether every message is taken (fan-out; `local` members do not count) or done (work queue). */
 int writer_is_settled(const writer *w, const members *local);
 
-/* How many slots are in flight: not known to be free. */
+/* How many slots have messages that are still needed. */
 uint64_t writer_in_flight(const writer *w);
 
 /* How many slots of a ring are free now. */
