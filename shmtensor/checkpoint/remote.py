@@ -35,9 +35,24 @@ from urllib.parse import unquote
 from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyError, ResourceError
 from ..memory.lifecycle import track
 from ..options import how_to_install
-from .answers import changed_at, has_no_bucket, is_missing, may_pass, status_of, tag_of
-from .bodies import Sink, TooLong, between, http_answer, receive, receive_small, s3_answer, scatter
-from .links import linked, quoted
+from .answers import (
+    Sink,
+    TooLong,
+    between,
+    changed_at,
+    has_no_bucket,
+    http_answer,
+    is_missing,
+    linked,
+    may_pass,
+    quoted,
+    receive,
+    receive_small,
+    s3_answer,
+    scatter,
+    status_of,
+    tag_of,
+)
 
 ATTEMPTS: Final = 5
 """How often a request is made before it is an error."""

@@ -38,11 +38,11 @@ from shmtensor import (
     load_newest,
     open_checkpoint,
 )
-from shmtensor.checkpoint import bodies, index, reading, remote, selection
+from shmtensor.checkpoint import answers, index, reading, remote, selection
+from shmtensor.checkpoint.answers import linked
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
-from shmtensor.checkpoint.links import linked
 from shmtensor.checkpoint.opening import Opener, open_path
 from shmtensor.checkpoint.upload import put_file
 from shmtensor.cli.main import app
@@ -617,7 +617,7 @@ def test_what_has_come_is_not_asked_for_again(served, tmp_path, quick, monkeypat
 def test_bytes_that_come_too_late_are_not_written():
     """A request that was given up may still run while another one fills the memory, and after its digest was taken."""
     memory = bytearray(6)
-    sink = bodies.Sink([memoryview(memory)])
+    sink = answers.Sink([memoryview(memory)])
     sink.write(b"abc")
     sink.close()
     with pytest.raises(asyncio.CancelledError):

@@ -32,7 +32,7 @@ RESETS = "a pipeline of redis-py is reset when nobody refers to it, too"
 NO_INTERRUPT = "no signal's handler raises there"
 ENDS = "a benchmark's process, which ends then"
 ALLOWED = {
-    "checkpoint/bodies.py:Sink.write": LIBRARY,
+    "checkpoint/answers.py:Sink.write": LIBRARY,
     "checkpoint/redis_files.py:RedisFileSystem._commit": RESETS,
     "checkpoint/redis_files.py:RedisFileSystem.info": RESETS,
     "checkpoint/selection.py:_run.<locals>.work": LIBRARY,

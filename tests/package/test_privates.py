@@ -15,7 +15,7 @@ PUBLIC = {"_replace", "_asdict", "_exit", "_getframe"}  # of namedtuple, os and 
 # module -> privates of other libraries, where every version that is supported has no public way
 FOREIGN: dict[str, set[str]] = {
     # s3fs: what its own methods call the server by, with its retries and credentials
-    "checkpoint/bodies.py": {"_call_s3"},
+    "checkpoint/answers.py": {"_call_s3"},
     # torch: what a module does with a state before its tensors are filled
     "checkpoint/load.py": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
     # torch: the parts of nested and quantized tensors, and how they are made of their parts; the flag of COO tensors
