@@ -36,9 +36,8 @@ from .index import is_file_name
 from .json_pieces import JsonPieces
 from .keys import NONCE_BYTES, TAG_BYTES, WRAPPED_BYTES, check_recipe, import_aes, invalid_tag
 from .limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
-from .locations import InputFile, Location, open_input
+from .locations import InputFile, Location, Stamp, open_input, stamp_of
 from .plan import Plan
-from .stamps import Stamp, stamp_of
 
 SUFFIX: Final = ".encrypted"
 """Added to the name of a file that is encrypted."""

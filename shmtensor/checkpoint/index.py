@@ -20,9 +20,8 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..memory.descriptors import open_file
-from .locations import Location, read_regular
+from .locations import Location, is_shortage, read_regular
 from .remote import RemotePath, is_outage
-from .stamps import is_shortage
 
 INDEX: Final = ".shmtensor.index"
 MAX_LIST: Final = 8 << 20

@@ -16,10 +16,9 @@ from .formats import Opened
 from .index import UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
-from .locations import Location, fresh, location
+from .locations import Location, Replaced, fresh, is_shortage, location
 from .opening import LATEST, Opener, each_newest_first, newest_first, open_listed, whole
 from .remote import RemotePath, is_outage
-from .stamps import Replaced, is_shortage
 
 T = TypeVar("T")
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted

@@ -30,13 +30,12 @@ from .formats import Opened, Stored
 from .formats.base import Place
 from .formats.zips import check_crcs
 from .keys import Key
-from .locations import InputFile, open_input
+from .locations import InputFile, check_same, open_input, stamp_of
 from .manifest import MANIFEST, check_others
 from .opening import PLAIN, Opener, open_once, persistently
 from .plan import Entry, Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
 from .reading import CHUNK, MAX_READERS, Damage, Files, default_readers, private, read_regions
 from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
-from .stamps import check_same, stamp_of
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]

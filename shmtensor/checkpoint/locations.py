@@ -1,4 +1,9 @@
-"""Where a checkpoint is read from: a local path, or a URL; and its files, which are read by position."""
+"""Where a checkpoint is read from: a local path, or a URL; its files, which are read by position; and which file a path
+leads to.
+
+A trainer that saves meanwhile moves `latest`, replaces files and deletes them. So a file has a stamp, taken when its
+description is read, and whoever opens its path again compares them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,11 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, cast
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol, TypeVar, cast
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointError
 from ..memory.descriptors import OpenFile, open_file
 from ..memory.shortage import explain
 from .remote import RemotePath, at_once, is_url, open_url
@@ -199,3 +204,67 @@ def read_regular(path: Location, most: int) -> bytes:
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
+
+
+T = TypeVar("T")
+
+_DAMAGED: Final = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA}
+_GONE: Final = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class Replaced(CheckpointError):
+    """Another file than before is at a path."""
+
+
+class Stamp(NamedTuple):
+    """What tells a file from another one at its path. Of a file at a URL it is only the size; there, the entity tag is
+    compared with each request."""
+
+    nbytes: int
+    device: int = 0
+    inode: int = 0
+    mtime_ns: int = 0
+
+
+def stamp_of(file: InputFile) -> Stamp:
+    """The stamp of an open file."""
+    return _stamp(os.fstat(file.fd)) if isinstance(file, LocalFile) else Stamp(file.nbytes)
+
+
+def stamp(path: Location) -> Stamp:
+    """The stamp of the file or directory that is at a path now. Raises OSError."""
+    return Stamp(path.stat().st_size) if isinstance(path, RemotePath) else _stamp(path.stat())
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return Stamp(found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns)
+
+
+def check_same(path: Location, before: Stamp, now: Stamp) -> None:
+    """Raise `Replaced` if it is another file."""
+    if now == before:
+        return
+    if now.nbytes != before.nbytes:
+        raise Replaced(f"{path} had {before.nbytes} bytes and has {now.nbytes}: it changed while it was opened")
+    raise Replaced(f"{path} changed while it was opened")
+
+
+def unchanged(path: Location, step: Callable[[], T]) -> T:
+    """What `step` returns; raises `Replaced` if another file has got its path meanwhile, whatever `step` says of it."""
+    if not isinstance(path, Path):
+        return step()
+    before = stamp(path)
+    try:
+        made = step()
+    except CheckpointError:
+        check_same(path, before, stamp(path))
+        raise
+    check_same(path, before, stamp(path))
+    return made
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says nothing of any file: this process lacks memory or descriptors, or may not open the file."""
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _DAMAGED | _GONE
+    return isinstance(error, MemoryError)

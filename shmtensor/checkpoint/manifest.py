@@ -26,9 +26,8 @@ from . import index
 from .description import digest, text
 from .formats.distcp import MAX_METADATA, METADATA
 from .json_pieces import JsonPieces
-from .locations import Location, read_regular
+from .locations import Location, is_shortage, read_regular
 from .remote import is_outage
-from .stamps import is_shortage
 
 MANIFEST: Final = "shmtensor.ranks.json"
 MAX_RANKS: Final = 1 << 16

@@ -39,12 +39,11 @@ from .formats.base import INDEX, Place, find_groups, find_index, shard_of
 from .index import is_file_name
 from .keys import KeyRing
 from .limits import MAX_TENSORS
-from .locations import Location, MemoryFile, fresh, open_input
+from .locations import Location, MemoryFile, Replaced, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
 from .manifest import MANIFEST, Part
 from .manifest import read as read_manifest
 from .plan import Entry, Plan, Region
 from .remote import RemotePath, is_outage
-from .stamps import Replaced, Stamp, T, is_shortage, stamp, unchanged
 
 _PIECE: Final = 8 << 20
 _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)

@@ -45,9 +45,8 @@ from .devices import PIECE, Lane, Lanes
 from .envelope import DATA, SealedFile
 from .formats import Opened
 from .limits import DIRECT_MIN, LINE, PAGE
-from .locations import InputFile, LocalFile, Location, open_input
+from .locations import InputFile, LocalFile, Location, Stamp, check_same, open_input, stamp_of
 from .remote import GAP, Stopped, stop_by
-from .stamps import Stamp, check_same, stamp_of
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
 REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor has so many

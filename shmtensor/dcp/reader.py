@@ -32,14 +32,13 @@ from ..checkpoint.formats import Opened
 from ..checkpoint.formats.distcp import METADATA
 from ..checkpoint.limits import MAX_TENSORS
 from ..checkpoint.load import map_files, raise_damage
-from ..checkpoint.locations import Location, fresh, location
+from ..checkpoint.locations import Location, Replaced, fresh, location
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.opening import open_part, resolve
 from ..checkpoint.plan import Entry, Plan, Region, build_state
 from ..checkpoint.reading import Files, default_readers, private, read_regions
 from ..checkpoint.remote import GAP, is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
-from ..checkpoint.stamps import Replaced
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError

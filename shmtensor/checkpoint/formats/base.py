@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ...errors import CheckpointError
 from ..json_pieces import JsonPieces
 from ..limits import MAX_TENSORS
-from ..locations import Location, open_input
+from ..locations import Location, Stamp, open_input
 from ..plan import Plan
-from ..stamps import Stamp
 
 if TYPE_CHECKING:
     from ..envelope import SealedFile

@@ -50,9 +50,8 @@ from ...errors import ArgumentError, CheckpointError
 from ...wire.dtypes import BY_NAME
 from ..description import Described, digest, read_described_file, text
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE
-from ..locations import Location, open_input
+from ..locations import Location, Stamp, open_input, stamp_of
 from ..plan import Entry, Plan, Region
-from ..stamps import Stamp, stamp_of
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
 from .pickles import Pickler
 from .zips import ALIGNMENT, Member, Placed, contents, local_header, place

@@ -29,9 +29,8 @@ from ...codec.numpy import MAX_NDIM, Array
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
 from ..limits import PAGE
-from ..locations import InputFile, Location, open_input
+from ..locations import InputFile, Location, Stamp, check_same, open_input, stamp_of
 from ..plan import Entry, Plan, Region, stored_shape, unique_names
-from ..stamps import Stamp, check_same, stamp_of
 from ..structure import dtype_name
 from .base import Format, Layout, Opened, Stored
 from .zips import (

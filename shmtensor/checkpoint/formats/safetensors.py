@@ -34,9 +34,8 @@ from ...wire.spec import MAX_BYTES, MAX_NDIM
 from ..description import Described, Summer, read_described, text
 from ..json_pieces import JsonPieces
 from ..limits import LINE, MAX_TENSORS, PAGE
-from ..locations import Location, open_input
+from ..locations import Location, Stamp, open_input, stamp, stamp_of
 from ..plan import Entry, Plan, Region, stored_shape
-from ..stamps import Stamp, stamp, stamp_of
 from .base import (
     INDEX,
     MAX_SHARDS,

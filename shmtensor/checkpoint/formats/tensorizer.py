@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ArgumentError, CheckpointError, DependencyError, ShmTensorError
-from ..locations import Location, copy_to_memory
+from ..locations import Location, check_same, copy_to_memory, stamp
 from ..plan import Plan, plan
 from ..remote import RemotePath
-from ..stamps import check_same, stamp
 from .base import Format, Layout, Opened
 
 _MAGIC: Final = b"|TZR|"

@@ -22,9 +22,8 @@ import numpy as np
 from ...errors import CheckpointError
 from ..description import Described, ReadDescription, Summer, digest, read_described_file, text
 from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
-from ..locations import InputFile, Location, open_input
+from ..locations import InputFile, Location, Stamp, open_input, stamp_of
 from ..plan import Plan
-from ..stamps import Stamp, stamp_of
 from .base import FileSpec, Layout, Place, Write, align
 
 ALIGNMENT: Final = 64  # bytes, as torch has it
