@@ -37,8 +37,21 @@ from .directory import LATEST, Best, Directory, highest_number, remove, sync, ta
 from .formats import distcp
 from .index import PENDING, Saved
 from .manifest import MANIFEST, Manifest, Part, part_name
-from .run_record import MAX_RUN, RUN, Outcome, Run, read, upload_mark, write
-from .votes import Vote, VoteFiles, is_part, read_vote, vote_name, write_vote
+from .run_record import (
+    MAX_RUN,
+    RUN,
+    Outcome,
+    Run,
+    Vote,
+    VoteFiles,
+    is_part,
+    read,
+    read_vote,
+    upload_mark,
+    vote_name,
+    write,
+    write_vote,
+)
 
 _TRAINER, _WRITER, _MUTEX, _COMPLETING = 0, 1, 2, 3
 _TRAINERS: Final = 1 << 17

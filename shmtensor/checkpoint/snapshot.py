@@ -41,9 +41,8 @@ from .manifest import part_name
 from .output import Disk, EncryptedOutput, Output, Sealing
 from .plan import Plan
 from .ranks import Votes, Waiting
-from .run_record import Outcome
+from .run_record import Outcome, Vote
 from .slots import Chunk, cut
-from .votes import Vote
 
 WRITES: Final = 4
 """Chunks that are being written at once, so that the disk never waits for the next one."""

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays
-from shmtensor.checkpoint import index, names, process_handle, rank_upload, run_record, votes
+from shmtensor.checkpoint import index, names, process_handle, rank_upload, run_record
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.upload import Keep
@@ -401,10 +401,10 @@ def test_marks_of_what_is_not_pending_are_removed(tmp_path):
 
 @pytest.mark.parametrize("value", ["x", 7, None, "0" * 17])
 def test_a_vote_with_a_wrong_url_counts_as_none(tmp_path, value):
-    vote = votes.Vote(0, 1, 1, "rank-00000.pt", 1, 1, "0" * 16, 1, {}, "", False, "")
+    vote = run_record.Vote(0, 1, 1, "rank-00000.pt", 1, 1, "0" * 16, 1, {}, "", False, "")
     for upload, counts in (("", True), ("0" * 16, True), (value, False)):
         (tmp_path / "rank-00000.vote").write_text(json.dumps({**vote._asdict(), "upload": upload}))
-        assert (votes.read_vote(str(tmp_path), 0) is not None) == counts
+        assert (run_record.read_vote(str(tmp_path), 0) is not None) == counts
 
 
 def test_upload_keep_last_needs_upload(tmp_path):

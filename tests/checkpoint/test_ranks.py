@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
-from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record, votes
+from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
@@ -394,14 +394,14 @@ def add_vote(own: ranks.Votes, key: str, rank: int, number: int) -> None:
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_bytes(b"x")
     changed = os.stat(file).st_mtime_ns
-    own.prepare(key, votes.Vote(rank, 2, number, os.path.basename(file), 1, changed, "0" * 16, 1, {}, "", False))
+    own.prepare(key, run_record.Vote(rank, 2, number, os.path.basename(file), 1, changed, "0" * 16, 1, {}, "", False))
 
 
 def test_a_vote_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
     directory = ranks.RankDirectory(str(tmp_path), 0, 2, "0" * 16)
-    own, files, read = ranks.Votes(directory, (None, None, None)), votes.VoteFiles(), []
-    read_vote = votes.read_vote
-    monkeypatch.setattr(votes, "read_vote", lambda *args: read.append(args[1]) or read_vote(*args))
+    own, files, read = ranks.Votes(directory, (None, None, None)), run_record.VoteFiles(), []
+    read_vote = run_record.read_vote
+    monkeypatch.setattr(run_record, "read_vote", lambda *args: read.append(args[1]) or read_vote(*args))
     for number in (1, 2):
         add_vote(own, "a", 0, number)
         add_vote(own, "a", 1, 1) if number == 1 else None
@@ -1066,7 +1066,7 @@ def test_a_part_that_names_tensors_of_another_is_damaged():
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rank": 1}', "[" * 100_000, '{"rank":0,"file":"../x"}'])
 def test_a_vote_that_cannot_be_read_counts_as_none(tmp_path, text):
     (tmp_path / "rank-00000.vote").write_text(text)
-    assert votes.VoteFiles().read(str(tmp_path)) == {}
+    assert run_record.VoteFiles().read(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 3}', json.dumps({"version": 1, "run": -1})])
