@@ -29,7 +29,7 @@ from .index import PENDING, UPLOADED, Saved
 LOCK: Final = ".shmtensor.lock"
 LATEST: Final = "latest"
 NOTE: Final = "url"
-"""Ending of the note of what a save has at a URL: see `streamed.py`."""
+"""Ending of the note of what a save has at a URL: see `snapshot.py`."""
 _TRAINER, _WRITER = 0, 1
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<writer>[0-9a-f]{16})-(?P<number>\d+)\.(?P<ending>tmp|log|old|url\.tmp|url)", re.DOTALL

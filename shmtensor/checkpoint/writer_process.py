@@ -29,8 +29,7 @@ from .rank_upload import RankUploads, sweep_marks
 from .ranks import RankDirectory, Votes, finish_older_runs
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import WRITES, PartSnapshot, Snapshot, reason_of
-from .streamed import StreamedSnapshot
+from .snapshot import WRITES, PartSnapshot, Snapshot, StreamedSnapshot, reason_of
 from .upload import Ended, Keep, Target, Uploads, explained
 
 _CHECK_INTERVAL: Final = 1.0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays, load_newest
-from shmtensor.checkpoint import index, names, process_handle, streamed, upload
+from shmtensor.checkpoint import index, names, process_handle, snapshot, upload
 from shmtensor.checkpoint.locations import location
 
 from ..scenes import ROOT
@@ -214,7 +214,7 @@ def launching(monkeypatch, code):
 def leave_note(directory, at, name, *, writer="0" * 16, number=1):
     """The note of a save whose process died."""
     directory.mkdir(exist_ok=True)
-    note = streamed.Note(upload.mark_of(at), name, [""])
+    note = snapshot.Note(upload.mark_of(at), name, [""])
     (directory / f".{name}.{writer}-{number}.url").write_text(json.dumps(note._asdict()))
 
 
@@ -331,7 +331,7 @@ def test_the_process_of_a_dead_trainer_sleeps_while_it_sends(url, tmp_path):  # 
     """It waits for its thread, and takes no core."""
     launch = (
         "import os, threading, time\n"
-        "from shmtensor.checkpoint.streamed import StreamedSnapshot\n"
+        "from shmtensor.checkpoint.snapshot import StreamedSnapshot\n"
         "parent, turns, may_go_on = os.getppid(), [], threading.Event()\n"
         "send = StreamedSnapshot._send\n"
         "StreamedSnapshot._send = lambda self: (may_go_on.wait(), send(self))\n"
@@ -487,7 +487,7 @@ def test_the_trainer_is_dead_and_a_save_is_sent_just_as_the_process_looks(url, s
     launch = (
         "import os, threading, time\n"
         "from concurrent.futures import wait\n"
-        "from shmtensor.checkpoint.streamed import StreamedSnapshot\n"
+        "from shmtensor.checkpoint.snapshot import StreamedSnapshot\n"
         "look, send = StreamedSnapshot.can_step.fget, StreamedSnapshot._send\n"
         "parent, looked, may_end = os.getppid(), [], threading.Event()\n"
         "def can_step(self):\n"
@@ -518,13 +518,13 @@ def test_all_die(url, s3, tmp_path, point):  # noqa: F811
         "from tests.faults import points; points.install('shmtensor.checkpoint'); "
         f"points.arm({point!r}, 'kill', 1); import os, signal, time\n"
         # no other process is started: the trainer is dead before this one comes to that point
-        "from shmtensor.checkpoint import streamed\n"
-        "send = streamed.StreamedSnapshot.begin\n"
+        "from shmtensor.checkpoint import snapshot\n"
+        "send = snapshot.StreamedSnapshot.begin\n"
         "parent = os.getppid()\n"
         "def begin(self, *args):\n"
         "    while os.getppid() == parent: time.sleep(0.001)\n"
         "    return send(self, *args)\n"
-        "streamed.StreamedSnapshot.begin = begin\n"
+        "snapshot.StreamedSnapshot.begin = begin\n"
     )
     with CheckpointWriter(tmp_path / "a", upload=url, local=False) as writer:
         writer.save(state_of(0)).durable.result(PATIENCE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmtensor import native
-from shmtensor.checkpoint import streamed
+from shmtensor.checkpoint import snapshot
 from shmtensor.ring.states import State as Slot
 
 from . import MODELS, ClaimsConsumerDeath, FanoutDeath, FanoutLeave, GroupsPoison
@@ -62,7 +62,7 @@ def test_what_a_model_names_in_c_is_there():
 
 
 def test_each_crash_point_of_a_save_without_a_local_copy_is_a_step_of_its_model():
-    points = re.findall(r"# crash: direct\.(\w+)", Path(streamed.__file__).read_text())
+    points = re.findall(r"# crash: direct\.(\w+)", Path(snapshot.__file__).read_text())
     assert len(points) > 5
     assert [point for point in points if point not in vars(Writer)] == []
 
