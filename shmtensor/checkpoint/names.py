@@ -1,4 +1,5 @@
-"""Names of checkpoints, and of a writer's channel, by which other processes find its shared memory."""
+"""Names of checkpoints, and of a writer's channel, by which other processes find its shared memory; and the checks of
+a `CheckpointWriter`'s other arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, DependencyError
+from ..options import how_to_install
 from .directory import LATEST, Best, Directory, highest_number
 from .index import INDEX, MAX_METRICS, read
 from .manifest import MAX_RANKS
-from .remote import is_url, url_of, without_secrets
+from .remote import OBJECT_STORES, ONLY_READ, REDIS, check_host, is_url, register, url_of, without_secrets
 
 PREFIX: Final = "ckpt"
 MAX_STEP: Final = 10**18 - 1
@@ -64,6 +66,49 @@ def check_name(name: object, what: str = "name") -> str:
             f'sign first, and not "{LATEST}"'
         )
     return name
+
+
+def check_upload(url: object) -> str | None:
+    """The URL that `upload=` means. Raises `ArgumentError`, `ArgumentTypeError`, `DependencyError`."""
+    if url is None:
+        return None
+    if not isinstance(url, str):
+        raise ArgumentTypeError(f"upload must be a URL, such as 's3://bucket/runs/a', not {type(url).__name__}")
+    if not is_url(url):
+        raise ArgumentError(f"upload={url!r} is no URL, such as 's3://bucket/runs/a'")
+    check_host(url)
+    shown = without_secrets(url)
+    *chain, last = url.split("::")
+    protocol = (chain[0] if chain else last).partition(":")[0]
+    if protocol == "dir":
+        raise ArgumentError(
+            f"upload={shown!r}: what dir:: leads to has the directory in its URL: pass {without_secrets(last)!r}"
+        )
+    if last.partition(":")[0] in OBJECT_STORES and "?" in last:
+        raise ArgumentError(f"upload={shown!r}, with more behind it: '?' is no part of a name there: leave it out")
+    try:
+        from fsspec import get_filesystem_class
+
+        register()
+        get_filesystem_class(protocol)  # without a connection: that is the writing process's business
+        if protocol in REDIS:
+            from .redis_files import split_url
+
+            split_url(url)
+    except ImportError as error:
+        raise DependencyError(
+            f"upload={shown!r}: {error}: {how_to_install('remote')}, and fsspec's package for {protocol}",
+            name=error.name,
+        ) from None
+    except ValueError as error:
+        raise ArgumentError(f"upload={shown!r}: {error}") from None
+    if protocol in ("file", "local"):
+        raise ArgumentError(f"upload={shown!r} is a directory of this machine: let the CheckpointWriter save there")
+    if protocol in (*ONLY_READ, "memory"):
+        raise ArgumentError(
+            f"upload={shown!r}: nothing can be uploaded there by another process: pass the URL of an object store"
+        )
+    return url
 
 
 class Namer:

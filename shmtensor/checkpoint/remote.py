@@ -70,6 +70,7 @@ _BLOCKS: Final = 64
 _WHOLE: Final = 8 << 20
 """Most bytes of a request to a file system that only returns them as a whole."""
 OBJECT_STORES: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+ONLY_READ: Final = ("http", "https", "data", "zip", "tar", "github", "git")
 _WITH_HOST: Final = (*OBJECT_STORES, "http", "https")
 _WITH_BUCKET: Final = ("s3", "s3a", "gs", "gcs")
 _LISTED: Final = 1_000_000

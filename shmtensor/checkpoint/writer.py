@@ -39,6 +39,7 @@ from .names import (
     check_metrics,
     check_not_local,
     check_ranks,
+    check_upload,
     step_of,
 )
 from .process_handle import ProcessHandle, check_ionice
@@ -46,7 +47,7 @@ from .ranks import RankDirectory
 from .remote import url_of
 from .slots import LEAST_MEMORY, Stager, check_memory, marks
 from .staging import Abandoned, PlanCache, Prepared, Staging
-from .upload import check_upload, mark_of
+from .upload import mark_of
 
 _T = TypeVar("_T")
 _HEAD_EXTRA: Final = 4096

@@ -25,12 +25,12 @@ from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
 from .process_handle import UPLOAD, receive_secret, results_channel
-from .rank_upload import RankUploads, sweep_marks
 from .ranks import RankDirectory, Votes, finish_older_runs
+from .remote import url_of
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot, StreamedSnapshot, reason_of
-from .upload import Ended, Keep, Target, Uploads, explained
+from .upload import Ended, Keep, RankUploads, Target, Uploads, explained, sweep_marks
 
 _CHECK_INTERVAL: Final = 1.0
 _PAUSE: Final = 0.05
@@ -461,7 +461,7 @@ class Worker:
             return
         is_noted = entry is None and isinstance(self._directory, RankDirectory) and self._directory.was_uploaded(name)
         if is_noted or (entry is not None and entry.upload == UPLOADED):
-            self._report(r="uploaded", n=number, url=self._uploads.url_of(name))
+            self._report(r="uploaded", n=number, url=url_of(self._uploads.url, name))
         elif entry is None or not entry.is_there(self._directory.path):
             text = f"{name} is durable, and was deleted or changed before it was uploaded"
             self._report(r="unuploaded", n=number, text=text)

@@ -44,9 +44,8 @@ from torch.futures import Future
 from ..checkpoint.formats import get_format
 from ..checkpoint.formats.distcp import KEY
 from ..checkpoint.handle import SaveHandle
-from ..checkpoint.names import check_directory, check_name, step_of
+from ..checkpoint.names import check_directory, check_name, check_upload, step_of
 from ..checkpoint.remote import is_url
-from ..checkpoint.upload import check_upload
 from ..checkpoint.writer import CheckpointWriter
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError

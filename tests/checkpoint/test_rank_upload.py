@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays
-from shmtensor.checkpoint import index, names, process_handle, rank_upload, run_record
+from shmtensor.checkpoint import index, names, process_handle, run_record
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
-from shmtensor.checkpoint.upload import Keep
+from shmtensor.checkpoint.upload import Keep, Marks, RankUploads
 
 from ..scenes import ROOT
 from ..waiting import wait_for_end, wait_until
@@ -298,7 +298,7 @@ def pending_uploads(path):
         path=str(path), rank=0, world_size=1, run=1, try_complete=lambda: True, end_complete=lambda: None,
         at=lambda name: str(path / name), is_uploaded=lambda entry: False,
     )  # fmt: skip
-    uploads = rank_upload.RankUploads("s3://bucket/run", directory, Keep())
+    uploads = RankUploads("s3://bucket/run", directory, Keep())
     uploads._thread = object()
     uploads.add(entries)
     return uploads, entries
@@ -370,12 +370,12 @@ def test_a_mark_counts_only_for_the_part_that_was_uploaded(tmp_path):
     save_all(writers, 1)
     close_all(writers)
     entry = entry_of(path)
-    marked, part = rank_upload.Marks(str(path), entry), "rank-00001.safetensors"
+    marked, part = Marks(str(path), entry), "rank-00001.safetensors"
     assert not marked.is_done(part)
     marked.done(part)
     assert marked.is_done(part)
     changed = [(name, nbytes, at + 1) for name, nbytes, at in entry.files]
-    assert not rank_upload.Marks(str(path), replace(entry, files=tuple(changed))).is_done(part)
+    assert not Marks(str(path), replace(entry, files=tuple(changed))).is_done(part)
     marked.failed(part, "7 a b", "x" * 5000)
     assert marked.failures("7 a b").keys() == {part}
     assert marked.failures("7 a c") == {}
@@ -392,7 +392,7 @@ def test_marks_of_what_is_not_pending_are_removed(tmp_path):
     writers = open_writers(path, 1)
     save_all(writers, 1)
     close_all(writers)
-    rank_upload.Marks(str(path), entry_of(path)).done("rank-00000.safetensors")
+    Marks(str(path), entry_of(path)).done("rank-00000.safetensors")
     (path / ".x.uploads").mkdir()  # not ours
     with CheckpointWriter(path, rank=0, world_size=1) as writer:
         writer.start()
