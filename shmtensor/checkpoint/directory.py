@@ -42,6 +42,14 @@ Best = tuple[str, str, int]
 """Name of a metric, "min" or "max", and how many of the best stay."""
 
 
+class Keep(NamedTuple):
+    """Which checkpoints stay: `keep_last`, `keep_every` and `keep_best`. None for `last`: all."""
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+
 Save = tuple[str, str, int]
 """Name, writer and number of a save."""
 
@@ -316,9 +324,7 @@ class Directory:
             index.write(self.path, index.without(entries, lambda each: each.name == old))
         self.sync()
 
-    def retain(
-        self, keep_last: int | None, keep_every: int | None, keep_best: Best | None = None
-    ) -> tuple[list[str], list[str]]:
+    def retain(self, keep: Keep) -> tuple[list[str], list[str]]:
         """Delete old checkpoints. Raises nothing; returns the names of the deleted, and what failed.
 
         Checkpoints that were changed (copies without their times, too), that are not in the list, or that a link leads
@@ -326,7 +332,7 @@ class Directory:
         """
         deleted: list[str] = []
         failed: list[str] = []
-        if keep_last is None:
+        if keep.last is None:
             return deleted, failed
         entries = index.read(self.path)
         alike = [entry for entry in entries if entry.is_alike(self.path)]
@@ -335,7 +341,7 @@ class Directory:
         kept |= {entry.name for entry in index.aliases(entries, self.path).values()}
         if self.spares_pending:
             kept |= {entry.name for entry in alike if entry.upload == PENDING}
-        for entry in superfluous(alike, keep_last, keep_every, keep_best, kept):
+        for entry in superfluous(alike, keep, kept):
             if not entry.is_there(self.path):
                 continue
             # crash: retain.before
@@ -378,15 +384,15 @@ def target(link: str) -> str | None:
         return None
 
 
-def superfluous(
-    entries: Sequence[Saved], keep_last: int, keep_every: int | None, keep_best: Best | None, kept: set[str]
-) -> list[Saved]:
+def superfluous(entries: Sequence[Saved], keep: Keep, kept: set[str]) -> list[Saved]:
     """Those of the entries, the oldest first, that may be deleted. kept: names that stay in any case."""
-    kept = kept | {entry.name for entry in _best(entries, keep_best)}
+    if keep.last is None:
+        return []
+    kept = kept | {entry.name for entry in _best(entries, keep.best)}
     return [
         entry
-        for entry in entries[: max(0, len(entries) - keep_last)]
-        if entry.name not in kept and not (keep_every and entry.step % keep_every == 0)
+        for entry in entries[: max(0, len(entries) - keep.last)]
+        if entry.name not in kept and not (keep.every and entry.step % keep.every == 0)
     ]
 
 

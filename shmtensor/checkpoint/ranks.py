@@ -33,7 +33,7 @@ from ..errors import CheckpointError, ResourceError
 from ..memory.locks import LockFile
 from . import index, manifest
 from .description import combine, digest, text
-from .directory import LATEST, Best, Directory, highest_number, remove, sync, target
+from .directory import LATEST, Directory, Keep, highest_number, remove, sync, target
 from .formats import distcp
 from .index import PENDING, Saved
 from .manifest import MANIFEST, Manifest, Part, part_name
@@ -320,9 +320,9 @@ class Waiting(NamedTuple):
 
 
 class Votes:
-    """The votes of one rank's writing process. keep: `keep_last`, `keep_every` and `keep_best`."""
+    """The votes of one rank's writing process. keep: which checkpoints stay"""
 
-    def __init__(self, directory: RankDirectory, keep: tuple[int | None, int | None, Best | None]) -> None:
+    def __init__(self, directory: RankDirectory, keep: Keep) -> None:
         self._directory, self._keep = directory, keep
         self._dead: dict[int, float] = {}  # when each rank was first found dead
         self.refused: dict[str, str] = {}
@@ -704,7 +704,7 @@ class Votes:
             unlinked.append(directory.point_latest(there[-1].name))
         unlinked.append(directory.point_aliases())
         self.unlinked = "; ".join(filter(None, unlinked))
-        deleted, failed = directory.retain(*self._keep)
+        deleted, failed = directory.retain(self._keep)
         self.deleted += deleted
         self.undeleted = failed
 
@@ -729,5 +729,5 @@ def finish_older_runs(directory: Directory) -> None:
     if record is None:
         return
     seat = RankDirectory(directory.path, 0, 1, "", MAX_RUN)
-    votes = Votes(seat, (None, None, None))
+    votes = Votes(seat, Keep())
     votes._finish_older_runs()  # no other process is there to take the mutex

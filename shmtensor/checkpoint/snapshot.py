@@ -55,7 +55,7 @@ from ..endpoints.message import Message
 from ..errors import CheckpointError, ShmTensorError
 from . import index
 from .description import Summer, combine
-from .directory import NOTE, Best, Directory, remove
+from .directory import NOTE, Directory, Keep, remove
 from .envelope import HIDDEN_DIGEST, SUFFIX
 from .formats import Layout, get_format
 from .index import PENDING, UPLOADED, Saved, is_file_name
@@ -320,9 +320,7 @@ class Snapshot:
         self.unlinked = "; ".join(filter(None, unlinked))
         self.seconds = time.monotonic() - float(self.options["began"])
 
-    def retain(
-        self, keep_last: int | None, keep_every: int | None, keep_best: Best | None
-    ) -> tuple[list[str], list[str]]:
+    def retain(self, keep: Keep) -> tuple[list[str], list[str]]:
         """Remove the log and delete old checkpoints; returns the names of the deleted, and what failed.
 
         Deletes no checkpoint if this one is not known to be durable. May be repeated.
@@ -330,7 +328,7 @@ class Snapshot:
         self.drop_log()
         if self.unsynced is not None:
             return [], []
-        return self._directory.retain(keep_last, keep_every, keep_best)
+        return self._directory.retain(keep)
 
     # --- the end
 
@@ -582,9 +580,7 @@ class StreamedSnapshot(Snapshot):
         """Whether an entry of the directory's list is neither at the URL nor here."""
         return not (each.name in self._listed or self._directory.is_taken(each.name))
 
-    def retain(
-        self, keep_last: int | None, keep_every: int | None, keep_best: Best | None
-    ) -> tuple[list[str], list[str]]:
+    def retain(self, keep: Keep) -> tuple[list[str], list[str]]:
         """What is at the URL was pruned by the thread. Returns the names."""
         return self._pruned, []
 

@@ -38,7 +38,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..errors import ArgumentError, CheckpointError, ResourceError
 from . import index, run_record
 from .description import digest, text
-from .directory import Best, Directory, remove, superfluous
+from .directory import Directory, Keep, remove, superfluous
 from .index import PENDING, UPLOADED, Saved
 from .locations import location, read_regular
 from .manifest import MANIFEST
@@ -190,14 +190,6 @@ def mark_of(url: str | None) -> str:
     return "" if url is None else text(digest(without_secrets(url).encode()))
 
 
-class Keep(NamedTuple):
-    """Which checkpoints stay at a URL: `keep_last`, `keep_every` and `keep_best` there. None for `last`: all."""
-
-    last: int | None = None
-    every: int | None = None
-    best: Best | None = None
-
-
 class Target:
     """The URL of a directory that checkpoints are uploaded to.
 
@@ -282,12 +274,9 @@ class Target:
         A file that has another size than the list says was changed by somebody, and stays with its checkpoint. What is
         deleted in part is in the list until the rest is gone, and no reader takes it: a file of it is missing.
         """
-        keep = self._keep
-        if keep.last is None:
-            return listed
         aliases = {entry.alias: entry.name for entry in listed if entry.alias}
         deleted = []
-        for entry in superfluous(listed, keep.last, keep.every, keep.best, set(aliases.values())):
+        for entry in superfluous(listed, self._keep, set(aliases.values())):
             # crash: prune.before
             try:
                 self._delete(entry)

@@ -20,7 +20,7 @@ from ..endpoints.message import Message
 from ..endpoints.workqueue import Producer
 from ..errors import RingFull, ShmTensorError, TimedOut
 from . import index
-from .directory import Directory
+from .directory import Directory, Keep
 from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
@@ -30,7 +30,7 @@ from .remote import url_of
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot, StreamedSnapshot, reason_of
-from .upload import Ended, Keep, RankUploads, Target, Uploads, explained, sweep_marks
+from .upload import Ended, RankUploads, Target, Uploads, explained, sweep_marks
 
 _CHECK_INTERVAL: Final = 1.0
 _PAUSE: Final = 0.05
@@ -66,7 +66,8 @@ class Worker:
         self._master = master
         self._settings = settings
         self._writer: str = settings["writer"]
-        self._directory, self._votes = self._open(settings)
+        self._keep = Keep(settings["keep_last"], settings["keep_every"], settings["keep_best"])
+        self._directory, self._votes = self._open(settings, self._keep)
         self._voted: list[PartSnapshot] = []  # durable parts that wait for other ranks, oldest first
         self._awaited = self._refused = 0.0
         self._has_all = False  # the trainer has closed or died, and all that it staged is written
@@ -80,7 +81,7 @@ class Worker:
         self._target: Target | None = None  # of saves without a local copy, once one is sent
         if settings["upload"] and settings["local"]:
             self._directory.spares_pending = True
-            keep = Keep(settings["upload_keep_last"], settings["keep_every"], settings["keep_best"])
+            keep = self._keep._replace(last=settings["upload_keep_last"])
             if isinstance(self._directory, RankDirectory):
                 self._uploads = RankUploads(os.environ[UPLOAD], self._directory, keep)
             else:
@@ -92,14 +93,14 @@ class Worker:
         self._taker = Taker(settings["channel"])
 
     @staticmethod
-    def _open(settings: dict[str, Any]) -> tuple[Directory, Votes | None]:
+    def _open(settings: dict[str, Any], keep: Keep) -> tuple[Directory, Votes | None]:
         """The directory, and the votes if several ranks save into it."""
         if "run" not in settings:
             return Directory(settings["directory"]), None
         directory = RankDirectory(
             settings["directory"], settings["rank"], settings["world_size"], settings["writer"], settings["run"]
         )
-        return directory, Votes(directory, (settings["keep_last"], settings["keep_every"], settings["keep_best"]))
+        return directory, Votes(directory, keep)
 
     def run(self) -> None:
         """Work until the trainer has closed or died and everything that it staged is finished."""
@@ -200,8 +201,7 @@ class Worker:
     def _open_target(self) -> Target:
         """The URL of saves without a local copy. Called in the thread that sends."""
         if self._target is None:
-            keep = Keep(self._settings["keep_last"], self._settings["keep_every"], self._settings["keep_best"])
-            self._target = Target(os.environ[UPLOAD], lambda: False, keep)
+            self._target = Target(os.environ[UPLOAD], lambda: False, self._keep)
         return self._target
 
     def _take_in(self, message: Message) -> None:
@@ -300,8 +300,7 @@ class Worker:
         # crash: finish.before
         snapshot.release_chunks()  # before the report, after which the trainer expects room for the next one
         # crash: finish.released
-        keep = self._settings
-        deleted, failed = snapshot.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
+        deleted, failed = snapshot.retain(self._keep)
         unsynced = snapshot.unsynced
         more: dict[str, Any] = {}
         if isinstance(snapshot, StreamedSnapshot):  # no death between `durable` and `uploaded`
@@ -491,7 +490,7 @@ class Worker:
                     self._report(r="unuploaded", n=number, text=f"a durable checkpoint was not uploaded: {error}")
                 self._settings["uploading"] = []
         while (ended := self._uploads.take()) is not None:
-            failed, keep = ended.error, self._settings
+            failed = ended.error
             with self._directory.deciding(_PATIENCE) as mine:
                 if failed is None and not ended.noted:
                     try:
@@ -506,7 +505,7 @@ class Worker:
                 if failed is not None or ended.noted:
                     continue
                 # crash: upload.reported
-                deleted, _ = self._directory.retain(keep["keep_last"], keep["keep_every"], keep["keep_best"])
+                deleted, _ = self._directory.retain(self._keep)
             if deleted:
                 self._report(r="retained", deleted=len(deleted))
             # crash: upload.retained

@@ -16,7 +16,7 @@ import shmtensor
 from shmtensor import CheckpointError, CheckpointWriter, load_arrays
 from shmtensor.checkpoint import index, names, process_handle
 from shmtensor.checkpoint.convert import convert
-from shmtensor.checkpoint.directory import Directory
+from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.formats.safetensors import INDEX
 from shmtensor.checkpoint.load import check
@@ -149,7 +149,7 @@ def test_a_hostile_list_is_no_list(tmp_path, caplog, said):
     save(state_of(3), tmp_path / "a.safetensors")
     assert load_arrays(tmp_path)["step"] == 3
     directory = Directory(str(tmp_path))
-    assert directory.retain(1, None) == ([], [])
+    assert directory.retain(Keep(1)) == ([], [])
     directory.record(index.Saved("a.safetensors", "0" * 16, 1, 1, 10, "0" * 16, (("", 10, 5),)))
     assert [each.name for each in index.read(str(tmp_path))] == ["a.safetensors"]
 

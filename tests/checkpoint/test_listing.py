@@ -26,7 +26,7 @@ from shmtensor import (
     load_newest,
 )
 from shmtensor.checkpoint import index, listing, names, opening, process_handle
-from shmtensor.checkpoint.directory import Directory
+from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.index import Saved
 from shmtensor.cli.main import app
 
@@ -188,23 +188,23 @@ def test_the_best_stay(tmp_path, keep_best, left):
         put(tmp_path, step, loss=loss)
     put(tmp_path, 6)
     directory = Directory(str(tmp_path))
-    deleted, failed = directory.retain(2, None, keep_best)
+    deleted, failed = directory.retain(Keep(2, best=keep_best))
     assert (len(deleted), failed) == (7 - len(left), [])
     assert steps_in(tmp_path) == left
     assert [entry.step for entry in index.read(str(tmp_path))] == left
-    assert directory.retain(2, None, keep_best) == ([], [])
+    assert directory.retain(Keep(2, best=keep_best)) == ([], [])
 
 
 def test_what_a_name_leads_to_stays(tmp_path):
     for step in range(5):
         put(tmp_path, step, alias={0: "first", 1: "best", 2: "best"}.get(step, ""))
     (tmp_path / "first").unlink()  # the list still says whose it is
-    Directory(str(tmp_path)).retain(1, None)
+    Directory(str(tmp_path)).retain(Keep(1))
     assert steps_in(tmp_path) == [0, 2, 4]
     assert load_arrays(tmp_path / "best")["step"] == 2
     assert load_arrays(tmp_path / "first")["step"] == 0
     put(tmp_path, 7, alias="first")
-    Directory(str(tmp_path)).retain(1, None)
+    Directory(str(tmp_path)).retain(Keep(1))
     assert steps_in(tmp_path) == [2, 7]
     assert load_arrays(tmp_path / "first")["step"] == 7
 
@@ -301,7 +301,7 @@ def test_a_name_goes_back_to_no_older_checkpoint(tmp_path, how, keep_last):
     CHANGES[how](tmp_path / second.name)
     for step in (3, 4):
         put(tmp_path, step)
-        Directory(str(tmp_path)).retain(keep_last, None)
+        Directory(str(tmp_path)).retain(Keep(keep_last))
         assert (os.readlink(tmp_path / "best") if how != "withdrawn" else second.name) == second.name
     assert os.path.lexists(tmp_path / "best") == (how != "withdrawn")
     if how == "touched":
@@ -335,7 +335,7 @@ def test_a_save_without_its_name_has_no_other_one(tmp_path, form):
     directory.record(Saved(name, writer, 2, 2, 10, "0" * 16, (("", 10, 1),), {}, "best"))
     assert load_arrays(tmp_path / "best")["step"] == 1
     assert [each.aliases for each in list_checkpoints(tmp_path)] == [("best", "latest")[::-1]]
-    directory.retain(1, None)
+    directory.retain(Keep(1))
     if form == "tmp":
         directory.sweep("2" * 16, lambda number: True)
     else:  # as `Votes` does, when it cannot get its name
@@ -344,7 +344,7 @@ def test_a_save_without_its_name_has_no_other_one(tmp_path, form):
     assert [entry.step for entry in index.read(str(tmp_path))] == [1]
     assert load_arrays(tmp_path / "best")["step"] == 1
     put(tmp_path, 3)
-    directory.retain(1, None)
+    directory.retain(Keep(1))
     assert load_arrays(tmp_path / "best")["step"] == 1
 
 
@@ -367,7 +367,7 @@ def test_a_name_follows_an_exchange(tmp_path):
     assert named() == new
     (tmp_path / old.name).unlink()
     assert named() == new
-    directory.retain(2, None)
+    directory.retain(Keep(2))
     assert named() == new
     assert [entry.name for entry in index.read(str(tmp_path))] == ["step-00000001.safetensors", new]
 
@@ -389,7 +389,7 @@ def test_a_copy_without_links_and_times_is_as_the_directory(tmp_path):
     assert load_arrays(copy / "best")["step"] == 1
     for step in (3, 4):
         put(copy, step, loss=step)
-        Directory(str(copy)).retain(1, None, ("loss", "min", 1))
+        Directory(str(copy)).retain(Keep(1, best=("loss", "min", 1)))
     assert [(info.step, info.metrics["loss"]) for info in list_checkpoints(copy)] == [(4, 4), (2, 0.5), (1, 0.1)]
     assert os.readlink(copy / "best") == "step-00000001.safetensors"
 

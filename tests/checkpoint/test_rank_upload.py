@@ -16,9 +16,10 @@ import pytest
 
 from shmtensor import ArgumentError, CheckpointWriter, ResourceError, list_checkpoints, load_arrays
 from shmtensor.checkpoint import index, names, process_handle, run_record
+from shmtensor.checkpoint.directory import Keep
 from shmtensor.checkpoint.index import PENDING
 from shmtensor.checkpoint.manifest import MANIFEST
-from shmtensor.checkpoint.upload import Keep, Marks, RankUploads
+from shmtensor.checkpoint.upload import Marks, RankUploads
 
 from ..scenes import ROOT
 from ..waiting import wait_for_end, wait_until

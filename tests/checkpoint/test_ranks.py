@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
 from shmtensor.checkpoint import index, names, opening, process_handle, ranks, run_record
+from shmtensor.checkpoint.directory import Keep
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
 from shmtensor.cli.main import app
@@ -381,7 +382,7 @@ def test_an_older_checkpoint_does_not_show_that_a_part_never_comes(tmp_path):
     directory = ranks.RankDirectory(str(tmp_path), 0, 2, "0" * 16)
     directory.own(lambda: False)
     directory.begin()
-    own = ranks.Votes(directory, (None, None, None))
+    own = ranks.Votes(directory, Keep())
     for key, rank, number in (("older", 0, 1), ("older", 1, 1), ("newer", 0, 2)):
         add_vote(own, key, rank, number)
     assert own.poll("newer", alone=False).missing == {1: "not open"}
@@ -399,7 +400,7 @@ def add_vote(own: ranks.Votes, key: str, rank: int, number: int) -> None:
 
 def test_a_vote_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
     directory = ranks.RankDirectory(str(tmp_path), 0, 2, "0" * 16)
-    own, files, read = ranks.Votes(directory, (None, None, None)), run_record.VoteFiles(), []
+    own, files, read = ranks.Votes(directory, Keep()), run_record.VoteFiles(), []
     read_vote = run_record.read_vote
     monkeypatch.setattr(run_record, "read_vote", lambda *args: read.append(args[1]) or read_vote(*args))
     for number in (1, 2):

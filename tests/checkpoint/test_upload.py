@@ -27,6 +27,7 @@ from shmtensor import (
     load_arrays,
 )
 from shmtensor.checkpoint import index, names, process_handle, upload
+from shmtensor.checkpoint.directory import Keep
 from shmtensor.checkpoint.index import PENDING, UPLOADED, Saved
 from shmtensor.checkpoint.manifest import MANIFEST
 
@@ -274,7 +275,7 @@ def test_the_local_list_is_lost(url, tmp_path, monkeypatch):
 def test_a_list_that_would_be_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "MAX_LIST", 10_000)
     target = upload.Target.__new__(upload.Target)
-    target._keep, target._renames = upload.Keep(), False
+    target._keep, target._renames = Keep(), False
     target.path = Memory(index._render([saved(step) for step in range(100)]))
     target.add_to_list(saved(100), [saved(100)])
     assert len(target.path.data) <= 10_000
@@ -396,7 +397,7 @@ def test_the_url_is_in_no_command_line(url, tmp_path):
 )  # fmt: skip
 def test_the_order_at_the_url(there, order, new, expected):
     target = upload.Target.__new__(upload.Target)
-    target._keep, target._renames = upload.Keep(), False
+    target._keep, target._renames = Keep(), False
     target.path = Memory(
         there if there is None or isinstance(there, bytes) else index._render([saved(step) for step in there])
     )
@@ -415,7 +416,7 @@ def entry_of(step, writer, at, *, ranks=False):
 def test_the_order_of_what_several_writers_have_saved(ranks):
     """By the times of the files, wherever the local list does not say. The newest here is the newest there."""
     target = upload.Target.__new__(upload.Target)
-    target._keep, target._renames = upload.Keep(), False
+    target._keep, target._renames = Keep(), False
     old, first, second = (
         entry_of(step, writer, 10 * step, ranks=ranks) for step, writer in ((1, "a"), (5, "b"), (6, "c"))
     )
@@ -432,7 +433,7 @@ def test_the_order_of_what_several_writers_have_saved(ranks):
 def test_steps_of_ranks_that_go_back():
     """A run that goes back by itself saves a smaller step later."""
     target = upload.Target.__new__(upload.Target)
-    target._keep, target._renames = upload.Keep(), False
+    target._keep, target._renames = Keep(), False
     target.path = Memory(index._render([entry_of(9, "a", 90, ranks=True)]))
     again = entry_of(4, "a", 91, ranks=True)
     target.add_to_list(again, [again, entry_of(5, "a", 92, ranks=True)])
@@ -442,7 +443,7 @@ def test_steps_of_ranks_that_go_back():
 def test_a_name_of_another_save_is_never_listed_as_ours():
     """What is pending here under the name of another one there."""
     target = upload.Target.__new__(upload.Target)
-    target._keep, target._renames = upload.Keep(), False
+    target._keep, target._renames = Keep(), False
     theirs, ours, new = entry_of(1, "a", 10), entry_of(1, "b", 20), entry_of(2, "b", 30)
     target.path = Memory(index._render([theirs]))
     target.add_to_list(new, [ours, new])

@@ -23,7 +23,7 @@ import torch
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
 from shmtensor.checkpoint import index, names, output, process_handle, slots, staged
-from shmtensor.checkpoint.directory import Directory
+from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.load import load_checkpoint
 from shmtensor.checkpoint.slots import Stager
@@ -530,12 +530,12 @@ def test_a_list_that_cannot_be_written_after_a_deletion(make, tmp_path, monkeypa
     directory = Directory(str(tmp_path / "a"))
     with monkeypatch.context() as patched:
         patched.setattr(index, "write", full_disk)
-        deleted, failed = directory.retain(1, None)
+        deleted, failed = directory.retain(Keep(1))
     assert deleted == ["step-00000001.safetensors"]
     assert len(failed) == 1
     assert "No space left on device" in failed[0]
     assert [entry.step for entry in index.read(directory.path)] == [1, 2]
-    assert directory.retain(1, None) == ([], [])
+    assert directory.retain(Keep(1)) == ([], [])
     assert [entry.step for entry in index.read(directory.path)] == [2]
 
 
