@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ..errors import CheckpointError
-from .limits import MAX_DESCRIPTION
-from .plan import Plan
+from .plan import MAX_DESCRIPTION, Plan
 
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 

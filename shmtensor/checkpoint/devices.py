@@ -26,7 +26,7 @@ from ..cuda.pinning import Pinning
 from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentError, ArgumentTypeError, CudaError
 from ..memory.mapped_file import not_inherited
-from .limits import DIRECT_MIN, PAGE
+from .locations import DIRECT_MIN, PAGE
 
 PIECE: Final = 8 << 20
 """Bytes that are read at once on their way to a device, at most."""

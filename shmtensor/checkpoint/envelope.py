@@ -35,9 +35,9 @@ from ..wire.spec import MAX_BYTES
 from .index import is_file_name
 from .json_pieces import JsonPieces
 from .keys import NONCE_BYTES, TAG_BYTES, WRAPPED_BYTES, check_recipe, import_aes, invalid_tag
-from .limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
-from .locations import InputFile, Location, Stamp, open_input, stamp_of
-from .plan import Plan
+from .locations import PAGE, PIECE, InputFile, Location, Stamp, open_input, stamp_of
+from .plan import MAX_DESCRIPTION, Plan
+from .structure import MAX_TENSORS
 
 SUFFIX: Final = ".encrypted"
 """Added to the name of a file that is encrypted."""

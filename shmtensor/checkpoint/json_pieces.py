@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from ..errors import CheckpointError
-from .limits import MAX_DEPTH
+from .structure import MAX_DEPTH
 
 MOST: Final = 1 << 17
 """Most characters of a name, and of a value that is parsed into an object."""

@@ -23,7 +23,12 @@ from .remote import RemotePath, at_once, is_url, open_url
 
 Location = Path | RemotePath
 
-_PIECE: Final = 8 << 20
+PAGE: Final = 4096  # bytes; data areas begin at a multiple, for direct I/O
+LINE: Final = 64  # bytes of a cache line
+PIECE: Final = 1 << 20  # bytes of untrusted data that are read at once
+DIRECT_MIN: Final = 1 << 20
+"""Reads of at least so many bytes use direct I/O: shorter ones would not keep a disk busy."""
+_COPIED: Final = 8 << 20  # bytes of a file at a URL that are copied by one request
 
 
 def location(path: str | os.PathLike[str] | RemotePath) -> Location:
@@ -187,9 +192,9 @@ def copy_range(file: InputFile, offset: int, nbytes: int, fd: int) -> int:
     """Copy a range of a file at a URL to the beginning of another file; returns how much of it was there."""
 
     def copy(at: int) -> int:
-        return os.pwrite(fd, file.pread(min(_PIECE, nbytes - at), offset + at), at)
+        return os.pwrite(fd, file.pread(min(_COPIED, nbytes - at), offset + at), at)
 
-    return sum(at_once(copy, range(0, nbytes, _PIECE)))
+    return sum(at_once(copy, range(0, nbytes, _COPIED)))
 
 
 def read_regular(path: Location, most: int) -> bytes:

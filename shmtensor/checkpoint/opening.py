@@ -38,12 +38,12 @@ from .formats import FORMATS, KNOWN, Opened, detect
 from .formats.base import INDEX, Place, find_groups, find_index, shard_of
 from .index import is_file_name
 from .keys import KeyRing
-from .limits import MAX_TENSORS
 from .locations import Location, MemoryFile, Replaced, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
 from .manifest import MANIFEST, Part
 from .manifest import read as read_manifest
 from .plan import Entry, Plan, Region
 from .remote import RemotePath, is_outage
+from .structure import MAX_TENSORS
 
 _PIECE: Final = 8 << 20
 _STORED: Final = re.compile(r"(.*):(\d{1,19})", re.DOTALL)

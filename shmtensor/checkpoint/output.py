@@ -38,8 +38,7 @@ from .envelope import CONTENTS, DATA, ENTRY, SEGMENT, SUFFIX, Cipher, Envelope, 
 from .formats import Layout
 from .formats.base import FileSpec, Place
 from .keys import KEY_BYTES, NONCE_BYTES, TAG_BYTES, MasterKey
-from .limits import PAGE
-from .locations import LocalFile
+from .locations import PAGE, LocalFile
 from .plan import Plan
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)

@@ -46,9 +46,11 @@ from ..errors import ArgumentError, CheckpointError, CudaError, WireError
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_BYTES, MAX_NDIM, OF_ARRAYS, extent
 from .devices import Blocks
-from .limits import MAX_DESCRIPTION, MAX_NAME, MAX_TENSORS, VERSION
-from .structure import Decoder, Encoder, ForeignEncoder, check_meta, numpy_dtype, read_json
+from .structure import MAX_TENSORS, Decoder, Encoder, ForeignEncoder, check_meta, numpy_dtype, read_json
 
+VERSION: Final = 1
+MAX_DESCRIPTION: Final = 48 << 20  # bytes of JSON: it must fit into a safetensors header, which others limit to 100 MB
+MAX_NAME: Final = 400  # characters of a tensor's name in a file
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 

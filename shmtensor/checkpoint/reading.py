@@ -44,8 +44,7 @@ from .description import Summer, text
 from .devices import PIECE, Lane, Lanes
 from .envelope import DATA, SealedFile
 from .formats import Opened
-from .limits import DIRECT_MIN, LINE, PAGE
-from .locations import InputFile, LocalFile, Location, Stamp, check_same, open_input, stamp_of
+from .locations import DIRECT_MIN, LINE, PAGE, InputFile, LocalFile, Location, Stamp, check_same, open_input, stamp_of
 from .remote import GAP, Stopped, stop_by
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested

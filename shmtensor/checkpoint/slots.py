@@ -54,7 +54,7 @@ from ..ring.ring import Ring
 from ..ring.writer import SlotRange
 from .envelope import SEGMENT
 from .formats import Layout
-from .limits import PAGE
+from .locations import PAGE
 from .plan import Plan
 
 HEAD: Final = "head"

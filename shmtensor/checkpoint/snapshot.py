@@ -60,8 +60,7 @@ from .envelope import HIDDEN_DIGEST, SUFFIX
 from .formats import Layout, get_format
 from .index import PENDING, UPLOADED, Saved, is_file_name
 from .keys import MasterKey
-from .limits import PAGE
-from .locations import read_regular
+from .locations import PAGE, read_regular
 from .manifest import part_name
 from .output import Disk, EncryptedOutput, Output, Sealing
 from .plan import Plan

@@ -42,7 +42,7 @@ import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -52,8 +52,10 @@ from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, desc
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
 from ..wire.dtypes import BY_NAME
 from ..wire.spec import COMPOSITES, Keys
-from .limits import MAX_DEPTH, MAX_TENSORS
 
+MAX_TENSORS: Final = 1_000_000
+"""Of a checkpoint: readers refuse more, and so does the planner. The limits of its text are in `plan.py`."""
+MAX_DEPTH: Final = 64
 _INLINE = 4096  # longer bytes are stored as arrays
 _MAX_PLAIN_BITS = 1024
 _HEX = re.compile(r"-?0x[0-9a-f]+\Z")

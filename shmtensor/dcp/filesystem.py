@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..checkpoint.formats import get_format
 from ..checkpoint.formats.distcp import MAX_METADATA, METADATA
-from ..checkpoint.limits import MAX_TENSORS
 from ..checkpoint.locations import InputFile, LocalFile, Location, copy_range, open_input, read_regular
+from ..checkpoint.structure import MAX_TENSORS
 from ..errors import CheckpointError
 from ..wire.spec import MAX_BYTES, MAX_NDIM
 from .metadata import Chunks, ItemPath

@@ -30,7 +30,6 @@ from torch.futures import Future
 from ..checkpoint import manifest
 from ..checkpoint.formats import Opened
 from ..checkpoint.formats.distcp import METADATA
-from ..checkpoint.limits import MAX_TENSORS
 from ..checkpoint.load import map_files, raise_damage
 from ..checkpoint.locations import Location, Replaced, fresh, location
 from ..checkpoint.manifest import MANIFEST
@@ -39,6 +38,7 @@ from ..checkpoint.plan import Entry, Plan, Region, build_state
 from ..checkpoint.reading import Files, default_readers, private, read_regions
 from ..checkpoint.remote import GAP, is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
+from ..checkpoint.structure import MAX_TENSORS
 from ..codec.libraries import torch_views
 from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError

@@ -28,8 +28,7 @@ import shmtensor
 from shmtensor import ArgumentError, ArgumentTypeError, CheckpointError, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint import reading
 from shmtensor.checkpoint.formats import detect, get_format
-from shmtensor.checkpoint.limits import MAX_NAME
-from shmtensor.checkpoint.plan import Plan, plan, unique_names
+from shmtensor.checkpoint.plan import MAX_NAME, Plan, plan, unique_names
 from shmtensor.codec import torch as torch_views
 
 from ..waiting import wait_until

@@ -15,7 +15,7 @@ import shmtensor
 from shmtensor.checkpoint import names, output
 from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.formats import get_format
-from shmtensor.checkpoint.limits import PAGE
+from shmtensor.checkpoint.locations import PAGE
 from shmtensor.checkpoint.output import Output
 from shmtensor.memory.mapped_file import fresh
 

@@ -16,8 +16,7 @@ import torch
 
 from shmtensor import CheckpointError, load_checkpoint
 from shmtensor.checkpoint import reading as module
-from shmtensor.checkpoint.limits import DIRECT_MIN, PAGE
-from shmtensor.checkpoint.locations import stamp
+from shmtensor.checkpoint.locations import DIRECT_MIN, PAGE, stamp
 from shmtensor.checkpoint.reading import Files, private
 from shmtensor.memory.descriptors import open_file
 from shmtensor.memory.mapped_file import fresh

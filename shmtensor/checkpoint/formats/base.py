@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...errors import CheckpointError
 from ..json_pieces import JsonPieces
-from ..limits import MAX_TENSORS
 from ..locations import Location, Stamp, open_input
 from ..plan import Plan
+from ..structure import MAX_TENSORS
 
 if TYPE_CHECKING:
     from ..envelope import SealedFile

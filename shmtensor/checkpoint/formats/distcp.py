@@ -49,9 +49,9 @@ from typing import Any, Final, NamedTuple
 from ...errors import ArgumentError, CheckpointError
 from ...wire.dtypes import BY_NAME
 from ..description import Described, digest, read_described_file, text
-from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE
-from ..locations import Location, Stamp, open_input, stamp_of
-from ..plan import Entry, Plan, Region
+from ..locations import PAGE, Location, Stamp, open_input, stamp_of
+from ..plan import MAX_DESCRIPTION, Entry, Plan, Region
+from ..structure import MAX_TENSORS
 from .base import FileSpec, Format, Layout, Opened, Place, Write, align
 from .pickles import Pickler
 from .zips import ALIGNMENT, Member, Placed, contents, local_header, place

@@ -28,8 +28,7 @@ from ...codec.leaf import Refused, c_strides
 from ...codec.numpy import MAX_NDIM, Array
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
-from ..limits import PAGE
-from ..locations import InputFile, Location, Stamp, check_same, open_input, stamp_of
+from ..locations import PAGE, InputFile, Location, Stamp, check_same, open_input, stamp_of
 from ..plan import Entry, Plan, Region, stored_shape, unique_names
 from ..structure import dtype_name
 from .base import Format, Layout, Opened, Stored

@@ -33,9 +33,9 @@ from ...errors import ArgumentError, CheckpointError
 from ...wire.spec import MAX_BYTES, MAX_NDIM
 from ..description import Described, Summer, read_described, text
 from ..json_pieces import JsonPieces
-from ..limits import LINE, MAX_TENSORS, PAGE
-from ..locations import Location, Stamp, open_input, stamp, stamp_of
+from ..locations import LINE, PAGE, Location, Stamp, open_input, stamp, stamp_of
 from ..plan import Entry, Plan, Region, stored_shape
+from ..structure import MAX_TENSORS
 from .base import (
     INDEX,
     MAX_SHARDS,

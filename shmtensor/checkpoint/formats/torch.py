@@ -30,10 +30,10 @@ from ...codec.leaf import is_tensor
 from ...codec.libraries import import_torch
 from ...errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..description import Described
-from ..limits import MAX_DEPTH
 from ..locations import Location, MemoryFile, Stamp, as_stream, check_same, copy_to_memory, open_input, stamp
 from ..plan import Plan, plan
 from ..remote import RemotePath
+from ..structure import MAX_DEPTH
 from .base import Format, Layout, Opened, all_of, check_shard_names, is_index, shard_names
 from .pickles import PickleCheck, Pickler
 from .zips import ALIGNMENT, Archive, has_member, locate, read_directory, read_pieces

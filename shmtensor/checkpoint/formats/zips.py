@@ -21,9 +21,9 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ..description import Described, ReadDescription, Summer, digest, read_described_file, text
-from ..limits import MAX_DESCRIPTION, MAX_TENSORS, PAGE, PIECE
-from ..locations import InputFile, Location, Stamp, open_input, stamp_of
-from ..plan import Plan
+from ..locations import PAGE, PIECE, InputFile, Location, Stamp, open_input, stamp_of
+from ..plan import MAX_DESCRIPTION, Plan
+from ..structure import MAX_TENSORS
 from .base import FileSpec, Layout, Place, Write, align
 
 ALIGNMENT: Final = 64  # bytes, as torch has it
