@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ..errors import ArgumentError, CheckpointError, CudaError, WrongKey
 from . import index
@@ -16,11 +16,10 @@ from .formats import Opened
 from .index import UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
-from .locations import Location, Replaced, fresh, is_shortage, location
+from .locations import Location, Replaced, T, fresh, is_shortage, location
 from .opening import LATEST, Opener, each_newest_first, newest_first, open_listed, whole
 from .remote import RemotePath, is_outage
 
-T = TypeVar("T")
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted
 
 

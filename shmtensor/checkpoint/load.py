@@ -23,7 +23,7 @@ from ..codec.numpy import Array
 from ..cuda.runtime import device_of
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WrongKey
 from ..memory.mapped_file import map_private
-from .description import Summer
+from .description import Summer, digest
 from .devices import Blocks, check_device, move_state
 from .envelope import DATA, SEGMENT
 from .formats import Opened, Stored
@@ -366,10 +366,6 @@ def _summed(progress: Progress, total: int) -> Callable[[int], None]:
 
 def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Array], readers: int) -> None:
     """Compare mapped regions with their digests. Raises `CheckpointError`."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from .description import digest
-
     digests = opened.digests
     places = opened.places
     if digests is None or places is None:

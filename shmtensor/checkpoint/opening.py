@@ -223,7 +223,7 @@ class _NothingComplete(FileNotFoundError):
 
 
 def open_once(path: str | os.PathLike[str], opener: Opener = PLAIN, rank: int | None = None) -> Opened:
-    """Open what a path means now, or one rank's part of it. What `open_path` and `open_rank` try again raises here:
+    """Open what a path means now, or one rank's part of it. What `persistently` tries again raises here:
     `FileNotFoundError`, `Replaced`."""
     found = resolve(fresh(path), opener)
     if rank is None:
@@ -246,11 +246,6 @@ def open_found(path: Location, opener: Opener = PLAIN) -> Opened:
 def open_listed(path: Location, opener: Opener = PLAIN) -> Opened:
     """Open a checkpoint that was found in its directory; or the one that has replaced it meanwhile."""
     return persistently(path, lambda: open_found(path, opener)) if isinstance(path, Path) else open_found(path, opener)
-
-
-def open_rank(path: str | os.PathLike[str], rank: int, opener: Opener = PLAIN) -> Opened:
-    """Open one rank's part. Raises what `open_path` does, and `ArgumentError` if there is no such part."""
-    return persistently(path, lambda: open_once(path, opener, rank))
 
 
 def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:

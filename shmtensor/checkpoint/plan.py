@@ -390,11 +390,6 @@ class Region:
     def __repr__(self) -> str:
         return f"<Region of {self.nbytes} bytes>"
 
-    @property
-    def has_source(self) -> bool:
-        """Whether the bytes are in this process: not for a plan that came as a description."""
-        return self._source is not None
-
     def bytes(self) -> Any:
         """The bytes now, in one dimension: a NumPy `uint8` array in host memory, a torch `uint8` tensor on a device.
 

@@ -414,7 +414,7 @@ class Ended(NamedTuple):
 class Uploads:
     """The uploads of one writing process, by a thread that begins with the first of them."""
 
-    def __init__(self, url: str, directory: str, keep: Keep = Keep()) -> None:  # noqa: B008
+    def __init__(self, url: str, directory: str, keep: Keep) -> None:
         self.url, self._directory, self._keep = url, directory, keep
         self._changed = threading.Condition()
         self._waiting: deque[Saved] = deque()

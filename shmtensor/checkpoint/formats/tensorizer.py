@@ -34,7 +34,7 @@ class Tensorizer(Format):
 
     def open(self, path: Location) -> Opened:
         copy = copy_to_memory(path) if isinstance(path, RemotePath) else None
-        local = path if isinstance(path, Path) else copy.path if copy is not None else Path()
+        local = Path(path) if copy is None else copy.path
         before = stamp(local)
         size = before.nbytes
         with _read(local, path, lazy_load=True) as found:
