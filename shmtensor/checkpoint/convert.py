@@ -32,7 +32,7 @@ from .manifest import MANIFEST
 from .opening import LATEST, PLAIN, Opener, decrypt_to, known_aliases
 from .output import EncryptedOutput, Output, Sealing, describe
 from .plan import check_structure
-from .reading import Damage, Files
+from .reading import Files, damaged
 from .remote import RemotePath
 from .upload import check_writable, put_file
 
@@ -313,15 +313,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
                     writing.result()
                     tell(len(part))
     digests = [summer.digest for summer in summers]
-    if opened.digests is not None and opened.places is not None:
-        raise_damage(
-            [
-                Damage(region, plan.names(region), opened.files[opened.places[region][0]], opened.places[region][1],
-                       expected, digests[region])
-                for region, expected in enumerate(opened.digests)
-                if expected != digests[region]
-            ]
-        )  # fmt: skip
+    raise_damage(damaged(opened, dict(enumerate(digests))))
     for file, offset, last in layout.finish(digests, [summer.crc for summer in summers]):
         output.patch(file, offset, last)
     return digests

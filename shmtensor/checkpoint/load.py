@@ -34,7 +34,7 @@ from .locations import InputFile, check_same, open_input, stamp_of
 from .manifest import MANIFEST, check_others
 from .opening import PLAIN, Opener, open_once, persistently
 from .plan import Entry, Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
-from .reading import CHUNK, MAX_READERS, Damage, Files, default_readers, private, read_regions
+from .reading import CHUNK, MAX_READERS, Damage, Files, damaged, default_readers, private, read_regions
 from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
 
 Verify = bool | Literal["all"]
@@ -366,20 +366,11 @@ def _summed(progress: Progress, total: int) -> Callable[[int], None]:
 
 def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Array], readers: int) -> None:
     """Compare mapped regions with their digests. Raises `CheckpointError`."""
-    digests = opened.digests
-    places = opened.places
-    if digests is None or places is None:
+    if opened.digests is None:
         return
     with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
         found = list(pool.map(digest, [mapped[region] for region in regions]))
-    raise_damage(
-        [
-            Damage(region, opened.plan.names(region), opened.files[places[region][0]], places[region][1],
-                   digests[region], value)
-            for region, value in zip(regions, found, strict=True)
-            if value != digests[region]
-        ]
-    )  # fmt: skip
+    raise_damage(damaged(opened, dict(zip(regions, found, strict=True))))
 
 
 def raise_damage(damage: Sequence[Damage]) -> None:
@@ -682,19 +673,18 @@ def check(opened: Opened, *, readers: int, progress: OnBytes | None = None) -> l
             check_others(opened.files[-1].parent)
         _check_rest(opened, files, all_of_it=places is None or digests is None)
         if places is not None and digests is not None:
-            return _check_regions(opened, files, places, digests, readers=readers, progress=progress)
+            return _check_regions(opened, files, places, readers=readers, progress=progress)
     if opened.format != "safetensors":
         check_archive(opened, progress)
     return []
 
 
 def _check_regions(
-    opened: Opened, files: Files, places: Sequence[Place], digests: Sequence[int], *, readers: int,
-    progress: OnBytes | None,
-) -> list[Damage]:  # fmt: skip
+    opened: Opened, files: Files, places: Sequence[Place], *, readers: int, progress: OnBytes | None
+) -> list[Damage]:
     own = threading.local()
 
-    def check_region(region: int) -> Damage | None:
+    def digest_of(region: int) -> int:
         if not hasattr(own, "buffer"):
             own.buffer = np.empty(CHUNK, np.uint8)
         file, offset = places[region]
@@ -706,14 +696,11 @@ def _check_regions(
             summer.update(view)
             if progress is not None:
                 progress(view.nbytes)
-        if summer.digest == digests[region]:
-            return None
-        names = opened.plan.names(region)
-        return Damage(region, names, opened.files[file], offset, digests[region], summer.digest)
+        return summer.digest
 
     order = sorted(range(len(places)), key=places.__getitem__)
     with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
-        return list(filter(None, pool.map(check_region, order)))
+        return damaged(opened, dict(zip(order, pool.map(digest_of, order), strict=True)))
 
 
 def _check_rest(opened: Opened, files: Files, *, all_of_it: bool) -> None:

@@ -28,7 +28,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import zip_longest
 from pathlib import Path
@@ -258,6 +258,19 @@ class Damage(NamedTuple):
         )
 
 
+def damaged(opened: Opened, found: Mapping[int, int]) -> list[Damage]:
+    """Those of some regions whose bytes have another digest than the file says; none if it says none."""
+    digests, places = opened.digests, opened.places
+    if digests is None or places is None:
+        return []
+    return [
+        Damage(region, opened.plan.names(region), opened.files[places[region][0]], places[region][1],
+               digests[region], value)
+        for region, value in found.items()
+        if value != digests[region]
+    ]  # fmt: skip
+
+
 def read_regions(
     opened: Opened,
     files: Files,
@@ -364,12 +377,7 @@ def read_regions(
         for file in {target.file for target in targets}:
             files.check(file)
         return []
-    return [
-        Damage(each.region, opened.plan.names(each.region), files.paths[each.file], each.offset,
-               digests[each.region], each.digest)
-        for each in targets
-        if each.digest != digests[each.region]
-    ]  # fmt: skip
+    return damaged(opened, {each.region: each.digest for each in targets})
 
 
 def private(nbytes: int, offset: int = 0) -> Array:
