@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from ..codec.libraries import torch_views
 from ..endpoints.base import Local
@@ -14,10 +14,10 @@ from ..errors import ArgumentError, ClosedError
 from .devices import Blocks, check_device
 from .formats import Opened
 from .keys import Key
-from .load import Path, Verify, check_options, open_files, raise_damage
+from .load import Path, Verify, check_options, open_files, raise_damage, read
 from .opening import Opener
-from .plan import Entry, Plan, Region, array_dtype, build_state
-from .reading import Files, private, read_regions
+from .plan import Entry, Plan, array_dtype, build_tensor
+from .reading import Files, read_regions
 from .selection import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
 
 
@@ -153,7 +153,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         part = narrow(plan.tensors[number], index)
         blocks = Blocks(self._device) if self._device is not None and part.torch else None
         if part.region < 0:
-            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=self._arrays, blocks=blocks)
+            return build_tensor(part, arrays=self._arrays, blocks=blocks)
         region = plan.regions[part.region]
         span = span_of(plan, number, index, self._stored)
         if span is not None:
@@ -166,22 +166,19 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
                 memory, part = read_part(InMemory(memory), Span(0, 0, part), 1), packed(part)
         if blocks is not None and 0 not in blocks:
             blocks.fill(0, memory)
-        made = Plan({"x": 0}, [part._replace(region=0)], [Region(memory.nbytes, region.align)], None)
-        return build_state(made, lambda _: memory, arrays=self._arrays, blocks=blocks)
+        return build_tensor(part, memory, region.align, arrays=self._arrays, blocks=blocks)
 
     def _read_region(self, opened: Opened, region: int, blocks: Blocks | None) -> Any:
         """A region as a whole; with `blocks`, as number 0 there."""
-        nbytes, places = opened.plan.regions[region].nbytes, opened.places or []
         if blocks is None:
-            memory: Any = private(nbytes, places[region][1])
-        else:
-            blocks.add(0, nbytes)
-            memory = blocks[0]
-        damage = read_regions(
-            opened, self._files, [region], lambda _: memory, readers=self._readers, verify=self._verify,
-            device=blocks is not None,
-        )  # fmt: skip
-        raise_damage(damage)
+            return read(opened, self._files, [region], readers=self._readers, verify=self._verify)[region]
+        blocks.add(0, opened.plan.regions[region].nbytes)
+        memory = blocks[0]
+        raise_damage(
+            read_regions(
+                opened, self._files, [region], lambda _: memory, readers=self._readers, verify=self._verify, device=True
+            )
+        )
         return memory
 
 
@@ -198,10 +195,6 @@ def _with_integers(plan: Plan) -> Plan:
         for entry in plan.tensors
     ]
     return Plan(plan.tree, tensors, plan.regions, plan.meta)
-
-
-def _no_bytes(region: int) -> NoReturn:
-    raise AssertionError("a tensor without elements has no region")
 
 
 class TensorHandle(Local):

@@ -587,6 +587,16 @@ def build_state(
     return decoder.decode(plan.tree if tree is None else tree)
 
 
+def build_tensor(
+    entry: Entry, memory: Any = None, align: int = 1, *, arrays: bool, blocks: Blocks | None = None
+) -> Any:
+    """One tensor or array, over the bytes of its region, if it has any; with `blocks`, a torch tensor over those of
+    region 0 there. Otherwise as `build_state`."""
+    regions = [] if entry.region < 0 else [Region(memory.nbytes, align)]
+    alone = Plan({"x": 0}, [entry._replace(region=min(0, entry.region))], regions, None)
+    return build_state(alone, lambda _: memory, arrays=arrays, blocks=blocks)
+
+
 class _Builder:
     def __init__(self, plan: Plan, bytes_of: BytesOf, *, arrays: bool, blocks: Blocks | None) -> None:
         self._plan, self._bytes_of, self._only_arrays, self._blocks = plan, bytes_of, arrays, blocks

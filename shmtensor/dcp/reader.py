@@ -18,7 +18,7 @@ import io
 import math
 import os
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,23 +30,20 @@ from torch.futures import Future
 from ..checkpoint import manifest
 from ..checkpoint.formats import Opened
 from ..checkpoint.formats.distcp import METADATA
-from ..checkpoint.load import map_files, raise_damage
-from ..checkpoint.locations import Location, Replaced, fresh, location
+from ..checkpoint.load import map_files, read
+from ..checkpoint.locations import Location, fresh, location
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.opening import open_part, resolve
-from ..checkpoint.plan import Entry, Plan, Region, build_state
-from ..checkpoint.reading import Files, default_readers, private, read_regions
+from ..checkpoint.opening import open_part, persistently, resolve
+from ..checkpoint.plan import Entry, build_tensor
+from ..checkpoint.reading import Files, default_readers, private
 from ..checkpoint.remote import GAP, is_url
 from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbytes
 from ..checkpoint.structure import MAX_TENSORS
 from ..codec.libraries import torch_views
-from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError
 from ..wire.spec import extent
 from .filesystem import FileSystemFiles, Repacked
 from .metadata import Chunks, Description, parse
-
-_PATIENCE: Final = 3
 
 
 class Source(Protocol):
@@ -129,15 +126,11 @@ class StorageReader(storage.StorageReader):
         """DCP's metadata of the checkpoint. Raises `FileNotFoundError`, `CheckpointError`."""
         if kwargs.get("rank") is not None:  # DCP's second attempt, for ranks that saved without each other
             raise CheckpointError(f"{self._path} has no metadata of single ranks, only of all together")
-        for attempt in range(_PATIENCE):
-            try:
-                self._source = self._open()
-                return self._source.metadata()
-            except (FileNotFoundError, Replaced):
-                # a writer with a small keep_last may have deleted it between two of our steps
-                if attempt == _PATIENCE - 1 or not fresh(self._path).exists():
-                    raise
-        raise AssertionError("unreachable")
+        return persistently(self._path, self._read_metadata)
+
+    def _read_metadata(self) -> Metadata:
+        self._source = self._open()
+        return self._source.metadata()
 
     def _open(self) -> Source:
         path = fresh(self._path)
@@ -296,13 +289,14 @@ class StoredParts:
         whole = plan.tensors[where.number]
         part = narrow(whole, index)
         if part.region < 0:
-            return build_state(Plan({"x": 0}, [part], [], None), _no_bytes, arrays=False)
+            return build_tensor(part, arrays=False)
         region = plan.regions[part.region]
         nbytes = stored_nbytes(part)
         files = self._open(where.part)
         file, start = (opened.places or [])[part.region]
         if nbytes == region.nbytes:
-            memory, entry = self._read_region(opened, files, part.region), part
+            memory = read(opened, files, [part.region], readers=default_readers(), verify=self._verify)[part.region]
+            entry = part
         elif (
             nbytes == extent(part.shape, part.strides, part.itemsize)
             or whole.strides is not None
@@ -317,15 +311,7 @@ class StoredParts:
             entry = part._replace(strides=None, offset=0)
         else:
             memory, entry = map_files(opened, files, [part.region])[part.region], part
-        made = Plan({"x": 0}, [entry._replace(region=0)], [Region(memory.nbytes, region.align)], None)
-        return build_state(made, lambda _: memory, arrays=False)
-
-    def _read_region(self, opened: Opened, files: Files, region: int) -> Array:
-        memory = private(opened.plan.regions[region].nbytes, (opened.places or [])[region][1])
-        raise_damage(
-            read_regions(opened, files, [region], lambda _: memory, readers=default_readers(), verify=self._verify)
-        )
-        return memory
+        return build_tensor(entry, memory, region.align, arrays=False)
 
     def check(self) -> None:
         """Each tensor was checked as it was read: by its digest, or `Files.check`."""
@@ -379,7 +365,3 @@ def _dtype(entry: Entry) -> torch.dtype:
             f"tensor {entry.name!r:.80} has dtype {entry.dtype!r:.40}, which no tensor is filled with"
         )
     return found
-
-
-def _no_bytes(region: int) -> NoReturn:
-    raise AssertionError("a tensor without elements has no region")
