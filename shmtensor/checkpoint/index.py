@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..memory.descriptors import open_file
-from .locations import Location, is_shortage, read_regular
+from .locations import Location, is_shortage, read_regular, write_all
 from .remote import RemotePath, is_outage
 
 INDEX: Final = ".shmtensor.index"
@@ -266,18 +266,13 @@ def replace(path: str, data: bytes) -> None:
         os.unlink(temporary)
     with contextlib.closing(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
         try:
-            _write(file.fd, memoryview(data))
+            write_all(file.fd, data)
             os.fsync(file.fd)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-
-
-def _write(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _render(entries: Sequence[Saved]) -> bytes:

@@ -180,6 +180,14 @@ class MemoryFile:
         os.close(self.fd)
 
 
+def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write all of it at an offset. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
 def copy_to_memory(path: RemotePath) -> MemoryFile:
     """Read a whole file, for what only reads files of this machine. Raises OSError."""
     memory = MemoryFile(path.name)

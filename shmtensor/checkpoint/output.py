@@ -38,7 +38,7 @@ from .envelope import CONTENTS, DATA, ENTRY, SEGMENT, SUFFIX, Cipher, Envelope, 
 from .formats import Layout
 from .formats.base import FileSpec, Place
 from .keys import KEY_BYTES, NONCE_BYTES, TAG_BYTES, MasterKey
-from .locations import PAGE, LocalFile
+from .locations import PAGE, LocalFile, write_all
 from .plan import Plan
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -161,18 +161,18 @@ class Output:
         with self._using(index) as file:
             if file.direct is not None and not self._refuses and not offset % PAGE and not len(view) % PAGE:
                 try:
-                    _write(file.direct.fd, view, offset)
+                    write_all(file.direct.fd, view, offset)
                     return
                 except OSError as error:
                     if error.errno not in _REFUSED:
                         raise
                     self._refuses = True  # its descriptor stays open: another thread may be using it
-            _write(file.plain.fd, view, offset)
+            write_all(file.plain.fd, view, offset)
 
     def patch(self, index: int, offset: int, data: Any) -> None:
         """Write a small piece at any offset."""
         with self._using(index) as file:
-            _write(file.plain.fd, memoryview(data), offset)
+            write_all(file.plain.fd, data, offset)
 
     def read(self, index: int, offset: int, into: memoryview) -> None:
         """Read back what was written. `OSError` if it is not there."""
@@ -227,12 +227,6 @@ def _read(fd: int, into: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file under its temporary name is shorter than what was written")
         into, offset = into[count:], offset + count
-
-
-def _write(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
 
 
 class _Call(NamedTuple):

@@ -31,7 +31,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..checkpoint.formats import get_format
 from ..checkpoint.formats.distcp import MAX_METADATA, METADATA
-from ..checkpoint.locations import InputFile, LocalFile, Location, copy_range, open_input, read_regular
+from ..checkpoint.locations import (
+    InputFile,
+    LocalFile,
+    Location,
+    MemoryFile,
+    copy_range,
+    open_input,
+    read_regular,
+    write_all,
+)
 from ..checkpoint.structure import MAX_TENSORS
 from ..errors import CheckpointError
 from ..wire.spec import MAX_BYTES, MAX_NDIM
@@ -423,18 +432,9 @@ def _ranges(value: Any) -> dict[tuple[str, tuple[int, ...] | None], Range]:
 
 def load_archive(data: bytes, label: str) -> Any:
     """The value of an archive, from its bytes. Raises `CheckpointError`."""
-    fd = os.memfd_create("shmtensor-archive", os.MFD_CLOEXEC)
-    try:
-        _write(fd, data)
-        return _load(fd, label)
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    memory = MemoryFile("archive")
+    write_all(memory.fd, data)
+    return _load(memory.path, label)
 
 
 def _send_range(source: LocalFile, offset: int, nbytes: int, fd: int) -> int:
@@ -447,28 +447,24 @@ def _send_range(source: LocalFile, offset: int, nbytes: int, fd: int) -> int:
 
 def load_archive_at(source: InputFile, offset: int, nbytes: int, label: str) -> Any:
     """The value of an archive that lies in an open file. Raises `CheckpointError`."""
-    fd = os.memfd_create("shmtensor-archive", os.MFD_CLOEXEC)
-    try:
-        if isinstance(source, LocalFile):
-            copied = _send_range(source, offset, nbytes, fd)
-        else:
-            copied = copy_range(source, offset, nbytes, fd)
-        if copied < nbytes:
-            raise CheckpointError(f"{label}: the file ends at offset {offset + copied}, inside it: it is truncated")
-        return _load(fd, label)
-    finally:
-        os.close(fd)
+    memory = MemoryFile("archive")
+    if isinstance(source, LocalFile):
+        copied = _send_range(source, offset, nbytes, memory.fd)
+    else:
+        copied = copy_range(source, offset, nbytes, memory.fd)
+    if copied < nbytes:
+        raise CheckpointError(f"{label}: the file ends at offset {offset + copied}, inside it: it is truncated")
+    return _load(memory.path, label)
 
 
-def _load(fd: int, label: str) -> Any:
-    path = f"/proc/self/fd/{fd}"
+def _load(path: Path, label: str) -> Any:
     try:
-        opened = get_format("torch").open(Path(path))
+        opened = get_format("torch").open(path)
         if opened.state is None:
             raise CheckpointError(f"{label} is no archive of torch.save")
         return opened.state(True)
     except CheckpointError as error:
-        raise CheckpointError(str(error).replace(path, label)) from None
+        raise CheckpointError(str(error).replace(str(path), label)) from None
 
 
 class Repacked:

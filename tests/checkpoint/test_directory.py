@@ -178,7 +178,7 @@ def test_the_list_is_not_written_through_a_link(tmp_path):
     assert not (tmp_path / f"{index.INDEX}.tmp").is_symlink()
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 def test_a_list_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(tmp_path, monkeypatch, call):
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
