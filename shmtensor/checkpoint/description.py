@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ..errors import CheckpointError
+from .json_pieces import parse_object
 from .plan import MAX_DESCRIPTION, Plan
 
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -83,24 +84,6 @@ def read_described_file(data: bytes, label: str) -> ReadDescription:
         return read_described(rest.decode("ascii"), checksum.decode("ascii"), label)
     except UnicodeDecodeError:
         raise CheckpointError(f"{label}: its description is no ASCII text") from None
-
-
-def parse_object(data: bytes, label: str) -> dict[str, Any]:
-    """The dict of a JSON text. `CheckpointError` if it is no dict, or has a key twice."""
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{label}: invalid JSON of {len(data)} bytes: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{label}: its header is no JSON object")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key appears twice")
-    return value
 
 
 Buffer = Any

@@ -1,4 +1,4 @@
-"""Read JSON piece by piece, so that memory is used only for the values that are wanted."""
+"""Read JSON of files, as a whole, or piece by piece, so that memory is used only for the values that are wanted."""
 
 from __future__ import annotations
 
@@ -175,6 +175,17 @@ class JsonPieces:
                 self.skip(depth + 1)
         else:
             self.value()
+
+
+def parse_object(data: bytes, label: str) -> dict[str, Any]:
+    """The dict of a JSON text. `CheckpointError` if it is no dict, or has a key twice."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{label}: invalid JSON of {len(data)} bytes: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{label}: its header is no JSON object")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
