@@ -79,29 +79,22 @@ def put_file(
     part = max(PART, -(-nbytes // _PARTS))
     more = {"chunksize": part, "max_concurrency": AT_ONCE, "overwrite": True}
     more = {name: value for name, value in more.items() if name in known}
-    told = 0
+    reported = 0
 
-    def tell(count: int) -> None:
-        nonlocal told
-        if progress is not None and told < count <= nbytes:
-            count, told = count - told, count
+    def report(count: int) -> None:
+        nonlocal reported
+        if progress is not None and reported < count <= nbytes:
+            count, reported = count - reported, count
             progress(count)
 
     def put(hidden: RemotePath) -> None:
-        callback = _Callback(is_stopped, tell).made
-        remote.ask("put_file", local, hidden.key, nbytes=nbytes, callback=callback, **more)
-
-    def put_and_compare() -> None:
         if is_stopped():
             raise Stopped
-        _replace(remote, put)
-        fs.invalidate_cache()
-        size = remote.ask("info", remote.key)["size"]
-        if size != nbytes:
-            raise OSError(f"{size} of {nbytes} bytes arrived")
+        callback = _Callback(is_stopped, report).made
+        remote.ask("put_file", local, hidden.key, nbytes=nbytes, callback=callback, **more)
 
-    remote.call("it cannot be uploaded", put_and_compare)
-    tell(nbytes)
+    remote.call("it cannot be uploaded", lambda: _put_and_compare(remote, nbytes, put))
+    report(nbytes)
 
 
 class Reader(Protocol):
@@ -123,30 +116,32 @@ def put_stream(
     """
     sent = 0
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal sent
         sent += count
         progress(count)
 
     def put(hidden: RemotePath) -> None:
-        if set(remote.protocols) & set(REDIS):
-            hidden.fs.put_stream(reader, hidden.key, nbytes, tell)
-        else:
-            _write(hidden, reader, nbytes, tell)
-
-    def put_and_compare() -> None:
         reader.rewind()
-        tell(-sent)
-        _replace(remote, put)
-        remote.fs.invalidate_cache()
-        size = remote.ask("info", remote.key)["size"]
-        if size != nbytes:
-            raise OSError(f"{size} of {nbytes} bytes arrived")
+        report(-sent)
+        if set(remote.protocols) & set(REDIS):
+            hidden.fs.put_stream(reader, hidden.key, nbytes, report)
+        else:
+            _write(hidden, reader, nbytes, report)
 
-    remote.call("it cannot be written", put_and_compare)
+    remote.call("it cannot be written", lambda: _put_and_compare(remote, nbytes, put))
 
 
-def _write(remote: RemotePath, reader: Reader, nbytes: int, tell: Callable[[int], None]) -> None:
+def _put_and_compare(remote: RemotePath, nbytes: int, put: Callable[[RemotePath], object]) -> None:
+    """Have a file made by `put`, as a whole. OSError if it has another size than `nbytes`."""
+    _replace(remote, put)
+    remote.fs.invalidate_cache()
+    size = remote.ask("info", remote.key)["size"]
+    if size != nbytes:
+        raise OSError(f"{size} of {nbytes} bytes arrived")
+
+
+def _write(remote: RemotePath, reader: Reader, nbytes: int, report: Callable[[int], None]) -> None:
     """Write a file by the file system's own object, which sends parts. The libraries below may wait for an answer for
     ever, so each call has the limit of a request."""
     part = max(PART, -(-nbytes // _PARTS))
@@ -157,7 +152,7 @@ def _write(remote: RemotePath, reader: Reader, nbytes: int, tell: Callable[[int]
             if not data:
                 break
             within(part, partial(file.write, data))
-            tell(len(data))
+            report(len(data))
         within(part, file.close)
     except BaseException as error:
         with contextlib.suppress(Exception):
@@ -387,14 +382,14 @@ def _is_later(one: Saved, other: Saved) -> bool:
 class _Callback:
     """A callback of fsspec that reports how many bytes have been sent, and ends the call when it is told to stop."""
 
-    def __init__(self, is_stopped: Callable[[], bool], tell: Callable[[int], object]) -> None:
+    def __init__(self, is_stopped: Callable[[], bool], report: Callable[[int], object]) -> None:
         from fsspec.callbacks import Callback
 
         class Made(Callback):  # type: ignore[misc]
             def call(self, *args: Any, **kwargs: Any) -> None:
                 if is_stopped():
                     raise Stopped
-                tell(self.value)
+                report(self.value)
 
         self.made = Made()
 
