@@ -2,7 +2,7 @@
 leads to.
 
 A trainer that saves meanwhile moves `latest`, replaces files and deletes them. So a file has a stamp, taken when its
-description is read, and whoever opens its path again compares them.
+description is read, and is compared whenever its path is opened again.
 """
 
 from __future__ import annotations

@@ -728,6 +728,5 @@ def finish_older_runs(directory: Directory) -> None:
     record = read(directory.path)
     if record is None:
         return
-    seat = RankDirectory(directory.path, 0, 1, "", MAX_RUN)
-    votes = Votes(seat, Keep())
+    votes = Votes(RankDirectory(directory.path, 0, 1, "", MAX_RUN), Keep())
     votes._finish_older_runs()  # no other process is there to take the mutex

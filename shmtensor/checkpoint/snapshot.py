@@ -14,7 +14,7 @@ The file is written as that of any save. Then it is renamed into the directory o
 (`ranks.py`), and its chunks are released. The head is released with the outcome: if the process dies before, the next
 one receives the head again and finds the vote.
 
-A save without a local copy (`local=False`, `StreamedSnapshot`) goes from the slots straight to its URL:
+A save without a local copy (`local=False`, `UrlSnapshot`) goes from the slots straight to its URL:
 
     gathered:  all of it is in the slots, which are held until the end: a state that does not fit is refused by `save`
     digested:  each chunk in turn; then the headers, which have the digests, are written into the slots
@@ -498,7 +498,7 @@ def reason_of(error: OSError | ShmTensorError) -> str:
 _MAX_NOTE: Final = 8 << 20
 
 
-class StreamedSnapshot(Snapshot):
+class UrlSnapshot(Snapshot):
     """The messages of one save, and what becomes of them at a URL.
 
     target: opens the URL, in the thread

@@ -6,7 +6,7 @@
     pruned:    what `upload_keep_last` does not keep is deleted at the URL
     uploaded:  the local list says `upload = "done"`, and `keep_last` may delete the local copy
 
-Each step may be repeated, so that whoever dies in between leaves an entry that is pending, and the next writing process
+Each step may be repeated, so that a death in between leaves an entry that is pending, and the next writing process
 begins with the oldest of them. One thread copies, one checkpoint after the other, and only reads; the writing process's
 main thread changes the local list, as the holder of the directory's lock.
 
@@ -444,8 +444,8 @@ class Uploads:
         with self._changed:
             return bool(self._waiting or self._current or self._ended)
 
-    def settled(self, ended: Ended) -> None:
-        """What has ended is noted in the local list, or cannot be."""
+    def release(self, ended: Ended) -> None:
+        """What has ended is noted in the local list, or cannot be. Nothing is held meanwhile."""
 
     def stop(self) -> None:
         """Leave what is not uploaded to the next writing process."""
@@ -607,12 +607,13 @@ class RankUploads:
             self._changed.notify_all()
 
     def take(self) -> Ended | None:
-        """One that has ended; None if there is none now. What is not `noted` is to be noted, and then `settled`."""
+        """One that has ended; None if there is none now. What is not `noted` is to be noted, and then released."""
         with self._changed:
             return self._ended.popleft() if self._ended else None
 
-    def settled(self, ended: Ended) -> None:
-        """What has ended is noted in the local list, or cannot be: other processes may complete others."""
+    def release(self, ended: Ended) -> None:
+        """What has ended is noted in the local list, or cannot be: its marks are removed, and other processes may
+        complete others."""
         if ended.error is None and not ended.noted:
             with contextlib.suppress(OSError):
                 remove(self._directory.at(f".{ended.entry.name}.{ended.entry.writer}.uploads"))
@@ -694,7 +695,7 @@ class RankUploads:
             return
         first, last = _POLLS
         upload.next = now + min(last, first + (now - upload.since) / 20)
-        if self._is_settled(upload):
+        if self._is_completed(upload):
             return
         for name, reason in upload.marks.failures(upload.attempt).items():
             raise OSError(5, f"{name} was not uploaded: {reason}")
@@ -708,7 +709,7 @@ class RankUploads:
                 return
             self._completing = True
         try:
-            if self._is_settled(upload):  # by the one who had the byte
+            if self._is_completed(upload):  # by the one who had the byte
                 self._give_back()
                 return
             target.check_free(upload.entry)
@@ -722,9 +723,9 @@ class RankUploads:
         except BaseException:
             self._give_back()
             raise
-        self._end(upload, None)  # `settled` gives the byte back
+        self._end(upload, None)  # `release` gives the byte back
 
-    def _is_settled(self, upload: _Upload) -> bool:
+    def _is_completed(self, upload: _Upload) -> bool:
         """Whether another process has completed it; ends it then. Raises OSError if it is not to be uploaded."""
         entry, directory = upload.entry, self._directory
         found = next((each for each in index.read(directory.path) if each.identity == entry.identity), None)

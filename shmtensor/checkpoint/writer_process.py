@@ -29,7 +29,7 @@ from .ranks import RankDirectory, Votes, finish_older_runs
 from .remote import url_of
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
-from .snapshot import WRITES, PartSnapshot, Snapshot, StreamedSnapshot, reason_of
+from .snapshot import WRITES, PartSnapshot, Snapshot, UrlSnapshot, reason_of
 from .upload import Ended, RankUploads, Target, Uploads, explained, sweep_marks
 
 _CHECK_INTERVAL: Final = 1.0
@@ -186,7 +186,7 @@ class Worker:
     def _is_sending(self) -> bool:
         """Whether a thread sends the oldest snapshot to its URL."""
         oldest = self._snapshots.get(min(self._snapshots, default=0))
-        if not isinstance(oldest, StreamedSnapshot) or not oldest.is_sending:
+        if not isinstance(oldest, UrlSnapshot) or not oldest.is_sending:
             return False
         self._report_progress(oldest)
         return True
@@ -195,7 +195,7 @@ class Worker:
         if self._votes is not None:
             return PartSnapshot(head, self._votes, self._master)
         if not self._settings["local"]:
-            return StreamedSnapshot(head, self._open_target, os.environ[UPLOAD], self._disk)
+            return UrlSnapshot(head, self._open_target, os.environ[UPLOAD], self._disk)
         return Snapshot(head, self._master)
 
     def _open_target(self) -> Target:
@@ -303,7 +303,7 @@ class Worker:
         deleted, failed = snapshot.retain(self._keep)
         unsynced = snapshot.unsynced
         more: dict[str, Any] = {}
-        if isinstance(snapshot, StreamedSnapshot):  # no death between `durable` and `uploaded`
+        if isinstance(snapshot, UrlSnapshot):  # no death between `durable` and `uploaded`
             more = {"url": snapshot.url_of(snapshot.name), "unlisted": snapshot.unlisted}
         if unsynced is None:
             self._report(
@@ -500,7 +500,7 @@ class Worker:
                     except OSError as error:
                         failed = error
                 # crash: upload.recorded
-                self._uploads.settled(ended)
+                self._uploads.release(ended)
                 self._report_upload(ended, failed)
                 if failed is not None or ended.noted:
                     continue

@@ -315,7 +315,7 @@ def test_the_oldest_is_completed_first(tmp_path):
     uploads._look(second, target)
     assert target.names == []
     uploads._look(first, target)
-    uploads.settled(uploads.take())
+    uploads.release(uploads.take())
     assert second.next == 0  # it is its turn
     uploads._look(second, target)
     assert target.names == ["step-00000001", "step-00000002"]

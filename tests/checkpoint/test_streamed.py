@@ -331,10 +331,10 @@ def test_the_process_of_a_dead_trainer_sleeps_while_it_sends(url, tmp_path):  # 
     """It waits for its thread, and takes no core."""
     launch = (
         "import os, threading, time\n"
-        "from shmtensor.checkpoint.snapshot import StreamedSnapshot\n"
+        "from shmtensor.checkpoint.snapshot import UrlSnapshot\n"
         "parent, turns, may_go_on = os.getppid(), [], threading.Event()\n"
-        "send = StreamedSnapshot._send\n"
-        "StreamedSnapshot._send = lambda self: (may_go_on.wait(), send(self))\n"
+        "send = UrlSnapshot._send\n"
+        "UrlSnapshot._send = lambda self: (may_go_on.wait(), send(self))\n"
         "def is_sending(self):\n"
         "    if self._sending is not None and os.getppid() != parent:\n"
         "        turns.append(time.monotonic())\n"
@@ -342,7 +342,7 @@ def test_the_process_of_a_dead_trainer_sleeps_while_it_sends(url, tmp_path):  # 
         f"            open({str(tmp_path / 'turns')!r}, 'w').write(repr(turns[-1] - turns[0]))\n"
         "            may_go_on.set()\n"
         "    return self._sending is not None\n"
-        "StreamedSnapshot.is_sending = property(is_sending)\n"
+        "UrlSnapshot.is_sending = property(is_sending)\n"
     )
     wait_for_end(trainer(tmp_path / "a", url, launch))
     assert float((tmp_path / "turns").read_text()) > 0.25  # it is asked twice a turn
@@ -487,8 +487,8 @@ def test_the_trainer_is_dead_and_a_save_is_sent_just_as_the_process_looks(url, s
     launch = (
         "import os, threading, time\n"
         "from concurrent.futures import wait\n"
-        "from shmtensor.checkpoint.snapshot import StreamedSnapshot\n"
-        "look, send = StreamedSnapshot.can_step.fget, StreamedSnapshot._send\n"
+        "from shmtensor.checkpoint.snapshot import UrlSnapshot\n"
+        "look, send = UrlSnapshot.can_step.fget, UrlSnapshot._send\n"
         "parent, looked, may_end = os.getppid(), [], threading.Event()\n"
         "def can_step(self):\n"
         "    seen = look(self)\n"
@@ -500,8 +500,8 @@ def test_the_trainer_is_dead_and_a_save_is_sent_just_as_the_process_looks(url, s
         "            wait([self._sending])\n"
         "            may_end.clear()\n"
         "    return seen\n"
-        "StreamedSnapshot.can_step = property(can_step)\n"
-        "StreamedSnapshot._send = lambda self: (may_end.wait(), send(self))\n"
+        "UrlSnapshot.can_step = property(can_step)\n"
+        "UrlSnapshot._send = lambda self: (may_end.wait(), send(self))\n"
     )
     wait_for_end(trainer(tmp_path / "a", url, launch))
     assert there(url) == [1, 2]
@@ -519,12 +519,12 @@ def test_all_die(url, s3, tmp_path, point):  # noqa: F811
         f"points.arm({point!r}, 'kill', 1); import os, signal, time\n"
         # no other process is started: the trainer is dead before this one comes to that point
         "from shmtensor.checkpoint import snapshot\n"
-        "send = snapshot.StreamedSnapshot.begin\n"
+        "send = snapshot.UrlSnapshot.begin\n"
         "parent = os.getppid()\n"
         "def begin(self, *args):\n"
         "    while os.getppid() == parent: time.sleep(0.001)\n"
         "    return send(self, *args)\n"
-        "snapshot.StreamedSnapshot.begin = begin\n"
+        "snapshot.UrlSnapshot.begin = begin\n"
     )
     with CheckpointWriter(tmp_path / "a", upload=url, local=False) as writer:
         writer.save(state_of(0)).durable.result(PATIENCE)
