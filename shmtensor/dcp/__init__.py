@@ -4,9 +4,9 @@
 |---|---|
 | `writer` | `StorageWriter`: DCP's save plan of a rank becomes this rank's part, through its `CheckpointWriter` |
 | | `AsyncStager`: copies a state into shared memory while the trainer waits, before DCP's own thread begins |
-| `reader` | `StorageReader`: DCP's load plan, from checkpoints of `StorageWriter` or of `FileSystemWriter` |
-| `filesystem` | checkpoints of DCP's `FileSystemWriter`: metadata and archives, read without running anything |
-| `metadata` | what a rank's part says of its items, as JSON; DCP's metadata, from what either source says it has |
+| `reader` | `StorageReader`: DCP's load plan, from checkpoints of `StorageWriter` or of DCP's `FileSystemWriter` |
+| `metadata` | DCP's metadata, from what files say of their items: the parts of ranks in JSON, those of |
+| | `FileSystemWriter` in a pickle, `.metadata`, which is read without running anything |
 """
 
 from __future__ import annotations

@@ -9,6 +9,14 @@ asks for. A chunk that is read whole is compared with its digest. Of a part of a
 
 so that a rank reads what it needs, whatever the number of ranks was. From a URL, rows that are near each other come by
 one request with the gaps between them, several requests at once.
+
+Checkpoints of `FileSystemWriter` (`FileSystemFiles`) are `.metadata` and files in which each item is an archive of
+torch. Each item's range must lie in its file, ranges do not overlap, and a chunk has at least as many bytes as its
+elements take; so what the metadata promises is there before memory is spent. Archives are opened by
+`torch.load(weights_only=True)` alone, after the check of what their pickles would cost
+(`shmtensor.checkpoint.formats.pickles`). The library's reading of such files works on paths, and needs the archive to
+end where the file does. So an archive that lies inside a file is copied into a file in memory first: its size is that
+of bytes that are really there.
 """
 
 from __future__ import annotations
@@ -17,6 +25,8 @@ import dataclasses
 import io
 import math
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -28,10 +38,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..checkpoint import manifest
-from ..checkpoint.formats import Opened
-from ..checkpoint.formats.distcp import METADATA
+from ..checkpoint.formats import Opened, get_format
+from ..checkpoint.formats.distcp import MAX_METADATA, METADATA
 from ..checkpoint.load import map_files, read
-from ..checkpoint.locations import Location, fresh, location
+from ..checkpoint.locations import (
+    InputFile,
+    LocalFile,
+    Location,
+    MemoryFile,
+    copy_range,
+    fresh,
+    location,
+    open_input,
+    write_all,
+)
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.opening import open_part, persistently, resolve
 from ..checkpoint.plan import Entry, build_tensor
@@ -41,9 +61,8 @@ from ..checkpoint.selection import Span, narrow, packed, read_part, stored_nbyte
 from ..checkpoint.structure import MAX_TENSORS
 from ..codec.libraries import torch_views
 from ..errors import ArgumentError, CheckpointError
-from ..wire.spec import extent
-from .filesystem import FileSystemFiles, Repacked
-from .metadata import Chunks, Description, parse
+from ..wire.spec import MAX_BYTES, extent
+from .metadata import Chunk, Description, Items, Range, Tensor, parse, read_pickle
 
 
 class Source(Protocol):
@@ -244,24 +263,24 @@ class StoredParts:
 
     def metadata(self) -> Metadata:
         """DCP's metadata, the union of what the parts say. Raises `CheckpointError` if they contradict each other."""
-        chunks = Chunks(self.name)
+        items = Items(self.name)
         for number, opened in enumerate(self._parts):
             description = parse(opened.plan.meta, opened.plan, str(opened.files[0]))
-            self._add(chunks, number, opened, description)
-        return chunks.metadata()
+            self._add(items, number, opened, description)
+        return items.metadata()
 
     @staticmethod
-    def _add(chunks: Chunks, part: int, opened: Opened, description: Description) -> None:
+    def _add(items: Items, part: int, opened: Opened, description: Description) -> None:
         entries = opened.plan.tensors
         for number, (item, entry) in enumerate(zip(description.tensors, entries, strict=False)):
-            chunks.add_tensor(
+            items.add_tensor(
                 item.fqn, item.size, item.offsets, entry.shape, _dtype(entry), item.path,
                 Stored(part, number, 0, entry.nbytes),
             )  # fmt: skip
         start = 0
         for found in description.objects:
             stop = start + found.nbytes
-            chunks.add_object(found.fqn, found.path, Stored(part, len(entries) - 1, start, stop))
+            items.add_object(found.fqn, found.path, Stored(part, len(entries) - 1, start, stop))
             start = stop
 
     def order(self, where: Stored) -> tuple[int, int, int]:
@@ -365,3 +384,188 @@ def _dtype(entry: Entry) -> torch.dtype:
             f"tensor {entry.name!r:.80} has dtype {entry.dtype!r:.40}, which no tensor is filled with"
         )
     return found
+
+
+_FILE: Final = re.compile(r"[^/\0]{1,255}")
+
+
+class Archive(NamedTuple):
+    """Where an item of `FileSystemWriter` is: a file, a range of it, and the shape and dtype that the metadata
+    says; None for an object."""
+
+    file: str
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+
+class FileSystemFiles:
+    """An open checkpoint of `FileSystemWriter`, whose files are opened as they are read."""
+
+    def __init__(self, directory: Location) -> None:
+        self.name = str(directory)
+        """Which checkpoint it is."""
+        self._directory = directory
+        self._open_file: tuple[str, InputFile] | None = None
+
+    def metadata(self) -> Metadata:
+        """DCP's metadata. Raises `CheckpointError` if it is not the metadata of these files."""
+        found = read_pickle(self._directory / METADATA, MAX_METADATA)
+        items = Items(self.name)
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for fqn, item in found.items.items():
+            path = found.paths.get(fqn)
+            if item is None:
+                items.add_object(fqn, path, self._place(fqn, None, None, found.ranges, ranges))
+                continue
+            for chunk in item.chunks:
+                where = self._place(fqn, item, chunk, found.ranges, ranges)
+                items.add_tensor(fqn, item.size, chunk.offsets, chunk.sizes, item.dtype, path, where)
+        self._check_ranges(ranges)
+        return items.metadata()
+
+    def _place(
+        self, fqn: str, item: Tensor | None, chunk: Chunk | None,
+        stored: Mapping[tuple[str, tuple[int, ...] | None], Range], ranges: dict[str, list[tuple[int, int]]],
+    ) -> Archive:  # fmt: skip
+        offsets = None if chunk is None else chunk.offsets
+        found = stored.get((fqn, offsets))
+        if found is None:
+            raise CheckpointError(f"{self.name}: item {fqn!r:.80} at {offsets!r:.80} is in no file")
+        if found.transforms:
+            raise CheckpointError(
+                f"{self.name}: item {fqn!r:.80} was changed by extensions of DCP ({found.transforms!r:.80}), which are "
+                "not supported: load it by FileSystemReader"
+            )
+        if not _FILE.fullmatch(found.file) or found.file in (".", ".."):
+            raise CheckpointError(f"{self.name}: item {fqn!r:.80} is in {found.file!r:.80}, which is no name of a file")
+        ranges.setdefault(found.file, []).append((found.offset, found.nbytes))
+        if item is None or chunk is None:
+            return Archive(found.file, found.offset, found.nbytes, None, None)
+        needed = math.prod(chunk.sizes) * item.dtype.itemsize
+        if any(at + n > size for at, n, size in zip(chunk.offsets, chunk.sizes, item.size, strict=True)):
+            raise CheckpointError(f"{self.name}: item {fqn!r:.80} has a chunk {chunk!r:.120} beyond its size")
+        if needed > min(found.nbytes, MAX_BYTES):
+            raise CheckpointError(
+                f"{self.name}: item {fqn!r:.80} has a chunk of {needed} bytes in a range of {found.nbytes}"
+            )
+        return Archive(found.file, found.offset, found.nbytes, chunk.sizes, item.dtype)
+
+    def _check_ranges(self, ranges: Mapping[str, list[tuple[int, int]]]) -> None:
+        for file, found in ranges.items():
+            path = self._directory / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, which {METADATA} names")
+            size, end = path.stat().st_size, 0
+            for offset, nbytes in sorted(found):
+                if offset < end:
+                    raise CheckpointError(f"{path}: two items overlap at offset {offset}")
+                end = offset + nbytes
+                if end > size:
+                    raise CheckpointError(f"{path} has {size} bytes, an item ends at {end}: it is truncated")
+
+    def order(self, where: Archive) -> tuple[str, int]:
+        """Sorts items by where they are in the files."""
+        return where.file, where.offset
+
+    def read_object(self, where: Archive) -> bytes:
+        """The bytes of an object."""
+        data = self._open(where.file).pread(where.nbytes, where.offset)
+        if len(data) != where.nbytes:
+            raise CheckpointError(f"{self._directory / where.file} is truncated at offset {where.offset + len(data)}")
+        return data
+
+    def read_tensor(self, where: Archive, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+        """A part of a chunk, whose archive is read whole."""
+        label = f"{self._directory / where.file}: the archive at offset {where.offset}"
+        tensor = load_archive_at(self._open(where.file), where.offset, where.nbytes, label)
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.layout != torch.strided
+            or (tuple(tensor.shape), tensor.dtype) != (where.shape, where.dtype)
+        ):
+            raise CheckpointError(f"{label} is not the tensor of shape {where.shape} that {METADATA} says")
+        for axis, (at, length) in enumerate(zip(offsets, lengths, strict=True)):
+            tensor = tensor.narrow(axis, at, length)
+        return tensor
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the file that is open has become another one: there are no digests."""
+        if self._open_file is not None:
+            self._open_file[1].check()
+
+    def _open(self, file: str) -> InputFile:
+        if self._open_file is None or self._open_file[0] != file:
+            self.check()
+            self.close()
+            self._open_file = file, open_input(self._directory / file)
+        return self._open_file[1]
+
+    def close(self) -> None:
+        """Close the file that is open. Idempotent."""
+        opened, self._open_file = self._open_file, None
+        if opened is not None:
+            opened[1].close()
+
+
+def load_archive(data: bytes, label: str) -> Any:
+    """The value of an archive, from its bytes. Raises `CheckpointError`."""
+    memory = MemoryFile("archive")
+    write_all(memory.fd, data)
+    return _load(memory.path, label)
+
+
+def _send_range(source: LocalFile, offset: int, nbytes: int, fd: int) -> int:
+    """As `copy_range`, within the kernel."""
+    copied = 0
+    while copied < nbytes and (count := os.sendfile(fd, source.fd, offset + copied, nbytes - copied)):
+        copied += count
+    return copied
+
+
+def load_archive_at(source: InputFile, offset: int, nbytes: int, label: str) -> Any:
+    """The value of an archive that lies in an open file. Raises `CheckpointError`."""
+    memory = MemoryFile("archive")
+    if isinstance(source, LocalFile):
+        copied = _send_range(source, offset, nbytes, memory.fd)
+    else:
+        copied = copy_range(source, offset, nbytes, memory.fd)
+    if copied < nbytes:
+        raise CheckpointError(f"{label}: the file ends at offset {offset + copied}, inside it: it is truncated")
+    return _load(memory.path, label)
+
+
+def _load(path: Path, label: str) -> Any:
+    try:
+        opened = get_format("torch").open(path)
+        if opened.state is None:
+            raise CheckpointError(f"{label} is no archive of torch.save")
+        return opened.state(True)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(path), label)) from None
+
+
+class Repacked:
+    """Pickled objects, loaded without code of theirs and pickled again: what DCP's planner unpickles freely is then
+    this process's own. `label` names the checkpoint in errors."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._made: dict[bytes, bytes] = {}  # thousands of objects of an optimizer are a few different ones
+
+    def __call__(self, data: bytes, fqn: str) -> bytes:
+        """The bytes for an object's bytes. Raises `CheckpointError`."""
+        made = self._made.get(data)
+        if made is None:
+            try:
+                value = load_archive(data, f"{self._label}: item {fqn!r:.80}")
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}: if you trust this file, allow the type by torch.serialization.add_safe_globals, or pass "
+                    "weights_only=False to StorageReader"
+                ) from None
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            made = self._made[data] = buffer.getvalue()
+        return made
