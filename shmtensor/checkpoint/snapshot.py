@@ -117,6 +117,10 @@ class Snapshot:
     def layout(self) -> Layout:
         return get_format(self.options["format"]).layout(self._plan, self.options["max_shard"])
 
+    @property
+    def _metrics(self) -> dict[str, float]:
+        return index.metrics_of(self.options["metrics"])
+
     @cached_property
     def _plan(self) -> Plan:
         return Plan.from_description(self.head.value.tobytes())
@@ -282,11 +286,10 @@ class Snapshot:
         # crash: write.headers
         files = self._files.finish()
         self._files.close()
-        metrics = {name: float(value) for name, value in self.options["metrics"].items()}
         entry = Saved(
             self.name, self._writer, self.number, self.options["step"],
             sum(nbytes for _, nbytes, _ in files), HIDDEN_DIGEST if self._master else combine(digests),
-            tuple(files), metrics, self.options["alias"], PENDING if self.options["upload"] else "",
+            tuple(files), self._metrics, self.options["alias"], PENDING if self.options["upload"] else "",
         )  # fmt: skip
         # crash: commit.before
         self._record(entry)
@@ -447,9 +450,8 @@ class PartSnapshot(Snapshot):
         rank, world_size = self.options["rank"], self.options["world_size"]
         suffix = get_format(self.options["format"]).suffix + (SUFFIX if self._master else "")
         file = part_name(rank, suffix)
-        metrics = {name: float(value) for name, value in self.options["metrics"].items()}
         return Vote(
-            rank, world_size, self.number, file, nbytes, changed, entry.digest, self.options["step"], metrics,
+            rank, world_size, self.number, file, nbytes, changed, entry.digest, self.options["step"], self._metrics,
             self.options["alias"], self.options["fixed"], self.options["upload"],
         )  # fmt: skip
 
@@ -619,10 +621,9 @@ class UrlSnapshot(Snapshot):
             target.put_stream(f"{name}/{file}" if file else name, _SlotReader(slots), nbytes, self._sent)
             # crash: direct.file
         digests, _ = self._digests()
-        metrics = {key: float(value) for key, value in self.options["metrics"].items()}
         entry = Saved(
             name, self._writer, self.number, self.options["step"], sum(nbytes for _, nbytes, _ in files),
-            combine(digests), tuple(files), metrics, self.options["alias"],
+            combine(digests), tuple(files), self._metrics, self.options["alias"],
         )  # fmt: skip
         try:
             kept = target.add_to_list(entry, [*recorded, entry])

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import json
-import math
 import os
 import secrets
 import sys
@@ -24,6 +23,7 @@ from ..memory.segment import free_bytes, more_room, total_bytes, where
 from ..options import check_choice, check_count, check_timeout, format_bytes, parse_bytes
 from ..shielded import Call, CallQueue
 from ..statistics import WriterStatistics
+from . import index
 from .directory import Directory
 from .envelope import SUFFIX
 from .formats import get_format
@@ -312,7 +312,7 @@ class CheckpointWriter(Local):
         fixed = name is not None
         name, step = self._namer.choose(name, step, ending, taken | aliases, self._number + 1)
         alias = self._namer.check_alias(alias, name, taken)
-        json_metrics = {key: value if math.isfinite(value) else repr(value) for key, value in metrics.items()}
+        json_metrics = index.json_metrics(metrics)
         head = len(described) + _HEAD_EXTRA + len(json.dumps(json_metrics))
         stager, staging = self._stager_for(head, geometry.nbytes, on_device=bool(plan.devices))
         chunks = geometry.chunks(stager.chunk)

@@ -40,7 +40,7 @@ _LEAVING_INTERVAL: Final = 0.005
 _LAST_REPORTS_TIMEOUT: Final = 10.0
 """Seconds to wait at the end for a trainer that lives and does not receive reports."""
 _BLOCKED: Final = 30.0
-"""Seconds to wait for that process before it is reported."""
+"""Seconds to wait for the writing process of an earlier trainer before it is reported."""
 _VOTES_INTERVAL: Final = 0.02
 """Seconds between two checks of the votes of other ranks."""
 _REFUSED_INTERVAL: Final = 0.5

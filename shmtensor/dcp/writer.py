@@ -477,17 +477,17 @@ class AsyncStager(staging.AsyncStager):
         on every rank if it does on one."""
         if self._group is None:
             return action()
-        told = [(False, "")] * self._place.world_size
+        found = [(False, "")] * self._place.world_size
         try:
             made, says = action()
         except BaseException as error:
-            dist.all_gather_object(told, (False, str(error) or repr(error)), self._group)
+            dist.all_gather_object(found, (False, str(error) or repr(error)), self._group)
             raise
-        dist.all_gather_object(told, (says, ""), self._group)
-        for rank, (_, text) in enumerate(told):
+        dist.all_gather_object(found, (says, ""), self._group)
+        for rank, (_, text) in enumerate(found):
             if text:
                 raise ResourceError(errno.ECANCELED, f"rank {rank} cannot save: {text}")
-        return made, all(says for says, _ in told)
+        return made, all(says for says, _ in found)
 
     def _exchange(self, planner: SavePlanner, local: SavePlan) -> SavePlan:
         """Gather the plans of all ranks at the first one, and scatter what its planner makes of them, or its error."""

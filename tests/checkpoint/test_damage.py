@@ -21,7 +21,7 @@ import shmtensor
 from shmtensor import ArgumentError, CheckpointError, list_checkpoints, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint.description import Described
 from shmtensor.checkpoint.formats import detect, get_format
-from shmtensor.checkpoint.formats.safetensors import _KEY, _SUM
+from shmtensor.checkpoint.formats.safetensors import _SUM, DESCRIBED
 from shmtensor.checkpoint.load import check
 from shmtensor.checkpoint.opening import open_path
 from shmtensor.checkpoint.plan import Plan, check_structure, plan
@@ -199,12 +199,12 @@ def sign_again(path, change_parts):
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    parts = json.loads(header["__metadata__"][_KEY])
+    parts = json.loads(header["__metadata__"][DESCRIBED])
     parts = change_parts(parts)
     described = Described(json.dumps(parts["plan"]).encode(), parts["stored"])
     digests = [int(parts["xxh3"][at : at + 16], 16) for at in range(0, len(parts["xxh3"]), 16)]
     described._regions = len(digests)
-    header["__metadata__"][_KEY], header["__metadata__"][_SUM] = described.text(digests)
+    header["__metadata__"][DESCRIBED], header["__metadata__"][_SUM] = described.text(digests)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 

@@ -72,7 +72,8 @@ SHORT: Final = 1000  # characters of a text that is kept
 _COUNTED: Final = 1 << 22  # bytes of a header, from which on its tensors are counted before they are kept
 _MOST_SHORT: Final = 1000  # texts that are kept
 _MOST_TEXTS: Final = 100_000  # that there may be
-_KEY, _SUM = DESCRIBED, "shmtensor.xxh3"
+_SUM: Final = "shmtensor.xxh3"
+"""The key of its digest."""
 _INDEXED: Final = "shmtensor.index"
 """In each shard: the name of the index, which has the description."""
 _STARTS: Final = (b"{", b" ", b"\t", b"\n", b"\r")
@@ -270,7 +271,7 @@ class _Draft:
 
     def metadata(self, digests: Sequence[int] | None) -> dict[str, str]:
         data, checksum = self.described.text(digests)
-        return {_KEY: data, _SUM: checksum}
+        return {DESCRIBED: data, _SUM: checksum}
 
     def header(self, regions: Sequence[int], *, first: bool) -> tuple[dict[str, Any], dict[int, int]]:
         """The header of a file with these regions, and their offsets in its data."""

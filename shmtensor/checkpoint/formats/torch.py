@@ -302,7 +302,7 @@ def _check_nested(tensor: Any, label: str) -> None:
 
     if tensor.layout != torch.strided:
         return
-    sizes, steps, starts = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), None
+    sizes, steps = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
     starts = tensor._nested_tensor_storage_offsets()
     room = tensor.untyped_storage().nbytes() // tensor.element_size()
     rows = zip(sizes.tolist(), steps.tolist(), starts.tolist(), strict=True) if sizes.ndim == 2 else ()
