@@ -275,6 +275,18 @@ def replace(path: str, data: bytes) -> None:
             raise
 
 
+Version = tuple[int, int, int]
+
+
+def version(path: str) -> Version:
+    """What tells a file that `replace` made from the one before it; zeros if there is none."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return 0, 0, 0
+    return info.st_ino, info.st_size, info.st_mtime_ns
+
+
 def _render(entries: Sequence[Saved]) -> bytes:
     saves = []
     for entry in entries:

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, DependencyError
 from ..options import how_to_install
 from .directory import LATEST, Best, Directory, highest_number
-from .index import INDEX, MAX_METRICS, read
+from .index import INDEX, MAX_METRICS, read, version
 from .manifest import MAX_RANKS
 from .remote import OBJECT_STORES, ONLY_READ, REDIS, check_host, is_url, register, url_of, without_secrets
 
@@ -171,13 +171,9 @@ class UrlNamer(Namer):
 
     def choose(self, name: str | None, step: int | None, ending: str, taken: Set[str], count: int) -> tuple[str, int]:
         """As `Namer.choose`."""
-        try:
-            info = os.stat(self._directory.at(INDEX))
-            version: object = (info.st_ino, info.st_mtime_ns)  # it is replaced as a whole
-        except OSError:
-            version = None
-        if version != self._read:
-            self._listed, self._read = {entry.name for entry in read(self._directory.path)}, version
+        now = version(self._directory.at(INDEX))
+        if now != self._read:
+            self._listed, self._read = {entry.name for entry in read(self._directory.path)}, now
         return super().choose(name, step, ending, taken | self._listed, count)
 
     def _place(self, name: str) -> str:

@@ -162,7 +162,7 @@ class VoteFiles:
     """Reads the votes of checkpoints again and again, and only those whose file has been replaced since."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[str, tuple[_Stamp, Vote]]] = {}  # by hidden directory and file
+        self._seen: dict[str, dict[str, tuple[index.Version, Vote]]] = {}  # by hidden directory and file
 
     def read(self, pending: str) -> dict[int, Vote]:
         """The votes of a checkpoint whose parts are there, by rank."""
@@ -175,28 +175,16 @@ class VoteFiles:
             match = _NAME.fullmatch(name)
             if match is None:
                 continue
-            stamp, known = _stamp(os.path.join(pending, name)), before.get(name)  # the stamp before the file
-            vote = known[1] if known is not None and known[0] == stamp else read_vote(pending, int(match[1]))
+            version, known = index.version(os.path.join(pending, name)), before.get(name)  # the version first
+            vote = known[1] if known is not None and known[0] == version else read_vote(pending, int(match[1]))
             if vote is not None:
-                seen[name] = stamp, vote
+                seen[name] = version, vote
         self._seen[pending] = seen
         return {vote.rank: vote for _, vote in seen.values() if is_part(pending, vote)}
 
     def forget_others(self, pending: Container[str]) -> None:
         """Forget the votes of checkpoints that are not among these."""
         self._seen = {path: seen for path, seen in self._seen.items() if path in pending}
-
-
-_Stamp = tuple[int, int, int]
-
-
-def _stamp(path: str) -> _Stamp:
-    """The version of a file that is replaced as a whole; zeros if it is gone."""
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return 0, 0, 0
-    return info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def vote_name(rank: int) -> str:
