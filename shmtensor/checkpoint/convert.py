@@ -24,12 +24,12 @@ from .directory import LOCK, Directory, remove, sync
 from .envelope import HIDDEN_DIGEST, SUFFIX, is_encrypted, read_envelope, render_names
 from .formats import FORMATS, Format, Layout, Opened, get_format
 from .formats.base import FileSpec, find_index
-from .index import INDEX
+from .index import INDEX, LATEST
 from .keys import MasterKey
 from .load import OnBytes, map_files, raise_damage
 from .locations import Location, location, open_input
 from .manifest import MANIFEST
-from .opening import LATEST, PLAIN, Opener, decrypt_to, known_aliases
+from .opening import PLAIN, Opener, decrypt_to, known_aliases
 from .output import EncryptedOutput, Output, Sealing, describe
 from .plan import check_structure
 from .reading import Files, damaged

@@ -24,10 +24,9 @@ from ..channel.processes import holders
 from ..errors import ResourceError
 from ..memory.locks import LockFile
 from . import index
-from .index import PENDING, UPLOADED, Saved
+from .index import LATEST, PENDING, UPLOADED, Saved
 
 LOCK: Final = ".shmtensor.lock"
-LATEST: Final = "latest"
 NOTE: Final = "url"
 """Ending of the note of what a save has at a URL: see `snapshot.py`."""
 _TRAINER, _WRITER = 0, 1

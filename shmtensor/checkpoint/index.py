@@ -24,6 +24,8 @@ from .locations import Location, is_shortage, read_regular, write_all
 from .remote import RemotePath, is_outage
 
 INDEX: Final = ".shmtensor.index"
+LATEST: Final = "latest"
+"""The link to the newest checkpoint of a directory."""
 MAX_LIST: Final = 8 << 20
 """Bytes of a list: about 30,000 saves of one file, or 1,000 of a hundred shards."""
 MAX_METRICS: Final = 100  # of one save

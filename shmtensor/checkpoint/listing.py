@@ -13,11 +13,11 @@ from ..errors import ArgumentError, CheckpointError, CudaError, WrongKey
 from . import index
 from .devices import check_device
 from .formats import Opened
-from .index import UPLOADED, Saved
+from .index import LATEST, UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
 from .locations import Location, Replaced, T, fresh, is_shortage, location
-from .opening import LATEST, Opener, each_newest_first, newest_first, open_listed, whole
+from .opening import Opener, each_newest_first, newest_first, open_listed, whole
 from .remote import RemotePath, is_outage
 
 _PATIENCE: Final = 3  # times that a directory is listed while its checkpoints are being deleted

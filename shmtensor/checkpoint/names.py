@@ -14,8 +14,8 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, DependencyError
 from ..options import how_to_install
-from .directory import LATEST, Best, Directory, highest_number
-from .index import INDEX, MAX_METRICS, read, version
+from .directory import Best, Directory, highest_number
+from .index import INDEX, LATEST, MAX_METRICS, read, version
 from .manifest import MAX_RANKS
 from .remote import OBJECT_STORES, ONLY_READ, REDIS, check_host, is_url, register, url_of, without_secrets
 

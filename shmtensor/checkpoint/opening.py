@@ -36,7 +36,7 @@ from .envelope import (
 )
 from .formats import FORMATS, KNOWN, Opened, detect
 from .formats.base import INDEX, Place, find_groups, find_index, shard_of
-from .index import is_file_name
+from .index import LATEST, is_file_name
 from .keys import KeyRing
 from .locations import Location, MemoryFile, Replaced, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
 from .manifest import MANIFEST, Part
@@ -181,7 +181,6 @@ PLAIN: Final = Opener()
 """Opens files that are not encrypted."""
 
 
-LATEST = "latest"
 _PATIENCE: Final = 20
 """Times that a checkpoint is looked for, while a trainer replaces or deletes what was found."""
 _PLAIN: Final = tuple(each.suffix for each in FORMATS.values())

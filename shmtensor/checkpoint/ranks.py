@@ -33,9 +33,9 @@ from ..errors import CheckpointError, ResourceError
 from ..memory.locks import LockFile
 from . import index, manifest
 from .description import combine, digest, text
-from .directory import LATEST, Directory, Keep, highest_number, remove, sync, target
+from .directory import Directory, Keep, highest_number, remove, sync, target
 from .formats import distcp
-from .index import PENDING, Saved
+from .index import LATEST, PENDING, Saved
 from .manifest import MANIFEST, Manifest, Part, part_name
 from .run_record import (
     MAX_RUN,

@@ -28,8 +28,9 @@ from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, state_word
 from ..ring.reader import COMPETING, Reception
 from ..ring.ring import Ring, SequenceTable
 from .formats import get_format
+from .index import LATEST
 from .names import channels_of, check_local
-from .opening import LATEST, Opener, open_path
+from .opening import Opener, open_path
 from .plan import Plan
 from .reading import private
 from .slots import CHUNK, END, HEAD, Chunk, cut

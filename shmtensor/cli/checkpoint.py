@@ -21,11 +21,12 @@ from ..checkpoint.convert import decrypt_file, encrypt_file
 from ..checkpoint.description import combine
 from ..checkpoint.envelope import SUFFIX
 from ..checkpoint.formats import FORMATS, Opened
+from ..checkpoint.index import LATEST
 from ..checkpoint.keys import KEY_BYTES, Key, MasterKey
 from ..checkpoint.listing import CheckpointInfo, listed
 from ..checkpoint.load import check, check_options, is_archive
 from ..checkpoint.locations import location
-from ..checkpoint.opening import LATEST, Opener, open_path
+from ..checkpoint.opening import Opener, open_path
 from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
 from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
