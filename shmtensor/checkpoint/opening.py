@@ -206,15 +206,16 @@ def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
 def persistently(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
     """What `step` returns, which opens the checkpoint that a path means. It is called again if another checkpoint has
     got the path meanwhile, or the writer has deleted the one that was found, with a small `keep_last`."""
-    for attempt in range(_PATIENCE):
+    left = _PATIENCE
+    while True:
+        left -= 1
         try:
             return step()
         except _NothingComplete:
             raise
         except (FileNotFoundError, Replaced):
-            if attempt == _PATIENCE - 1 or not fresh(path).exists():
+            if not left or not fresh(path).exists():
                 raise
-    raise AssertionError("unreachable")
 
 
 class _NothingComplete(FileNotFoundError):
