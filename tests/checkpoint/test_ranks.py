@@ -754,8 +754,8 @@ def test_boundaries_of_a_rank_s_save(tmp_path):
 # --- deaths
 
 
-def once_at(point: str, flag: Path, rank: int | None = None) -> str:
-    """Code for the start of each writing process: the first one that comes by the point dies there."""
+def once_at(point: str, flag: Path, rank: int | None = None, nth: int = 1) -> str:
+    """Code for the start of each writing process: the first one that comes by the point so many times dies there."""
     condition = "True" if rank is None else f"json.loads(sys.argv[1]).get('rank') == {rank}"
     return (
         "import json, os, signal, sys; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
@@ -763,7 +763,7 @@ def once_at(point: str, flag: Path, rank: int | None = None) -> str:
         f"    try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
         "    except FileExistsError: points.hits.clear(); points.hits.update(dict.fromkeys(points.armed, 0)); return\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"if {condition}: points.arm({point!r}, die, 1)\n"
+        f"if {condition}: points.arm({point!r}, die, {nth})\n"
     )
 
 
@@ -772,8 +772,9 @@ def dies(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
 
-    def arrange(point: str, rank: int | None = None) -> None:
-        monkeypatch.setattr(process_handle, "LAUNCH", once_at(point, tmp_path / "flag", rank) + process_handle.LAUNCH)
+    def arrange(point: str, rank: int | None = None, nth: int = 1) -> None:
+        code = once_at(point, tmp_path / "flag", rank, nth)
+        monkeypatch.setattr(process_handle, "LAUNCH", code + process_handle.LAUNCH)
 
     return arrange
 
@@ -794,6 +795,30 @@ def test_a_writing_process_dies(dies, tmp_path, point, memory):
     assert sum(writer.statistics().restarts for writer in writers) == 1
     close_all(writers)
     check(path, [2, 3], 2)
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"),
+    [("ranks.decided", 1), ("ranks.renamed", 1), ("latest.made", 1), ("latest.made", 2), ("latest.moved", 2)],
+)
+def test_a_writing_process_dies_as_aliases_move(dies, tmp_path, point, nth):
+    """One rank's alias and the other's, each of a save of its own: both lead where the last save that had them is."""
+    path = tmp_path / "a"
+    dies(point, nth=nth)
+    writers = open_writers(path, 2)
+    handles = []
+    for step, (first, second) in enumerate([("best", "best"), (None, "mine"), ("best", None)], 1):
+        handles += [writer.save(part_of(rank, step), alias=alias)
+                    for rank, (writer, alias) in enumerate(zip(writers, (first, second), strict=True))]  # fmt: skip
+    for handle in handles:
+        handle.durable.result(PATIENCE)
+    assert sum(writer.statistics().restarts for writer in writers) == 1
+    close_all(writers)
+    assert [os.readlink(path / name) for name in ("best", "mine", "latest")] == [
+        f"step-{step:08d}" for step in (3, 2, 3)
+    ]
+    (path / "mine").unlink()
+    check(path, [1, 2, 3], 2)
 
 
 @pytest.mark.parametrize("point", [None, *STREAM_POINTS, "vote.added", "ranks.decided"])
