@@ -94,11 +94,11 @@ def _as_wait(timeout: float | None) -> float | None:
     return None if timeout is None or timeout >= FOREVER else timeout
 
 
-def _end_at_exit(reference: weakref.ref[WorkerPool]) -> None:
-    pool = reference()
-    if pool is not None and pool._thread.is_alive():
-        pool.stop("the program ended")
-        pool.join()
+def _end_at_exit(supervisor: Supervisor, reference: weakref.ref[threading.Thread]) -> None:
+    thread = reference()
+    if thread is not None and thread.is_alive():
+        supervisor.stop("the program ended")
+        thread.join()
 
 
 class WorkerPool(Local):
@@ -124,8 +124,9 @@ class WorkerPool(Local):
         mp_context: a `multiprocessing` context or a start method's name; None: `"spawn"`, which is safe whatever runs
             in this process.
 
-    The pool is a context manager: leaving the block stops it, and so does the end of the program. It uses one thread of
-    its own. Events are logged on the logger `shmtensor.serve`, one line each.
+    The pool is a context manager: leaving the block stops it, and so does the end of the program. A pool that nothing
+    refers to any more is stopped, too: keep it in a variable. It uses one thread of its own. Events are logged on the
+    logger `shmtensor.serve`, one line each.
 
     >>> import shmtensor, torch
     >>> with shmtensor.WorkerPool(torch.neg, name="doc", workers=1) as pool:
@@ -177,19 +178,17 @@ class WorkerPool(Local):
             "max_bytes": max_bytes,
         }  # fmt: skip
         job = worker.Job(handler, setup, teardown, options, grace)
-        self._supervisor = Supervisor(name, workers, job, context, max_restarts)
-        self._thread = threading.Thread(target=self._run, name="shmtensor worker pool", daemon=True)
+        supervisor = self._supervisor = Supervisor(name, workers, job, context, max_restarts)
+        # the thread does not refer to the pool, which is stopped when nobody else does
+        thread = self._thread = threading.Thread(target=supervisor.run, name="shmtensor worker pool", daemon=True)
+        weakref.finalize(self, supervisor.stop, "the program dropped it").atexit = False
         # before multiprocessing waits for its processes at exit, which nobody else would stop
-        multiprocessing.util.Finalize(self, _end_at_exit, (weakref.ref(self),), exitpriority=10)
+        multiprocessing.util.Finalize(thread, _end_at_exit, (supervisor, weakref.ref(thread)), exitpriority=10)
         try:
             self._thread.start()
         except BaseException:  # of a signal handler: the pool may run, and the caller does not get it
             self.stop("its creation was interrupted")
             raise
-
-    def _run(self) -> None:
-        """In the pool's own thread, which keeps the pool alive."""
-        self._supervisor.run()
 
     # --- for users
 

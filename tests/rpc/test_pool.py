@@ -242,6 +242,24 @@ def test_a_pool_that_has_ended_leaves_nothing_for_the_exit(forks, channel):
     wait_until(is_forgotten)
 
 
+def test_a_pool_that_the_program_drops_ends(forks, channel, caplog):
+    """As by a notebook's cell that is run again: the old pool would go on answering, with the old code."""
+    caplog.set_level(logging.INFO, "shmtensor.serve")
+    pool = shmtensor.WorkerPool("operator:neg", name=channel, mp_context=forks)
+    pool.wait_ready(timeout=PATIENCE)
+    thread, (old,) = pool._thread, pool.pids
+    pool = shmtensor.WorkerPool("operator:pos", name=channel, mp_context=forks)
+    with pool:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert not runs(old)
+        assert f"pool {channel}: stopping (the program dropped it)" in events(caplog)
+        assert f"pool {channel}: ended with exit code 0" in events(caplog)
+        pool.wait_ready(timeout=PATIENCE)
+        with shmtensor.Client(channel) as client:
+            assert list(client.map([1] * 20, timeout=PATIENCE)) == [1] * 20
+
+
 def test_arguments(channel):
     with pytest.raises(shmtensor.ArgumentTypeError, match="callable"):
         shmtensor.WorkerPool(7, name=channel)
