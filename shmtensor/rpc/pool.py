@@ -162,6 +162,8 @@ class WorkerPool(Local):
         for what, each in functions.items():
             if not (isinstance(each, str) or callable(each) or (each is None and what != "handler")):
                 raise ArgumentTypeError(f"{what} must be callable or a string module:name, not {type(each).__name__}")
+            if isinstance(each, str):
+                worker.split_path(each, what)
             if what != "handler" and callable(each):
                 check_plain(each, what, f"{what}(...)")
         if not isinstance(handler, str):

@@ -426,7 +426,7 @@ def _found(function: Handler | str, what: str) -> Any:
 
 def check(path: str, what: str = "handler") -> None:
     """Raise `ArgumentError` unless there is such a module, as far as is known without importing it."""
-    module_name, _ = _parts(path, what)
+    module_name, _ = split_path(path, what)
     look_last(os.getcwd())
     try:
         found = importlib.util.find_spec(module_name)
@@ -436,8 +436,8 @@ def check(path: str, what: str = "handler") -> None:
         raise ArgumentError(f"{what} {path!r}: there is no module {module_name!r} here or on sys.path")
 
 
-def _parts(path: str, what: str) -> tuple[str, str]:
-    """Split `module:name`."""
+def split_path(path: str, what: str) -> tuple[str, str]:
+    """Split `module:name`. Raises `ArgumentError` if it is nothing like it."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ArgumentError(f"{what} {path!r}: name it as module:function")
@@ -449,7 +449,7 @@ def resolve(path: str, what: str = "handler") -> Any:
 
     Raises `ArgumentError`.
     """
-    module_name, name = _parts(path, what)
+    module_name, name = split_path(path, what)
     look_last(os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)

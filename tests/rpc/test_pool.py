@@ -275,6 +275,12 @@ def test_arguments(channel):
         shmtensor.WorkerPool(services.later, name=channel)
     with pytest.raises(shmtensor.ArgumentTypeError, match="instances cannot be called"):
         shmtensor.WorkerPool(services.Mute, name=channel)
+    for path in ("operator", "operator:", ":neg"):
+        with pytest.raises(ArgumentError, match=f"handler '{path}': name it as module:function"):
+            shmtensor.WorkerPool(path, name=channel)
+        for what in ("setup", "teardown"):
+            with pytest.raises(ArgumentError, match=f"{what} '{path}': name it as module:function"):
+                shmtensor.WorkerPool("operator:neg", name=channel, **{what: path})
 
 
 def test_handlers_by_name(monkeypatch, tmp_path):
