@@ -16,9 +16,9 @@ from .formats import Opened
 from .keys import Key
 from .load import Path, Verify, check_options, open_files, raise_damage, read
 from .opening import Opener
-from .plan import Entry, Plan, array_dtype, build_tensor
+from .plan import Entry, Plan, array_dtype, build_tensor, check_structure
 from .reading import Files, read_regions
-from .selection import Index, InMemory, Span, narrow, packed, read_part, span_of, stored_nbytes
+from .selection import Index, InMemory, Span, narrow, packed, read_part, select, span_of, stored_nbytes, unknown
 
 
 def open_checkpoint(
@@ -94,6 +94,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         """The dict that `save` was given."""
         self._stored = opened.stored
         self._entries = plan.tensors
+        self._plan = plan if opened.state is None else None  # of a state of torch's own it has no structure
         self._numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
         self._files = files
         self._lock = threading.Lock()
@@ -101,7 +102,26 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self._finalizer = weakref.finalize(self, self._files.close)
 
     def __getitem__(self, name: str) -> TensorHandle:
-        return TensorHandle(self, self._numbers[name])
+        number = self._numbers.get(name)
+        if number is None:
+            raise KeyError(self._why_not(name))
+        return TensorHandle(self, number)
+
+    def get(self, name: str, default: Any = None) -> Any:  # that of `Mapping` would look for similar names
+        """The handle of a tensor, or the default."""
+        return self[name] if name in self._numbers else default
+
+    def _why_not(self, name: str) -> str:
+        """Why there is no handle of that name, for messages."""
+        plan = self._plan
+        if plan is None or not isinstance(name, str):
+            return str(unknown(str(name), list(self._numbers)))
+        check_structure(plan)
+        try:
+            select(plan.tree, name, plan.tensors)
+        except ArgumentError as error:
+            return str(error)
+        return f"{name!r:.80} is not the name of one tensor: load_checkpoint(path, keys={name!r:.80}) loads it"
 
     def __contains__(self, name: object) -> bool:
         return name in self._numbers

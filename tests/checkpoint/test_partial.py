@@ -412,8 +412,30 @@ def test_what_slices_does_not_take(tmp_path, file):
     with pytest.raises(ArgumentError, match="leave out slices="):
         load_checkpoint(tmp_path, from_memory=True, slices={"v": np.s_[:1]})
     assert load_checkpoint(path, slices={})["v"].tolist() == [1, 1]
-    with open_checkpoint(path) as checkpoint, pytest.raises(KeyError):
-        checkpoint["model"]
+
+
+def test_a_name_that_has_no_handle(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save({"model": {"weight": np.ones(2)}, "step": 7}, path)
+    with open_checkpoint(path) as checkpoint:
+        with pytest.raises(KeyError, match=r"'model.wieght': did you mean model.weight"):
+            checkpoint["model.wieght"]
+        for name in ("model", "step"):
+            with pytest.raises(KeyError, match=rf"'{name}' is not .* load_checkpoint\(path, keys='{name}'\)"):
+                checkpoint[name]
+        with pytest.raises(KeyError, match="nothing named '7'"):
+            checkpoint[7]
+        assert checkpoint.get("model.wieght") is checkpoint.get("step") is None
+        assert checkpoint.get("step", 3) == 3
+        assert checkpoint.get("model.weight").shape == (2,)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "b.pt")
+    with (
+        open_checkpoint(tmp_path / "b.pt") as checkpoint,
+        pytest.raises(KeyError, match="nothing named 'wieght': did you mean weight"),
+    ):
+        checkpoint["wieght"]
+    with pytest.raises(KeyError, match="nothing named 'x'"):
+        checkpoint["x"]  # also of one that is closed
 
 
 def test_tensors_that_claim_more_than_the_file_has_take_no_memory(tmp_path):
