@@ -26,7 +26,11 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched."""
+    """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched.
+
+    A checkpoint that only shared memory has, as its trainer and its writing process died before it was on disk, goes as
+    well: load it first (load_newest).
+    """
     gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
     stuck = [leftover for leftover in gone if not dry_run and leftover.is_left]
     removed = [leftover for leftover in gone if leftover not in stuck]
