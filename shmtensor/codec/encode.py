@@ -15,6 +15,9 @@ columns of a matrix are no reason to send all of it. Equal views share one copy 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
 import sys
 from collections.abc import Callable, Sequence
 from operator import index
@@ -402,7 +405,26 @@ def parts_of(value: Any) -> Parts:
         raise Refused(ArgumentTypeError, f"array subclass {kind.__module__}.{kind.__qualname__} is not sent: {remedy}")
     if is_tensor(value):
         return _tensor_parts(value)
-    raise Refused(ArgumentTypeError, f"object of type {kind.__module__}.{kind.__qualname__} is not sent: {_ALLOWED}")
+    what = f"object of type {kind.__module__}.{kind.__qualname__}"
+    raise Refused(ArgumentTypeError, f"{what} is not sent: {_remedy(value) or _ALLOWED}")
+
+
+def _remedy(value: Any) -> str:
+    """What to send in place of an object; empty if that depends on what it is."""
+    if isinstance(value, complex):
+        return "send numpy.complex128(number)"
+    if isinstance(value, (set, frozenset)):
+        return "send a list of its items"
+    if isinstance(value, enum.Enum):
+        return "send its .value"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "send dataclasses.asdict(object), or a dict of the fields that are needed"
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return "send its name, str(object)"
+    with contextlib.suppress(TypeError, ValueError, BufferError):  # it has no buffer, or none any more
+        memoryview(value).release()
+        return "send memoryview(object)"
+    return ""
 
 
 def _tensor_parts(tensor: Any) -> Parts:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import gc
 import math
 import weakref
+from array import array as standard_array
 
 import hypothesis.extra.numpy as hnp
 import ml_dtypes
@@ -225,15 +228,32 @@ def test_meta():
         encode(None, loop)
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int
+
+
 REFUSED = [
     (object(), "allowed are"),
-    ({1, 2}, "allowed are"),
+    ({1, 2}, "send a list of its items"),
+    (frozenset(), "send a list of its items"),
+    (3 + 4j, r"complex is not sent: send numpy.complex128\(number\)"),
+    (Color.RED, r"Color is not sent: send its \.value"),
+    (Point(1, 2), r"Point is not sent: send dataclasses.asdict\(object\)"),
+    (Point, "allowed are"),
+    (standard_array("i", [1]), r"send memoryview\(object\)"),
+    (torch.float32, r"send its name, str\(object\)"),
+    (torch.device("cpu"), r"send its name, str\(object\)"),
     (np.ma.zeros(3), "mask"),
     (np.rec.array([(1,)], dtype=[("a", "i4")]), "asarray"),
     (torch.empty(3, device="meta"), "meta tensors"),
     (torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "as_subclass"),
     ({(1, 2): 3}, "dict key"),
-    ({1, 2}, "allowed are"),
     (torch.ones(3, 3).to_mkldnn() if torch.backends.mkldnn.is_available() else 1j, "is not sent"),
 ]
 
