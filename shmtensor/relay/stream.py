@@ -701,5 +701,5 @@ class Stream:
         self._thread.join()
         with contextlib.suppress(Exception):
             self._inbound.session.answer(
-                self._inbound.keys.near(self.near), Bye(self.near, self._inbound.id, self.attempt, False).head()
+                self._inbound.keys.near(self.near), Bye(self.near, self._inbound.id, self.attempt, True).head()
             )

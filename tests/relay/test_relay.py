@@ -494,7 +494,7 @@ def test_the_far_side_comes_later(channel, caplog):
             tx.send(np.array(number))
         with shmtensor.Subscriber(f"{channel}-far") as rx, shmtensor.Relay(f"{channel}-far", listen=where):
             assert [int(rx.recv(timeout=PATIENCE).value) for _ in range(6)] == list(range(10, 16))
-    assert "looks for its peer" in caplog.text
+    assert "looks for its peer: the far relay has left" in caplog.text
 
 
 def test_why_nobody_answers_is_said(channel, caplog, monkeypatch):
