@@ -260,7 +260,8 @@ def _plain(cell: Any) -> str:
 
 def program(member: MemberInfo) -> str:
     """What a member's process runs, and what the member calls itself."""
-    return " ".join(filter(None, (member.process, member.label)))
+    # that of a sender behind a relay, which has no label of its own, begins with a blank
+    return " ".join(filter(None, (member.process, member.label.strip())))
 
 
 def _rings_table(view: ChannelInfo) -> Table:

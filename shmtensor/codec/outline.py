@@ -40,6 +40,8 @@ class Parts:
     def __str__(self) -> str:
         if self.kind == "data":
             return f"bytes{list(self.leaves[0].shape)}"
+        if self.kind == "generic":  # its value is in the payload
+            return f"a numpy.{self.leaves[0].dtype}"
         return f"{self.kind}({', '.join(map(as_text, (*self.leaves, *self.scalars)))})"
 
 

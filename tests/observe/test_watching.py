@@ -594,6 +594,8 @@ def test_outlines():
     alike = {1: "int", "1": "text", None: "none", "None": "text"}
     assert as_json(Outline(encode(alike).description).value) == [list(item) for item in alike.items()]
     assert len(outline.extents()) == 2
+    scalars = Outline(encode([np.int64(7), np.array(7), np.float32(1)]).description).value
+    assert as_text(scalars) == "[a numpy.int64, numpy.int64[], a numpy.float32]"
     assert as_text(list(range(25))).endswith("19, ... 5 more]")
 
 
