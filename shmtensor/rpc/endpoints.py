@@ -369,7 +369,7 @@ class RequestReceiver(ServiceEndpoint, Consumer):
     _traits = ReceiverTraits(
         WORK_QUEUE,
         SERVICE,
-        given_up="service %s: request %d of client %016x dropped after %d servers that did not finish it",
+        given_up='service "%s": request %d of client %016x dropped after %d servers that did not finish it',
     )
 
     def __init__(self, service: str, *, max_attempts: int, spin: float, label: str | None = None) -> None:

@@ -1072,7 +1072,7 @@ def test_a_request_may_not_kill_them_all(forks, channel):
 
 
 @pytest.mark.slow
-def test_one_attempt_is_one_death(forks, channel):
+def test_one_attempt_is_one_death(forks, channel, caplog):
     with shmtensor.Client(channel) as client:
         future = client.submit(1)
         victim = Process(forks, services.hold, channel, {"max_attempts": 1})
@@ -1082,6 +1082,7 @@ def test_one_attempt_is_one_death(forks, channel):
             server.recv(timeout=0.5)
         with pytest.raises(PeerDied, match=r"the server that had this request died \(max_attempts=1\)"):
             future.result(timeout=PATIENCE)
+    assert f'service "{channel}": request 1 of client ' in caplog.text
 
 
 @pytest.mark.slow
