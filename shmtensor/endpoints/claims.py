@@ -179,10 +179,11 @@ class Claims:
 
     def settle(self, task: asyncio.Task[Any]) -> None:
         """A task has ended: what it had in hand is done, or given back."""
-        hand = self._of_tasks.pop(task, None)
+        hand = self._of_tasks.get(task)
         if hand is not None:
             failed = task.cancelled() or getattr(task, "_exception", None) is not None  # looking does not retrieve it
             hand.end(done=not failed)
+            self._of_tasks.pop(task, None)  # last: what an exception cuts short, `close` does
 
     def forget(self, lease: Any) -> None:
         """A message was released, or given back, by its user: no hand has it."""
