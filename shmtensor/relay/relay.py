@@ -49,7 +49,7 @@ def _close_open() -> None:
     and `atexit` comes after that. Near ones first, while a far one of this process takes what is under way."""
     for relay in sorted(open_relays, key=lambda it: it.is_far):
         try:
-            relay.finish()
+            relay._finish()
         except Exception:
             log.exception("%r could not be closed at the end", relay)
         except BaseException:
@@ -245,9 +245,9 @@ class Relay(Local):
         if self._closing.is_running and self._pid == os.getpid():
             for channel in self._channels:
                 channel.stop()
-        self.finish(linger)
+        self._finish(linger)
 
-    def finish(self, linger: float = _LINGER_S) -> None:
+    def _finish(self, linger: float = _LINGER_S) -> None:
         """`close`, but that another call which lingers goes on with it. For the end of the program."""
         if not self._closing.is_over and self._pid == os.getpid():
             aside(
