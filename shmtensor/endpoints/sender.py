@@ -665,8 +665,8 @@ class Sender(Endpoint):
         recipients.wake_all()
         recipients.close()
         self._sleeper.close()
+        self._last_statistics = self.statistics()  # before: it asks for locks
         self._sequences.close()
-        self._last_statistics = self.statistics()
         self._writer.release()  # else a closed sender that is still referred to would keep the memory
         self._state = CLOSED
 
