@@ -177,6 +177,58 @@ class _Whole:
     notes: list[str] = field(default_factory=list)
 
 
+class _MemberReader:
+    """What reads the members. It does not refer to the look that has it, or descriptors would stay until a garbage
+    collection."""
+
+    def __init__(self, channel: str, processes: Processes) -> None:
+        self.channel, self.processes = channel, processes
+
+    def read(self, reads: Reads) -> _Members:
+        control = reads.open(control_name(self.channel), stays=True)
+        nbytes = control.nbytes
+        if nbytes != Control.nbytes():
+            raise WireError(
+                f"segment {control.name} has {nbytes} bytes: another version's, damaged, or just being made"
+            )
+        words = control.read_head(_FIRST_MEMBER + _MEMBER_WORDS * _FEW)
+        if words[ctl.W_MAGIC] != ctl.MAGIC:
+            raise WireError(f"segment {control.name} is no control segment: damaged, or just being made")
+        if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
+            raise WireError(
+                f"its members cannot be read: layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}"
+            )
+        used = min(words[ctl.W_USED], ctl.CAPACITY)
+        if used > _FEW:
+            words = control.read_anew(0, Control.nbytes() // 8)
+        kind, locked = words[ctl.W_KIND], control.is_locked(LOCK)
+        anew = control.read_anew(_FIRST_MEMBER, _MEMBER_WORDS * used)
+        entries: list[tuple[int, list[int]]] = []
+        for index in range(used):
+            at = _MEMBER_WORDS * index
+            if anew[at] and anew[at] == words[_FIRST_MEMBER + at]:  # not just joining or leaving
+                entries.append((index, words[_FIRST_MEMBER + at : _FIRST_MEMBER + at + _MEMBER_WORDS].tolist()))
+        groups = tuple([
+            Group(index, entry[ctl.M_UID], _label(entry), entry[ctl.M_LEAVING] != 0)
+            for index, entry in entries
+            if entry[ctl.M_ROLE] == ctl.GROUP and control.is_locked(ctl.LIFE + index)
+        ])  # fmt: skip
+        peers, fields = [], []
+        for index, entry in entries:
+            if entry[ctl.M_ROLE] != ctl.GROUP:
+                alive = control.is_locked(ctl.LIFE + index)
+                process = self._process(index, entry, control, alive)
+                peers.append(_peer(kind, groups, index, entry, alive, process.pid))
+                fields.append(_fields(peers[-1], entry, process))
+        return _Members(Peers(kind, tuple(peers), groups), locked, fields)
+
+    def _process(self, index: int, entry: list[int], control: Source, alive: bool) -> Process:
+        uid, processes = entry[ctl.M_UID], self.processes
+        if not alive:
+            return Process(0, processes.known(uid).name)
+        return processes.find(uid, entry[ctl.M_PID], control.segment.info, ctl.LIFE + index)
+
+
 class _Look:
     """One channel, and what was found of it: everything but ages, and whether processes are stopped.
 
@@ -187,7 +239,7 @@ class _Look:
 
     def __init__(self, channel: str, processes: Processes, messages: bool) -> None:
         self.channel, self.processes = channel, processes
-        self.members = Kept(self._read_members)
+        self.members = Kept(_MemberReader(channel, processes).read)
         self.senders: dict[int, Kept[Sent]] = {}
         """By the uid of each."""
         self._reader = SenderReader(channel, processes, messages)
@@ -269,50 +321,6 @@ class _Look:
             )
             for holder, messages, nbytes, first, taken in holdings
         ])  # fmt: skip
-
-    def _read_members(self, reads: Reads) -> _Members:
-        control = reads.open(control_name(self.channel), stays=True)
-        nbytes = control.nbytes
-        if nbytes != Control.nbytes():
-            raise WireError(
-                f"segment {control.name} has {nbytes} bytes: another version's, damaged, or just being made"
-            )
-        words = control.read_head(_FIRST_MEMBER + _MEMBER_WORDS * _FEW)
-        if words[ctl.W_MAGIC] != ctl.MAGIC:
-            raise WireError(f"segment {control.name} is no control segment: damaged, or just being made")
-        if words[ctl.W_VERSION] != ctl.VERSION or words[ctl.W_CAPACITY] != ctl.CAPACITY:
-            raise WireError(
-                f"its members cannot be read: layout version {words[ctl.W_VERSION]}, this library reads {ctl.VERSION}"
-            )
-        used = min(words[ctl.W_USED], ctl.CAPACITY)
-        if used > _FEW:
-            words = control.read_anew(0, Control.nbytes() // 8)
-        kind, locked = words[ctl.W_KIND], control.is_locked(LOCK)
-        anew = control.read_anew(_FIRST_MEMBER, _MEMBER_WORDS * used)
-        entries: list[tuple[int, list[int]]] = []
-        for index in range(used):
-            at = _MEMBER_WORDS * index
-            if anew[at] and anew[at] == words[_FIRST_MEMBER + at]:  # not just joining or leaving
-                entries.append((index, words[_FIRST_MEMBER + at : _FIRST_MEMBER + at + _MEMBER_WORDS].tolist()))
-        groups = tuple([
-            Group(index, entry[ctl.M_UID], _label(entry), entry[ctl.M_LEAVING] != 0)
-            for index, entry in entries
-            if entry[ctl.M_ROLE] == ctl.GROUP and control.is_locked(ctl.LIFE + index)
-        ])  # fmt: skip
-        peers, fields = [], []
-        for index, entry in entries:
-            if entry[ctl.M_ROLE] != ctl.GROUP:
-                alive = control.is_locked(ctl.LIFE + index)
-                process = self._process(index, entry, control, alive)
-                peers.append(_peer(kind, groups, index, entry, alive, process.pid))
-                fields.append(_fields(peers[-1], entry, process))
-        return _Members(Peers(kind, tuple(peers), groups), locked, fields)
-
-    def _process(self, index: int, entry: list[int], control: Source, alive: bool) -> Process:
-        uid, processes = entry[ctl.M_UID], self.processes
-        if not alive:
-            return Process(0, processes.known(uid).name)
-        return processes.find(uid, entry[ctl.M_PID], control.segment.info, ctl.LIFE + index)
 
 
 def _peer(kind: int, groups: tuple[Group, ...], index: int, entry: list[int], alive: bool, host_pid: int) -> Peer:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import errno
+import gc
 import inspect
 import itertools
 import os
@@ -27,6 +28,7 @@ from shmtensor.cli.main import app
 from shmtensor.endpoints.sender import holders_text
 from shmtensor.memory import segment as shm
 
+from ..conftest import descriptors
 from ..implementations import once
 from ..scenes import Fellow, unswept
 from ..waiting import PATIENCE, wait_until
@@ -755,3 +757,19 @@ def test_every_field_is_described():
         described = [one.target.id for one, other in itertools.pairwise(body) if isinstance(other, ast.Expr)
                      and isinstance(one, ast.AnnAssign)]  # fmt: skip
         assert fields == described == [field.name for field in dataclasses.fields(kind)]
+
+
+def test_a_look_leaves_nothing_open_for_the_garbage_collector(channel):
+    """A health check that asks once a second must not pile up descriptors."""
+    with shmtensor.Publisher(channel) as pub, shmtensor.Subscriber(channel):
+        pub.send(np.zeros(3))
+        gc.collect()
+        gc.disable()
+        try:
+            before = descriptors()
+            for _ in range(3):
+                assert shmtensor.inspect(channel) is not None
+                assert len(shmtensor.inspect()) >= 1
+            assert descriptors() == before
+        finally:
+            gc.enable()
