@@ -418,10 +418,10 @@ class Served:
                 while answered & self._attempts:
                     time.sleep(_PAUSES[0])
                 self._be_present()  # again, if the file was removed: the server after this one looks at the new one
-                self._report(connection)
-                tries = 0
                 with contextlib.suppress(OSError):
                     self._open(following)
+                self._report(connection)
+                tries = 0
                 connection.recv(1)  # until it ends
             except OSError as error:
                 is_short = error.errno in (errno.EMFILE, errno.ENFILE)

@@ -67,7 +67,7 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path, memory, monkeypatch,
     target = Output(str(tmp_path / "a"), [("", NBYTES)])
     with target._using(0) as file:
         direct = {file.direct.fd} if file.direct is not None else set()
-    real, refused = output._write, []
+    real, refused = output.write_all, []
 
     def refuse(fd: int, view: memoryview, offset: int) -> None:
         if fd in direct:
@@ -76,7 +76,7 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path, memory, monkeypatch,
                 raise OSError(errno.EINVAL, "as some file systems do")
         real(fd, view, offset)
 
-    monkeypatch.setattr(output, "_write", refuse)
+    monkeypatch.setattr(output, "write_all", refuse)
     write_all(target, memory)
     assert not direct or after < len(refused) < COUNT  # the rest was not even tried
     assert finished(target, tmp_path / "a") == patched(memory)
@@ -87,7 +87,7 @@ def test_an_error_is_no_refusal(tmp_path, memory, monkeypatch):
         raise OSError(errno.ENOSPC, "no space")
 
     target = Output(str(tmp_path / "a"), [("", NBYTES)])
-    monkeypatch.setattr(output, "_write", full)
+    monkeypatch.setattr(output, "write_all", full)
     with pytest.raises(OSError, match="no space"):
         write_all(target, memory)
     target.discard()
@@ -133,8 +133,8 @@ def test_more_files_than_may_be_open(tmp_path, memory, monkeypatch):
         synced.discard(inode_of(fd))
         real(fd, view, offset)
 
-    real = output._write
-    monkeypatch.setattr(output, "_write", write)
+    real = output.write_all
+    monkeypatch.setattr(output, "write_all", write)
     monkeypatch.setattr(os, "fsync", fsync)
     target = Output(str(tmp_path / "a"), files)
     with ThreadPoolExecutor(4) as pool:

@@ -275,7 +275,7 @@ def test_a_process_that_may_open_no_more_files_follows_the_next_server(directory
     server = Server(directory)
     with Member((), directory) as member:
         member("tx = shmtensor.Publisher('c', slots=2, slot_bytes=4096)")
-        member("import logging, resource, threading")
+        member("import logging, pathlib, resource, threading")
         member(
             "tried = threading.Event(); handler = logging.Handler(); log = logging.getLogger('shmtensor.memory')\n"
             "handler.emit = lambda it: tried.set() if 'Too many open files' in it.getMessage() else None\n"
@@ -283,6 +283,9 @@ def test_a_process_that_may_open_no_more_files_follows_the_next_server(directory
         )
         before = sorted(names(member))
         member("limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
+        member("links = lambda: [it.readlink() for it in pathlib.Path('/proc/self/fd').iterdir() if it.is_symlink()]")
+        # the connection that stands, and the socket for the next one
+        wait_until(lambda: member("sum(str(link).startswith('socket') for link in links())") == 2)
         member("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
         server.kill()
         server = Server(directory)
