@@ -111,8 +111,8 @@ class EndOfStream(ShmTensorError, EOFError):
 class PeerDied(ShmTensorError, ConnectionError):
     """A peer died, and no other one can do its work.
 
-    Cause: a server died with a request that may not be repeated, a worker of a `Pool` died while it ran a task, a
-    publisher in device memory died, or the writing process of a checkpoint died repeatedly.
+    Cause: a server died, or closed, with a request that may not be repeated, a worker of a `Pool` died while it ran a
+    task, a publisher in device memory died, or the writing process of a checkpoint died repeatedly.
     Remedy: find out why that process died; send the request again if running it twice does no harm.
     """
 

@@ -211,8 +211,8 @@ def persistently(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
         left -= 1
         try:
             return step()
-        except _NothingComplete:
-            raise
+        except _NothingComplete as error:
+            raise FileNotFoundError(error.errno, error.strerror, error.filename) from None
         except (FileNotFoundError, Replaced):
             if not left or not fresh(path).exists():
                 raise

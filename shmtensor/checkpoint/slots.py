@@ -48,7 +48,7 @@ from ..errors import ArgumentError, CudaError, EndOfStream, ResourceError, RingF
 from ..memory.segment import PAGE as MEMORY_PAGE
 from ..memory.segment import free_bytes, more_room, where
 from ..options import format_bytes
-from ..ring.layout import WORK_QUEUE, RingShape
+from ..ring.layout import MAX_SLOT_BYTES, WORK_QUEUE, RingShape
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
@@ -96,20 +96,25 @@ class ChunkPool(Pool):
         super().__init__(*args, **options)
         self.chunk = self._wanted = 0
 
-    def _fits(self, ring: Ring, nbytes: int) -> bool:
-        return (ring.slot_bytes == self.chunk) == (nbytes == self.chunk) and nbytes <= ring.slots * ring.slot_bytes
+    def _sizes(self, nbytes: int) -> tuple[tuple[int, int], ...]:
+        """Of the rings that such a message may use: the least and most bytes of a slot."""
+        chunk = self.chunk
+        return ((chunk, chunk),) if nbytes == chunk else ((0, max(0, chunk - 1)), (chunk + 1, MAX_SLOT_BYTES))
 
     def make_room(self, nbytes: int) -> None:
-        if not any(self._fits(ring, nbytes) for ring in self.rings):
+        is_chunk = nbytes == self.chunk
+        if not any(
+            is_chunk == (ring.slot_bytes == self.chunk) and nbytes <= ring.slots * ring.slot_bytes
+            for ring in self.rings
+        ):
             self._wanted = 1
             self.add(nbytes)
 
     def find(self, nbytes: int) -> SlotRange | None:
-        fitting = (ring.index for ring in self.rings if self._fits(ring, nbytes))
-        return next(filter(None, (self._writer.acquire(nbytes, index) for index in fitting)), None)
+        return next(filter(None, (self._writer.acquire(nbytes, *sizes) for sizes in self._sizes(nbytes))), None)
 
     def has_room(self, nbytes: int) -> bool:
-        return any(self._writer.has_room(nbytes, ring.index) for ring in self.rings if self._fits(ring, nbytes))
+        return any(self._writer.has_room(nbytes, *sizes) for sizes in self._sizes(nbytes))
 
     def chunks(self) -> int:
         """Slots for chunks."""

@@ -223,7 +223,7 @@ class Sender(Endpoint):
 
     def _prepare(self, member: Member) -> None:
         self._member = member
-        order = 1 << 16 if self._full == "grow" else max(1024, 1 << (4 * self._sizing.most - 1).bit_length())
+        order = max(1 << 16 if self._full == "grow" else 1024, 1 << (4 * self._sizing.most - 1).bit_length())
         name = sequence_table_name(member.channel, member.uid)
         self._sequences = SequenceTable.create(
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,

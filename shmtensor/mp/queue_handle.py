@@ -170,20 +170,17 @@ class GrowingPool(Pool):
         self.eager, self.lacking = False, 0
 
     def find(self, nbytes: int) -> SlotRange | None:
-        rings = self._of_size(_slot_of(nbytes))
-        for ring in rings:
-            place = self._writer.acquire(nbytes, ring.index)
-            if place is not None:
-                return place  # type: ignore[no-any-return]
-        if self.may_grow(nbytes):
+        size = _slot_of(nbytes)
+        place = self._writer.acquire(nbytes, size, _WIDE * size)
+        if place is None and self.may_grow(nbytes):
             try:
                 self.add(nbytes)
             except (ResourceError, RingFull):
                 if not self.rings:
                     raise
             else:
-                return self._writer.acquire(nbytes, len(self.rings) - 1)  # type: ignore[no-any-return]
-        return super().find(nbytes)
+                place = self._writer.acquire(nbytes, size, _WIDE * size)
+        return place or super().find(nbytes)
 
     def make_room(self, nbytes: int) -> None:
         self.lacking = 0

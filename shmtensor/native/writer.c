@@ -443,36 +443,36 @@ static int place_of(Writer *self, PyObject *const *args, allocation *at) {
     return -1;
 }
 
-/* nbytes, and the index of a ring, or none. */
-static int room_wanted(Writer *self, PyObject *const *args, Py_ssize_t count, uint64_t *nbytes, int *ring_index) {
+/* nbytes; and which rings may be used. */
+static int room_wanted(Writer *self, PyObject *const *args, Py_ssize_t count, uint64_t *nbytes, slot_sizes *sizes) {
     *nbytes = count ? PyLong_AsUnsignedLongLong(args[0]) : 0;
-    long index = count == 2 ? PyLong_AsLong(args[1]) : ANY_RING;
-    if (!PyErr_Occurred() && (count < 1 || count > 2 || index < ANY_RING || index >= (long)self->core.nrings))
-        PyErr_SetString(PyExc_TypeError, "nbytes, ring=-1");
-    *ring_index = (int)index;
+    *sizes = ANY_SIZE;
+    if (count == 3 && !PyErr_Occurred()) sizes->least = PyLong_AsUnsignedLongLong(args[1]);
+    if (count == 3 && !PyErr_Occurred()) sizes->most = PyLong_AsUnsignedLongLong(args[2]);
+    if (!PyErr_Occurred() && count != 1 && count != 3) PyErr_SetString(PyExc_TypeError, "nbytes; or nbytes, least, most");
     return PyErr_Occurred() || begin(self, 0) ? -1 : 0;
 }
 
-PyDoc_STRVAR(acquire_doc, "acquire(nbytes, ring=-1)\n--\n\n(ring, slot) with room for a message, or None.");
+PyDoc_STRVAR(acquire_doc, "acquire(nbytes, least=0, most=MAX_SLOT_BYTES)\n--\n\n(ring, slot) with room for a message, or None.");
 
 static PyObject *Writer_acquire(Writer *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t nbytes;
-    int index;
+    slot_sizes sizes;
     allocation at;
-    if (room_wanted(self, args, count, &nbytes, &index)) return NULL;
-    int has_found = writer_acquire(&self->core, nbytes, index, &at);
+    if (room_wanted(self, args, count, &nbytes, &sizes)) return NULL;
+    int has_found = writer_acquire(&self->core, nbytes, sizes, &at);
     if (is_traced(&self->trace)) note_search(&self->trace, has_found);
     if (!has_found) Py_RETURN_NONE;
     return Py_BuildValue("(OI)", self->mapped[at.ring].ring, (unsigned)at.slot);
 }
 
-PyDoc_STRVAR(has_room_doc, "has_room(nbytes, ring=-1)\n--\n\nWhether `acquire` would find slots. Takes nothing back.");
+PyDoc_STRVAR(has_room_doc, "has_room(nbytes, least=0, most=MAX_SLOT_BYTES)\n--\n\nWhether `acquire` would find slots. Takes nothing back.");
 
 static PyObject *Writer_has_room(Writer *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t nbytes;
-    int index;
-    if (room_wanted(self, args, count, &nbytes, &index)) return NULL;
-    return PyBool_FromLong(writer_has_room(&self->core, nbytes, index));
+    slot_sizes sizes;
+    if (room_wanted(self, args, count, &nbytes, &sizes)) return NULL;
+    return PyBool_FromLong(writer_has_room(&self->core, nbytes, sizes));
 }
 
 PyDoc_STRVAR(lend_doc, "lend(ring, slot, array)\n--\n\nKeep acquired slots while the array of this weak reference lives.");
@@ -567,8 +567,6 @@ static PyObject *Writer_publish(Writer *self, PyObject *const *args, Py_ssize_t 
 
 /* --- a whole message ------------------------------------------------------------------------------------------------- */
 
-enum { NO_RING = -2 };
-
 /* Whether the pool would add no ring for such a message: ring/pool.py, `make_room`. */
 static int fits_some(const Writer *self, uint64_t total) {
     for (uint32_t i = 0; i < self->core.nrings; i++) {
@@ -579,30 +577,21 @@ static int fits_some(const Writer *self, uint64_t total) {
     return 0;
 }
 
-/* The ring with the closest slot size that is large enough and not too large. */
-static int closest(const Writer *self, uint64_t total) {
-    int best = NO_RING;
-    uint64_t least = total < PAYLOAD_ALIGNMENT ? PAYLOAD_ALIGNMENT : total, most = (uint64_t)self->widest * least + 1;
-    for (uint32_t i = 0; i < self->core.nrings; i++) {
-        uint64_t slot_bytes = self->core.rings[i].shared.slot_bytes;
-        if (slot_bytes < total || slot_bytes >= most) continue;
-        best = (int)i;
-        most = slot_bytes;
-    }
-    return best;
-}
-
-static int choose(const Writer *self, uint64_t total) {
-    if (self->widest > 0) return closest(self, total);
-    return !self->widest && fits_some(self, total) ? ANY_RING : NO_RING;
+/* The rings that a message may use; 0: the pool has to choose. */
+static int choose(const Writer *self, uint64_t total, slot_sizes *sizes) {
+    *sizes = ANY_SIZE;
+    if (self->widest <= 0) return !self->widest && fits_some(self, total);
+    sizes->least = total;
+    sizes->most = (uint64_t)self->widest * (total < PAYLOAD_ALIGNMENT ? PAYLOAD_ALIGNMENT : total);
+    return 1;
 }
 
 /* Find slots now, or spin for them for so many nanoseconds, in which no other thread runs. */
 static int acquire_soon(Writer *self, uint64_t total, int64_t patience, allocation *at) {
-    int index = choose(self, total);
-    if (index == NO_RING || begin(self, 0)) return 0;
+    slot_sizes sizes;
+    if (!choose(self, total, &sizes) || begin(self, 0)) return 0;
     for (uint64_t until = 0;;) {
-        int has_found = writer_acquire(&self->core, total, index, at);
+        int has_found = writer_acquire(&self->core, total, sizes, at);
         if (is_traced(&self->trace)) note_search(&self->trace, has_found);
         if (has_found) return 1;
         do {

@@ -8,9 +8,10 @@ docs/internals/core.md says what each call does, and who writes which word.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..memory.words import store
 from ..wire.record import BODY, BODY_OFFSET, INLINE_OFFSET, SIZE, SPILLED, VERSION
@@ -22,6 +23,7 @@ from .layout import (
     GROUP_DONE,
     L_PUBLISHED,
     LEASE,
+    MAX_SLOT_BYTES,
     NOTE,
     RELEASED,
     VERDICT,
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 SlotRange = tuple["Ring", int]
 """A ring, and the first slot in it of a message."""
+
+_FEW: Final = 4
+"""Busy slots of a ring that are looked at before others are tried."""
 
 Registration = tuple[int, int, dict[int, Any] | None, Any]
 """What is stored with a message (rpc/endpoints.py): note, deadline, and a table with the entry to add to it.
@@ -84,6 +89,7 @@ class Writer:
         self.rings: list[Ring] = []
         self._in_flight: dict[int, list[_InFlight | None]] = {}  # by ring and slot
         self._cursors: dict[int, int] = {}
+        self._last = 0  # the ring that was used last
         self._recipients = self._leaving = 0
         self._lockable = False
         self.sent_bytes = self.notified = 0
@@ -173,33 +179,43 @@ class Writer:
 
     # --- slots
 
-    def acquire(self, nbytes: int, ring: int = -1) -> SlotRange | None:
-        """Find consecutive free slots, in that ring or in the one that fits best.
+    def acquire(self, nbytes: int, least: int = 0, most: int = MAX_SLOT_BYTES) -> SlotRange | None:
+        """Find consecutive free slots, in the ring that fits best of those with slots of `least` to `most` bytes.
 
         Until they are published or lent, they count as free for the next call.
         """
         # a message that latest-only receivers may still take is dropped only if a newer one replaces it
-        if self._lockable and not self.has_room(nbytes, ring):
+        if self._lockable and not self.has_room(nbytes, least, most):
             return None
-        for index in self._fitting(nbytes) if ring < 0 else (ring,):
-            found, span = self.rings[index], self.rings[index].span(nbytes)
-            slot = self._find(index, span, look=False)
-            if slot >= 0:
-                self._in_flight[index][slot : slot + span] = [_InFlight(slot, span)] * span
-                store(found.seqs, slot, 0)  # no receiver may take the old record for a new one
-                if self._events is not None:
-                    self._note_search(True)
-                return found, slot
+        place = self._search(nbytes, least, most, look=False)
         if self._events is not None:
-            self._note_search(False)
-        return None
+            self._note_search(place is not None)
+        if place is not None:
+            (ring, slot), span = place, place[0].span(nbytes)
+            self._last = ring.index
+            self._in_flight[ring.index][slot : slot + span] = [_InFlight(slot, span)] * span
+            store(ring.seqs, slot, 0)  # no receiver may take the old record for a new one
+        return place
 
-    def has_room(self, nbytes: int, ring: int = -1) -> bool:
+    def has_room(self, nbytes: int, least: int = 0, most: int = MAX_SLOT_BYTES) -> bool:
         """Whether `acquire` would find slots. Takes nothing back."""
-        return any(
-            self._find(index, self.rings[index].span(nbytes), look=True) >= 0
-            for index in (self._fitting(nbytes) if ring < 0 else (ring,))
-        )
+        return self._search(nbytes, least, most, look=True) is not None
+
+    def _search(self, nbytes: int, least: int, most: int, *, look: bool) -> SlotRange | None:
+        """Of several rings, most may be full: all slots are looked at only where the first that are tried are busy, in
+        the ring that fits best and in one as good that was used last."""
+        rings = self._fitting(nbytes, least, most)
+        tries = [(ring, sys.maxsize) for ring in rings]
+        if len(rings) > 1:
+            last = self.rings[self._last]
+            if last is not rings[0] and last.slot_bytes == rings[0].slot_bytes:
+                tries.insert(0, (last, _FEW))
+            tries.insert(0, (rings[0], _FEW))
+        for ring, busy in tries:
+            slot = self._find(ring, ring.span(nbytes), look, busy)
+            if slot >= 0:
+                return ring, slot
+        return None
 
     def lend(self, ring: int, slot: int, array: weakref.ref[Any]) -> None:
         """Keep acquired slots while this array lives, before and after the message is published."""
@@ -339,16 +355,15 @@ class Writer:
                 if message is not None and message.first == slot:
                     yield ring, message
 
-    def _fitting(self, nbytes: int) -> list[int]:
-        """The indices of the rings that can hold a message, the one that fits best first."""
+    def _fitting(self, nbytes: int, least: int, most: int) -> list[Ring]:
+        """The rings with slots of such sizes that can hold a message, the one that fits best first."""
         order = []
         for ring in self.rings:
             span = ring.span(nbytes)
-            if span == 1 or (
-                span <= ring.slots and not self.history
-            ):  # with history each message takes one slot, so that one stays free
+            # with history each message takes one slot, so that one stays free
+            if least <= ring.slot_bytes <= most and (span == 1 or (span <= ring.slots and not self.history)):
                 order.append((ring.slot_bytes < nbytes, abs(ring.slot_bytes - nbytes), ring.index))
-        return [index for _, _, index in sorted(order)]
+        return [self.rings[index] for _, _, index in sorted(order)]
 
     def _is_free(self, ring: Ring, message: _InFlight, look: bool) -> bool:
         """Whether a message's slots may be used again.
@@ -389,21 +404,22 @@ class Writer:
             return False
         return ring.words[state_word(ring, message.first) + VERDICT] >> 8 == message.seq
 
-    def _first_look(self, index: int) -> int:
+    def _first_look(self, ring: Ring) -> int:
         """The slot at which a search begins: slot 0 if it is free, else the one after the last used.
 
         If receivers keep up, few slots are used, which stay in the caches. If messages can be taken back, the oldest
         comes first.
         """
-        message = self._in_flight[index][0]
-        if message is None or (not message.lockable and self._is_free(self.rings[index], message, look=True)):
+        message = self._in_flight[ring.index][0]
+        if message is None or (not message.lockable and self._is_free(ring, message, look=True)):
             return 0
-        return self._cursors[index]
+        return self._cursors[ring.index]
 
-    def _find(self, index: int, span: int, *, look: bool) -> int:
-        """The first of `span` consecutive free slots from `_first_look` on, wrapping once; -1 if there are none."""
-        ring, messages, slots = self.rings[index], self._in_flight[index], self.rings[index].slots
-        run, slot = 0, self._first_look(index)
+    def _find(self, ring: Ring, span: int, look: bool, busy: int) -> int:
+        """The first of `span` consecutive free slots from `_first_look` on, wrapping once, after at most so many busy
+        ones; -1 if there are none."""
+        messages, slots = self._in_flight[ring.index], ring.slots
+        run, slot = 0, self._first_look(ring)
         if slot + span > slots:
             slot = 0
         for _ in range(slots + span):
@@ -412,14 +428,16 @@ class Writer:
             message = messages[slot]
             if message is not None:
                 if not self._is_free(ring, message, look):
-                    run, slot = 0, slot + 1
+                    if not busy:
+                        break
+                    run, slot, busy = 0, slot + 1, busy - 1
                     continue
                 if not look:
-                    self._forget(index, message)
+                    self._forget(ring.index, message)
             run, slot = run + 1, slot + 1
             if run == span:
                 if not look:
-                    self._cursors[index] = slot if slot < slots else 0
+                    self._cursors[ring.index] = slot if slot < slots else 0
                 return slot - span
         return -1
 

@@ -239,7 +239,7 @@ def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireErro
     if not code and unread is not None:
         return unread
     if code == DIED or lost or not attempt or (call.bits & ONCE and attempt > 1):
-        return PeerDied(what + "the server that had this request died")
+        return PeerDied(what + "the server that had this request died, or closed before it answered")
     if attempt == 1:  # no server has died with it
         return WireError(
             what + "the server cannot read this request, or its reply cannot be read here: the log of the one that "

@@ -694,8 +694,9 @@ def test_latest_and_newest(tmp_path):
 def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint") as found:
         load_checkpoint(tmp_path)
+    assert found.type is FileNotFoundError
     (tmp_path / "a.safetensors").write_text("no")
     with pytest.raises(CheckpointError, match="no checkpoint: it begins with b'no'"):
         load_checkpoint(tmp_path / "a.safetensors")

@@ -202,10 +202,14 @@ def test_full_error_drop_and_grow(channel):
         ):
             for _ in range(10):
                 pub.send(np.array(0), timeout=0.01)
-    with Publisher(channel, slots=40_000, slot_bytes=64, full="grow") as pub, Subscriber(channel):
-        pub.send(np.zeros(40_000 * 64, np.uint8))
+    with Publisher(channel, slots=70_000, slot_bytes=64, full="grow") as pub, Subscriber(channel):
+        pub.send(np.array(0))
+        assert pub.statistics().slots == 70_000
+    with Publisher(channel, slots=1 << 14, slot_bytes=64, full="grow") as pub, Subscriber(channel):
+        for _ in range(3 << 14):
+            pub.send(None)
         with pytest.raises(shmtensor.RingFull, match=r'full="grow" has reached the most slots of a sender, 65535:'):
-            pub.send(np.array(0), timeout=0)
+            pub.send(None, timeout=0)
 
 
 def test_a_message_takes_as_many_slots_as_it_needs(channel):

@@ -80,10 +80,10 @@ static void *write_all(void *unused) {
         allocation at;
         uint64_t nbytes = nbytes_of(seq);
         uint32_t length = length_of(seq);
-        while (!writer_acquire(&w, room_of(nbytes, length), ANY_RING, &at)) sched_yield();
+        while (!writer_acquire(&w, room_of(nbytes, length), ANY_SIZE, &at)) sched_yield();
         if (seq % 97 == 0) { /* some are given up */
             writer_discard(&w, &at);
-            while (!writer_acquire(&w, room_of(nbytes, length), ANY_RING, &at)) sched_yield();
+            while (!writer_acquire(&w, room_of(nbytes, length), ANY_SIZE, &at)) sched_yield();
         }
         uint64_t *payload = (uint64_t *)writer_payload(&w, &at);
         for (uint64_t i = 0; i < nbytes / 8; i++) payload[i] = word_of(seq, i);

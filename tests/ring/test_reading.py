@@ -320,7 +320,7 @@ def test_the_compiled_types_refuse_misuse(channel):
                 wrong()
         for odd in (1, (), (lease,), (lease, None, None, 5), (1, None, None, None)):  # what is in a hand
             assert readers[rx, {}, SimpleNamespace(last=odd), 0] is None
-        assert tx._writer.acquire(1 << 63, 0) is tx._writer.acquire((1 << 64) - 1, 0) is None
+        assert tx._writer.acquire(1 << 63) is tx._writer.acquire((1 << 64) - 1, 0, 1 << 63) is None
         assert not made.has_lease(99, 99, 1)
         assert made.take_named(1, rx, {}) is None  # it is ours already
         message.release()

@@ -105,10 +105,31 @@ def test_wrong_calls_are_refused(channel, implementation):
             lambda: writer.judge(0, 1),
             lambda: writer.publish(0, 1, b"", 0, False, None),
             lambda: writer.free_slots(3),
-            lambda: writer.acquire(1, 9),
+            lambda: writer.acquire(None),
         ):
             with pytest.raises((ValueError, TypeError, LookupError)):
                 wrong()
+
+
+def test_full_rings_are_not_searched_for_every_message(channel, monkeypatch):
+    """A queue may have thousands of items in many rings, and a put must not look at them all."""
+    looks = []
+    is_free = Writer._is_free
+    monkeypatch.setattr(native, "module", None)
+    monkeypatch.setattr(Writer, "_is_free", lambda *args, **look: looks.append(1) or is_free(*args, **look))
+    with Publisher(channel, slots=64, slot_bytes=64, full="grow") as pub, Subscriber(channel) as sub:
+        for number in range(8 * 64):
+            pub.send(number)
+        assert pub.statistics().rings == 8
+        looks.clear()
+        for number in range(8 * 64):
+            pub.send(number)
+        assert len(looks) < 60 * 8 * 64  # all slots: 768 on average
+        for number in (*range(8 * 64), *range(8 * 64)):
+            assert sub.recv(timeout=PATIENCE).value == number
+        for number in range(16 * 64):  # all of them are found again
+            pub.send(number)
+        assert pub.statistics().rings == 16
 
 
 MEMBERS = (3, 77, 200)
@@ -196,7 +217,8 @@ def drive(channel: str, competing: bool, seed: int, monkeypatch: pytest.MonkeyPa
             assert type(compiled._writer) is not Writer
             twins = [Twin(tx, competing) for tx in (compiled, reference)]
             for tx in (compiled, reference):
-                tx._pool.add(1024)
+                for nbytes in (1, 1024, 1024):  # two rings of each size, and one more
+                    tx._pool.add(nbytes)
             ops = ["send"] * 8 + ["say"] * 12 + ["loan", "drop", "look", "members", "judge", "reclaim", "look", "look"]
             ops += [] if competing else ["forget", "welcome"]
             for step in range(1500):

@@ -80,8 +80,9 @@ static uint64_t first_look(const writer *w, writer_ring *r) {
     return slot == FREE_SLOT || (!r->messages[slot].lockable && is_free(w, r, slot, 1)) ? 0 : r->cursor;
 }
 
-/* The first of `span` consecutive free slots at or after `first_look`, wrapping once; -1: there are none. */
-static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look) {
+/* The first of `span` consecutive free slots at or after `first_look`, wrapping once, after at most so many busy ones; -1: there are
+ * none. */
+static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look, uint64_t busy) {
     uint64_t slots = r->shared.slots, run = 0, slot = first_look(w, r);
     if (span > slots) return -1;
     if (slot + span > slots) slot = 0;
@@ -90,6 +91,7 @@ static int64_t find(const writer *w, writer_ring *r, uint64_t span, int look) {
         uint32_t first = r->first[slot];
         if (first != FREE_SLOT) {
             if (!is_free(w, r, first, look)) {
+                if (!busy--) return -1;
                 run = 0;
                 slot++;
                 continue;
@@ -114,12 +116,13 @@ static int fits_better(const ring *a, const ring *b, uint64_t nbytes) {
     return small_a != small_b ? small_a < small_b : off_a < off_b;
 }
 
-/* The indices of the rings that can hold a message, the one that fits best first. Returns their number. */
-static uint32_t fitting(const writer *w, uint64_t nbytes, uint32_t *order) {
+/* The indices of the rings of these sizes that can hold a message, the one that fits best first. Returns their number. */
+static uint32_t fitting(const writer *w, uint64_t nbytes, slot_sizes sizes, uint32_t *order) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < w->nrings; i++) {
         const ring *r = &w->rings[i].shared;
         uint64_t span = span_of(r, nbytes);
+        if (r->slot_bytes < sizes.least || r->slot_bytes > sizes.most) continue;
         if (span > 1 && (span > r->slots || w->history)) continue; /* with history each message takes one slot, so that one stays free */
         uint32_t at = count++;
         for (; at && fits_better(r, &w->rings[order[at - 1]].shared, nbytes); at--) order[at] = order[at - 1];
@@ -128,24 +131,36 @@ static uint32_t fitting(const writer *w, uint64_t nbytes, uint32_t *order) {
     return count;
 }
 
-static int search(writer *w, uint64_t nbytes, int ring_index, int look, allocation *out) {
-    uint32_t order[MOST_RINGS], count = 1;
-    if (ring_index == ANY_RING) count = fitting(w, nbytes, order);
-    else order[0] = (uint32_t)ring_index;
-    for (uint32_t i = 0; i < count; i++) {
-        writer_ring *r = &w->rings[order[i]];
-        uint64_t span = span_of(&r->shared, nbytes);
-        int64_t slot = find(w, r, span, look);
-        if (slot < 0) continue;
-        *out = (allocation){order[i], (uint32_t)slot, span};
-        return 1;
+static int search_ring(writer *w, uint32_t index, uint64_t nbytes, int look, uint64_t busy, allocation *out) {
+    writer_ring *r = &w->rings[index];
+    uint64_t span = span_of(&r->shared, nbytes);
+    int64_t slot = find(w, r, span, look, busy);
+    if (slot < 0) return 0;
+    *out = (allocation){index, (uint32_t)slot, span};
+    if (!look) w->last = index;
+    return 1;
+}
+
+enum { FEW = 4 };
+
+/* Of several rings, most may be full: all slots are looked at only where the first that are tried are busy, in the ring that fits
+ * best and in one as good that was used last. */
+static int search(writer *w, uint64_t nbytes, slot_sizes sizes, int look, allocation *out) {
+    uint32_t order[MOST_RINGS], count = fitting(w, nbytes, sizes, order), last = w->last;
+    if (count > 1) {
+        if (search_ring(w, order[0], nbytes, look, FEW, out)) return 1;
+        if (last != order[0] && w->rings[last].shared.slot_bytes == w->rings[order[0]].shared.slot_bytes &&
+            search_ring(w, last, nbytes, look, FEW, out))
+            return 1;
     }
+    for (uint32_t i = 0; i < count; i++)
+        if (search_ring(w, order[i], nbytes, look, UINT64_MAX, out)) return 1;
     return 0;
 }
 
-int writer_has_room(writer *w, uint64_t nbytes, int ring_index) {
+int writer_has_room(writer *w, uint64_t nbytes, slot_sizes sizes) {
     allocation found;
-    return search(w, nbytes, ring_index, 1, &found);
+    return search(w, nbytes, sizes, 1, &found);
 }
 
 int writer_may_have_room(writer *w) {
@@ -157,10 +172,10 @@ int writer_may_have_room(writer *w) {
     return 0;
 }
 
-int writer_acquire(writer *w, uint64_t nbytes, int ring_index, allocation *out) {
+int writer_acquire(writer *w, uint64_t nbytes, slot_sizes sizes, allocation *out) {
     /* a message that latest-only receivers may still take is dropped only if a newer one replaces it */
-    if (w->lockable && !writer_has_room(w, nbytes, ring_index)) return 0;
-    if (!search(w, nbytes, ring_index, 0, out)) return 0;
+    if (w->lockable && !writer_has_room(w, nbytes, sizes)) return 0;
+    if (!search(w, nbytes, sizes, 0, out)) return 0;
     writer_ring *r = &w->rings[out->ring];
     message_in_flight writing = {.span = out->span};
     put_message(r, out->slot, &writing);

@@ -48,7 +48,13 @@ typedef struct {
     members leaving;    /* those of them that take no more messages */
     writer_ring *rings; /* the caller's; they do not move while it calls */
     uint32_t nrings;
+    uint32_t last;      /* the ring that was used last */
 } writer;
+
+/* The rings that a message may use: those with slots of `least` to `most` bytes. */
+typedef struct {
+    uint64_t least, most;
+} slot_sizes;
 
 typedef struct {
     uint32_t ring, slot;
@@ -58,14 +64,14 @@ typedef struct {
 int writer_ring_init(writer_ring *r, const ring *shared); /* 0, or -1: no memory */
 void writer_ring_free(writer_ring *r);
 
-enum { ANY_RING = -1 };
+static const slot_sizes ANY_SIZE = {0, UINT64_MAX};
 
-/* Find consecutive free slots for `nbytes`, in the ring of that index or in the one that fits best. 1; 0 if there are none.
- * Until they are published, or lent, the slots count as free for the next call. */
-int writer_acquire(writer *w, uint64_t nbytes, int ring_index, allocation *out);
+/* Find consecutive free slots for `nbytes`, in the ring that fits best. 1; 0 if there are none. Until they are published, or lent,
+ * the slots count as free for the next call. */
+int writer_acquire(writer *w, uint64_t nbytes, slot_sizes sizes, allocation *out);
 
 /* Whether `writer_acquire` would find slots. Takes nothing back. */
-int writer_has_room(writer *w, uint64_t nbytes, int ring_index);
+int writer_has_room(writer *w, uint64_t nbytes, slot_sizes sizes);
 
 /* Whether one of the slots that usually come back first is free: a quick check for a sender that spins. */
 int writer_may_have_room(writer *w);
