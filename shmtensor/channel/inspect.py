@@ -41,8 +41,8 @@ from .reads import Kept, Reads, Segments, Source
 _KIND = {lay.FAN_OUT: "fan-out", lay.WORK_QUEUE: "work queue", lay.SERVICE: "service"}
 _ROLE = {ctl.SENDER: "sender", ctl.RECEIVER: "receiver", ctl.TRACER: "tracer"}
 _REPLIES = re.compile(r"(.+)\.[0-9a-f]{16}")
-_FEW: Final = 16
-"""Entries of a table of members that are read with its head. Few channels have more members."""
+_FEW: Final = 4
+"""Entries of a table of members that are read with its head. Most channels have no more members."""
 _FIRST_MEMBER: Final = ctl.base(0)
 _MEMBER_WORDS: Final = ctl.base(1) - ctl.base(0)
 _LABEL: Final = ctl.label_word(0) - ctl.base(0)
@@ -96,19 +96,15 @@ class Inspector:
         self._kept: dict[str, shm.Glance] = {}
         self._looks: dict[str, _Look] = {}
 
-    def channels(self, wanted: Callable[[str], bool] | None = None) -> list[ChannelInfo]:
+    def channels(self, wanted: Callable[[str], object] | None = None) -> list[ChannelInfo]:
         """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
         self._processes.refresh()
         names: dict[str, list[str]] = {}
         for name in shm.listing():
             found = parse_file(name)
-            if found is None:
-                continue
-            if found[0] in names:
-                names[found[0]].append(name)
-            elif wanted is None or wanted(found[0]):
-                names[found[0]] = [name]
-        return self._look(names)
+            if found is not None:
+                names.setdefault(found[0], []).append(name)
+        return self._look({it: names[it] for it in names if wanted is None or wanted(it)})
 
     def channel(self, channel: str) -> ChannelInfo | None:
         """One channel; None if there is none. What is remembered of others is forgotten."""
@@ -129,7 +125,8 @@ class Inspector:
         self._processes.forget_all_but({member.uid for info in infos for member in info.members})
         for channel in self._looks.keys() - {info.name for info in infos}:
             del self._looks[channel]
-        for name in self._kept.keys() - {f"/{name}" for names in files.values() for name in names}:
+        names: set[str] = set().union(*files.values())
+        for name in [name for name in self._kept if name[1:] not in names]:
             self._kept.pop(name).close()
         return infos
 
@@ -200,7 +197,7 @@ class _MemberReader:
             )
         used = min(words[ctl.W_USED], ctl.CAPACITY)
         if used > _FEW:
-            words = control.read_anew(0, Control.nbytes() // 8)
+            words = control.read_anew(0, _FIRST_MEMBER + _MEMBER_WORDS * used)
         kind, locked = words[ctl.W_KIND], control.is_locked(LOCK)
         anew = control.read_anew(_FIRST_MEMBER, _MEMBER_WORDS * used)
         entries: list[tuple[int, list[int]]] = []
@@ -239,6 +236,8 @@ class _Look:
 
     def __init__(self, channel: str, processes: Processes, messages: bool) -> None:
         self.channel, self.processes = channel, processes
+        replies = _REPLIES.fullmatch(channel)
+        self._replies_of = replies[1] if replies else ""
         self.members = Kept(_MemberReader(channel, processes).read)
         self.senders: dict[int, Kept[Sent]] = {}
         """By the uid of each."""
@@ -273,54 +272,52 @@ class _Look:
         paths, nbytes, owner = [], 0, -1 if main is None else main.st_uid
         for name, info in files.items():
             if info is not None and stat.S_ISREG(info.st_mode):
-                if owner not in (-1, info.st_uid):
-                    notes.append(f"{place.path(name)} belongs to user {info.st_uid}: not of this channel")
+                user, path = info.st_uid, place.path(name)
+                if user != owner != -1:
+                    notes.append(f"{path} belongs to user {user}: not of this channel")
                     continue
-                paths.append(place.path(name))
-                nbytes, owner = nbytes + min(info.st_size, 512 * info.st_blocks), info.st_uid  # a trace is sparse
+                paths.append(path)
+                nbytes += min(info.st_size, 512 * info.st_blocks)  # a trace is sparse
+                owner = user
         whole, kind = self._whole, members.peers.kind
-        replies = _REPLIES.fullmatch(self.channel) if kind == lay.FAN_OUT else None
         return made(
             ChannelInfo,
             {
                 "name": self.channel, "kind": _KIND.get(kind, "unknown"),
-                "service": self.channel if kind == lay.SERVICE else replies[1] if replies else "",
+                "service": self.channel if kind == lay.SERVICE else self._replies_of if kind == lay.FAN_OUT else "",
                 "owner": owner, "nbytes": nbytes, "files": tuple(paths), "locked": members.locked,
-                "members": tuple([self._member(now, *it) for it in whole.members]),
+                "members": self._members(now),
                 "holdings": self._holdings(now),
-                "held": tuple([it for ring in whole.held for it in ring.as_of(now)]),
+                "held": tuple([it for ring in whole.held for it in ring.as_of(now)]) if whole.held else (),
                 "depth": whole.depth, "oldest_unread": age_of(whole.first, now),
                 "notes": tuple(notes), "readable": readable,
             },
         )  # fmt: skip
 
-    def _member(
-        self, now: int, entry: dict[str, Any], own: dict[str, Any], newest: int | None, unread: int | None
-    ) -> MemberInfo:
-        return made(
-            MemberInfo,
-            {
+    def _members(self, now: int) -> tuple[MemberInfo, ...]:
+        found, is_stopped = [], self.processes.is_stopped
+        for entry, own, newest, unread in self._whole.members:
+            fields = {
                 **entry,
                 **own,
-                "newest_age": 0.0 if newest is None else max(1e-9, age_of(newest, now)),
+                "newest_age": 0.0 if newest is None else age_of(newest, now) or 1e-9,
                 "oldest_unread": age_of(unread, now),
-                "stopped": entry["alive"] and self.processes.is_stopped(entry["host_pid"]),
-            },
-        )
+                "stopped": entry["alive"] and is_stopped(entry["host_pid"]),
+            }
+            found.append(made(MemberInfo, fields))
+        return tuple(found)
 
     def _holdings(self, now: int) -> tuple[Holding, ...]:
-        holdings, looked, before = self._whole.holdings, time.monotonic(), self._since
-        self._since = {what: before.get(what, looked) for it in holdings for what in it.taken}
-        return tuple([
-            made(
-                Holding,
-                {
-                    **holder.__dict__, "messages": messages, "nbytes": nbytes, "oldest": age_of(first, now),
-                    "held": max([looked - self._since[what] for what in taken], default=0.0),
-                },
-            )
-            for holder, messages, nbytes, first, taken in holdings
-        ])  # fmt: skip
+        found, looked, before = [], time.monotonic(), self._since
+        self._since = since = {}
+        for holder, messages, nbytes, first, taken in self._whole.holdings:
+            held = 0.0
+            for what in taken:
+                since[what] = before.get(what, looked)
+                held = max(held, looked - since[what])
+            more = {"messages": messages, "nbytes": nbytes, "oldest": age_of(first, now), "held": held}
+            found.append(made(Holding, {**vars(holder), **more}))
+        return tuple(found)
 
 
 def _peer(kind: int, groups: tuple[Group, ...], index: int, entry: list[int], alive: bool, host_pid: int) -> Peer:
@@ -386,13 +383,16 @@ def _together(members: _Members, sent: dict[int, Sent]) -> _Whole:
             if peer.alive and not peer.leaving:
                 living.add(peer.index)
         found.members.append((entry, own, newest, first))
-    queue = unread.pop(ANYBODY, None)
-    behind = [held for index, held in unread.items() if index in living]
-    found.depth = max([it.messages for it in behind], default=0)
-    if queue is not None:
-        found.depth += queue.messages
-        behind.append(queue)
-    found.first = min([it.first for it in behind], default=None)
+    waiting = 0
+    for index, held in unread.items():
+        if index == ANYBODY:
+            waiting = held.messages
+        elif index in living:
+            found.depth = max(found.depth, held.messages)
+        else:
+            continue
+        found.first = held.first if found.first is None else min(found.first, held.first)
+    found.depth += waiting
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
@@ -33,6 +35,8 @@ _NOBODY: Final = ("waiting", "abandoned", "history")
 """`how` of messages that no member holds."""
 # word indices in a record (of `_SPAN`, the upper half), and how many words of it are read
 _SEQ, _SENT, _SPAN, _NBYTES, _HEAD = 0, 1, 3, 5, 6
+_RECORD: Final = struct.Struct("=2Q8xQ8xQ")
+"""The same four words."""
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Taken = tuple[int, int, int, int]
@@ -122,7 +126,7 @@ class Sent:
         """If each message is wanted."""
         self.notes: list[str] = []
 
-    def add(self, holder: Holder, seqs: list[int], nbytes: int, first: int, queue: int | None) -> None:
+    def add(self, holder: Holder, seqs: Sequence[int], nbytes: int, first: int, queue: int | None) -> None:
         """Add what a holder still needs; a holder without a process stands for messages that no member holds.
 
         queue: the receiver, or group, that has not taken them
@@ -167,7 +171,7 @@ def _state(holders: list[Holder]) -> str:
 
 def age_of(sent: int | None, now: int) -> float:
     """Seconds since a message was sent; both on CLOCK_MONOTONIC, in nanoseconds. 0 if there is none."""
-    return 0.0 if sent is None else max(0.0, (now - sent) / 1e9)
+    return 0.0 if sent is None or sent > now else (now - sent) / 1e9
 
 
 @dataclass
@@ -239,7 +243,7 @@ class SenderReader:
 
     def read(self, reads: Reads, peers: Peers, me: Peer) -> Sent:
         """What one of these members has sent. What cannot be read becomes a note."""
-        sent, who = Sent(me.uid), f"sender {me.uid:016x} (pid {me.pid})"
+        sent = Sent(me.uid)
         try:
             sender = _Sender(self, reads, peers, sent)
             found: list[_Ring] = []
@@ -248,13 +252,13 @@ class SenderReader:
                 try:
                     found.append(_Ring(sender, index))
                 except (OSError, WireError) as error:
-                    sent.notes.append(f"ring {index} of {who}: {reason(error)}")
+                    sent.notes.append(f"ring {index} of {_name_of(me)}: {reason(error)}")
             wanted = _wanted(sender, found)
             for ring in found:
                 try:
                     infos.append(ring.info(wanted))
                 except (OSError, WireError) as error:
-                    sent.notes.append(f"ring {ring.index} of {who}: {reason(error)}")
+                    sent.notes.append(f"ring {ring.index} of {_name_of(me)}: {reason(error)}")
             newest_bytes, sent.newest = _newest(sender, found)
             for index, seq in sender.newest.items():
                 sent.received[index] = max(0, min(seq, sender.published) - (sender.starts[index] - 1))
@@ -263,10 +267,14 @@ class SenderReader:
                 "newest_bytes": newest_bytes,
             }  # fmt: skip
         except (OSError, WireError) as error:
-            sent.notes.append(f"{who}: {reason(error)}")
+            sent.notes.append(f"{_name_of(me)}: {reason(error)}")
         if sent.notes:
             reads.drop()
         return sent
+
+
+def _name_of(sender: Peer) -> str:
+    return f"sender {sender.uid:016x} (pid {sender.pid})"
 
 
 class _Sender:
@@ -339,7 +347,9 @@ def _wanted(sender: _Sender, rings: list[_Ring]) -> dict[int, set[int]] | None:
     behind = max(behind, sender.published - size)  # entries of older messages are overwritten
     if sender.published - behind > FEW:
         return None
-    found = {ring.index: {*ring.leased} for ring in rings}
+    found: dict[int, set[int]] = {}
+    for ring in rings:
+        found[ring.index] = ring.leased
     while behind < sender.published:
         at = (behind + 1) % size
         count = min(sender.published - behind, size - at)
@@ -409,15 +419,18 @@ class _Ring:
 
     def _add_few(self, wanted: set[int]) -> tuple[int, int]:
         """Add what is needed of few messages, which all receivers get. Returns the slots and bytes of these."""
-        sender, slots, read = self.sender, self.shape.slots, self.source.read
+        sender, slots = self.sender, self.shape.slots
         published, most = sender.published, slots * self.shape.slot_bytes
         found: list[Message] = []
-        for slot in wanted:
-            seq, sent, _, span, _, nbytes = read(lay.record_word(slot), _HEAD)
+        are_wide = False
+        records = self.source.unpack(_RECORD, lay.R_RECORDS, lay.RECORD_WORDS, wanted)
+        for slot, (seq, sent, span, nbytes) in zip(wanted, records, strict=True):
             if 0 < seq <= published:
-                found.append((seq, slot, span >> 32 or 1, nbytes if nbytes < most else most, sent))
-        found.sort(reverse=True)
-        if max([it[2] for it in found], default=1) > 1:
+                span = span >> 32 or 1
+                are_wide |= span > 1
+                found.append((seq, slot, span, nbytes if nbytes < most else most, sent))
+        if are_wide:
+            found.sort(reverse=True)
             found = [(seq, slot, min(span, slots - slot), nbytes, sent) for seq, slot, span, nbytes, sent in found]
             keep = _uncovered(slots, [it[1] for it in found], [it[2] for it in found])
             found = [found[number] for number in keep]
@@ -425,19 +438,29 @@ class _Ring:
         by: list[tuple[Message, Holder, int]] = []
         for peer, row in self.rows:
             start = sender.starts[peer.index]
-            owed = [it for it in found if it[0] >= start]
-            leased = [it for it in owed if row[it[1]] == 2 * it[0]]
-            unread = [it for it in owed if row[it[1]] < 2 * it[0]] if not peer.leaving else []
-            for how, these in (("leased", leased), ("unread", unread)):
+            leased: list[Message] = []
+            unread: list[Message] = []
+            for it in found:
+                word, twice = row[it[1]], 2 * it[0]
+                if word <= twice and it[0] >= start:
+                    (leased if word == twice else unread).append(it)
+            for how, these in (("leased", leased), ("unread", [] if peer.leaving else unread)):
                 if these:
-                    holder = Holder(peer.uid, peer.pid, how, peer.alive)
-                    seqs, nbytes, queue = [it[0] for it in these], sum([it[3] for it in these]), peer.index
-                    sender.sent.add(holder, seqs, nbytes, these[-1][4], queue if how == "unread" else None)
+                    holder = made(
+                        Holder, {"uid": peer.uid, "pid": peer.pid, "how": how, "alive": peer.alive, "group": ""}
+                    )
+                    seqs, _, _, sizes, when = zip(*these, strict=True)
+                    sender.sent.add(holder, seqs, sum(sizes), min(when), peer.index if how == "unread" else None)
                     needed.update(these)
-                    by += [(it, holder, 1) for it in these]
+                    if sender.reader.messages:
+                        by += [(it, holder, 1) for it in these]
         if sender.reader.messages:
             sender.sent.held.append(HeldMessages(sender.uid, self.index, by))
-        return sum([it[2] for it in needed]), sum([it[3] for it in needed])
+        used = total = 0
+        for _, _, span, nbytes, _ in needed:
+            used += span
+            total += nbytes
+        return used, total
 
     def _add_all(self) -> tuple[int, int]:
         """The same of any messages."""

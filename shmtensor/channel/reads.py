@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, TypeVar
 
 from ..errors import WireError
+from ..memory import locks
 from ..memory import segment as shm
 from ..memory.placement import Place
 from ..memory.segment import Glance
@@ -32,30 +34,34 @@ class Segments:
         self.files = {name: place.status(name) for name in names}
         """Their status; None of one that is gone."""
 
-    def open(self, name: str, stays: bool) -> Glance:
-        """Open one of them. `stays`: it is small, and stays open for the next reading."""
+    def open(self, name: str, stays: bool, closed: dict[str, Glance]) -> Glance:
+        """Open one of them. `stays`: it is small, and stays open for the next reading. `closed`: see `Reads`."""
         info = self.files.get(name[1:])
         kept = self.kept.get(name) if stays else None
         if kept is not None:
-            if kept.fd >= 0 and info is not None and os.path.samestat(info, kept.info):
+            old = kept.info
+            if kept.fd >= 0 and info is not None and info.st_ino == old.st_ino and info.st_dev == old.st_dev:
                 kept.info, kept.nbytes = info, info.st_size
                 return kept
             del self.kept[name]
             kept.close()
-        found = shm.look_at(name, place=self.place, is_regular=info is not None and stat.S_ISREG(info.st_mode))
+        is_regular = info is not None and stat.S_ISREG(info.st_mode)
+        found = shm.look_at(name, place=self.place, is_regular=is_regular, closed=closed.pop(name, None))
         if stays and len(self.kept) < min(_MOST_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
             self.kept[name] = found
         return found
 
-    def close(self, opened: Iterable[Glance]) -> None:
+    def close(self, opened: Iterable[Glance], closed: dict[str, Glance]) -> None:
         """Close those of them that do not stay open. Idempotent."""
         for segment in opened:
             if self.kept.get(segment.name) is not segment:
                 segment.close()
+                closed[segment.name] = segment
 
 
-_Read = tuple[int, Callable[[Glance, int, int], Any], int, int, Any]
-"""The number of a segment, in the order in which they were opened; a question, about what; the answer."""
+_Read = tuple[int, Callable[[int, int, Any], bytes], int, Any, bytes]
+"""The number of a segment, in the order in which they were opened; what to call with its descriptor and two arguments;
+the answer. It is a function in C: one of Python would cost as much as what it asks."""
 
 
 class Reads:
@@ -67,9 +73,16 @@ class Reads:
     answer that differs, it asks the same again: it goes on from there.
     """
 
-    def __init__(self, segments: Segments, opened: Iterable[Glance] = (), known: Iterable[_Read] = ()) -> None:
-        """`known`: what was asked already of those that were `opened`, the last first."""
-        self._segments = segments
+    def __init__(
+        self,
+        segments: Segments,
+        closed: dict[str, Glance],
+        opened: Iterable[Glance] = (),
+        known: Iterable[_Read] = (),
+    ) -> None:
+        """`known`: what was asked already of those that were `opened`, the last first. `closed`: by name, those that
+        can be opened again, and where they are left for the next reading."""
+        self._segments, self._closed = segments, closed
         self._names: list[tuple[str, bool, int]] = []
         """Of those that were opened: the name, whether it stays open, and how many bytes it had."""
         self._opened, self._known = [*opened], [*known]
@@ -81,22 +94,22 @@ class Reads:
         """Open a segment, to read it: see `Segments.open`. One that does not stay is closed by `close`."""
         number = len(self._names)
         if number == len(self._opened):
-            self._opened.append(self._segments.open(name, stays))
+            self._opened.append(self._segments.open(name, stays, self._closed))
         if stays and name not in self._segments.kept:
             self.drop()  # there are too many to keep more of each
         segment = self._opened[number]
         self._names.append((name, stays, segment.nbytes))
         return Source(self, number, segment)
 
-    def ask(self, number: int, question: Callable[[Glance, int, int], Any], at: int, count: int) -> Any:
-        """Ask a segment about `count` bytes or locks from `at` on."""
+    def ask(self, number: int, question: Callable[[int, int, Any], bytes], what: int, where: Any) -> bytes:
+        """Ask a segment something: see `_Read`."""
         if self._known:
             read = self._known.pop()
         else:
-            read = number, question, at, count, question(self._opened[number], at, count)
+            read = number, question, what, where, question(self._opened[number].fd, what, where)
         if self._are_kept:
             self._read.append(read)
-            self._nbytes += count if question is Glance.peek else 1
+            self._nbytes += len(read[4])
             if self._nbytes > _MOST:
                 self.drop()
         return read[4]
@@ -109,33 +122,32 @@ class Reads:
     def again(self, segments: Segments) -> Reads | None:
         """Ask all again. None: the answers are the same; else those so far, from which the function goes on."""
         if not self._are_kept:
-            return Reads(segments)
+            return Reads(segments, self._closed)
         opened: list[Glance] = []
-        known: list[_Read] = []
+        changed: list[_Read] = []
+        at = 0
         try:
-            for read in self._read:
-                number, question, at, count, before = read
+            for number, question, what, where, before in self._read:
                 if number == len(opened):
                     name, stays, nbytes = self._names[number]
-                    opened.append(segments.open(name, stays))
+                    opened.append(segments.open(name, stays, self._closed))
                     if opened[number].nbytes != nbytes:
                         break
-                answer = question(opened[number], at, count)
+                answer = question(opened[number].fd, what, where)
                 if answer != before:
-                    known.append((number, question, at, count, answer))
+                    changed.append((number, question, what, where, answer))
                     break
-                known.append(read)
+                at += 1
             else:
-                segments.close(opened)
+                segments.close(opened, self._closed)
                 return None
         except (OSError, WireError):
             pass  # the function finds out why
-        known.reverse()
-        return Reads(segments, opened, known)
+        return Reads(segments, self._closed, opened, changed + self._read[:at][::-1])
 
     def close(self) -> None:
         """Close what does not stay open. Idempotent."""
-        self._segments.close(self._opened)
+        self._segments.close(self._opened, self._closed)
         self._opened.clear()
 
 
@@ -157,7 +169,7 @@ class Kept(Generic[_T]):
             reads = self._last[1].again(segments)
             if reads is None:
                 return self._last[2]
-        reads = Reads(segments) if reads is None else reads
+        reads = Reads(segments, {}) if reads is None else reads
         try:
             found = self._find(reads, *given)
         finally:
@@ -169,11 +181,11 @@ class Kept(Generic[_T]):
 class Source:
     """One of the segments that are read."""
 
-    __slots__ = ("_head", "_number", "_reads", "segment")
+    __slots__ = ("_data", "_head", "_number", "_reads", "segment")
 
     def __init__(self, reads: Reads, number: int, segment: Glance) -> None:
         self._reads, self._number, self.segment = reads, number, segment
-        self._head = _NOTHING
+        self._data, self._head = b"", _NOTHING
 
     @property
     def name(self) -> str:
@@ -188,7 +200,8 @@ class Source:
 
         For what is read in many pieces: each system call costs more than these words.
         """
-        data = memoryview(self._reads.ask(self._number, Glance.peek, 0, 8 * count))
+        self._data = self._reads.ask(self._number, os.pread, 8 * count, 0)
+        data = memoryview(self._data)
         self._head = data.cast("Q") if len(data) == 8 * count else data[: len(data) & -8].cast("Q")
         return self._head
 
@@ -199,11 +212,20 @@ class Source:
             return words
         return self.read_anew(start, count)
 
+    def unpack(self, form: struct.Struct, first: int, step: int, which: Iterable[int]) -> list[tuple[Any, ...]]:
+        """These elements of an array, in this form, that begins with word `first` and has one every `step` words: as
+        `read`, but many at once."""
+        unpack, data, most, found = form.unpack_from, self._data, len(self._data) - form.size, []
+        for index in which:
+            start = first + step * index
+            found.append(unpack(data, 8 * start) if 8 * start <= most else unpack(self.read(start, form.size // 8)))
+        return found
+
     def read_anew(self, start: int, count: int) -> memoryview:
         """The same, as they are now: not as `read_head` has found them."""
-        data = self._reads.ask(self._number, Glance.peek, 8 * start, 8 * count)
+        data = self._reads.ask(self._number, os.pread, 8 * count, 8 * start)
         return self.segment.words(data, start, count)
 
     def is_locked(self, byte: int, length: int = 1) -> bool:
         """Whether any process holds a lock within `[byte, byte + length)`."""
-        return bool(self._reads.ask(self._number, Glance.is_locked, byte, length))
+        return locks.says_locked(self._reads.ask(self._number, *locks.question(byte, length)))

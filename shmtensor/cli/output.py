@@ -53,7 +53,7 @@ def print_json(value: Any) -> None:
 
 def print_json_line(value: Any) -> None:
     """Print JSON on one line, at once."""
-    print(_json(value, separators=(",", ":")), flush=True)
+    print(_json(value, separators=(",", ":"), check_circular=False), flush=True)
 
 
 def _json(value: Any, **how: Any) -> str:

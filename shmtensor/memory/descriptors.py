@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 from io import FileIO
+from itertools import starmap
 from typing import Any, Final, NamedTuple
 
 from . import lifecycle
@@ -46,7 +47,7 @@ class OpenFile:
         """Own the descriptor that `call(*arguments)` returns; `call` is a C function."""
         opened: list[int] = []
         try:
-            opened.extend(map(call, *zip(arguments)))
+            opened.extend(starmap(call, (arguments,)))
             FileIO.__init__(self._file, opened[0], "r+b")
             self.fd = opened[0]
         except BaseException:

@@ -14,6 +14,7 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Callable
 
 from ..errors import ClosedError, TimedOut
 from .descriptors import Descriptor
@@ -25,9 +26,21 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 _WRITE, _NONE, _FROM_START = fcntl.F_WRLCK, struct.pack("h", fcntl.F_UNLCK), os.SEEK_SET
 
 
+def question(byte: int, length: int = 1) -> tuple[Callable[[int, int, bytes], bytes], int, bytes]:
+    """A function in C, and its arguments behind a descriptor, which may be read-only: is there a lock of another
+    description than that of the descriptor within `[byte, byte + length)`?"""
+    return fcntl.fcntl, _GETLK, _FLOCK.pack(_WRITE, _FROM_START, byte, length, 0)
+
+
+def says_locked(answer: bytes) -> bool:
+    """Whether there is one, by the answer."""
+    return not answer.startswith(_NONE)
+
+
 def is_locked(fd: int, byte: int, length: int = 1) -> bool:
     """Whether any description but that of `fd`, which may be read-only, holds a lock within `[byte, byte + length)`."""
-    return not fcntl.fcntl(fd, _GETLK, _FLOCK.pack(_WRITE, _FROM_START, byte, length, 0)).startswith(_NONE)
+    ask, command, where = question(byte, length)
+    return says_locked(ask(fd, command, where))
 
 
 def locked_bytes(fd: int, start: int, end: int) -> set[int]:

@@ -24,11 +24,7 @@ class Rate(NamedTuple):
 NONE: Final = Rate(0.0, 0.0)
 
 
-class _Before(NamedTuple):
-    counted: int
-    at: float
-    nbytes: int | None
-    """Of the newest message; None if it is not known."""
+_UNSEEN: Final = -1, None
 
 
 def has_newest(member: MemberInfo) -> bool:
@@ -40,23 +36,25 @@ class Rates:
     """Compares each reading with the one before."""
 
     def __init__(self) -> None:
-        self._before: dict[int, _Before] = {}
+        self._at = 0.0
+        self._last: dict[int, tuple[int, int | None]] = {}
+        """By the uid of each member: what it had counted then, and the size of its newest message, None if unknown."""
         self._rates: dict[int, Rate] = {}
 
     def update(self, channels: Iterable[ChannelInfo], now: float) -> None:
         """Take a reading that was made at `now`, on any clock that does not jump."""
-        before, self._before, self._rates = self._before, {}, {}
+        last, self._at, elapsed = self._last, now, now - self._at
+        self._last, self._rates = {}, {}
         for channel in channels:
             for member in channel.members:
-                count = member.published if member.role == "sender" else member.received
-                last = before.get(member.uid)
-                known = last.nbytes if last is not None else None
+                uid, count = member.uid, member.published if member.role == "sender" else member.received
+                before, known = last.get(uid, _UNSEEN)
                 newest = member.newest_bytes if has_newest(member) else known
-                self._before[member.uid] = _Before(count, now, newest)
-                if last is not None and now > last.at and count >= last.counted:
-                    each = (count - last.counted) / (now - last.at)
-                    sizes = [size for size in (known, newest) if size is not None]
-                    self._rates[member.uid] = Rate(each, each * sum(sizes) / len(sizes) if sizes else 0.0)
+                self._last[uid] = count, newest
+                if 0 <= before <= count and elapsed > 0:
+                    each = (count - before) / elapsed
+                    size = 0 if newest is None else newest if known is None else (known + newest) / 2
+                    self._rates[uid] = Rate(each, each * size)
 
     def of(self, member: MemberInfo) -> Rate | None:
         """The rate of a member; None if there is no reading of it before the last one, or it cannot be known."""
@@ -64,8 +62,12 @@ class Rates:
 
     def of_channel(self, channel: ChannelInfo) -> Rate | None:
         """What all senders of a channel send together; None if no rate is known."""
-        known = [rate for member in channel.members if member.role == "sender" and (rate := self.of(member))]
-        return Rate(sum(it.messages for it in known), sum(it.nbytes for it in known)) if known else None
+        found: Rate | None = None
+        for member in channel.members:
+            rate = self._rates.get(member.uid) if member.role == "sender" else None
+            if rate is not None:
+                found = rate if found is None else Rate(found.messages + rate.messages, found.nbytes + rate.nbytes)
+        return found
 
 
 LEAST_S: Final = 0.1

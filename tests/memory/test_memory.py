@@ -64,6 +64,21 @@ def test_a_mapping_outlives_its_segment_and_name(name):
     assert mapping.words[3] == 2**64 - 1
 
 
+def test_what_was_looked_at_is_opened_again_by_its_name(name):
+    shm.create(name, 4096, "x").close()
+    looked = shm.look_at(name)
+    looked.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        looked.read(0, 1)
+    shm.unlink(name)
+    with pytest.raises(FileNotFoundError, match="there is no segment"):
+        shm.look_at(name, closed=looked)
+    with shm.create(name, 8192, "x") as new, shm.look_at(name, closed=looked) as again:
+        assert again is looked
+        assert again.nbytes == 8192
+        assert os.path.samestat(again.info, os.fstat(new.fd))
+
+
 def test_is_still_tells_a_replaced_name(name):
     old = shm.create(name, 4096, "x")
     assert old.is_still(name)
