@@ -193,7 +193,9 @@ TARGETS: tuple[Target, ...] = (
             f"Queue, {kind}", ("queue-items", queue_items.row_name(kind, SHMTENSOR_QUEUE)), ">=", limit,
             ("queue-items", queue_items.row_name(kind, rival)),
         )
-        for kinds, rivals, limit in ((queue_items.KINDS, (PICKLE,), 1.5), (queue_items.TENSORS, queue_items.TORCHS, 20))
+        for kinds, rivals, limit in (
+            ((*queue_items.KINDS, queue_items.BACKLOG), (PICKLE,), 1.5), (queue_items.TENSORS, queue_items.TORCHS, 20)
+        )
         for kind in kinds
         for rival in rivals
     ),

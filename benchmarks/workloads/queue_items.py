@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +46,9 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "large tensor": lambda: _tensor(MIB),
 }
 TORCHS = (TORCH_DESCRIPTOR, TORCH_FILE_SYSTEM)
+WAITING = 20_000
+BACKLOG = f"small arrays, of which {WAITING:,} wait"
+"""In place of a kind: all are put before the first one is got."""
 
 
 def items(kind: str) -> list[Any]:
@@ -53,12 +58,32 @@ def items(kind: str) -> list[Any]:
 
 def measure(transport: Transport, effort: Effort, *, kind: str) -> Samples:
     """Items per second at the getter."""
+    if kind == BACKLOG:
+        return {"rate": [_backlog(transport) for _ in range(2)]}
     with opened(transport, LinkSettings(fresh_name(), KIB, IN_FLIGHT)) as [link]:
         return rate_of(link, partial(items, kind), kind, effort)
 
 
+def _backlog(transport: Transport) -> float:
+    """Items per second of one process that puts all, and then gets all."""
+    import shmtensor
+
+    context: Any = multiprocessing if transport is PICKLE else shmtensor
+    queue, item = context.get_context("spawn").Queue(), _array(KIB)
+    start = time.perf_counter()
+    for _ in range(WAITING):
+        queue.put(item)
+    for _ in range(WAITING):
+        found = queue.get()
+    rate = WAITING / (time.perf_counter() - start)
+    np.testing.assert_array_equal(found, item)
+    queue.close()
+    queue.join_thread()
+    return rate
+
+
 CELLS: tuple[tuple[str, Transport], ...] = (
-    *((kind, transport) for kind in KINDS for transport in (PICKLE, SHMTENSOR_QUEUE)),
+    *((kind, transport) for kind in (*KINDS, BACKLOG) for transport in (PICKLE, SHMTENSOR_QUEUE)),
     *((kind, transport) for kind in TENSORS for transport in (*TORCHS, SHMTENSOR_QUEUE)),
 )
 
@@ -71,7 +96,7 @@ def row_name(kind: str, transport: Transport) -> str:
 def _rival(kind: str, transport: Transport) -> str | None:
     if transport is not SHMTENSOR_QUEUE:
         return None
-    return row_name(kind, PICKLE if kind in KINDS else TORCH_DESCRIPTOR)
+    return row_name(kind, TORCH_DESCRIPTOR if kind in TENSORS else PICKLE)
 
 
 WORKLOAD = Workload(
@@ -81,7 +106,8 @@ WORKLOAD = Workload(
         "Items a second at the getter of a queue between two processes, each queue made for `spawn`, at most 64 items "
         "in it, counted as in the table of one way; the last item of each stretch is compared outside the clock. Small "
         "ones hold 1 KiB, large ones 1 MiB. Tensors are compared with torch's queues, which put copies in new shared "
-        "memory: they would send the same memory again otherwise."
+        "memory: they would send the same memory again otherwise. Where items wait, one process puts all, and then "
+        "gets them all: items a second of both together."
     ),
     cases=tuple(
         Case(row_name(kind, transport), transport, partial(measure, transport, kind=kind)) for kind, transport in CELLS
