@@ -226,12 +226,14 @@ class _Guarded:
 
     def __call__(self, sample: Any) -> None:
         with self._running, own():
-            if self._call is None:
-                return
-            try:
+            self._handle(sample)
+
+    def _handle(self, sample: Any) -> None:
+        try:
+            if self._call is not None:
                 self._call(sample)
-            except Exception:
-                log.exception("relay: a frame was lost by an error")
+        except Exception:
+            log.exception("relay: a frame was lost by an error")
 
     def end(self) -> None:
         """Call nothing more. When this returns, nothing is called any more."""
