@@ -49,6 +49,8 @@ from .output import (
 
 _MARKED_S: Final = 0.5
 """Seconds for which a member is shown as dead, or until the next reading."""
+_LOOK_S: Final = 0.4
+"""Seconds between two looks for the deaths of processes that cannot be seen to end. With what is above, less than 1."""
 
 
 class Order(str, enum.Enum):
@@ -93,14 +95,21 @@ def top(
 
 def _readings(view: View, ends: Ends, interval: float, limit: int) -> Iterator[Reading]:
     reading = view.read()
-    ends.watch(reading.channels)
     done = 0
     while not limit or done < limit:
-        ends.wait(reading.pause(interval))
-        reading = view.read()
         ends.watch(reading.channels)
+        _wait(view, ends, reading.pause(interval))
+        reading = view.read()
         yield reading
         done += 1
+
+
+def _wait(view: View, ends: Ends, seconds: float) -> None:
+    """Wait so many seconds, or until a process of a member ends."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if ends.wait(min(left, _LOOK_S) if ends.unseen else left) or (ends.unseen and view.lacks(ends.unseen)):
+            return
 
 
 def _print_reading(reading: Reading, as_json: bool) -> None:
@@ -129,7 +138,7 @@ def _show_live(view: View, ends: Ends, interval: float) -> None:
         stack.enter_context(live)
         while True:
             ends.watch(reading.channels)
-            ends.wait(reading.pause(interval))
+            _wait(view, ends, reading.pause(interval))
             reading = view.read()
             live.update(screen(reading), refresh=True)
 
@@ -185,6 +194,11 @@ class View:
         return Reading(
             time.time(), channels, self._rates, bool(self._dead - before), max(0.0, began - self._first)
         )  # fmt: skip
+
+    def lacks(self, uids: set[int]) -> bool:
+        """Whether one of these members does not live now. Only looks: the next reading is as if this had not been."""
+        found = self._inspector.channels(self._wanted)
+        return not uids <= {it.uid for channel in found for it in channel.members if it.alive}
 
     def _without_the_dead(self, channel: ChannelInfo) -> ChannelInfo | None:
         """The channel without members that were shown as dead before; None if no member is left."""

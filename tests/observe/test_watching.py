@@ -253,6 +253,49 @@ def test_a_death_does_not_wait_for_the_next_reading(channel):
             assert process.wait(PATIENCE) == 0
 
 
+BLIND = """
+import os, sys
+from shmtensor.channel.processes import UNKNOWN, Processes
+from shmtensor.cli.main import app
+from shmtensor.observe.rates import Ends
+
+def watch(self, channels, watch=Ends.watch):
+    watch(self, channels)
+    print("watching", file=sys.stderr, flush=True)
+
+def refuse(pid):
+    raise OSError(24, "Too many open files")
+
+Ends.watch = watch
+if sys.argv.pop(1) == "processes":
+    Processes.find = lambda self, *_: UNKNOWN
+else:
+    os.pidfd_open = refuse
+app(prog_name="shmtensor")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["processes", "descriptors"])
+def test_deaths_of_processes_that_cannot_be_watched(channel, missing):
+    """Those of another pid namespace, or more than may be watched: they are looked for, and nothing else is shown."""
+    assert watch._LOOK_S + watch._MARKED_S < 1
+    with shmtensor.Publisher(channel, slots=4):
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        command = [sys.executable, "-c", BLIND, missing, "top", channel, "--json", "--interval", "600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr.readline() == "watching\n"
+            with unswept(channel):
+                fellow.kill()
+                for lives in ({os.getpid(): True, fellow.process.pid: False}, {os.getpid(): True}):
+                    members = json.loads(process.stdout.readline())["channels"][0]["members"]
+                    assert {it["pid"]: it["alive"] for it in members} == lives
+                    assert {it["host_pid"] for it in members if missing == "processes"} <= {None}
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0
+
+
 def wait_until_watched(pid: int) -> None:
     """Until the process has a pidfd."""
     deadline = time.monotonic() + PATIENCE
