@@ -7,6 +7,7 @@ import enum
 import errno
 import fnmatch
 import itertools
+import operator
 import signal
 import sys
 import threading
@@ -14,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
@@ -161,7 +161,7 @@ class Reading:
         return min(interval, _MARKED_S) if self.has_news_of_deaths else interval
 
 
-_counted = attrgetter(*COUNTERS)
+_counted = operator.attrgetter(*COUNTERS)
 _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
     Order.RATE: lambda channel, rate: rate.messages,
     Order.BYTES: lambda channel, rate: rate.nbytes,
@@ -259,27 +259,41 @@ def _rate_dict(rate: Rate | None, *, has_bytes: bool = True) -> dict[str, float 
 
 # --- as text
 
-_NUMBERS: Final = (9, 10, 7, 8)
+_NUMBERS: Final = (6, 7, 6, 7)
 _HEADINGS: Final = ("msg/s", "bytes/s", "depth", "oldest")
 _WIDE: Final = 140
 """Columns from which on there is one for what members have counted, of `_COUNTED` characters."""
 _COUNTED: Final = 18
+_HELD: Final = 16
+"""Columns, at least, of the last one: `1 claimed >5.0 s`."""
+_FREE: Final = ("waiting", "abandoned")
+"""How messages are held that the next receiver takes."""
 _BY_WEIGHT: Final = ("dropped", "missed", "redelivered", "late", "waits", "sleeps")
 
 
 def lines(reading: Reading, width: int) -> list[Text]:
     """The reading as lines of at most `width` columns."""
-    numbers = sum(each + 1 for each in _NUMBERS)
     counted = _COUNTED if width >= _WIDE else 0
-    rest = max(24, width - numbers - 2)
-    first = max(16, rest * 11 // 20)
-    columns = _Columns(width, first, counted, rest - first - (counted + 2 if counted else 0))
-    found = [columns.line("channel", _HEADINGS, "counted", "held", "dim")]
-    for channel in reading.channels:
-        found += _channel_lines(columns, channel, reading)
-    if not reading.channels:
+    rows = [row for channel in reading.channels for row in _channel_rows(channel, reading)]
+    rest = max(2 * _HELD, width - sum(each + 1 for each in _NUMBERS) - 2 - (counted + 2 if counted else 0))
+    most = rest - max(_HELD, rest // 3)
+    first = min(most, max((cell_len(row.name) for row in rows if row.cells is not None), default=0))
+    first = max(first, cell_len("channel"))
+    columns = _Columns(width, first, counted, rest - first)
+    found = [columns.line(_Row("channel", _HEADINGS, "counted", "held", "dim"))]
+    found += [columns.line(row) for row in rows]
+    if not rows:
         found.append(Text("no channels"))
     return found
+
+
+class _Row(NamedTuple):
+    name: str
+    cells: tuple[str, ...] | None
+    """None: the name takes the whole line."""
+    counted: str = ""
+    held: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -290,13 +304,18 @@ class _Columns:
     """0: no such column."""
     last: int
 
-    def line(self, name: str, numbers: tuple[str, ...], counted: str, held: str, style: str = "") -> Text:
-        cells = [set_cell_size(_cut(name, self.first), self.first)]
-        cells += [_cut(text, size).rjust(size) for text, size in zip(numbers, _NUMBERS, strict=True)]
+    def line(self, row: _Row) -> Text:
+        if row.cells is None:
+            return Text(_cut(row.name, self.width), style=row.style)
+        free = len(list(itertools.takewhile(operator.not_, row.cells)))  # the name may take those, too
+        first = self.first + sum(1 + size for size in _NUMBERS[:free])
+        cells = [set_cell_size(_cut(row.name, first), first)]
+        numbers = list(zip(row.cells, _NUMBERS, strict=True))[free:]
+        cells += [_cut(text, size).rjust(size) for text, size in numbers]
         if self.counted:
-            cells += ["", _cut(counted, self.counted).ljust(self.counted)]
-        whole = " ".join([*cells, "", _cut(held, self.last)])
-        return Text(set_cell_size(whole, min(self.width, cell_len(whole))).rstrip(), style=style)
+            cells += ["", _cut(row.counted, self.counted).ljust(self.counted)]
+        whole = " ".join([*cells, "", _cut(row.held, self.last)])
+        return Text(set_cell_size(whole, min(self.width, cell_len(whole))).rstrip(), style=row.style)
 
 
 def _cut(text: str, width: int) -> str:
@@ -304,17 +323,16 @@ def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
-def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) -> Iterator[Text]:
+def _channel_rows(channel: ChannelInfo, reading: Reading) -> Iterator[_Row]:
     rates, watched = reading.rates, reading.watched
     if not channel.readable:
         why = channel.notes[0] if channel.notes else "cannot be read"
-        yield Text(_cut(f"{channel.name}: {why}", columns.width), style="yellow")
+        yield _Row(f"{channel.name}: {why}", None, style="yellow")
         return
-    nobody = [it for it in channel.holdings if not it.uid]
-    yield columns.line(
-        f"{channel.name} ({channel.kind})",
-        (*_rate_cells(rates.of_channel(channel)), *_waiting_cells(channel.depth, channel.oldest_unread)),
-        "", _holdings_text(nobody, watched), "bold",
+    waiting = _waiting_cells(channel.depth, channel.oldest_unread)
+    yield _Row(
+        f"{channel.name} ({channel.kind})", (*_rate_cells(rates.of_channel(channel)), *waiting), "",
+        _holdings_text([it for it in channel.holdings if not it.uid], watched, waiting), "bold",
     )  # fmt: skip
     for member in channel.members:
         arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
@@ -327,9 +345,11 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) ->
             if member.role == "sender" and member.leaving
             else " dead"
         )
+        # that of a sender behind a relay, which has no label of its own, begins with a blank
+        parts = (member.process, _delivery(member), member.label.strip())
         held = [it for it in channel.holdings if it.uid == member.uid and it.uid]
-        yield columns.line(
-            f" {arrow} {member.pid}{life}{_delivery(member)} {program(member)}",
+        yield _Row(
+            " ".join([f" {arrow} {member.pid}{life}", *filter(None, parts)]),
             (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
             _counted_text(member), _holdings_text([it for it in held if it.how != "unread"], watched),
             "" if member.alive and not member.stopped else "red",
@@ -338,18 +358,22 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) ->
 
 def _delivery(member: MemberInfo) -> str:
     """What a subscriber gets, unless it is everything."""
-    return f" [{member.group}]" if member.group else " latest" if member.delivery == "latest" else ""
+    return f"[{member.group}]" if member.group else "latest" if member.delivery == "latest" else ""
 
 
 def _rate_cells(rate: Rate | None) -> tuple[str, str]:
     if rate is None:
         return "", ""
-    number = f"{rate.messages:.1f}" if rate.messages < 99_999 else f"{rate.messages / 1e3:.0f}k"
-    return number, bytes_per_second(rate.nbytes) if rate.nbytes else ""
+    number = f"{rate.messages:.1f}" if rate.messages < 9_999 else _short(round(rate.messages))
+    return number, bytes_per_second(rate.nbytes).removesuffix("/s") if rate.nbytes else ""
 
 
 def _waiting_cells(messages: int, oldest: float) -> tuple[str, str]:
-    return (str(messages), seconds(oldest)) if messages else ("", "")
+    return (_short(messages), seconds(oldest)) if messages else ("", "")
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 1_000_000 else f"{number // 1000}k"
 
 
 def _counted_text(member: MemberInfo) -> str:
@@ -357,9 +381,14 @@ def _counted_text(member: MemberInfo) -> str:
     return ", ".join(f"{count} {name}" for name, count in counted if count)
 
 
-def _holdings_text(holdings: list[Holding], watched: float) -> str:
+def _holdings_text(holdings: list[Holding], watched: float, waiting: tuple[str, str] = ("", "")) -> str:
+    """Who holds what. `waiting`: the number and the time in the row; of what nobody has they are not said again, but
+    of a group, for each has its own."""
+    free = [(it, _waiting_cells(it.messages, it.oldest)) for it in holdings if it.how in _FREE]
+    said = free[0][0] if len(free) == 1 and free[0][1] == waiting and not free[0][0].group else None
     return ", ".join(
-        f"{f'{it.group}: ' if it.group else ''}{it.messages} {it.how} {_time_of(it, watched)} {format_bytes(it.nbytes)}"
+        f"{f'{it.group}: ' if it.group else ''}"
+        f"{it.how if it is said else f'{it.messages} {it.how} {_time_of(it, watched)}'} {format_bytes(it.nbytes)}"
         for it in holdings
     )
 

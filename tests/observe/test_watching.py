@@ -144,11 +144,55 @@ def test_top_fits(channel, width):
         assert (name in text) == (width == 140)
         assert ("…" in lines[1]) == (width == 80)
         assert all(str(os.getpid()) in line for line in lines[2:4])
-        assert ("left camera" in lines[2]) == (width == 140)
+        assert "left camera" in lines[2]
         assert "left camera" in cli("hz", name, "--count", "1", "--interval", "0.1", width=200)
         assert "1 leased" in lines[3]
         del message
         sub.recv(timeout=PATIENCE).release()
+
+
+@once("text")
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_top_cuts_what_matters_least(channel, width):
+    """Long pids, groups and labels; and what the columns of numbers say is not said again."""
+
+    def alike(it: shmtensor.MemberInfo) -> shmtensor.MemberInfo:
+        return dataclasses.replace(it, pid=3139200 + it.index, process={"sender": "cam.py"}.get(it.role, "detector.py"))
+
+    fans, jobs = channel + "-a", channel + "-b"
+    with (
+        shmtensor.Publisher(fans, label="left camera") as pub, shmtensor.Subscriber(fans) as plain,
+        shmtensor.Subscriber(fans, group="detectors") as one, shmtensor.Subscriber(fans, delivery="latest"),
+        shmtensor.Producer(jobs) as tx, shmtensor.Consumer(jobs) as rx,
+    ):  # fmt: skip
+        view = watch.View(lambda name: name in (fans, jobs), watch.Order.NAME)
+        view.read()
+        for _ in range(3):
+            pub.send(np.zeros(100))
+            tx.send(np.zeros(128))
+        message = plain.recv(timeout=PATIENCE)
+        look = view.read()
+        message.release()
+        for receiver, count in ((plain, 2), (one, 3), (rx, 3)):
+            for _ in range(count):
+                receiver.recv(timeout=PATIENCE).release()
+    channels = [dataclasses.replace(it, members=tuple(map(alike, it.members))) for it in look.channels]
+    look = dataclasses.replace(look, channels=channels)
+    found = [line.plain for line in watch.lines(look, width)]
+    assert max(map(cell_len, found)) <= width
+    sender, receiver, member, latest = found[2:6]
+    assert sender.startswith(" > 3139200 cam.py left camera ")
+    assert receiver.startswith(" < 3139201 detector.py ")
+    assert " 1 leased" in receiver
+    assert (" 800 bytes" in receiver) == (width > 80)
+    assert member == " < 3139202 detector.py [detectors]"
+    assert latest == " < 3139204 detector.py latest"
+    *_, depth, _, _, how, number, unit = found[6].split()
+    assert (depth, how, number, unit) == ("3", "waiting", "3.0", "KiB")
+    waiting = dataclasses.replace(look.channels[1].holdings[0], messages=2)
+    other = dataclasses.replace(look.channels[1], holdings=(waiting,))
+    shown = watch.lines(dataclasses.replace(look, channels=[other]), width)[1].plain
+    assert " 2 waiting " in shown  # the number in the row is another
 
 
 def test_top_prints_json_lines_by_order(channel):
@@ -885,7 +929,8 @@ def test_members_of_groups_are_told_apart(channel):
                 sub.recv(timeout=PATIENCE).release()
         text = cli("top", channel, "--once", "--interval", "0.1", width=140)
         assert "[detectors]" in text
-        assert f"{os.getpid()} latest" in text
+        assert f"{os.getpid()} {name_of(os.getpid())} [detectors]" in text
+        assert f"{os.getpid()} {name_of(os.getpid())} latest" in text
         printed = json.loads(cli("top", channel, "--once", "--json", "--interval", "0.1"))["channels"][0]["members"]
         listed = json.loads(cli("ls", channel, "--json"))["channels"][0]["members"]
         for members in (printed, listed):
