@@ -519,7 +519,7 @@ steady rate up to 1 kHz, and of what is silent seldom."""
 def echo(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     count: Annotated[int, typer.Option(help="End after so many messages; 0: on Ctrl-C.", min=0)] = 0,
-    digest: Annotated[bool, typer.Option(help="Read the payload for a digest, or leave it alone.")] = True,
+    digest: Annotated[bool, typer.Option(help="Read the whole payload for a digest, or leave it alone.")] = True,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
     ] = None,
@@ -529,8 +529,9 @@ def echo(
 
     First those that are still needed, then each new one that can be read before its slot is used again; it says how
     many it missed. It joins no channel: nothing is taken from a work queue, and no sender waits. What was overwritten
-    while it was read is not printed. The digest (xxh3, 64 bits) is left out if the payload may have been written to
-    meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot be read.
+    while it was read is not printed. The digest (xxh3, 64 bits) and the values of NumPy scalars are left out if the
+    payload may have been written to meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot
+    be read.
     """
     named(channel)
     with until_interrupted(), contextlib.closing(_messages(channel, digest, timeout)) as messages:

@@ -586,6 +586,52 @@ def test_echo_takes_nothing_from_a_work_queue(channel):
                 assert (message.value["id"], message.attempt) == (number, 1)
 
 
+SCALARS = [
+    (np.int64(7), "numpy.int64(7)", 7),
+    (np.uint64(2**64 - 1), f"numpy.uint64({2**64 - 1})", 2**64 - 1),
+    (np.float32(1.1), "numpy.float32(1.1)", float(np.float32(1.1))),
+    (np.float16("nan"), "numpy.float16(nan)", "nan"),
+    (np.float64("-inf"), "numpy.float64(-inf)", "-inf"),
+    (np.longdouble(1.5), "numpy.longdouble(1.5)", 1.5),
+    (np.bool_(True), f"numpy.{np.bool_.__name__}(True)", True),
+    (np.complex64(1 + 2j), "numpy.complex64(1+2j)", "(1+2j)"),
+    (np.datetime64("2026-01-02"), "numpy.datetime64('2026-01-02')", "2026-01-02"),
+    (np.datetime64(5, "ns"), "numpy.datetime64('1970-01-01T00:00:00.000000005')", "1970-01-01T00:00:00.000000005"),
+    (np.timedelta64(5, "D"), "numpy.timedelta64(5,'D')", "5 days"),
+    (np.str_("text"), "str('text')", None),
+    (np.bytes_(b"text"), "bytes(numpy.uint8[4])", None),
+    (np.array((1, 2.0), "i8,f4")[()], "a numpy.[('f0', '<i8'), ('f1', '<f4')]", None),
+]
+
+
+@pytest.mark.parametrize("digests", [True, False], ids=["digest", "no-digest"])
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_echo_shows_what_numpy_scalars_hold(channel, digests, size):
+    with shmtensor.Publisher(channel, slots=4, history=1) as pub:
+        pub.send({"image": np.ones(size), "scalars": [value for value, _, _ in SCALARS], "many": [np.int8(3)] * 1000})
+        with Messages(channel, digests=digests) as messages:
+            (seen,) = messages.new()
+        assert (seen.digest is not None) == digests
+        shown = seen.value["scalars"]
+        assert [str(it) for it in shown] == [text for _, text, _ in SCALARS]
+        assert [as_json(it).get("value") for it in shown] == [plain for _, _, plain in SCALARS]
+        many = [as_json(it)["value"] for it in seen.value["many"]]
+        assert many[:900] == [3] * 900
+        assert many[-1] is None
+        json.dumps(as_json(seen.value), allow_nan=False)
+        out = json.loads(cli("echo", channel, "--count", "1", "--json", *([] if digests else ["--no-digest"])))
+        assert out["value"]["scalars"][0]["value"] == 7
+        assert "numpy.float32(1.1)" in cli("echo", channel, "--count", "1", width=400)
+
+
+def test_scalars_that_may_have_been_written_to_are_not_shown(channel):
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        tx.send([np.int64(7)])
+        with rx.recv(timeout=PATIENCE), Messages(channel, digests=False) as messages:
+            (seen,) = messages.new()
+            assert as_text(seen.value) == "[a numpy.int64]"
+
+
 def test_echo_of_a_message_that_is_being_worked_on_has_no_digest(channel):
     with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
         tx.send(np.arange(3))
@@ -617,20 +663,23 @@ def test_what_is_overwritten_while_it_is_read_is_not_printed(channel, size, monk
     slot_bytes = 4096 if size < 2000 else None
     with shmtensor.Publisher(channel, slots=4, slot_bytes=slot_bytes) as pub, Messages(channel) as messages:
         messages.new()
-        pub.send(np.full(size, 1))
+        first, second = ([np.full(size, number), np.int64(number)] for number in (1, 2))
+        pub.send(first)
         real, sent = reading.Outline, []
 
         def then_send(description):
             if not sent:
-                sent.append(pub.send(np.full(size, 2)))
+                sent.append(pub.send(second))
             return real(description)
 
         monkeypatch.setattr(reading, "Outline", then_send)
         for seen in messages.new():
-            assert (seen.seq, seen.digest) in ((1, None), (1, digest_of(np.full(size, 1))))
+            assert (seen.seq, seen.digest) in ((1, None), (1, digest_of(first)))
+            assert as_json(seen.value[1])["value"] in (None, 1)
         last = messages.new()[-1]
         assert last.seq == 2
-        assert last.digest in (None, digest_of(np.full(size, 2)))
+        assert last.digest in (None, digest_of(second))
+        assert as_json(last.value[1])["value"] in (None, 2)
 
 
 @pytest.mark.slow
@@ -683,6 +732,7 @@ def test_outlines():
     assert len(outline.extents()) == 2
     scalars = Outline(encode([np.int64(7), np.array(7), np.float32(1)]).description).value
     assert as_text(scalars) == "[a numpy.int64, numpy.int64[], a numpy.float32]"
+    assert as_json(scalars[0])["value"] is None
     assert as_text(list(range(25))).endswith("19, ... 5 more]")
 
 
