@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.cells import cell_len, set_cell_size
+from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
@@ -46,6 +47,7 @@ from .output import (
     until_interrupted,
     wait_for_channel,
 )
+from .terminal import Key, Stops, keys_at_once, read_keys
 
 _MARKED_S: Final = 0.5
 """Seconds for which a member is shown as dead, or until the next reading."""
@@ -79,13 +81,17 @@ def top(
     reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
     messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
     and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
+
+    Keys on a terminal: q quits, s sorts by what comes next, up, down, PgUp and PgDn scroll, Ctrl-Z stops it until `fg`.
     """
     if not pattern:
         raise fail("PATTERN is empty, which is no channel's name: leave it out for all channels", 2)
     live = not as_json and not once and not count and sys.stdout.isatty()
     view = View(lambda name: fnmatch.fnmatchcase(name, pattern), sort)
     limit = 1 if once else count
-    with until_interrupted(), signals_interrupt(signal.SIGTERM, signal.SIGHUP), Ends() as ends:
+    # the first of them gives the terminal back, which a second one must not interrupt
+    ending = (signal.SIGTERM, signal.SIGHUP, *((signal.SIGINT,) if live else ()))
+    with until_interrupted(), signals_interrupt(*ending), Ends() as ends:
         if live:
             _show_live(view, ends, interval)
         else:
@@ -98,18 +104,19 @@ def _readings(view: View, ends: Ends, interval: float, limit: int) -> Iterator[R
     done = 0
     while not limit or done < limit:
         ends.watch(reading.channels)
-        _wait(view, ends, reading.pause(interval))
+        _wait(view, ends, time.monotonic() + reading.pause(interval))
         reading = view.read()
         yield reading
         done += 1
 
 
-def _wait(view: View, ends: Ends, seconds: float) -> None:
-    """Wait so many seconds, or until a process of a member ends."""
-    until = time.monotonic() + seconds
+def _wait(view: View, ends: Ends, until: float, also: Collection[int] = ()) -> set[int]:
+    """Wait until then, or until a process of a member ends, or one of the descriptors `also` is readable: those."""
     while (left := until - time.monotonic()) > 0:
-        if ends.wait(min(left, _LOOK_S) if ends.unseen else left) or (ends.unseen and view.lacks(ends.unseen)):
-            return
+        ready = ends.wait(min(left, _LOOK_S) if ends.unseen else left, also)
+        if ready or (ends.unseen and view.lacks(ends.unseen)):
+            return ready.intersection(also)
+    return set()
 
 
 def _print_reading(reading: Reading, as_json: bool) -> None:
@@ -123,24 +130,72 @@ def _print_reading(reading: Reading, as_json: bool) -> None:
 
 def _show_live(view: View, ends: Ends, interval: float) -> None:
     out = console()
-
-    def screen(reading: Reading) -> Text:
-        shown = lines(reading, out.width)
-        if len(shown) > out.height:
-            rest = len(shown) - out.height + 1
-            shown = [*shown[: out.height - 1], Text(f"... {rest} more lines: name a PATTERN, or sort", style="dim")]
-        return Text("\n").join(shown)
-
-    reading = view.read()
-    live = Live(screen(reading), console=out, screen=True, auto_refresh=False)
-    with contextlib.ExitStack() as stack:
-        stack.callback(live.stop)  # also of one that is interrupted while it starts
-        stack.enter_context(live)
+    screen = _Screen(view.read(), view)
+    with Stops() as stops:
         while True:
-            ends.watch(reading.channels)
-            _wait(view, ends, reading.pause(interval))
-            reading = view.read()
-            live.update(screen(reading), refresh=True)
+            with contextlib.ExitStack() as stack:
+                keys = stack.enter_context(keys_at_once())
+                live = Live(Text(), console=out, screen=True, auto_refresh=False)
+                stack.callback(live.stop)  # also of one that is interrupted while it starts
+                stack.enter_context(live)
+                if not _follow(screen, ends, interval, live, keys, stops.fd):
+                    return
+            stops.stop()
+            screen.reading = view.read()
+
+
+def _follow(screen: _Screen, ends: Ends, interval: float, live: Live, keys: int | None, stops: int) -> bool:
+    """Show one reading after the other, until somebody quits, or stops it: whether it is to go on."""
+    also = [stops] if keys is None else [stops, keys]
+    while True:
+        ends.watch(screen.reading.channels)
+        due = time.monotonic() + screen.reading.pause(interval)
+        while True:
+            live.update(screen.text(live.console.size, keys is not None), refresh=True)
+            ready = _wait(screen.view, ends, due, also)
+            if stops in ready:
+                return True
+            if keys not in ready:
+                break
+            for key in read_keys(keys):
+                if key is Key.QUIT:
+                    return False
+                screen.press(key, live.console.height)
+        screen.reading = screen.view.read()
+
+
+class _Screen:
+    """Which lines of a reading are shown, below the headings."""
+
+    def __init__(self, reading: Reading, view: View) -> None:
+        self.reading, self.view = reading, view
+        self._first = 0
+
+    def press(self, key: Key, height: int) -> None:
+        """Sort by what comes next, or scroll."""
+        if key is Key.SORT:
+            orders = list(Order)
+            self.view.order = orders[(orders.index(self.view.order) + 1) % len(orders)]
+            self.reading = self.reading.by(self.view.order)
+            self._first = 0
+        else:
+            page = max(1, height - 2)
+            self._first += {Key.UP: -1, Key.DOWN: 1, Key.PAGE_UP: -page, Key.PAGE_DOWN: page}[key]
+
+    def text(self, size: ConsoleDimensions, has_keys: bool) -> Text:
+        heading, *found = lines(self.reading, size.width)
+        if not has_keys and len(found) < size.height:
+            return Text("\n").join([heading, *found])
+        room = max(1, size.height - 2)
+        first = self._first = max(0, min(self._first, len(found) - room))
+        shown, rest = found[first : first + room], len(found) - room
+        if has_keys:
+            where = f"lines {first + 1} to {first + room} of {len(found)} (up, down, PgUp, PgDn)  " if rest > 0 else ""
+            note = f"by {self.view.order.value} (s)  {where}quit (q)"
+        else:
+            note = f"... {rest} more lines: name a PATTERN, or sort"
+        blank = [Text()] * (room - len(shown))
+        return Text("\n").join([heading, *shown, *blank, Text(_cut(note, size.width), style="dim")])
 
 
 @dataclass(frozen=True)
@@ -160,6 +215,13 @@ class Reading:
         """Seconds until the next reading: shorter if there are dead to be removed."""
         return min(interval, _MARKED_S) if self.has_news_of_deaths else interval
 
+    def by(self, order: Order) -> Reading:
+        """The same, in this order; channels that are alike in it by name."""
+        channels = sorted(self.channels, key=lambda it: it.name)
+        if (key := _KEYS.get(order)) is not None:
+            channels.sort(key=lambda it: -key(it, self.rates.of_channel(it) or NONE))
+        return replace(self, channels=channels)
+
 
 _counted = operator.attrgetter(*COUNTERS)
 _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
@@ -174,8 +236,8 @@ _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
 class View:
     """Reads again and again."""
 
-    def __init__(self, wanted: Callable[[str], bool], sort: Order) -> None:
-        self._inspector, self._rates, self._wanted, self._sort = Inspector(), Rates(), wanted, sort
+    def __init__(self, wanted: Callable[[str], bool], order: Order) -> None:
+        self._inspector, self._rates, self._wanted, self.order = Inspector(), Rates(), wanted, order
         self._dead: set[int] = set()
         self._first: float | None = None
 
@@ -188,12 +250,9 @@ class View:
         self._rates.update(found, now)
         channels = [left for channel in found if (left := self._without_the_dead(channel)) is not None]
         before, self._dead = self._dead, {it.uid for each in found for it in each.members if not it.alive}
-        key = _KEYS.get(self._sort)
-        if key is not None:
-            channels.sort(key=lambda channel: -key(channel, self._rates.of_channel(channel) or NONE))
         return Reading(
             time.time(), channels, self._rates, bool(self._dead - before), max(0.0, began - self._first)
-        )  # fmt: skip
+        ).by(self.order)  # fmt: skip
 
     def lacks(self, uids: set[int]) -> bool:
         """Whether one of these members does not live now. Only looks: the next reading is as if this had not been."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from ..channel.info import ChannelInfo, MemberInfo
@@ -91,14 +91,21 @@ class Ends:
                 self._opened[pid] = os.pidfd_open(pid)
         self.unseen = {member.uid for member in members if member.host_pid not in self._opened}
 
-    def wait(self, seconds: float) -> bool:
-        """Wait so many seconds, or until a process ends: whether one has."""
+    def wait(self, seconds: float, also: Collection[int] = ()) -> set[int]:
+        """Wait so many seconds, or until a process ends, or one of the descriptors `also` is readable.
+
+        The descriptors that are readable.
+        """
         until = time.monotonic() + seconds
-        time.sleep(min(seconds, LEAST_S))
         poll = select.poll()
-        for fd in self._opened.values():
+        for fd in also:
             poll.register(fd, select.POLLIN)
-        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1e3))
+        ready = poll.poll(min(seconds, LEAST_S) * 1e3)
+        if not ready:
+            for fd in self._opened.values():
+                poll.register(fd, select.POLLIN)
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+        return {fd for fd, _ in ready}
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""

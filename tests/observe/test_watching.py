@@ -7,11 +7,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -27,7 +29,7 @@ from shmtensor.channel import inspect as looking
 from shmtensor.channel.control import LOCK
 from shmtensor.channel.inspect import Inspector
 from shmtensor.channel.processes import name_of
-from shmtensor.cli import output, watch
+from shmtensor.cli import output, terminal, watch
 from shmtensor.cli.main import app
 from shmtensor.codec.implementation import encode
 from shmtensor.codec.outline import Outline, as_json, as_text
@@ -785,6 +787,7 @@ def test_echo_follows_a_stream_and_rests_when_it_is_silent(channel, monkeypatch)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_top_leaves_the_terminal_as_it_was(channel, number):
     ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
     with shmtensor.Publisher(channel), os.fdopen(ours, "rb", buffering=0) as screen:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
         command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "0.1"]
@@ -793,13 +796,141 @@ def test_top_leaves_the_terminal_as_it_was(channel, number):
             shown = b""
             while channel.encode() not in shown:
                 shown += screen.read(4096)
+            assert not termios.tcgetattr(ours)[3] & termios.ECHO
             process.send_signal(number)
             with contextlib.suppress(OSError):  # EIO: nobody writes to it any more
                 while more := screen.read(4096):
                     shown += more
             assert process.wait(PATIENCE) == 0
+        assert termios.tcgetattr(ours) == mode
     assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.slow
+@once("text")
+def test_keys_of_top(channel):
+    """A reading would come after ten minutes: keys do not wait for it."""
+    ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "8"}
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
+    with contextlib.ExitStack() as stack, os.fdopen(ours, "r+b", buffering=0) as screen:
+        stack.enter_context(shmtensor.Publisher(channel, label="a label of its own"))
+        for _ in range(12):
+            stack.enter_context(shmtensor.Subscriber(channel))
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+
+            def shows(text: bytes) -> bytes:
+                shown = b""
+                while text not in shown:
+                    shown += screen.read(4096)
+                return shown
+
+            assert b"a label of its own" in shows(b"lines 1 to 6 of 14 (up, down, PgUp, PgDn)  quit (q)")
+            for typed, text in (
+                (b"x\x1b[B", b"lines 2 to 7 of 14"), (b"\x1b[6~", b"lines 8 to 13"), (b"\x1bOB" * 3, b"lines 9 to 14"),
+                (b"\x1b[A", b"lines 8 to 13"), (b"\x1b[5~\x1b[5~", b"lines 1 to 6"), (b"\x1b[6~", b"lines 7 to 12"),
+                (b"s", b"by rate (s)  lines 1 to 6"),
+            ):  # fmt: skip
+                screen.write(typed)
+                assert b"msg/s" in shows(text)
+            screen.write(b"q")
+            with contextlib.suppress(OSError):
+                while screen.read(4096):
+                    pass
+            assert process.wait(PATIENCE) == 0
+        assert termios.tcgetattr(ours) == mode
+
+
+@pytest.mark.slow
+@once("text")
+def test_top_without_keys(channel):
+    """Where stdin is no terminal."""
+    ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "4"}
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
+    with contextlib.ExitStack() as stack, os.fdopen(ours, "rb", buffering=0) as screen:
+        for _ in range(4):
+            stack.enter_context(shmtensor.Publisher(channel))
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment
+        ) as process:
+            os.close(theirs)
+            shown = b""
+            while b"... 3 more lines: name a PATTERN, or sort" not in shown:
+                shown += screen.read(4096)
+            assert termios.tcgetattr(ours) == mode
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):
+                while screen.read(4096):
+                    pass
+            assert process.wait(PATIENCE) == 0
+
+
+@once("no channel")
+def test_the_mode_of_the_terminal_after_an_error(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as typing, os.fdopen(theirs, "r", buffering=1) as stream:
+        mode = termios.tcgetattr(stream)
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(ZeroDivisionError), terminal.keys_at_once() as fd:
+            assert fd == stream.fileno()
+            assert not termios.tcgetattr(fd)[3] & termios.ICANON
+            typing.write(b"zq\x1b[6~\x1b[1;5C")
+            assert terminal.read_keys(fd) == [terminal.Key.QUIT, terminal.Key.PAGE_DOWN]
+            raise ZeroDivisionError
+        assert termios.tcgetattr(stream) == mode
+
+
+SHELL = """
+import fcntl, os, signal, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+command = [sys.executable, "-m", "shmtensor", "top", sys.argv[1], "--interval", "0.1"]
+defaults = lambda: (os.setpgrp(), signal.signal(signal.SIGTTOU, signal.SIG_DFL))
+job = subprocess.Popen(command, stdin=0, stdout=0, stderr=0, preexec_fn=defaults)
+os.tcsetpgrp(0, job.pid)
+mode = termios.tcgetattr(0)
+_, status = os.waitpid(job.pid, os.WUNTRACED)
+print(os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGTSTP, termios.tcgetattr(0) == mode, flush=True)
+os.killpg(job.pid, signal.SIGCONT)
+print(job.wait(), termios.tcgetattr(0) == mode, flush=True)
+"""
+
+
+@pytest.mark.slow
+@once("text")
+def test_control_z_gives_the_terminal_back(channel):
+    """And `fg` takes it again."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-c", SHELL, channel]
+    shown = b""
+    with (
+        shmtensor.Publisher(channel), os.fdopen(ours, "r+b", buffering=0) as screen,
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True, env=environment,
+                         start_new_session=True) as shell,
+    ):  # fmt: skip
+        os.close(theirs)
+        for typed in (b"\x1a", b"q"):
+            part = b""
+            while channel.encode() not in part[part.rfind(b"\x1b[?1049h") + 1 :] or b"\x1b[?1049h" not in part:
+                part += screen.read(4096)
+            shown += part
+            screen.write(typed)
+        with contextlib.suppress(OSError):
+            while more := screen.read(4096):
+                shown += more
+        assert shell.stdout.read() == "True True\n0 True\n"
+        assert shell.wait(PATIENCE) == 0
+    ends = [b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?1049h", b"\x1b[?1049l"]
+    assert re.findall(rb"\x1b\[\?1049[hl]", shown) == ends
+    cursor = re.findall(rb"\x1b\[\?25[hl]", shown)
+    assert (cursor.count(b"\x1b[?25h"), cursor[-1]) == (2, b"\x1b[?25h")
 
 
 @pytest.mark.slow
