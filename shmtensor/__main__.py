@@ -1,6 +1,15 @@
-"""`python -m shmtensor`: the command line."""
+"""`python -m shmtensor`, and the script `shmtensor`: the command line."""
 
-from .cli.main import app
+
+def main() -> None:
+    """Run the command line. Ctrl-C while its modules are imported ends it as later on: with 130, and no traceback."""
+    try:
+        from .cli.main import app
+
+        app(prog_name="shmtensor")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
 
 if __name__ == "__main__":
-    app(prog_name="shmtensor")
+    main()

@@ -7,18 +7,20 @@ import enum
 import errno
 import fnmatch
 import itertools
+import operator
 import re
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.cells import cell_len, set_cell_size
+from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
@@ -46,9 +48,12 @@ from .output import (
     until_interrupted,
     wait_for_channel,
 )
+from .terminal import Key, Stops, keys_at_once, read_keys
 
 _MARKED_S: Final = 0.5
 """Seconds for which a member is shown as dead, or until the next reading."""
+_LOOK_S: Final = 0.4
+"""Seconds between two looks for the deaths of processes that cannot be seen to end. With what is above, less than 1."""
 
 
 class Order(str, enum.Enum):
@@ -77,13 +82,17 @@ def top(
     reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
     messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
     and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
+
+    Keys on a terminal: q quits, s sorts by what comes next, up, down, PgUp and PgDn scroll, Ctrl-Z stops it until `fg`.
     """
     if not pattern:
         raise fail("PATTERN is empty, which is no channel's name: leave it out for all channels", 2)
     live = not as_json and not once and not count and sys.stdout.isatty()
     view = View(re.compile(fnmatch.translate(pattern)).match, sort)
     limit = 1 if once else count
-    with until_interrupted(), signals_interrupt(signal.SIGTERM, signal.SIGHUP), Ends() as ends:
+    # the first of them gives the terminal back, which a second one must not interrupt
+    ending = (signal.SIGTERM, signal.SIGHUP, *((signal.SIGINT,) if live else ()))
+    with until_interrupted(), signals_interrupt(*ending), Ends() as ends:
         if live:
             _show_live(view, ends, interval)
         else:
@@ -93,14 +102,22 @@ def top(
 
 def _readings(view: View, ends: Ends, interval: float, limit: int) -> Iterator[Reading]:
     reading = view.read()
-    ends.watch(reading.channels)
     done = 0
     while not limit or done < limit:
-        ends.wait(reading.pause(interval))
-        reading = view.read()
         ends.watch(reading.channels)
+        _wait(view, ends, time.monotonic() + reading.pause(interval))
+        reading = view.read()
         yield reading
         done += 1
+
+
+def _wait(view: View, ends: Ends, until: float, also: Collection[int] = ()) -> set[int]:
+    """Wait until then, or until a process of a member ends, or one of the descriptors `also` is readable: those."""
+    while (left := until - time.monotonic()) > 0:
+        ready = ends.wait(min(left, _LOOK_S) if ends.unseen else left, also)
+        if ready or (ends.unseen and view.lacks(ends.unseen)):
+            return ready.intersection(also)
+    return set()
 
 
 def _print_reading(reading: Reading, as_json: bool) -> None:
@@ -114,24 +131,72 @@ def _print_reading(reading: Reading, as_json: bool) -> None:
 
 def _show_live(view: View, ends: Ends, interval: float) -> None:
     out = console()
-
-    def screen(reading: Reading) -> Text:
-        shown = lines(reading, out.width)
-        if len(shown) > out.height:
-            rest = len(shown) - out.height + 1
-            shown = [*shown[: out.height - 1], Text(f"... {rest} more lines: name a PATTERN, or sort", style="dim")]
-        return Text("\n").join(shown)
-
-    reading = view.read()
-    live = Live(screen(reading), console=out, screen=True, auto_refresh=False)
-    with contextlib.ExitStack() as stack:
-        stack.callback(live.stop)  # also of one that is interrupted while it starts
-        stack.enter_context(live)
+    screen = _Screen(view.read(), view)
+    with Stops() as stops:
         while True:
-            ends.watch(reading.channels)
-            ends.wait(reading.pause(interval))
-            reading = view.read()
-            live.update(screen(reading), refresh=True)
+            with contextlib.ExitStack() as stack:
+                keys = stack.enter_context(keys_at_once())
+                live = Live(Text(), console=out, screen=True, auto_refresh=False)
+                stack.callback(live.stop)  # also of one that is interrupted while it starts
+                stack.enter_context(live)
+                if not _follow(screen, ends, interval, live, keys, stops.fd):
+                    return
+            stops.stop()
+            screen.reading = view.read()
+
+
+def _follow(screen: _Screen, ends: Ends, interval: float, live: Live, keys: int | None, stops: int) -> bool:
+    """Show one reading after the other, until somebody quits, or stops it: whether it is to go on."""
+    also = [stops] if keys is None else [stops, keys]
+    while True:
+        ends.watch(screen.reading.channels)
+        due = time.monotonic() + screen.reading.pause(interval)
+        while True:
+            live.update(screen.text(live.console.size, keys is not None), refresh=True)
+            ready = _wait(screen.view, ends, due, also)
+            if stops in ready:
+                return True
+            if keys not in ready:
+                break
+            for key in read_keys(keys):
+                if key is Key.QUIT:
+                    return False
+                screen.press(key, live.console.height)
+        screen.reading = screen.view.read()
+
+
+class _Screen:
+    """Which lines of a reading are shown, below the headings."""
+
+    def __init__(self, reading: Reading, view: View) -> None:
+        self.reading, self.view = reading, view
+        self._first = 0
+
+    def press(self, key: Key, height: int) -> None:
+        """Sort by what comes next, or scroll."""
+        if key is Key.SORT:
+            orders = list(Order)
+            self.view.order = orders[(orders.index(self.view.order) + 1) % len(orders)]
+            self.reading = self.reading.by(self.view.order)
+            self._first = 0
+        else:
+            page = max(1, height - 2)
+            self._first += {Key.UP: -1, Key.DOWN: 1, Key.PAGE_UP: -page, Key.PAGE_DOWN: page}[key]
+
+    def text(self, size: ConsoleDimensions, has_keys: bool) -> Text:
+        heading, *found = lines(self.reading, size.width)
+        if not has_keys and len(found) < size.height:
+            return Text("\n").join([heading, *found])
+        room = max(1, size.height - 2)
+        first = self._first = max(0, min(self._first, len(found) - room))
+        shown, rest = found[first : first + room], len(found) - room
+        if has_keys:
+            where = f"lines {first + 1} to {first + room} of {len(found)} (up, down, PgUp, PgDn)  " if rest > 0 else ""
+            note = f"by {self.view.order.value} (s)  {where}quit (q)"
+        else:
+            note = f"... {rest} more lines: name a PATTERN, or sort"
+        blank = [Text()] * (room - len(shown))
+        return Text("\n").join([heading, *shown, *blank, Text(_cut(note, size.width), style="dim")])
 
 
 @dataclass(frozen=True)
@@ -151,6 +216,13 @@ class Reading:
         """Seconds until the next reading: shorter if there are dead to be removed."""
         return min(interval, _MARKED_S) if self.has_news_of_deaths else interval
 
+    def by(self, order: Order) -> Reading:
+        """The same, in this order; channels that are alike in it by name."""
+        channels = sorted(self.channels, key=lambda it: it.name)
+        if (key := _KEYS.get(order)) is not None:
+            channels.sort(key=lambda it: -key(it, self.rates.of_channel(it) or NONE))
+        return replace(self, channels=channels)
+
 
 _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
     Order.RATE: lambda channel, rate: rate.messages,
@@ -164,8 +236,8 @@ _KEYS: Final[dict[Order, Callable[[ChannelInfo, Rate], float]]] = {
 class View:
     """Reads again and again."""
 
-    def __init__(self, wanted: Callable[[str], object], sort: Order) -> None:
-        self._inspector, self._rates, self._wanted, self._sort = Inspector(), Rates(), wanted, sort
+    def __init__(self, wanted: Callable[[str], object], order: Order) -> None:
+        self._inspector, self._rates, self._wanted, self.order = Inspector(), Rates(), wanted, order
         self._dead: set[int] = set()
         self._first: float | None = None
 
@@ -178,12 +250,14 @@ class View:
         self._rates.update(found, now)
         channels = [left for channel in found if (left := self._without_the_dead(channel)) is not None]
         before, self._dead = self._dead, {it.uid for each in found for it in each.members if not it.alive}
-        key = _KEYS.get(self._sort)
-        if key is not None:
-            channels.sort(key=lambda channel: -key(channel, self._rates.of_channel(channel) or NONE))
         return Reading(
             time.time(), channels, self._rates, bool(self._dead - before), max(0.0, began - self._first)
-        )  # fmt: skip
+        ).by(self.order)  # fmt: skip
+
+    def lacks(self, uids: set[int]) -> bool:
+        """Whether one of these members does not live now. Only looks: the next reading is as if this had not been."""
+        found = self._inspector.channels(self._wanted)
+        return not uids <= {it.uid for channel in found for it in channel.members if it.alive}
 
     def _without_the_dead(self, channel: ChannelInfo) -> ChannelInfo | None:
         """The channel without members that were shown as dead before; None if no member is left."""
@@ -249,27 +323,41 @@ def _member_dict(it: MemberInfo, rate: Rate | None, holds: list[dict[str, Any]])
 
 # --- as text
 
-_NUMBERS: Final = (9, 10, 7, 8)
+_NUMBERS: Final = (6, 7, 6, 7)
 _HEADINGS: Final = ("msg/s", "bytes/s", "depth", "oldest")
 _WIDE: Final = 140
 """Columns from which on there is one for what members have counted, of `_COUNTED` characters."""
 _COUNTED: Final = 18
+_HELD: Final = 16
+"""Columns, at least, of the last one: `1 claimed >5.0 s`."""
+_FREE: Final = ("waiting", "abandoned")
+"""How messages are held that the next receiver takes."""
 _BY_WEIGHT: Final = ("dropped", "missed", "redelivered", "late", "waits", "sleeps")
 
 
 def lines(reading: Reading, width: int) -> list[Text]:
     """The reading as lines of at most `width` columns."""
-    numbers = sum(each + 1 for each in _NUMBERS)
     counted = _COUNTED if width >= _WIDE else 0
-    rest = max(24, width - numbers - 2)
-    first = max(16, rest * 11 // 20)
-    columns = _Columns(width, first, counted, rest - first - (counted + 2 if counted else 0))
-    found = [columns.line("channel", _HEADINGS, "counted", "held", "dim")]
-    for channel in reading.channels:
-        found += _channel_lines(columns, channel, reading)
-    if not reading.channels:
+    rows = [row for channel in reading.channels for row in _channel_rows(channel, reading)]
+    rest = max(2 * _HELD, width - sum(each + 1 for each in _NUMBERS) - 2 - (counted + 2 if counted else 0))
+    most = rest - max(_HELD, rest // 3)
+    first = min(most, max((cell_len(row.name) for row in rows if row.cells is not None), default=0))
+    first = max(first, cell_len("channel"))
+    columns = _Columns(width, first, counted, rest - first)
+    found = [columns.line(_Row("channel", _HEADINGS, "counted", "held", "dim"))]
+    found += [columns.line(row) for row in rows]
+    if not rows:
         found.append(Text("no channels"))
     return found
+
+
+class _Row(NamedTuple):
+    name: str
+    cells: tuple[str, ...] | None
+    """None: the name takes the whole line."""
+    counted: str = ""
+    held: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,13 +368,18 @@ class _Columns:
     """0: no such column."""
     last: int
 
-    def line(self, name: str, numbers: tuple[str, ...], counted: str, held: str, style: str = "") -> Text:
-        cells = [set_cell_size(_cut(name, self.first), self.first)]
-        cells += [_cut(text, size).rjust(size) for text, size in zip(numbers, _NUMBERS, strict=True)]
+    def line(self, row: _Row) -> Text:
+        if row.cells is None:
+            return Text(_cut(row.name, self.width), style=row.style)
+        free = len(list(itertools.takewhile(operator.not_, row.cells)))  # the name may take those, too
+        first = self.first + sum(1 + size for size in _NUMBERS[:free])
+        cells = [set_cell_size(_cut(row.name, first), first)]
+        numbers = list(zip(row.cells, _NUMBERS, strict=True))[free:]
+        cells += [_cut(text, size).rjust(size) for text, size in numbers]
         if self.counted:
-            cells += ["", _cut(counted, self.counted).ljust(self.counted)]
-        whole = " ".join([*cells, "", _cut(held, self.last)])
-        return Text(set_cell_size(whole, min(self.width, cell_len(whole))).rstrip(), style=style)
+            cells += ["", _cut(row.counted, self.counted).ljust(self.counted)]
+        whole = " ".join([*cells, "", _cut(row.held, self.last)])
+        return Text(set_cell_size(whole, min(self.width, cell_len(whole))).rstrip(), style=row.style)
 
 
 def _cut(text: str, width: int) -> str:
@@ -294,17 +387,16 @@ def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
-def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) -> Iterator[Text]:
+def _channel_rows(channel: ChannelInfo, reading: Reading) -> Iterator[_Row]:
     rates, watched = reading.rates, reading.watched
     if not channel.readable:
         why = channel.notes[0] if channel.notes else "cannot be read"
-        yield Text(_cut(f"{channel.name}: {why}", columns.width), style="yellow")
+        yield _Row(f"{channel.name}: {why}", None, style="yellow")
         return
-    nobody = [it for it in channel.holdings if not it.uid]
-    yield columns.line(
-        f"{channel.name} ({channel.kind})",
-        (*_rate_cells(rates.of_channel(channel)), *_waiting_cells(channel.depth, channel.oldest_unread)),
-        "", _holdings_text(nobody, watched), "bold",
+    waiting = _waiting_cells(channel.depth, channel.oldest_unread)
+    yield _Row(
+        f"{channel.name} ({channel.kind})", (*_rate_cells(rates.of_channel(channel)), *waiting), "",
+        _holdings_text([it for it in channel.holdings if not it.uid], watched, waiting), "bold",
     )  # fmt: skip
     for member in channel.members:
         arrow = {"sender": ">", "receiver": "<"}.get(member.role, "o")
@@ -317,9 +409,11 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) ->
             if member.role == "sender" and member.leaving
             else " dead"
         )
+        # that of a sender behind a relay, which has no label of its own, begins with a blank
+        parts = (member.process, _delivery(member), member.label.strip())
         held = [it for it in channel.holdings if it.uid == member.uid and it.uid]
-        yield columns.line(
-            f" {arrow} {member.pid}{life}{_delivery(member)} {program(member)}",
+        yield _Row(
+            " ".join([f" {arrow} {member.pid}{life}", *filter(None, parts)]),
             (*_rate_cells(rates.of(member)), *_waiting_cells(member.unread, member.oldest_unread)),
             _counted_text(member), _holdings_text([it for it in held if it.how != "unread"], watched),
             "" if member.alive and not member.stopped else "red",
@@ -328,18 +422,22 @@ def _channel_lines(columns: _Columns, channel: ChannelInfo, reading: Reading) ->
 
 def _delivery(member: MemberInfo) -> str:
     """What a subscriber gets, unless it is everything."""
-    return f" [{member.group}]" if member.group else " latest" if member.delivery == "latest" else ""
+    return f"[{member.group}]" if member.group else "latest" if member.delivery == "latest" else ""
 
 
 def _rate_cells(rate: Rate | None) -> tuple[str, str]:
     if rate is None:
         return "", ""
-    number = f"{rate.messages:.1f}" if rate.messages < 99_999 else f"{rate.messages / 1e3:.0f}k"
-    return number, bytes_per_second(rate.nbytes) if rate.nbytes else ""
+    number = f"{rate.messages:.1f}" if rate.messages < 9_999 else _short(round(rate.messages))
+    return number, bytes_per_second(rate.nbytes).removesuffix("/s") if rate.nbytes else ""
 
 
 def _waiting_cells(messages: int, oldest: float) -> tuple[str, str]:
-    return (str(messages), seconds(oldest)) if messages else ("", "")
+    return (_short(messages), seconds(oldest)) if messages else ("", "")
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 1_000_000 else f"{number // 1000}k"
 
 
 def _counted_text(member: MemberInfo) -> str:
@@ -347,9 +445,14 @@ def _counted_text(member: MemberInfo) -> str:
     return ", ".join(f"{count} {name}" for name, count in counted if count)
 
 
-def _holdings_text(holdings: list[Holding], watched: float) -> str:
+def _holdings_text(holdings: list[Holding], watched: float, waiting: tuple[str, str] = ("", "")) -> str:
+    """Who holds what. `waiting`: the number and the time in the row; of what nobody has they are not said again, but
+    of a group, for each has its own."""
+    free = [(it, _waiting_cells(it.messages, it.oldest)) for it in holdings if it.how in _FREE]
+    said = free[0][0] if len(free) == 1 and free[0][1] == waiting and not free[0][0].group else None
     return ", ".join(
-        f"{f'{it.group}: ' if it.group else ''}{it.messages} {it.how} {_time_of(it, watched)} {format_bytes(it.nbytes)}"
+        f"{f'{it.group}: ' if it.group else ''}"
+        f"{it.how if it is said else f'{it.messages} {it.how} {_time_of(it, watched)}'} {format_bytes(it.nbytes)}"
         for it in holdings
     )
 
@@ -480,7 +583,7 @@ steady rate up to 1 kHz, and of what is silent seldom."""
 def echo(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     count: Annotated[int, typer.Option(help="End after so many messages; 0: on Ctrl-C.", min=0)] = 0,
-    digest: Annotated[bool, typer.Option(help="Read the payload for a digest, or leave it alone.")] = True,
+    digest: Annotated[bool, typer.Option(help="Read the whole payload for a digest, or leave it alone.")] = True,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
     ] = None,
@@ -490,8 +593,9 @@ def echo(
 
     First those that are still needed, then each new one that can be read before its slot is used again; it says how
     many it missed. It joins no channel: nothing is taken from a work queue, and no sender waits. What was overwritten
-    while it was read is not printed. The digest (xxh3, 64 bits) is left out if the payload may have been written to
-    meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot be read.
+    while it was read is not printed. The digest (xxh3, 64 bits) and the values of NumPy scalars are left out if the
+    payload may have been written to meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot
+    be read.
     """
     named(channel)
     with until_interrupted(), contextlib.closing(_messages(channel, digest, timeout)) as messages:

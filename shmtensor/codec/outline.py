@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ..errors import DependencyError, WireError
 from ..wire import spec
 from ..wire.spec import LeafSpec
 from .decode import Tree
-from .numpy import build
+from .numpy import CARRIER, AnyDType, build
 
 _MOST: Final = 20
 """Items of a container, and characters of a text times four, that `as_text` shows."""
@@ -40,29 +42,66 @@ class Parts:
     def __str__(self) -> str:
         if self.kind == "data":
             return f"bytes{list(self.leaves[0].shape)}"
-        if self.kind == "generic":  # its value is in the payload
-            return f"a numpy.{self.leaves[0].dtype}"
         return f"{self.kind}({', '.join(map(as_text, (*self.leaves, *self.scalars)))})"
 
 
-class Outline(Tree):
-    """Reads a description: `value` with a `Leaf` or `Parts` in place of each array, `meta`, and where the bytes lie."""
+@dataclass
+class Scalar:
+    """A NumPy scalar. What it holds lies in the payload, which an outline does not read."""
 
-    __slots__ = ("_extents", "meta", "value")
+    leaf: Leaf
+    dtype: AnyDType
+    offset: int
+    """Of its bytes in the payload."""
+    value: Any = None
+    """None: not known."""
+
+    def hold(self, data: bytes) -> None:
+        """Take the value from its bytes."""
+        self.value = np.frombuffer(data, self.dtype)[0]
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"a numpy.{self.leaf.dtype}"
+        if isinstance(self.value, (np.datetime64, np.timedelta64)):
+            return f"numpy.{type(self.value).__name__}({repr(self.value).partition('(')[2]}"
+        return f"numpy.{type(self.value).__name__}({str(self.value).strip('()')})"
+
+    def plain(self) -> Any:
+        """The value as JSON has it, or as text."""
+        found = self.value
+        if isinstance(found, np.longdouble):
+            found = float(found)
+        elif isinstance(found, np.generic) and not isinstance(found, (np.datetime64, np.timedelta64)):
+            found = found.item()
+        return as_json(found) if found is None or isinstance(found, (int, float)) else str(found)
+
+
+class Outline(Tree):
+    """Reads a description: `value` with a `Leaf`, `Parts` or `Scalar` in place of each array, `meta`, and where the
+    bytes lie."""
+
+    __slots__ = ("_extents", "_newest", "meta", "scalars", "value")
 
     def __init__(self, description: bytes) -> None:
         """Raises `WireError` for anything invalid."""
         self._extents: set[tuple[int, int]] = set()
+        self._newest: tuple[AnyDType, int] | None = None
+        self.scalars: list[Scalar] = []
+        """The NumPy scalars, but for those that may be of any size (`numpy.void`)."""
         super().__init__(description, self._note)
         self.value, self.meta = self.read()
 
     def _note(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Leaf:
+        self._newest = None
         if leaf.dtype is not None:
             name, itemsize = leaf.dtype.name, leaf.dtype.itemsize
+            self._newest = CARRIER[leaf.dtype.code], leaf.offset
         else:
             try:
                 dtype = build(described)
                 name, itemsize = str(dtype), dtype.itemsize
+                self._newest = dtype, leaf.offset
             except DependencyError:
                 name, itemsize = str(described), 0
         extent = spec.check_extent(leaf, itemsize)
@@ -78,8 +117,17 @@ class Outline(Tree):
             if self._cursor.tag() != spec.LEAF:
                 raise WireError(f"composite {kind!r} has a part that is no leaf")
             leaves.append(self._leaf())
+        if kind == "generic":
+            return self._scalar(leaves[0])
         scalars = [self._cursor.scalar(self._cursor.tag()) for _ in range(row.scalars)]
         return Parts(kind, tuple(leaves), tuple(scalars))
+
+    def _scalar(self, leaf: Leaf) -> Scalar:
+        dtype, offset = self._newest or (np.dtype(np.void), 0)
+        scalar = Scalar(leaf, dtype, offset)
+        if leaf.shape == () and not leaf.torch and not issubclass(dtype.type, np.flexible):
+            self.scalars.append(scalar)
+        return scalar
 
     def extents(self) -> list[tuple[int, int]]:
         """(start, end) of the bytes of all leaves in the payload, in order; those that overlap are one."""
@@ -100,7 +148,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, dict):
         items = list(value.items())[:_MOST]
         return f"{{{_joined((f'{as_text(key)}: {as_text(each)}' for key, each in items), len(value))}}}"
-    if isinstance(value, (Leaf, Parts)):
+    if isinstance(value, (Leaf, Parts, Scalar)):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"
@@ -128,6 +176,8 @@ def as_json(value: Any) -> Any:
             "kind": value.kind, "leaves": [as_json(each) for each in value.leaves],
             "scalars": [as_json(each) for each in value.scalars],
         }  # fmt: skip
+    if isinstance(value, Scalar):
+        return {"kind": "generic", "leaves": [as_json(value.leaf)], "scalars": [], "value": value.plain()}
     if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) >> 64):
         return as_text(value)
     return value

@@ -70,11 +70,12 @@ class SenderTraits(Traits):
     checks_verdicts: bool = False
     """Whether slots that a server has given back with a verdict wait for `Writer.judge`."""
     full: str = (
-        'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for their receivers ({holders}){grown}: '
+        'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for receivers (there: {there}){grown}: '
         'receive faster, release messages, or pass slots=, timeout={grow} or full="drop"'
     )
-    """What is said of a message for which there is no slot, with the sender as `{0}`; `{grown}`: what keeps one
-    with `full="grow"` from adding a ring; `{grow}`: that option as a remedy for others."""
+    """What is said of a message for which there is no slot, with the sender as `{0}`; `{there}`: all that receive, of
+    which some may hold nothing; `{grown}`: what keeps one with `full="grow"` from adding a ring; `{grow}`: that option
+    as a remedy for others."""
     full_alone: str = (
         'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there{grown}: start a '
         'receiver, or pass slots=, timeout={grow} or full="drop"'

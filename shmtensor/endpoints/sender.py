@@ -542,14 +542,14 @@ class Sender(Endpoint):
 
     def _full_text(self, nbytes: int) -> str:
         """What errors and the log say while there is no slot for a message of so many bytes."""
-        holders = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
-        text = self._traits.full if holders else self._traits.full_alone
+        there = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
+        text = self._traits.full if there else self._traits.full_alone
         grow, grown = ' or full="grow"', ""
         if self._full == "grow":
             limit = self._pool.limit(max(1, nbytes))
             grow, grown = "", f', full="grow" has reached {limit}' if limit else ""
         return text.format(
-            self, nbytes=format_bytes(nbytes), slots=self._pool.slots, holders=holders, grow=grow, grown=grown
+            self, nbytes=format_bytes(nbytes), slots=self._pool.slots, there=there, grow=grow, grown=grown
         )
 
     # --- waiting

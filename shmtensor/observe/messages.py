@@ -4,10 +4,11 @@ What was read may have been overwritten meanwhile, so each part is checked after
 
 - The record, with structure, scalars, dtypes, shapes and meta: its sequence number is the same before and after. A
   sender stores 0 there before it writes the next record.
-- The payload, for the digest, and a description that lies behind it: besides, the message is known to be needed still,
-  so that its sender may not reuse its slots (a receiver has not given it back, or it is kept by `history=`); or no
-  message can have begun in its slots or in those before them. Else there is no digest. Consumers, and clients that got
-  a reply, may write to a value: there, only a message that no receiver has taken has a digest.
+- The payload, for the digest, the values of NumPy scalars, and a description that lies behind it: besides, the message
+  is known to be needed still, so that its sender may not reuse its slots (a receiver has not given it back, or it is
+  kept by `history=`); or no message can have begun in its slots or in those before them. Else there is no digest, and
+  no such value. Consumers, and clients that got a reply, may write to a value: there, only a message that no receiver
+  has taken has a digest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from ..ring import layout as lay
 from ..wire.record import INLINE_OFFSET, SIZE, SPILLED, check_head, padded, unpack_constant
 
 _CHUNK: Final = 1 << 20
+_SCALARS: Final = 1000
+"""NumPy scalars of a message whose values are read, at most: each is a read of its own."""
 _LIST_S: Final = 0.25
 """Seconds between two looks at the table of members."""
 
@@ -226,17 +229,31 @@ class Messages:
             if flags & SPILLED and not self._is_whole(sender, ring, slot, span, seq):
                 return None
             raise
-        digest = None
-        if self._digests and not shape.device:
-            digest = self._digest(source, shape.data + slot * shape.slot_bytes, nbytes, outline)
-        if (flags & SPILLED or digest is not None) and not self._is_whole(sender, ring, slot, span, seq):
-            digest = None
+        digest, scalars = None, []
+        if not shape.device:
+            at = shape.data + slot * shape.slot_bytes
+            scalars = self._scalars(source, at, nbytes, outline)
+            digest = self._digest(source, at, nbytes, outline) if self._digests else None
+        if (flags & SPILLED or digest is not None or scalars) and not self._is_whole(sender, ring, slot, span, seq):
+            digest, scalars = None, []
             if flags & SPILLED:
                 return None
+        for scalar, data in zip(outline.scalars, scalars, strict=False):
+            scalar.hold(data)
         sent = int.from_bytes(raw[8:16], "little")
         return Seen(
             sender.uid, sender.pid, seq, sent, nbytes, outline.value, outline.meta, digest, sender.missed
         )  # fmt: skip
+
+    @staticmethod
+    def _scalars(source: shm.Glance, at: int, nbytes: int, outline: Outline) -> list[bytes]:
+        """The bytes of the first NumPy scalars."""
+        found = []
+        for it in outline.scalars[:_SCALARS]:
+            if it.offset + it.dtype.itemsize > nbytes:
+                raise WireError(f"payload has {nbytes} bytes, the message needs {it.offset + it.dtype.itemsize}")
+            found.append(source.read_bytes(at + it.offset, it.dtype.itemsize))
+        return found
 
     @staticmethod
     def _digest(source: shm.Glance, at: int, nbytes: int, outline: Outline) -> str:

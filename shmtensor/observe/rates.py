@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from ..channel.info import ChannelInfo, MemberInfo
@@ -79,24 +79,35 @@ class Ends:
 
     def __init__(self) -> None:
         self._opened: dict[int, int] = {}
+        self.unseen: set[int] = set()
+        """The living members whose processes cannot be seen to end: those of another pid namespace, for example."""
 
     def watch(self, channels: Iterable[ChannelInfo]) -> None:
         """Wait for the ends of the processes of these channels' living members."""
-        pids = {member.host_pid for channel in channels for member in channel.members if member.alive} - {0}
+        members = [member for channel in channels for member in channel.members if member.alive]
+        pids = {member.host_pid for member in members} - {0}
         for pid in self._opened.keys() - pids:
             os.close(self._opened.pop(pid))
         for pid in pids - self._opened.keys():
-            with contextlib.suppress(OSError):  # it has ended, or there are too many: then the next reading shows it
+            with contextlib.suppress(OSError):  # it has ended, or there are too many
                 self._opened[pid] = os.pidfd_open(pid)
+        self.unseen = {member.uid for member in members if member.host_pid not in self._opened}
 
-    def wait(self, seconds: float) -> None:
-        """Wait so many seconds, or until a process ends."""
+    def wait(self, seconds: float, also: Collection[int] = ()) -> set[int]:
+        """Wait so many seconds, or until a process ends, or one of the descriptors `also` is readable.
+
+        The descriptors that are readable.
+        """
         until = time.monotonic() + seconds
-        time.sleep(min(seconds, LEAST_S))
         poll = select.poll()
-        for fd in self._opened.values():
+        for fd in also:
             poll.register(fd, select.POLLIN)
-        poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+        ready = poll.poll(min(seconds, LEAST_S) * 1e3)
+        if not ready:
+            for fd in self._opened.values():
+                poll.register(fd, select.POLLIN)
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+        return {fd for fd, _ in ready}
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""

@@ -166,7 +166,7 @@ class RequestPool(Pool):
 
 
 _NO_ROOM: Final = (
-    'service "{{0.name}}": no room for a request of {{nbytes}}, all {{slots}} slots wait for their servers ({})'
+    'service "{{0.name}}": no room for a request of {{nbytes}}, all {{slots}} slots wait for servers ({})'
     "{{grown}}: start more of them, or pass slots= or timeout={{grow}}"
 )
 
@@ -177,7 +177,7 @@ class RequestSender(Posting, Producer):
     _called = 'Client of service "{0.service}"'
     _traits = SenderTraits(
         WORK_QUEUE, SERVICE, sizing=Sizing(most=16, least=2, nbytes=BUDGET), pool=RequestPool, checks_verdicts=True,
-        carries_context=True, full=_NO_ROOM.format("{holders}"), full_alone=_NO_ROOM.format("none is there"),
+        carries_context=True, full=_NO_ROOM.format("there: {there}"), full_alone=_NO_ROOM.format("none is there"),
     )  # fmt: skip
     _pool: RequestPool
 

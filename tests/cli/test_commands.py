@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +38,22 @@ def cli(*args: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(args))
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout
+
+
+def script() -> str:
+    """What the script `shmtensor` runs."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    module, function = re.search(r'^shmtensor = "([\w.]+):(\w+)"$', project, re.MULTILINE).groups()
+    return f"import sys; from {module} import {function}; sys.exit({function}())"
+
+
+@pytest.mark.parametrize("how", ["module", "script"])
+def test_control_c_while_it_is_imported(tmp_path, how):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(shmtensor.__file__).parents[1])])
+    command = [sys.executable, *(["-m", "shmtensor"] if how == "module" else ["-c", script()]), "ls"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
 def seen(channel: str) -> dict:

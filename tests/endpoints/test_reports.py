@@ -19,6 +19,7 @@ import shmtensor
 from shmtensor import Consumer, Producer, Publisher, Subscriber
 from shmtensor.endpoints import sender as sending
 
+from ..scenes import Fellow
 from ..waiting import PATIENCE, wait_until
 
 
@@ -200,6 +201,41 @@ def test_a_long_wait_for_a_slot_says_once_who_holds_it(channel, caplog, monkeypa
     assert "receive faster" in text
     if kind == "fan-out":
         assert text.endswith("1 unread")  # who holds it, by what is stored: not only who is there
+
+
+IDLE = """
+import sys, shmtensor
+with shmtensor.Subscriber(sys.argv[1]) as sub:
+    print("joined", flush=True)
+    sub.recv(timeout=120).release()
+    print("done", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_who_holds_nothing_is_not_said_to_be_waited_for(channel, caplog, monkeypatch):
+    monkeypatch.setattr(sending, "SLOW_S", 0.3)
+    fellow = Fellow(IDLE, channel)
+    fellow.listen("joined")
+    with Subscriber(channel) as rx, Publisher(channel, slots=1) as tx:
+        tx.send(np.zeros(1))
+        fellow.listen("done")
+        with pytest.raises(shmtensor.RingFull) as caught:
+            tx.send(np.zeros(1), timeout=0)
+        thread = threading.Thread(target=tx.send, args=(np.zeros(1),))
+        thread.start()
+        wait_until(lambda: waits(caplog))
+        rx.recv(timeout=PATIENCE).release()
+        thread.join(PATIENCE)
+        rx.recv(timeout=PATIENCE).release()
+        fellow.say()
+        fellow.end()
+    (text,) = waits(caplog)
+    said, holders = text.split("; held by ")
+    assert (str(os.getpid()) in holders, str(fellow.process.pid) in holders) == (True, False)
+    there = set(re.search(r"slots wait for receivers \(there: ([^)]*)\)", said).group(1).split(", "))
+    assert there == {f"pid {os.getpid()}", f"pid {fellow.process.pid}"}
+    assert "wait for receivers (there: pid " in str(caught.value)
 
 
 def test_a_short_wait_says_nothing(channel, caplog):

@@ -7,11 +7,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -27,7 +29,7 @@ from shmtensor.channel import inspect as looking
 from shmtensor.channel.control import LOCK
 from shmtensor.channel.inspect import Inspector
 from shmtensor.channel.processes import name_of
-from shmtensor.cli import output, watch
+from shmtensor.cli import output, terminal, watch
 from shmtensor.cli.main import app
 from shmtensor.codec.implementation import encode
 from shmtensor.codec.outline import Outline, as_json, as_text
@@ -144,11 +146,55 @@ def test_top_fits(channel, width):
         assert (name in text) == (width == 140)
         assert ("…" in lines[1]) == (width == 80)
         assert all(str(os.getpid()) in line for line in lines[2:4])
-        assert ("left camera" in lines[2]) == (width == 140)
+        assert "left camera" in lines[2]
         assert "left camera" in cli("hz", name, "--count", "1", "--interval", "0.1", width=200)
         assert "1 leased" in lines[3]
         del message
         sub.recv(timeout=PATIENCE).release()
+
+
+@once("text")
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_top_cuts_what_matters_least(channel, width):
+    """Long pids, groups and labels; and what the columns of numbers say is not said again."""
+
+    def alike(it: shmtensor.MemberInfo) -> shmtensor.MemberInfo:
+        return dataclasses.replace(it, pid=3139200 + it.index, process={"sender": "cam.py"}.get(it.role, "detector.py"))
+
+    fans, jobs = channel + "-a", channel + "-b"
+    with (
+        shmtensor.Publisher(fans, label="left camera") as pub, shmtensor.Subscriber(fans) as plain,
+        shmtensor.Subscriber(fans, group="detectors") as one, shmtensor.Subscriber(fans, delivery="latest"),
+        shmtensor.Producer(jobs) as tx, shmtensor.Consumer(jobs) as rx,
+    ):  # fmt: skip
+        view = watch.View(lambda name: name in (fans, jobs), watch.Order.NAME)
+        view.read()
+        for _ in range(3):
+            pub.send(np.zeros(100))
+            tx.send(np.zeros(128))
+        message = plain.recv(timeout=PATIENCE)
+        look = view.read()
+        message.release()
+        for receiver, count in ((plain, 2), (one, 3), (rx, 3)):
+            for _ in range(count):
+                receiver.recv(timeout=PATIENCE).release()
+    channels = [dataclasses.replace(it, members=tuple(map(alike, it.members))) for it in look.channels]
+    look = dataclasses.replace(look, channels=channels)
+    found = [line.plain for line in watch.lines(look, width)]
+    assert max(map(cell_len, found)) <= width
+    sender, receiver, member, latest = found[2:6]
+    assert sender.startswith(" > 3139200 cam.py left camera ")
+    assert receiver.startswith(" < 3139201 detector.py ")
+    assert " 1 leased" in receiver
+    assert (" 800 bytes" in receiver) == (width > 80)
+    assert member == " < 3139202 detector.py [detectors]"
+    assert latest == " < 3139204 detector.py latest"
+    *_, depth, _, _, how, number, unit = found[6].split()
+    assert (depth, how, number, unit) == ("3", "waiting", "3.0", "KiB")
+    waiting = dataclasses.replace(look.channels[1].holdings[0], messages=2)
+    other = dataclasses.replace(look.channels[1], holdings=(waiting,))
+    shown = watch.lines(dataclasses.replace(look, channels=[other]), width)[1].plain
+    assert " 2 waiting " in shown  # the number in the row is another
 
 
 def test_top_prints_json_lines_by_order(channel):
@@ -249,6 +295,49 @@ def test_a_death_does_not_wait_for_the_next_reading(channel):
             other.kill()
             members = json.loads(process.stdout.readline())["channels"][0]["members"]
             assert other.process.pid not in [it["pid"] for it in members if it["alive"]]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0
+
+
+BLIND = """
+import os, sys
+from shmtensor.channel.processes import UNKNOWN, Processes
+from shmtensor.cli.main import app
+from shmtensor.observe.rates import Ends
+
+def watch(self, channels, watch=Ends.watch):
+    watch(self, channels)
+    print("watching", file=sys.stderr, flush=True)
+
+def refuse(pid):
+    raise OSError(24, "Too many open files")
+
+Ends.watch = watch
+if sys.argv.pop(1) == "processes":
+    Processes.find = lambda self, *_: UNKNOWN
+else:
+    os.pidfd_open = refuse
+app(prog_name="shmtensor")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["processes", "descriptors"])
+def test_deaths_of_processes_that_cannot_be_watched(channel, missing):
+    """Those of another pid namespace, or more than may be watched: they are looked for, and nothing else is shown."""
+    assert watch._LOOK_S + watch._MARKED_S < 1
+    with shmtensor.Publisher(channel, slots=4):
+        fellow = Fellow(HOLDER, channel)
+        fellow.listen("joined")
+        command = [sys.executable, "-c", BLIND, missing, "top", channel, "--json", "--interval", "600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr.readline() == "watching\n"
+            with unswept(channel):
+                fellow.kill()
+                for lives in ({os.getpid(): True, fellow.process.pid: False}, {os.getpid(): True}):
+                    members = json.loads(process.stdout.readline())["channels"][0]["members"]
+                    assert {it["pid"]: it["alive"] for it in members} == lives
+                    assert {it["host_pid"] for it in members if missing == "processes"} <= {None}
             process.send_signal(signal.SIGINT)
             assert process.wait(PATIENCE) == 0
 
@@ -499,6 +588,52 @@ def test_echo_takes_nothing_from_a_work_queue(channel):
                 assert (message.value["id"], message.attempt) == (number, 1)
 
 
+SCALARS = [
+    (np.int64(7), "numpy.int64(7)", 7),
+    (np.uint64(2**64 - 1), f"numpy.uint64({2**64 - 1})", 2**64 - 1),
+    (np.float32(1.1), "numpy.float32(1.1)", float(np.float32(1.1))),
+    (np.float16("nan"), "numpy.float16(nan)", "nan"),
+    (np.float64("-inf"), "numpy.float64(-inf)", "-inf"),
+    (np.longdouble(1.5), "numpy.longdouble(1.5)", 1.5),
+    (np.bool_(True), f"numpy.{np.bool_.__name__}(True)", True),
+    (np.complex64(1 + 2j), "numpy.complex64(1+2j)", "(1+2j)"),
+    (np.datetime64("2026-01-02"), "numpy.datetime64('2026-01-02')", "2026-01-02"),
+    (np.datetime64(5, "ns"), "numpy.datetime64('1970-01-01T00:00:00.000000005')", "1970-01-01T00:00:00.000000005"),
+    (np.timedelta64(5, "D"), "numpy.timedelta64(5,'D')", "5 days"),
+    (np.str_("text"), "str('text')", None),
+    (np.bytes_(b"text"), "bytes(numpy.uint8[4])", None),
+    (np.array((1, 2.0), "i8,f4")[()], "a numpy.[('f0', '<i8'), ('f1', '<f4')]", None),
+]
+
+
+@pytest.mark.parametrize("digests", [True, False], ids=["digest", "no-digest"])
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_echo_shows_what_numpy_scalars_hold(channel, digests, size):
+    with shmtensor.Publisher(channel, slots=4, history=1) as pub:
+        pub.send({"image": np.ones(size), "scalars": [value for value, _, _ in SCALARS], "many": [np.int8(3)] * 1000})
+        with Messages(channel, digests=digests) as messages:
+            (seen,) = messages.new()
+        assert (seen.digest is not None) == digests
+        shown = seen.value["scalars"]
+        assert [str(it) for it in shown] == [text for _, text, _ in SCALARS]
+        assert [as_json(it).get("value") for it in shown] == [plain for _, _, plain in SCALARS]
+        many = [as_json(it)["value"] for it in seen.value["many"]]
+        assert many[:900] == [3] * 900
+        assert many[-1] is None
+        json.dumps(as_json(seen.value), allow_nan=False)
+        out = json.loads(cli("echo", channel, "--count", "1", "--json", *([] if digests else ["--no-digest"])))
+        assert out["value"]["scalars"][0]["value"] == 7
+        assert "numpy.float32(1.1)" in cli("echo", channel, "--count", "1", width=400)
+
+
+def test_scalars_that_may_have_been_written_to_are_not_shown(channel):
+    with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
+        tx.send([np.int64(7)])
+        with rx.recv(timeout=PATIENCE), Messages(channel, digests=False) as messages:
+            (seen,) = messages.new()
+            assert as_text(seen.value) == "[a numpy.int64]"
+
+
 def test_echo_of_a_message_that_is_being_worked_on_has_no_digest(channel):
     with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
         tx.send(np.arange(3))
@@ -530,20 +665,23 @@ def test_what_is_overwritten_while_it_is_read_is_not_printed(channel, size, monk
     slot_bytes = 4096 if size < 2000 else None
     with shmtensor.Publisher(channel, slots=4, slot_bytes=slot_bytes) as pub, Messages(channel) as messages:
         messages.new()
-        pub.send(np.full(size, 1))
+        first, second = ([np.full(size, number), np.int64(number)] for number in (1, 2))
+        pub.send(first)
         real, sent = reading.Outline, []
 
         def then_send(description):
             if not sent:
-                sent.append(pub.send(np.full(size, 2)))
+                sent.append(pub.send(second))
             return real(description)
 
         monkeypatch.setattr(reading, "Outline", then_send)
         for seen in messages.new():
-            assert (seen.seq, seen.digest) in ((1, None), (1, digest_of(np.full(size, 1))))
+            assert (seen.seq, seen.digest) in ((1, None), (1, digest_of(first)))
+            assert as_json(seen.value[1])["value"] in (None, 1)
         last = messages.new()[-1]
         assert last.seq == 2
-        assert last.digest in (None, digest_of(np.full(size, 2)))
+        assert last.digest in (None, digest_of(second))
+        assert as_json(last.value[1])["value"] in (None, 2)
 
 
 @pytest.mark.slow
@@ -596,6 +734,7 @@ def test_outlines():
     assert len(outline.extents()) == 2
     scalars = Outline(encode([np.int64(7), np.array(7), np.float32(1)]).description).value
     assert as_text(scalars) == "[a numpy.int64, numpy.int64[], a numpy.float32]"
+    assert as_json(scalars[0])["value"] is None
     assert as_text(list(range(25))).endswith("19, ... 5 more]")
 
 
@@ -648,6 +787,7 @@ def test_echo_follows_a_stream_and_rests_when_it_is_silent(channel, monkeypatch)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_top_leaves_the_terminal_as_it_was(channel, number):
     ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
     with shmtensor.Publisher(channel), os.fdopen(ours, "rb", buffering=0) as screen:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
         command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "0.1"]
@@ -656,13 +796,141 @@ def test_top_leaves_the_terminal_as_it_was(channel, number):
             shown = b""
             while channel.encode() not in shown:
                 shown += screen.read(4096)
+            assert not termios.tcgetattr(ours)[3] & termios.ECHO
             process.send_signal(number)
             with contextlib.suppress(OSError):  # EIO: nobody writes to it any more
                 while more := screen.read(4096):
                     shown += more
             assert process.wait(PATIENCE) == 0
+        assert termios.tcgetattr(ours) == mode
     assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.slow
+@once("text")
+def test_keys_of_top(channel):
+    """A reading would come after ten minutes: keys do not wait for it."""
+    ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "8"}
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
+    with contextlib.ExitStack() as stack, os.fdopen(ours, "r+b", buffering=0) as screen:
+        stack.enter_context(shmtensor.Publisher(channel, label="a label of its own"))
+        for _ in range(12):
+            stack.enter_context(shmtensor.Subscriber(channel))
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+
+            def shows(text: bytes) -> bytes:
+                shown = b""
+                while text not in shown:
+                    shown += screen.read(4096)
+                return shown
+
+            assert b"a label of its own" in shows(b"lines 1 to 6 of 14 (up, down, PgUp, PgDn)  quit (q)")
+            for typed, text in (
+                (b"x\x1b[B", b"lines 2 to 7 of 14"), (b"\x1b[6~", b"lines 8 to 13"), (b"\x1bOB" * 3, b"lines 9 to 14"),
+                (b"\x1b[A", b"lines 8 to 13"), (b"\x1b[5~\x1b[5~", b"lines 1 to 6"), (b"\x1b[6~", b"lines 7 to 12"),
+                (b"s", b"by rate (s)  lines 1 to 6"),
+            ):  # fmt: skip
+                screen.write(typed)
+                assert b"msg/s" in shows(text)
+            screen.write(b"q")
+            with contextlib.suppress(OSError):
+                while screen.read(4096):
+                    pass
+            assert process.wait(PATIENCE) == 0
+        assert termios.tcgetattr(ours) == mode
+
+
+@pytest.mark.slow
+@once("text")
+def test_top_without_keys(channel):
+    """Where stdin is no terminal."""
+    ours, theirs = os.openpty()
+    mode = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "4"}
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
+    with contextlib.ExitStack() as stack, os.fdopen(ours, "rb", buffering=0) as screen:
+        for _ in range(4):
+            stack.enter_context(shmtensor.Publisher(channel))
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment
+        ) as process:
+            os.close(theirs)
+            shown = b""
+            while b"... 3 more lines: name a PATTERN, or sort" not in shown:
+                shown += screen.read(4096)
+            assert termios.tcgetattr(ours) == mode
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):
+                while screen.read(4096):
+                    pass
+            assert process.wait(PATIENCE) == 0
+
+
+@once("no channel")
+def test_the_mode_of_the_terminal_after_an_error(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as typing, os.fdopen(theirs, "r", buffering=1) as stream:
+        mode = termios.tcgetattr(stream)
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(ZeroDivisionError), terminal.keys_at_once() as fd:
+            assert fd == stream.fileno()
+            assert not termios.tcgetattr(fd)[3] & termios.ICANON
+            typing.write(b"zq\x1b[6~\x1b[1;5C")
+            assert terminal.read_keys(fd) == [terminal.Key.QUIT, terminal.Key.PAGE_DOWN]
+            raise ZeroDivisionError
+        assert termios.tcgetattr(stream) == mode
+
+
+SHELL = """
+import fcntl, os, signal, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+command = [sys.executable, "-m", "shmtensor", "top", sys.argv[1], "--interval", "0.1"]
+defaults = lambda: (os.setpgrp(), signal.signal(signal.SIGTTOU, signal.SIG_DFL))
+job = subprocess.Popen(command, stdin=0, stdout=0, stderr=0, preexec_fn=defaults)
+os.tcsetpgrp(0, job.pid)
+mode = termios.tcgetattr(0)
+_, status = os.waitpid(job.pid, os.WUNTRACED)
+print(os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGTSTP, termios.tcgetattr(0) == mode, flush=True)
+os.killpg(job.pid, signal.SIGCONT)
+print(job.wait(), termios.tcgetattr(0) == mode, flush=True)
+"""
+
+
+@pytest.mark.slow
+@once("text")
+def test_control_z_gives_the_terminal_back(channel):
+    """And `fg` takes it again."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-c", SHELL, channel]
+    shown = b""
+    with (
+        shmtensor.Publisher(channel), os.fdopen(ours, "r+b", buffering=0) as screen,
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True, env=environment,
+                         start_new_session=True) as shell,
+    ):  # fmt: skip
+        os.close(theirs)
+        for typed in (b"\x1a", b"q"):
+            part = b""
+            while channel.encode() not in part[part.rfind(b"\x1b[?1049h") + 1 :] or b"\x1b[?1049h" not in part:
+                part += screen.read(4096)
+            shown += part
+            screen.write(typed)
+        with contextlib.suppress(OSError):
+            while more := screen.read(4096):
+                shown += more
+        assert shell.stdout.read() == "True True\n0 True\n"
+        assert shell.wait(PATIENCE) == 0
+    ends = [b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?1049h", b"\x1b[?1049l"]
+    assert re.findall(rb"\x1b\[\?1049[hl]", shown) == ends
+    cursor = re.findall(rb"\x1b\[\?25[hl]", shown)
+    assert (cursor.count(b"\x1b[?25h"), cursor[-1]) == (2, b"\x1b[?25h")
 
 
 @pytest.mark.slow
@@ -842,7 +1110,8 @@ def test_members_of_groups_are_told_apart(channel):
                 sub.recv(timeout=PATIENCE).release()
         text = cli("top", channel, "--once", "--interval", "0.1", width=140)
         assert "[detectors]" in text
-        assert f"{os.getpid()} latest" in text
+        assert f"{os.getpid()} {name_of(os.getpid())} [detectors]" in text
+        assert f"{os.getpid()} {name_of(os.getpid())} latest" in text
         printed = json.loads(cli("top", channel, "--once", "--json", "--interval", "0.1"))["channels"][0]["members"]
         listed = json.loads(cli("ls", channel, "--json"))["channels"][0]["members"]
         for members in (printed, listed):
