@@ -714,23 +714,37 @@ static int finish_hand(Reader *self, PyObject *hand) {
     return done;
 }
 
-/* The caller has that message in hand as well: 0, or -1 with an error. */
-static int put_in_hand(Reader *self, PyObject *hand, Lease *lease) {
-    if (hand == Py_None) return 0;
+/* Put a message into `undelivered`, or give it straight to the caller, who has it in hand then: 1, or -1 with an error; 0 if the receiver
+ * was closed meanwhile, and nobody would take it from there. */
+static int hand_over(Reader *self, Lease *lease, Received *message, const Sink *sink, int goes_straight) {
+    PyObject *hand = goes_straight && sink->hand != Py_None ? sink->hand : NULL;
+    PyObject *all = hand ? PyTuple_New(4) : NULL; /* first: it may run the collector, and with it anything */
+    if (hand && !all) return -1;
+    if (self->closing) {
+        Py_XDECREF(all);
+        return 0;
+    }
+    if (!goes_straight) return PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None) ? -1 : 1;
+    if (!hand) return 1;
     PyObject *name = self->codec->names[LAST], *last = PyObject_GetAttr(hand, name);
-    PyObject *all = last ? PyTuple_Pack(4, (PyObject *)lease, Py_None, Py_None, last) : NULL;
-    int failed = !all || PyObject_SetAttr(hand, name, all);
-    Py_XDECREF(all);
-    Py_XDECREF(last);
-    return failed ? -1 : 0;
+    if (last) {
+        PyTuple_SET_ITEM(all, 0, Py_NewRef((PyObject *)lease));
+        PyTuple_SET_ITEM(all, 1, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(all, 2, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(all, 3, last);
+    }
+    int failed = !last || PyObject_SetAttr(hand, name, all);
+    Py_DECREF(all);
+    return failed ? -1 : 1;
 }
 
 /* The message of a lease that has begun, where `sink` says: a new reference; NULL with an event, or with an error. One that is to go
- * straight to the caller and cannot, since an exception has arrived or it cannot be read here, is in `undelivered`, with None. */
+ * straight to the caller and cannot, since an exception has arrived or it cannot be read here, is in `undelivered`, with None. None as
+ * well if the receiver was closed meanwhile: the take is undone. */
 static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
     PyObject *value, *meta;
     Raised raised = {0};
-    int goes_straight = 0;
+    int has_it = 0;
     if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
         message->value = value;
         message->meta = meta;
@@ -744,8 +758,9 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->attempt = t->attempt;
         message->missed = t->missed;
         int is_readable = (PyObject *)Py_TYPE(meta) != self->dependency_error;
-        goes_straight = sink->hand && is_readable && !raised.type;
-        if (!(goes_straight ? put_in_hand(self, sink->hand, lease) : PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None))) {
+        int goes_straight = sink->hand && is_readable && !raised.type, is_there = hand_over(self, lease, message, sink, goes_straight);
+        has_it = is_there > 0 && (goes_straight || !sink->hand);
+        if (is_there > 0) {
             count(self, t, is_readable);
             if (traces(&self->trace, t->seq)) note_taken(self, t);
             CRASH_POINT("take.delivered");
@@ -758,7 +773,7 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
     }
     raise_late(&raised);
     if (*event || PyErr_Occurred()) return NULL;
-    return Py_NewRef(sink->hand && !goes_straight ? Py_None : (PyObject *)message);
+    return Py_NewRef(has_it ? (PyObject *)message : Py_None);
 }
 
 /* Call `make` with the value of a message, which counts as done then, whatever the result: True; NULL as above. An exception from
