@@ -499,8 +499,8 @@ class Receiver(Endpoint):
             if not reader.gone and (reader.sequences.closed or not control.is_alive(reader.index)):
                 reader.gone = True  # the entry may be a newcomer's by now; then `_refresh` has noticed
         self._retire_drained()
-        if self._retired:  # another receiver may have died before finishing with them
-            self._member.reap()
+        if self._retired or (self._claims is not None and self._claims.has_dead_sibling()):
+            self._member.reap()  # those read to the end: another receiver may have died before finishing with them
 
     # --- giving back
 

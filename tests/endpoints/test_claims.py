@@ -26,7 +26,7 @@ from shmtensor.endpoints.base import lingering
 
 from ..implementations import only
 from ..scenes import unswept
-from ..waiting import PATIENCE, wait_until
+from ..waiting import PATIENCE, stop, wait_until
 
 
 class Kind:
@@ -236,6 +236,31 @@ def test_a_stopped_receiver_is_not_dead(kind, channel):
         os.kill(process.pid, signal.SIGCONT)
         out, _ = process.communicate("\n", timeout=PATIENCE)
         assert out == "1\n"
+
+
+def test_a_receiver_that_is_never_idle_notices_that_another_died_asleep(kind, channel):
+    """Else it would look as if it slept for ever, and each message be taken as if there were somebody to wake."""
+    with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+        process = kind.child(channel, "rx.recv()")
+        kind.wait_for(tx, 2)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        (sibling,) = rx._claims.siblings.values()
+        words = rx._control_words
+        while True:
+            wait_until(lambda: words[sibling.asleep] & 1)
+            stop(process.pid)
+            if words[sibling.asleep] & 1:  # it was not awake for a look at who lives
+                break
+            os.kill(process.pid, signal.SIGCONT)
+        process.kill()
+        end(process, -9)
+
+        def receive():
+            tx.send(np.array(1))
+            rx.recv(timeout=PATIENCE).release()
+
+        wait_until(lambda: receive() or not rx._claims.siblings)
 
 
 @pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
