@@ -15,8 +15,8 @@
 #include "protocol/reader.h"
 #include "trace.h"
 
-#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a receiver that never waits looks for the dead, */
-#define LOOK_AFTER 256          /* and for unfinished messages; without claims it reads the clock once in so many calls */
+#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a receiver that never waits looks for the dead, and
+                                   for unfinished messages */
 
 /* How many forks led to this process: a child must not touch the memory of its parent's readers. */
 static unsigned forks;
@@ -174,7 +174,7 @@ typedef struct {
     word *shown; /* where other processes see `counts.missed`, and `counts.redelivered` behind it; NULL: nowhere */
     Trace trace;
     uint64_t sender_uid; /* for the trace */
-    uint64_t epoch, posted, leases, unacknowledged, look_due, calls;
+    uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
     char ready, closing, readonly;
     char is_due; /* the last call without the mutex took nothing, since a call with it is due */
@@ -835,12 +835,12 @@ static void spin(Reader *self, int64_t patience) {
 /* Whether a caller without the mutex may take a message: nothing is left that needs the mutex first. 0, 1, or -1. */
 static int may_go_ahead(Reader *self) {
     if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
-    if (claims(&self->f) || ++self->calls % LOOK_AFTER == 0) {
-        uint64_t now = monotonic_ns();
-        if (now >= self->look_due) {
-            self->look_due = now + LOOK_EVERY_NS;
-            return 0;
-        }
+    struct timespec coarse; /* of the last tick: the cheapest clock */
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &coarse);
+    uint64_t now = (uint64_t)coarse.tv_sec * 1000000000u + (uint64_t)coarse.tv_nsec;
+    if (now >= self->look_due) {
+        self->look_due = now + LOOK_EVERY_NS;
+        return 0;
     }
     PyObject *answer = PyObject_CallNoArgs(self->is_locked);
     int locked = answer ? PyObject_IsTrue(answer) : -1;
