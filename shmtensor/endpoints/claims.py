@@ -148,7 +148,7 @@ class Claims:
         return False
 
     def has_dead_sibling(self) -> bool:
-        """Whether one has died and is still a member: it may look asleep, so that each message is one to wake it for."""
+        """Whether one has died and is still a member: it may look asleep, as if each message were to wake it."""
         control = self._member.control
         return not all(control.is_alive(peer.index) for peer in self.siblings.values())
 

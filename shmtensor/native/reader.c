@@ -595,15 +595,21 @@ typedef struct {
 
 static void put_off(Raised *raised) { PyErr_Fetch(&raised->type, &raised->value, &raised->traceback); }
 
-/* Raise it, unless another error is set already. */
+/* Raise it; an error that is set already becomes its context. */
 static void raise_late(Raised *raised) {
-    if (raised->type && !PyErr_Occurred()) {
-        PyErr_Restore(raised->type, raised->value, raised->traceback);
-        return;
+    if (!raised->type) return;
+    Raised other;
+    put_off(&other);
+    PyErr_NormalizeException(&raised->type, &raised->value, &raised->traceback);
+    PyErr_NormalizeException(&other.type, &other.value, &other.traceback);
+    if (other.value && other.value != raised->value && PyExceptionInstance_Check(other.value) && PyExceptionInstance_Check(raised->value)) {
+        if (other.traceback) PyException_SetTraceback(other.value, other.traceback);
+        PyException_SetContext(raised->value, Py_NewRef(other.value));
     }
-    Py_XDECREF(raised->type);
-    Py_XDECREF(raised->value);
-    Py_XDECREF(raised->traceback);
+    Py_XDECREF(other.type);
+    Py_XDECREF(other.value);
+    Py_XDECREF(other.traceback);
+    PyErr_Restore(raised->type, raised->value, raised->traceback);
 }
 
 /* The text of the error that is set, which is cleared: NULL with an error. */
@@ -787,7 +793,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
     }
     Py_DECREF(meta);
     if (!(made = PyObject_CallOneArg(sink->make, value))) {
-        raise_late(&raised); /* there is another error */
+        raise_late(&raised);
         put_off(&raised);
         if (!(made = PyObject_CallOneArg(sink->make, value))) PyErr_Clear();
     }
@@ -873,7 +879,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     PyObject *made = NULL, *event = NULL;
     taken t = {0};
     take_result result = TAKE_NOTHING;
-    int may = !lease ? -1 : alone ? may_go_ahead(self) : 1;
+    int may = !lease ? -1 : alone ? may_go_ahead(self) : 1, contended = 0;
     self->is_due = !may;
     if (may < 0) goto end;
     lease->reader = (Reader *)Py_NewRef((PyObject *)self);
@@ -883,6 +889,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     while (may && is_mine(self) && !self->closing) {
         result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
                                                                             : reader_scan(&self->f, &t);
+        contended |= self->f.contended; /* other threads take messages while this one is decoded */
         if (result != TAKE_RETRY) break;
         count_missed(self, &t);
     }
@@ -893,7 +900,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
     } else if (result != TAKE_NOTHING && result != TAKE_RETRY) event = event_of(result, &t);
     if (result == TAKE_NOTHING) reader_unlock_finished(&self->f);
-    if (self->f.contended && (load(self->f.asleep) & 1)) {
+    if (contended && (load(self->f.asleep) & 1)) {
         Raised raised;
         put_off(&raised);
         call_safely((PyObject *)self, "wake_sender");
@@ -1080,21 +1087,20 @@ static PyObject *ReaderSet_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     PyObject *list;
     int by_age;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!p", names, &PyList_Type, &list, &by_age)) return NULL;
-    Py_ssize_t count = PyList_GET_SIZE(list);
+    PyObject *all = PyList_AsTuple(list); /* no collection changes it */
+    if (!all) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(all);
     int fits = count > 0 && count <= MOST_MEMBERS;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *each = PyList_GET_ITEM(list, i);
+        PyObject *each = PyTuple_GET_ITEM(all, i);
         fits = fits && comes_from((PyObject *)Py_TYPE(each), (destructor)Reader_dealloc) && ((Reader *)each)->ready;
     }
-    if (!fits) {
-        PyErr_SetString(PyExc_TypeError, "no readers");
-        return NULL;
-    }
-    ReaderSet *self = (ReaderSet *)type->tp_alloc(type, count);
-    if (!self) return NULL;
-    if (PyList_GET_SIZE(list) != count) Py_SET_SIZE(self, 0); /* a collection has changed it */
-    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) self->readers[i] = (Reader *)Py_NewRef(PyList_GET_ITEM(list, i));
-    self->by_age = (char)by_age;
+    ReaderSet *self = fits ? (ReaderSet *)type->tp_alloc(type, count) : NULL;
+    if (self) {
+        for (Py_ssize_t i = 0; i < count; i++) self->readers[i] = (Reader *)Py_NewRef(PyTuple_GET_ITEM(all, i));
+        self->by_age = (char)by_age;
+    } else if (!fits) PyErr_SetString(PyExc_TypeError, "no readers");
+    Py_DECREF(all);
     return (PyObject *)self;
 }
 

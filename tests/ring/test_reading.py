@@ -240,6 +240,35 @@ def test_an_exception_that_arrives_while_a_leaf_is_made(channel, pattern, times,
         assert rx.statistics().received == 1
 
 
+@only("compiled", "the reference has no such call")
+def test_neither_an_exception_from_outside_nor_the_item_s_own_error_is_lost(channel, monkeypatch):
+    """The one arrives while the value is decoded, the other is raised by what is made of it."""
+    with ends(channel, "work queue") as (tx, rx):
+        node_at, made, raised = chosen._Message.node_at, [], []
+
+        def interrupted(self, at):
+            if not raised:
+                raised.append(at)
+                raise Interrupt
+            return node_at(self, at)
+
+        def fail(value):
+            raise ValueError("of the item")
+
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        tx.send(VALUES["odd"])
+        monkeypatch.setattr(chosen._Message, "node_at", interrupted)
+        with pytest.raises(Interrupt) as caught:
+            while rx._direct.consume(fail, made, None) is None:  # a look is due first
+                pass
+        assert str(caught.value.__context__) == "of the item"
+        del caught  # its frames refer to the value
+        assert (made, rx.statistics().leases) == ([], 0)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)  # it is done
+
+
 @in_every_mode
 def test_nothing_is_kept(channel, pattern):
     with ends(channel, pattern) as (tx, rx):
