@@ -1135,21 +1135,30 @@ static int has_any(const ReaderSet *self) {
     return 0;
 }
 
-/* The reader whose turn is next, of those that were not `tried` yet: in order, or the one with the oldest message. */
-static Reader *next_in_turn(const ReaderSet *self, Py_ssize_t step, char *tried) {
-    Py_ssize_t count = Py_SIZE(self), at = (self->turn + step) % count;
-    if (!self->by_age) return self->readers[at];
-    uint64_t oldest = UINT64_MAX;
-    at = -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (tried[i]) continue;
-        uint64_t age = reader_age(&self->readers[i]->f);
-        if (at < 0 || age < oldest) {
+/* A round over all readers: in order, or the one with the oldest message first. */
+typedef struct {
+    Py_ssize_t next;  /* the one whose turn is next; -1: that with the oldest message, of those that were not tried yet */
+    char tried[MOST_MEMBERS];
+} Round;
+
+static Reader *next_in_turn(const ReaderSet *self, Round *round) {
+    Py_ssize_t count = Py_SIZE(self), at = -1;
+    if (round->next < 0) {
+        uint64_t oldest = UINT64_MAX;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            if (round->tried[i]) continue;
+            uint64_t age = reader_age(&self->readers[i]->f);
+            if (age >= oldest) continue;
             oldest = age;
             at = i;
         }
+        if (at < 0) round->next = 0; /* none has a message: each gets its turn to finish what it has put off */
     }
-    tried[at] = 1;
+    if (at < 0) {
+        while (self->by_age && round->tried[round->next]) round->next++;
+        at = round->next++ % count;
+    }
+    if (self->by_age) round->tried[at] = 1;
     return self->readers[at];
 }
 
@@ -1159,10 +1168,11 @@ static PyObject *take_in_turn(ReaderSet *self, const Sink *sink, int64_t patienc
     Reader *first = self->readers[0];
     if (count == 1) return receive(first, NEXT, 0, sink, patience, 1);
     for (uint64_t until = 0;;) {
-        char tried[MOST_MEMBERS];
-        if (self->by_age) memset(tried, 0, (size_t)count);
+        Round round;
+        round.next = self->by_age ? -1 : self->turn;
+        if (self->by_age) memset(round.tried, 0, (size_t)count);
         for (Py_ssize_t step = 0; step < count; step++) {
-            Reader *reader = next_in_turn(self, step, tried);
+            Reader *reader = next_in_turn(self, &round);
             PyObject *found = receive(reader, NEXT, 0, sink, 0, 1);
             if (!found) return NULL;
             if (found != Py_None) {
