@@ -156,6 +156,8 @@ typedef struct {
     PyObject *words; /* as Python has them */
 } Attached;
 
+typedef struct Lease Lease;
+
 typedef struct {
     PyObject_HEAD
     reader f;
@@ -168,6 +170,7 @@ typedef struct {
     PyObject *is_locked; /* of the receiver's mutex */
     PyObject *sender;    /* of its messages */
     PyObject *events;    /* a list: events that `recv` has met, for `take` to return */
+    Lease *again;        /* fan-out: a chain of messages to be decoded again, before others are taken */
     const word **siblings; /* the `asleep` words of a work queue's other consumers */
     Py_ssize_t nsiblings;
     const word *epoch_at;
@@ -182,13 +185,14 @@ typedef struct {
 
 /* The lease of a message: it ends when nothing refers to it, and gives the slot back. The garbage collector does not track
  * it, so that a reader with leases is never garbage, even if nothing else refers to it. */
-typedef struct {
+struct Lease {
     PyObject_HEAD
     Reader *reader;
+    Lease *next; /* of `again` */
     uint64_t seq, nbytes;
     uint32_t ring, slot;
     char is_held, locked, done, done_at_end;
-} Lease;
+};
 
 static int is_mine(const Reader *self) { return self->ready && self->generation == forks; }
 
@@ -578,11 +582,22 @@ static int decode_taken(Reader *self, const taken *t, Lease *lease, PyObject **v
     return failed;
 }
 
+static void count_missed(Reader *self, uint64_t missed) {
+    self->counts->missed += missed;
+    if (missed && self->shown) store(self->shown, self->counts->missed);
+}
+
 /* Undo a take after an exception: the message will be taken again. */
 static void undo(Reader *self, const taken *t, Lease *lease) {
-    if (!is_mine(self) || !lease->is_held) return;
-    if (!claims(&self->f) && self->f.position != t->seq) return; /* later ones were taken: given back unread */
-    if (lease->done) return;
+    if (!is_mine(self) || !lease->is_held || lease->done) return;
+    if (!claims(&self->f) && self->f.position != t->seq) { /* other threads have taken later ones */
+        if (self->f.mode == READER_LATEST) count_missed(self, t->missed + 1);
+        else if (!self->closing) {
+            lease->next = self->again;
+            self->again = (Lease *)Py_NewRef((PyObject *)lease);
+        }
+        return;
+    }
     forget_lease(lease);
     reader_untake(&self->f, t);
     tell_end(self, t->seq);
@@ -684,13 +699,8 @@ static void note_taken(Reader *self, const taken *t) {
               t->head.nbytes);
 }
 
-static void count_missed(Reader *self, const taken *t) {
-    self->counts->missed += t->missed;
-    if (t->missed && self->shown) store(self->shown, self->counts->missed);
-}
-
 static void count(Reader *self, const taken *t, int is_readable) {
-    count_missed(self, t);
+    count_missed(self, t->missed);
     if (!is_readable) return;
     self->counts->received++;
     self->counts->received_bytes += t->head.nbytes;
@@ -825,7 +835,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
 typedef enum { NEXT, UNFINISHED, NAMED } Wanted;
 
 static int has_news(Reader *self) {
-    return self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
+    return self->again || self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
 }
 
 /* Spin for at most this long for a new message, without letting other threads run. */
@@ -852,6 +862,32 @@ static int may_go_ahead(Reader *self) {
     int locked = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
     return locked < 0 ? -1 : !locked;
+}
+
+/* The lease of the oldest message that is to be decoded again, whose record is read into `t`: it stands in for `lease`. */
+static take_result take_again(Reader *self, taken *t, Lease **lease) {
+    Lease **oldest = &self->again;
+    for (Lease **each = oldest; *each; each = &(*each)->next)
+        if ((*each)->seq < (*oldest)->seq) oldest = each;
+    Lease *found = *oldest;
+    *oldest = found->next;
+    found->next = NULL;
+    Py_SETREF(*lease, found);
+    *t = (taken){.seq = found->seq, .ring = found->ring, .slot = found->slot};
+    if (!reader_read_again(&self->f, found->ring, found->slot, found->seq, t)) return TAKE_DAMAGED;
+    t->attempt = 1;
+    t->locked = (uint8_t)found->locked;
+    return TAKE_TAKEN;
+}
+
+/* Nobody reads on: what was to be decoded again is given back. */
+static void drop_again(Reader *self) {
+    while (self->again) {
+        Lease *first = self->again;
+        self->again = first->next;
+        first->next = NULL;
+        Py_DECREF((PyObject *)first);
+    }
 }
 
 /* The next message, an event, or None. `alone`: for a caller without the mutex. */
@@ -887,14 +923,15 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     self->f.contended = 0;
     if (is_traced(&self->trace)) self->trace.begun = monotonic_ns();
     while (may && is_mine(self) && !self->closing) {
-        result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
-                                                                            : reader_scan(&self->f, &t);
+        if (wanted == UNFINISHED) result = reader_scan(&self->f, &t);
+        else if (wanted == NAMED) result = reader_take_one(&self->f, seq, &t);
+        else result = self->again ? take_again(self, &t, &lease) : reader_take(&self->f, &t);
         contended |= self->f.contended; /* other threads take messages while this one is decoded */
         if (result != TAKE_RETRY) break;
-        count_missed(self, &t);
+        count_missed(self, t.missed);
     }
     if (result == TAKE_TAKEN) {
-        begin_lease(lease, &t);
+        if (!lease->is_held) begin_lease(lease, &t);
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
     } else if (result == TAKE_DAMAGED && claims(&self->f) && !t.attempt) {
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
@@ -980,7 +1017,7 @@ PyDoc_STRVAR(Reader_next_doc, "next()\n--\n\nThe sequence number to look at next
 
 static PyObject *Reader_next(Reader *self, PyObject *unused) {
     (void)unused;
-    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(reader_next(&self->f));
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(self->again ? self->again->seq : reader_next(&self->f));
 }
 
 PyDoc_STRVAR(Reader_age_doc, "age()\n--\n\nWork queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has "
@@ -1005,8 +1042,23 @@ PyDoc_STRVAR(Reader_detach_doc, "detach()\n--\n\nThe lock file is about to be cl
 
 static PyObject *Reader_detach(Reader *self, PyObject *unused) {
     (void)unused;
+    drop_again(self); /* in a forked child: that does not give it back */
     self->f.lock_fd = -1;
     Py_RETURN_NONE;
+}
+
+static PyObject *Reader_closing(Reader *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(self->closing);
+}
+
+static int Reader_set_closing(Reader *self, PyObject *value, void *unused) {
+    (void)unused;
+    int closing = value ? PyObject_IsTrue(value) : 0;
+    if (closing < 0) return -1;
+    self->closing = (char)closing;
+    if (closing) drop_again(self);
+    return 0;
 }
 
 static PyObject *Reader_position(Reader *self, void *unused) {
@@ -1039,7 +1091,6 @@ static PyMethodDef Reader_methods[] = {
 };
 
 static PyMemberDef Reader_members[] = {
-    {"closing", MEMBER_BOOL, offsetof(Reader, closing), 0, "whether this receiver reads no more"},
     {"sender", MEMBER_OBJECT, offsetof(Reader, sender), 0, "the `sender` of its messages"},
     {"epoch", MEMBER_U64, offsetof(Reader, epoch), 0, "the members that the receiver knows of"},
     {"_posted", MEMBER_U64, offsetof(Reader, posted), 0, "the sleep that the sender was woken in last"},
@@ -1049,6 +1100,7 @@ static PyMemberDef Reader_members[] = {
 };
 
 static PyGetSetDef Reader_getset[] = {
+    {"closing", (getter)Reader_closing, (setter)Reader_set_closing, "whether this receiver reads no more", NULL},
     {"position", (getter)Reader_position, (setter)Reader_set_position, "the newest message that was looked at", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -8,6 +8,7 @@ import logging
 import resource
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,57 @@ def test_an_exception_that_arrives_while_a_leaf_is_made(channel, pattern, times,
             rx.recv(timeout=0)
         assert rx.statistics().leases == 0
         assert rx.statistics().received == 1
+
+
+@only("compiled", "the reference decodes with the mutex: no other thread takes a message meanwhile")
+@pytest.mark.parametrize("pattern", ["fan-out", "latest"])
+@pytest.mark.parametrize("then", ["recv", "close"])
+def test_two_exceptions_in_one_decoding_while_another_thread_takes_the_next(channel, pattern, then, monkeypatch):
+    """The message comes after that one; newest-only, it counts as missed."""
+    sender, receiver, options = PATTERNS[pattern]
+    depth = {"depth": 3} if pattern == "latest" else {}
+    with sender(channel, slots=4) as tx, receiver(channel, **options, **depth) as rx:
+        node_at, times, straight = chosen._Message.node_at, [], []
+        entered, go = threading.Event(), threading.Event()
+
+        def interrupted(self, at):
+            straight.append(not rx._mutex.locked())
+            if threading.current_thread() is thread and len(times) < 2:
+                times.append(at)
+                if len(times) == 1:
+                    entered.set()
+                    go.wait(PATIENCE)
+                raise Interrupt
+            return node_at(self, at)
+
+        def receive():
+            with pytest.raises(Interrupt):
+                rx.recv(timeout=PATIENCE)
+
+        thread = threading.Thread(target=receive)
+        monkeypatch.setattr(chosen._Message, "node_at", interrupted)
+        while straight[-1:] != [True]:  # without the mutex, as most are decoded
+            tx.send(VALUES["odd"])
+            rx.recv(timeout=PATIENCE).release()
+        first, *_ = [tx.send(VALUES["odd"]) for _ in range(3)]
+        thread.start()
+        assert entered.wait(PATIENCE)
+        got = [rx.recv(timeout=PATIENCE).seq]
+        go.set()
+        thread.join(PATIENCE)
+        if then == "recv":
+            got += [rx.recv(timeout=PATIENCE).seq for _ in range(2 if pattern == "fan-out" else 1)]
+            missed = [] if pattern == "fan-out" else [first]
+            assert sorted(got + missed) == [first, first + 1, first + 2]
+            assert rx.statistics().missed == len(missed)
+            gc.collect()
+            assert rx.statistics().leases == 0
+            for _ in range(8):  # every slot is free again
+                tx.send(VALUES["odd"], timeout=PATIENCE)
+                rx.recv(timeout=PATIENCE).release()
+        rx.close()
+        gc.collect()
+        assert (rx._state, rx._leases()) == ("closed", 0)
 
 
 @only("compiled", "the reference has no such call")
