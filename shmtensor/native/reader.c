@@ -859,9 +859,9 @@ static int may_go_ahead(Reader *self) {
         return 0;
     }
     PyObject *answer = PyObject_CallNoArgs(self->is_locked);
-    int locked = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return locked < 0 ? -1 : !locked;
+    if (!answer) return -1;
+    Py_DECREF(answer); /* of a lock: True or False, which live on */
+    return answer == Py_False;
 }
 
 /* The lease of the oldest message that is to be decoded again, whose record is read into `t`: it stands in for `lease`. */
