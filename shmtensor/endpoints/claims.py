@@ -147,6 +147,11 @@ class Claims:
                 return True
         return False
 
+    def has_dead_sibling(self) -> bool:
+        """Whether one has died and is still a member: it may look asleep, as if each message were to wake it."""
+        control = self._member.control
+        return not all(control.is_alive(peer.index) for peer in self.siblings.values())
+
     # --- what was claimed and not finished
 
     def refuse(self, reader: Any, event: Any) -> None:

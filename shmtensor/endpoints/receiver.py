@@ -221,12 +221,8 @@ class Receiver(Endpoint):
             self._check_liveness()
         self._devices.poll()
         if self._prefetch is not None:
-            message = self._prefetch.next(timeout)
-        else:
-            if (left := self._left_over()) is not None:
-                return left
-            message = self._poll() or self._wait(timeout)
-        return message  # type: ignore[no-any-return]
+            return self._prefetch.next(timeout)  # type: ignore[no-any-return]
+        return self._left_over() or self._poll() or self._wait(timeout)
 
     def _left_over(self) -> Message | None:
         """A message that was taken and not returned: an exception ended that call, or another is returning it."""
@@ -503,8 +499,8 @@ class Receiver(Endpoint):
             if not reader.gone and (reader.sequences.closed or not control.is_alive(reader.index)):
                 reader.gone = True  # the entry may be a newcomer's by now; then `_refresh` has noticed
         self._retire_drained()
-        if self._retired:  # another receiver may have died before finishing with them
-            self._member.reap()
+        if self._retired or (self._claims is not None and self._claims.has_dead_sibling()):
+            self._member.reap()  # those read to the end: another receiver may have died before finishing with them
 
     # --- giving back
 
@@ -737,15 +733,16 @@ class Receiver(Endpoint):
             self._state = CLOSING
             self._direct = None
             self._devices.finish()
+            self._pass_on()  # this receiver may have been woken for it
+            for reader in (*self._readers, *self._retired):
+                reader.emptied, reader.closing = self._lease_emptied, True  # a call without the mutex gives nothing now
             if self._claims is not None:
-                self._pass_on()  # this receiver may have been woken for it
                 self._claims.close(acknowledge=acknowledge)
             drop_all(self._undelivered)
             if self._wait_queue is not None:
                 self._wait_queue.end()
             self._inbox.close()
             for reader in (*self._readers, *self._retired):
-                reader.emptied = self._lease_emptied
                 reader.close()
         try:
             if self._leases() and not self._is_announced:

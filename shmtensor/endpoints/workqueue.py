@@ -76,7 +76,8 @@ class Consumer(AsyncReceiver):
     Args:
         channel: the channel's name.
         acknowledge: `"next"`, as above; `"release"`, asking for the next message says nothing about the one before:
-            for consumers that work on several messages at once.
+            for consumers that work on several messages at once. In a task of asyncio, use `arecv`: `recv` there asks
+            for its thread, and so for all of its tasks.
         max_attempts: a message that was delivered so often (1 to 250) and never done is dropped and logged, so that one
             that kills its consumer cannot kill them all.
         spin: seconds that `recv` stays awake before it sleeps.

@@ -15,8 +15,8 @@
 #include "protocol/reader.h"
 #include "trace.h"
 
-#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a receiver that never waits looks for the dead, */
-#define LOOK_AFTER 256          /* and for unfinished messages; without claims it reads the clock once in so many calls */
+#define LOOK_EVERY_NS 250000000 /* endpoints/base.py, `LIVENESS_INTERVAL`: how often a receiver that never waits looks for the dead, and
+                                   for unfinished messages */
 
 /* How many forks led to this process: a child must not touch the memory of its parent's readers. */
 static unsigned forks;
@@ -156,6 +156,8 @@ typedef struct {
     PyObject *words; /* as Python has them */
 } Attached;
 
+typedef struct Lease Lease;
+
 typedef struct {
     PyObject_HEAD
     reader f;
@@ -168,13 +170,14 @@ typedef struct {
     PyObject *is_locked; /* of the receiver's mutex */
     PyObject *sender;    /* of its messages */
     PyObject *events;    /* a list: events that `recv` has met, for `take` to return */
+    Lease *again;        /* fan-out: a chain of messages to be decoded again, before others are taken */
     const word **siblings; /* the `asleep` words of a work queue's other consumers */
     Py_ssize_t nsiblings;
     const word *epoch_at;
     word *shown; /* where other processes see `counts.missed`, and `counts.redelivered` behind it; NULL: nowhere */
     Trace trace;
     uint64_t sender_uid; /* for the trace */
-    uint64_t epoch, posted, leases, unacknowledged, look_due, calls;
+    uint64_t epoch, posted, leases, unacknowledged, look_due;
     unsigned generation;
     char ready, closing, readonly;
     char is_due; /* the last call without the mutex took nothing, since a call with it is due */
@@ -182,13 +185,14 @@ typedef struct {
 
 /* The lease of a message: it ends when nothing refers to it, and gives the slot back. The garbage collector does not track
  * it, so that a reader with leases is never garbage, even if nothing else refers to it. */
-typedef struct {
+struct Lease {
     PyObject_HEAD
     Reader *reader;
+    Lease *next; /* of `again` */
     uint64_t seq, nbytes;
     uint32_t ring, slot;
     char is_held, locked, done, done_at_end;
-} Lease;
+};
 
 static int is_mine(const Reader *self) { return self->ready && self->generation == forks; }
 
@@ -578,11 +582,22 @@ static int decode_taken(Reader *self, const taken *t, Lease *lease, PyObject **v
     return failed;
 }
 
+static void count_missed(Reader *self, uint64_t missed) {
+    self->counts->missed += missed;
+    if (missed && self->shown) store(self->shown, self->counts->missed);
+}
+
 /* Undo a take after an exception: the message will be taken again. */
 static void undo(Reader *self, const taken *t, Lease *lease) {
-    if (!is_mine(self) || !lease->is_held) return;
-    if (!claims(&self->f) && self->f.position != t->seq) return; /* later ones were taken: given back unread */
-    if (lease->done) return;
+    if (!is_mine(self) || !lease->is_held || lease->done) return;
+    if (!claims(&self->f) && self->f.position != t->seq) { /* other threads have taken later ones */
+        if (self->f.mode == READER_LATEST) count_missed(self, t->missed + 1);
+        else if (!self->closing) {
+            lease->next = self->again;
+            self->again = (Lease *)Py_NewRef((PyObject *)lease);
+        }
+        return;
+    }
     forget_lease(lease);
     reader_untake(&self->f, t);
     tell_end(self, t->seq);
@@ -595,15 +610,21 @@ typedef struct {
 
 static void put_off(Raised *raised) { PyErr_Fetch(&raised->type, &raised->value, &raised->traceback); }
 
-/* Raise it, unless another error is set already. */
+/* Raise it; an error that is set already becomes its context. */
 static void raise_late(Raised *raised) {
-    if (raised->type && !PyErr_Occurred()) {
-        PyErr_Restore(raised->type, raised->value, raised->traceback);
-        return;
+    if (!raised->type) return;
+    Raised other;
+    put_off(&other);
+    PyErr_NormalizeException(&raised->type, &raised->value, &raised->traceback);
+    PyErr_NormalizeException(&other.type, &other.value, &other.traceback);
+    if (other.value && other.value != raised->value && PyExceptionInstance_Check(other.value) && PyExceptionInstance_Check(raised->value)) {
+        if (other.traceback) PyException_SetTraceback(other.value, other.traceback);
+        PyException_SetContext(raised->value, Py_NewRef(other.value));
     }
-    Py_XDECREF(raised->type);
-    Py_XDECREF(raised->value);
-    Py_XDECREF(raised->traceback);
+    Py_XDECREF(other.type);
+    Py_XDECREF(other.value);
+    Py_XDECREF(other.traceback);
+    PyErr_Restore(raised->type, raised->value, raised->traceback);
 }
 
 /* The text of the error that is set, which is cleared: NULL with an error. */
@@ -678,13 +699,8 @@ static void note_taken(Reader *self, const taken *t) {
               t->head.nbytes);
 }
 
-static void count_missed(Reader *self, const taken *t) {
-    self->counts->missed += t->missed;
-    if (t->missed && self->shown) store(self->shown, self->counts->missed);
-}
-
 static void count(Reader *self, const taken *t, int is_readable) {
-    count_missed(self, t);
+    count_missed(self, t->missed);
     if (!is_readable) return;
     self->counts->received++;
     self->counts->received_bytes += t->head.nbytes;
@@ -714,23 +730,37 @@ static int finish_hand(Reader *self, PyObject *hand) {
     return done;
 }
 
-/* The caller has that message in hand as well: 0, or -1 with an error. */
-static int put_in_hand(Reader *self, PyObject *hand, Lease *lease) {
-    if (hand == Py_None) return 0;
+/* Put a message into `undelivered`, or give it straight to the caller, who has it in hand then: 1, or -1 with an error; 0 if the receiver
+ * was closed meanwhile, and nobody would take it from there. */
+static int hand_over(Reader *self, Lease *lease, Received *message, const Sink *sink, int goes_straight) {
+    PyObject *hand = goes_straight && sink->hand != Py_None ? sink->hand : NULL;
+    PyObject *all = hand ? PyTuple_New(4) : NULL; /* first: it may run the collector, and with it anything */
+    if (hand && !all) return -1;
+    if (self->closing) {
+        Py_XDECREF(all);
+        return 0;
+    }
+    if (!goes_straight) return PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None) ? -1 : 1;
+    if (!hand) return 1;
     PyObject *name = self->codec->names[LAST], *last = PyObject_GetAttr(hand, name);
-    PyObject *all = last ? PyTuple_Pack(4, (PyObject *)lease, Py_None, Py_None, last) : NULL;
-    int failed = !all || PyObject_SetAttr(hand, name, all);
-    Py_XDECREF(all);
-    Py_XDECREF(last);
-    return failed ? -1 : 0;
+    if (last) {
+        PyTuple_SET_ITEM(all, 0, Py_NewRef((PyObject *)lease));
+        PyTuple_SET_ITEM(all, 1, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(all, 2, Py_NewRef(Py_None));
+        PyTuple_SET_ITEM(all, 3, last);
+    }
+    int failed = !last || PyObject_SetAttr(hand, name, all);
+    Py_DECREF(all);
+    return failed ? -1 : 1;
 }
 
 /* The message of a lease that has begun, where `sink` says: a new reference; NULL with an event, or with an error. One that is to go
- * straight to the caller and cannot, since an exception has arrived or it cannot be read here, is in `undelivered`, with None. */
+ * straight to the caller and cannot, since an exception has arrived or it cannot be read here, is in `undelivered`, with None. None as
+ * well if the receiver was closed meanwhile: the take is undone. */
 static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *message, const Sink *sink, PyObject **event) {
     PyObject *value, *meta;
     Raised raised = {0};
-    int goes_straight = 0;
+    int has_it = 0;
     if (!decode_twice(self, t, lease, &value, &meta, &raised, event)) {
         message->value = value;
         message->meta = meta;
@@ -744,8 +774,9 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
         message->attempt = t->attempt;
         message->missed = t->missed;
         int is_readable = (PyObject *)Py_TYPE(meta) != self->dependency_error;
-        goes_straight = sink->hand && is_readable && !raised.type;
-        if (!(goes_straight ? put_in_hand(self, sink->hand, lease) : PyDict_SetItem(sink->undelivered, (PyObject *)message, Py_None))) {
+        int goes_straight = sink->hand && is_readable && !raised.type, is_there = hand_over(self, lease, message, sink, goes_straight);
+        has_it = is_there > 0 && (goes_straight || !sink->hand);
+        if (is_there > 0) {
             count(self, t, is_readable);
             if (traces(&self->trace, t->seq)) note_taken(self, t);
             CRASH_POINT("take.delivered");
@@ -758,7 +789,7 @@ static PyObject *deliver(Reader *self, const taken *t, Lease *lease, Received *m
     }
     raise_late(&raised);
     if (*event || PyErr_Occurred()) return NULL;
-    return Py_NewRef(sink->hand && !goes_straight ? Py_None : (PyObject *)message);
+    return Py_NewRef(has_it ? (PyObject *)message : Py_None);
 }
 
 /* Call `make` with the value of a message, which counts as done then, whatever the result: True; NULL as above. An exception from
@@ -772,7 +803,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
     }
     Py_DECREF(meta);
     if (!(made = PyObject_CallOneArg(sink->make, value))) {
-        raise_late(&raised); /* there is another error */
+        raise_late(&raised);
         put_off(&raised);
         if (!(made = PyObject_CallOneArg(sink->make, value))) PyErr_Clear();
     }
@@ -804,7 +835,7 @@ static PyObject *convert(Reader *self, const taken *t, Lease *lease, const Sink 
 typedef enum { NEXT, UNFINISHED, NAMED } Wanted;
 
 static int has_news(Reader *self) {
-    return self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
+    return self->again || self->f.seen > self->f.position || published(&self->f.table) > self->f.position;
 }
 
 /* Spin for at most this long for a new message, without letting other threads run. */
@@ -820,17 +851,43 @@ static void spin(Reader *self, int64_t patience) {
 /* Whether a caller without the mutex may take a message: nothing is left that needs the mutex first. 0, 1, or -1. */
 static int may_go_ahead(Reader *self) {
     if (PyList_GET_SIZE(self->events) || load(self->epoch_at) != self->epoch) return 0;
-    if (claims(&self->f) || ++self->calls % LOOK_AFTER == 0) {
-        uint64_t now = monotonic_ns();
-        if (now >= self->look_due) {
-            self->look_due = now + LOOK_EVERY_NS;
-            return 0;
-        }
+    struct timespec coarse; /* of the last tick: the cheapest clock */
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &coarse);
+    uint64_t now = (uint64_t)coarse.tv_sec * 1000000000u + (uint64_t)coarse.tv_nsec;
+    if (now >= self->look_due) {
+        self->look_due = now + LOOK_EVERY_NS;
+        return 0;
     }
     PyObject *answer = PyObject_CallNoArgs(self->is_locked);
-    int locked = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return locked < 0 ? -1 : !locked;
+    if (!answer) return -1;
+    Py_DECREF(answer); /* of a lock: True or False, which live on */
+    return answer == Py_False;
+}
+
+/* The lease of the oldest message that is to be decoded again, whose record is read into `t`: it stands in for `lease`. */
+static take_result take_again(Reader *self, taken *t, Lease **lease) {
+    Lease **oldest = &self->again;
+    for (Lease **each = oldest; *each; each = &(*each)->next)
+        if ((*each)->seq < (*oldest)->seq) oldest = each;
+    Lease *found = *oldest;
+    *oldest = found->next;
+    found->next = NULL;
+    Py_SETREF(*lease, found);
+    *t = (taken){.seq = found->seq, .ring = found->ring, .slot = found->slot};
+    if (!reader_read_again(&self->f, found->ring, found->slot, found->seq, t)) return TAKE_DAMAGED;
+    t->attempt = 1;
+    t->locked = (uint8_t)found->locked;
+    return TAKE_TAKEN;
+}
+
+/* Nobody reads on: what was to be decoded again is given back. */
+static void drop_again(Reader *self) {
+    while (self->again) {
+        Lease *first = self->again;
+        self->again = first->next;
+        first->next = NULL;
+        Py_DECREF((PyObject *)first);
+    }
 }
 
 /* The next message, an event, or None. `alone`: for a caller without the mutex. */
@@ -858,7 +915,7 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     PyObject *made = NULL, *event = NULL;
     taken t = {0};
     take_result result = TAKE_NOTHING;
-    int may = !lease ? -1 : alone ? may_go_ahead(self) : 1;
+    int may = !lease ? -1 : alone ? may_go_ahead(self) : 1, contended = 0;
     self->is_due = !may;
     if (may < 0) goto end;
     lease->reader = (Reader *)Py_NewRef((PyObject *)self);
@@ -866,19 +923,21 @@ static PyObject *receive(Reader *self, Wanted wanted, uint64_t seq, const Sink *
     self->f.contended = 0;
     if (is_traced(&self->trace)) self->trace.begun = monotonic_ns();
     while (may && is_mine(self) && !self->closing) {
-        result = wanted == NEXT ? reader_take(&self->f, &t) : wanted == NAMED ? reader_take_one(&self->f, seq, &t)
-                                                                            : reader_scan(&self->f, &t);
+        if (wanted == UNFINISHED) result = reader_scan(&self->f, &t);
+        else if (wanted == NAMED) result = reader_take_one(&self->f, seq, &t);
+        else result = self->again ? take_again(self, &t, &lease) : reader_take(&self->f, &t);
+        contended |= self->f.contended; /* other threads take messages while this one is decoded */
         if (result != TAKE_RETRY) break;
-        count_missed(self, &t);
+        count_missed(self, t.missed);
     }
     if (result == TAKE_TAKEN) {
-        begin_lease(lease, &t);
+        if (!lease->is_held) begin_lease(lease, &t);
         made = sink->make ? convert(self, &t, lease, sink, &event) : deliver(self, &t, lease, message, sink, &event);
     } else if (result == TAKE_DAMAGED && claims(&self->f) && !t.attempt) {
         event = Py_BuildValue("(iKI)", GIVEN_UP, (unsigned long long)t.seq, (unsigned int)self->f.most_attempts);
     } else if (result != TAKE_NOTHING && result != TAKE_RETRY) event = event_of(result, &t);
     if (result == TAKE_NOTHING) reader_unlock_finished(&self->f);
-    if (self->f.contended && (load(self->f.asleep) & 1)) {
+    if (contended && (load(self->f.asleep) & 1)) {
         Raised raised;
         put_off(&raised);
         call_safely((PyObject *)self, "wake_sender");
@@ -958,7 +1017,7 @@ PyDoc_STRVAR(Reader_next_doc, "next()\n--\n\nThe sequence number to look at next
 
 static PyObject *Reader_next(Reader *self, PyObject *unused) {
     (void)unused;
-    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(reader_next(&self->f));
+    return check_ready(self) ? NULL : PyLong_FromUnsignedLongLong(self->again ? self->again->seq : reader_next(&self->f));
 }
 
 PyDoc_STRVAR(Reader_age_doc, "age()\n--\n\nWork queue: when the next message was published, on CLOCK_MONOTONIC, nanoseconds; 0 if `take` has "
@@ -983,8 +1042,23 @@ PyDoc_STRVAR(Reader_detach_doc, "detach()\n--\n\nThe lock file is about to be cl
 
 static PyObject *Reader_detach(Reader *self, PyObject *unused) {
     (void)unused;
+    drop_again(self); /* in a forked child: that does not give it back */
     self->f.lock_fd = -1;
     Py_RETURN_NONE;
+}
+
+static PyObject *Reader_closing(Reader *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(self->closing);
+}
+
+static int Reader_set_closing(Reader *self, PyObject *value, void *unused) {
+    (void)unused;
+    int closing = value ? PyObject_IsTrue(value) : 0;
+    if (closing < 0) return -1;
+    self->closing = (char)closing;
+    if (closing) drop_again(self);
+    return 0;
 }
 
 static PyObject *Reader_position(Reader *self, void *unused) {
@@ -1017,7 +1091,6 @@ static PyMethodDef Reader_methods[] = {
 };
 
 static PyMemberDef Reader_members[] = {
-    {"closing", MEMBER_BOOL, offsetof(Reader, closing), 0, "whether this receiver reads no more"},
     {"sender", MEMBER_OBJECT, offsetof(Reader, sender), 0, "the `sender` of its messages"},
     {"epoch", MEMBER_U64, offsetof(Reader, epoch), 0, "the members that the receiver knows of"},
     {"_posted", MEMBER_U64, offsetof(Reader, posted), 0, "the sleep that the sender was woken in last"},
@@ -1027,6 +1100,7 @@ static PyMemberDef Reader_members[] = {
 };
 
 static PyGetSetDef Reader_getset[] = {
+    {"closing", (getter)Reader_closing, (setter)Reader_set_closing, "whether this receiver reads no more", NULL},
     {"position", (getter)Reader_position, (setter)Reader_set_position, "the newest message that was looked at", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -1065,21 +1139,20 @@ static PyObject *ReaderSet_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     PyObject *list;
     int by_age;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!p", names, &PyList_Type, &list, &by_age)) return NULL;
-    Py_ssize_t count = PyList_GET_SIZE(list);
+    PyObject *all = PyList_AsTuple(list); /* no collection changes it */
+    if (!all) return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(all);
     int fits = count > 0 && count <= MOST_MEMBERS;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *each = PyList_GET_ITEM(list, i);
+        PyObject *each = PyTuple_GET_ITEM(all, i);
         fits = fits && comes_from((PyObject *)Py_TYPE(each), (destructor)Reader_dealloc) && ((Reader *)each)->ready;
     }
-    if (!fits) {
-        PyErr_SetString(PyExc_TypeError, "no readers");
-        return NULL;
-    }
-    ReaderSet *self = (ReaderSet *)type->tp_alloc(type, count);
-    if (!self) return NULL;
-    if (PyList_GET_SIZE(list) != count) Py_SET_SIZE(self, 0); /* a collection has changed it */
-    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) self->readers[i] = (Reader *)Py_NewRef(PyList_GET_ITEM(list, i));
-    self->by_age = (char)by_age;
+    ReaderSet *self = fits ? (ReaderSet *)type->tp_alloc(type, count) : NULL;
+    if (self) {
+        for (Py_ssize_t i = 0; i < count; i++) self->readers[i] = (Reader *)Py_NewRef(PyTuple_GET_ITEM(all, i));
+        self->by_age = (char)by_age;
+    } else if (!fits) PyErr_SetString(PyExc_TypeError, "no readers");
+    Py_DECREF(all);
     return (PyObject *)self;
 }
 
@@ -1114,21 +1187,30 @@ static int has_any(const ReaderSet *self) {
     return 0;
 }
 
-/* The reader whose turn is next, of those that were not `tried` yet: in order, or the one with the oldest message. */
-static Reader *next_in_turn(const ReaderSet *self, Py_ssize_t step, char *tried) {
-    Py_ssize_t count = Py_SIZE(self), at = (self->turn + step) % count;
-    if (!self->by_age) return self->readers[at];
-    uint64_t oldest = UINT64_MAX;
-    at = -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (tried[i]) continue;
-        uint64_t age = reader_age(&self->readers[i]->f);
-        if (at < 0 || age < oldest) {
+/* A round over all readers: in order, or the one with the oldest message first. */
+typedef struct {
+    Py_ssize_t next;  /* the one whose turn is next; -1: that with the oldest message, of those that were not tried yet */
+    char tried[MOST_MEMBERS];
+} Round;
+
+static Reader *next_in_turn(const ReaderSet *self, Round *round) {
+    Py_ssize_t count = Py_SIZE(self), at = -1;
+    if (round->next < 0) {
+        uint64_t oldest = UINT64_MAX;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            if (round->tried[i]) continue;
+            uint64_t age = reader_age(&self->readers[i]->f);
+            if (age >= oldest) continue;
             oldest = age;
             at = i;
         }
+        if (at < 0) round->next = 0; /* none has a message: each gets its turn to finish what it has put off */
     }
-    tried[at] = 1;
+    if (at < 0) {
+        while (self->by_age && round->tried[round->next]) round->next++;
+        at = round->next++ % count;
+    }
+    if (self->by_age) round->tried[at] = 1;
     return self->readers[at];
 }
 
@@ -1138,10 +1220,11 @@ static PyObject *take_in_turn(ReaderSet *self, const Sink *sink, int64_t patienc
     Reader *first = self->readers[0];
     if (count == 1) return receive(first, NEXT, 0, sink, patience, 1);
     for (uint64_t until = 0;;) {
-        char tried[MOST_MEMBERS];
-        if (self->by_age) memset(tried, 0, (size_t)count);
+        Round round;
+        round.next = self->by_age ? -1 : self->turn;
+        if (self->by_age) memset(round.tried, 0, (size_t)count);
         for (Py_ssize_t step = 0; step < count; step++) {
-            Reader *reader = next_in_turn(self, step, tried);
+            Reader *reader = next_in_turn(self, &round);
             PyObject *found = receive(reader, NEXT, 0, sink, 0, 1);
             if (!found) return NULL;
             if (found != Py_None) {

@@ -18,11 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shmtensor
+from shmtensor import native
+from shmtensor.endpoints.base import lingering
 
+from ..implementations import only
 from ..scenes import unswept
-from ..waiting import PATIENCE, wait_until
+from ..waiting import PATIENCE, stop, wait_until
 
 
 class Kind:
@@ -232,6 +236,31 @@ def test_a_stopped_receiver_is_not_dead(kind, channel):
         os.kill(process.pid, signal.SIGCONT)
         out, _ = process.communicate("\n", timeout=PATIENCE)
         assert out == "1\n"
+
+
+def test_a_receiver_that_is_never_idle_notices_that_another_died_asleep(kind, channel):
+    """Else it would look as if it slept for ever, and each message be taken as if there were somebody to wake."""
+    with kind.sender(channel) as tx, kind.receiver(channel) as rx:
+        process = kind.child(channel, "rx.recv()")
+        kind.wait_for(tx, 2)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        (sibling,) = rx._claims.siblings.values()
+        words = rx._control_words
+        while True:
+            wait_until(lambda: words[sibling.asleep] & 1)
+            stop(process.pid)
+            if words[sibling.asleep] & 1:  # it was not awake for a look at who lives
+                break
+            os.kill(process.pid, signal.SIGCONT)
+        process.kill()
+        end(process, -9)
+
+        def receive():
+            tx.send(np.array(1))
+            rx.recv(timeout=PATIENCE).release()
+
+        wait_until(lambda: receive() or not rx._claims.siblings)
 
 
 @pytest.mark.filterwarnings("ignore:.*that no consumer has finished:ResourceWarning")  # on purpose
@@ -727,3 +756,104 @@ def test_the_end_of_the_stream_says_what_failed_and_is_still_referred_to(kind, c
         assert [message.attempt for message in rx] == [2]
         with pytest.raises(shmtensor.EndOfStream, match=r"is received$"):
             rx.recv(timeout=PATIENCE)
+
+
+class Decoding:
+    """What happens while a value is decoded: a leaf that is made in Python, sent as `VALUE`."""
+
+    VALUE = torch.eye(3).to_sparse()
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.act: Any = None
+        """Called in there, once."""
+        make = torch.sparse_coo_tensor
+
+        def acting(*args: Any, **options: Any) -> Any:
+            act, self.act = self.act, None
+            if act is not None:
+                act()
+            return make(*args, **options)
+
+        monkeypatch.setattr(torch, "sparse_coo_tensor", acting)
+
+
+@pytest.fixture
+def decoding(monkeypatch):
+    return Decoding(monkeypatch)
+
+
+def receive_without_the_mutex(tx, rx, decoding):
+    """Receive until a message is decoded without the mutex, as most are; the reference has no such way."""
+    while native.module is not None:
+        found = []
+        tx.send(decoding.VALUE)
+        decoding.act = lambda: found.append(rx._mutex.locked())  # noqa: B023 - called before the next round
+        rx.recv(timeout=PATIENCE).release()
+        if found == [False]:
+            break
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("acknowledge", ["next", "release"])
+@pytest.mark.parametrize("who", ["itself", "another"])
+def test_a_close_while_a_message_is_decoded_leaves_it_to_another(kind, channel, decoding, who, acknowledge, copy):
+    """By a handler that interrupts the call, or by another thread: nobody has it in hand, for ever."""
+    with kind.sender(channel) as tx, kind.receiver(channel) as other:
+        rx = kind.receiver(channel, acknowledge=acknowledge)
+        kind.wait_for(tx, 2)
+        receive_without_the_mutex(tx, rx, decoding)
+        tx.send(decoding.VALUE)
+        threads = []
+
+        def close_meanwhile():
+            has_mutex = rx._mutex.locked()
+            threads.append(threading.Thread(target=rx.close))
+            threads[0].start()
+            if has_mutex:  # it closes when this call ends
+                wait_until(lambda: rx._stop)
+            else:
+                threads[0].join(PATIENCE)
+
+        decoding.act = rx.close if who == "itself" else close_meanwhile
+        is_last = who == "itself" or native.module is not None  # else the call may end before the other one begins
+        with (pytest.raises if is_last else contextlib.suppress)(shmtensor.ClosedError):
+            rx.recv(timeout=PATIENCE, copy=copy)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert (rx.closed, rx._leases(), rx in lingering) == (True, 0, False)
+        with other.recv(timeout=PATIENCE) as message:
+            assert message.value.to_dense().tolist() == torch.eye(3).tolist()
+
+
+@only("compiled", "the reference decodes with the mutex, which `close` waits for")
+def test_a_message_that_is_decoded_just_when_a_close_empties_the_hands(kind, channel, decoding, monkeypatch):
+    with kind.sender(channel) as tx, kind.receiver(channel) as other:
+        rx = kind.receiver(channel)
+        kind.wait_for(tx, 2)
+        entered, go, ends = threading.Event(), threading.Event(), []
+
+        def receive():
+            receive_without_the_mutex(tx, rx, decoding)
+            tx.send(decoding.VALUE)
+            decoding.act = lambda: (entered.set(), go.wait(PATIENCE))
+            with contextlib.suppress(shmtensor.ClosedError):
+                rx.recv(timeout=PATIENCE)
+            ends.append(rx._hands.hand.last)
+
+        close = rx._claims.close
+
+        def close_and_let_go(**how):
+            close(**how)
+            go.set()
+            wait_until(lambda: not rx._direct and (ends or not rx._leases()))
+
+        monkeypatch.setattr(rx._claims, "close", close_and_let_go)
+        thread = threading.Thread(target=receive)
+        thread.start()
+        assert entered.wait(PATIENCE)
+        rx.close()
+        thread.join(PATIENCE)
+        assert ends == [None]
+        assert (rx._leases(), rx in lingering) == (0, False)
+        with other.recv(timeout=PATIENCE) as message:
+            assert message.value.to_dense().tolist() == torch.eye(3).tolist()

@@ -204,6 +204,25 @@ def test_what_the_dead_left_goes_while_others_keep_a_receiver_awake(channel, pai
                 rx.recv(timeout=0).release()
 
 
+def test_what_the_dead_left_goes_in_time_though_few_messages_come(channel, pair, spawned):
+    """However few: time decides when a receiver that never waits looks for the dead, not how many it has taken."""
+    with pair[0](channel) as tx, pair[1](channel) as rx:
+        taken = []
+
+        def receive():
+            tx.send(0, timeout=PATIENCE)
+            rx.recv(timeout=PATIENCE).release()
+            taken.append(0)
+
+        receive()
+        spawned(send_labelled, pair[0].__name__, channel, "crashed")
+        wait_until(lambda: receive() or rx.statistics().senders == 2)
+        rx.recv(timeout=PATIENCE).release()  # one more than were sent here
+        taken.clear()
+        wait_until(lambda: receive() or rx.statistics().senders == 1)
+        assert len(taken) < 150
+
+
 def test_close_ends_the_wait(channel, pair):
     rx = pair[1](channel)
     closing = threading.Timer(0.05, rx.close)

@@ -8,6 +8,8 @@ import logging
 import resource
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +242,86 @@ def test_an_exception_that_arrives_while_a_leaf_is_made(channel, pattern, times,
         assert rx.statistics().received == 1
 
 
+@only("compiled", "the reference decodes with the mutex: no other thread takes a message meanwhile")
+@pytest.mark.parametrize("pattern", ["fan-out", "latest"])
+@pytest.mark.parametrize("then", ["recv", "close"])
+def test_two_exceptions_in_one_decoding_while_another_thread_takes_the_next(channel, pattern, then, monkeypatch):
+    """The message comes after that one; newest-only, it counts as missed."""
+    sender, receiver, options = PATTERNS[pattern]
+    depth = {"depth": 3} if pattern == "latest" else {}
+    with sender(channel, slots=4) as tx, receiver(channel, **options, **depth) as rx:
+        node_at, times, straight = chosen._Message.node_at, [], []
+        entered, go = threading.Event(), threading.Event()
+
+        def interrupted(self, at):
+            straight.append(not rx._mutex.locked())
+            if threading.current_thread() is thread and len(times) < 2:
+                times.append(at)
+                if len(times) == 1:
+                    entered.set()
+                    go.wait(PATIENCE)
+                raise Interrupt
+            return node_at(self, at)
+
+        def receive():
+            with pytest.raises(Interrupt):
+                rx.recv(timeout=PATIENCE)
+
+        thread = threading.Thread(target=receive)
+        monkeypatch.setattr(chosen._Message, "node_at", interrupted)
+        while straight[-1:] != [True]:  # without the mutex, as most are decoded
+            tx.send(VALUES["odd"])
+            rx.recv(timeout=PATIENCE).release()
+        first, *_ = [tx.send(VALUES["odd"]) for _ in range(3)]
+        thread.start()
+        assert entered.wait(PATIENCE)
+        got = [rx.recv(timeout=PATIENCE).seq]
+        go.set()
+        thread.join(PATIENCE)
+        if then == "recv":
+            got += [rx.recv(timeout=PATIENCE).seq for _ in range(2 if pattern == "fan-out" else 1)]
+            missed = [] if pattern == "fan-out" else [first]
+            assert sorted(got + missed) == [first, first + 1, first + 2]
+            assert rx.statistics().missed == len(missed)
+            gc.collect()
+            assert rx.statistics().leases == 0
+            for _ in range(8):  # every slot is free again
+                tx.send(VALUES["odd"], timeout=PATIENCE)
+                rx.recv(timeout=PATIENCE).release()
+        rx.close()
+        gc.collect()
+        assert (rx._state, rx._leases()) == ("closed", 0)
+
+
+@only("compiled", "the reference has no such call")
+def test_neither_an_exception_from_outside_nor_the_item_s_own_error_is_lost(channel, monkeypatch):
+    """The one arrives while the value is decoded, the other is raised by what is made of it."""
+    with ends(channel, "work queue") as (tx, rx):
+        node_at, made, raised = chosen._Message.node_at, [], []
+
+        def interrupted(self, at):
+            if not raised:
+                raised.append(at)
+                raise Interrupt
+            return node_at(self, at)
+
+        def fail(value):
+            raise ValueError("of the item")
+
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0)
+        tx.send(VALUES["odd"])
+        monkeypatch.setattr(chosen._Message, "node_at", interrupted)
+        with pytest.raises(Interrupt) as caught:
+            while rx._direct.consume(fail, made, None) is None:  # a look is due first
+                pass
+        assert str(caught.value.__context__) == "of the item"
+        del caught  # its frames refer to the value
+        assert (made, rx.statistics().leases) == ([], 0)
+        with pytest.raises(shmtensor.TimedOut):
+            rx.recv(timeout=0.6)  # it is done
+
+
 @in_every_mode
 def test_nothing_is_kept(channel, pattern):
     with ends(channel, pattern) as (tx, rx):
@@ -276,6 +358,24 @@ def test_memory_does_not_pile_up(channel):
         before = many()
         assert many() - before < 4096  # KiB; 40,000 leaked messages would be more
         assert (sys.getrefcount(sub._readers[0]), sys.getrefcount(value), sys.getrefcount(pub._rings[0])) == references
+
+
+@only("compiled", "the reference sorts its readers")
+def test_looking_for_the_oldest_message_of_many_senders_that_have_none(channel):
+    """It costs about as much as looking at each of them once."""
+    with Producer(channel) as tx, Consumer(channel) as rx:
+        tx.send(1)
+        rx.recv(timeout=PATIENCE).release()
+
+        def cost(by_age):
+            readers, found = native.module.ReaderSet(rx._readers * 200, by_age), []
+            for _ in range(300):
+                begun = time.perf_counter()
+                assert readers.recv(rx, {}, 0) is None
+                found.append(time.perf_counter() - begun)
+            return min(found)
+
+        assert cost(True) < 10 * cost(False)  # with a look at all for each: 50 times as much
 
 
 @only("compiled", "the reference's own types trust their callers")

@@ -361,6 +361,10 @@ take_result reader_take_one(reader *f, uint64_t seq, taken *out) {
     return delivered(f, out);
 }
 
+int reader_read_again(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq, taken *out) {
+    return read_record(f, seq, ring_index, slot, out) == FOUND;
+}
+
 uint64_t reader_age(reader *f) {
     uint64_t seq;
     taken at;

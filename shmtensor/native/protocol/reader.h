@@ -87,6 +87,9 @@ take_result reader_take(reader *f, taken *out);
 /* Work queue: take this message, out of order. TAKE_DAMAGED: nothing was done. */
 take_result reader_take_one(reader *f, uint64_t seq, taken *out);
 
+/* Read the record of a message that is leased here once more. 0: it is damaged by now. */
+int reader_read_again(reader *f, uint32_t ring, uint32_t slot, uint64_t seq, taken *out);
+
 /* Work queue: when the next unclaimed message was published. Skips claimed ones. 0: only `reader_take` can tell; UINT64_MAX:
  * there is none. */
 uint64_t reader_age(reader *f);
