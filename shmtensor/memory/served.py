@@ -9,6 +9,7 @@ thread waits for that. There is one as soon as something is held, and a lock tha
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import logging
@@ -23,9 +24,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import ResourceError, WireError
+from ..shielded import OwnThread
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import LOCKS, SOCKET, Op, Reply, Request, Space
 from . import lifecycle, shortage
@@ -76,6 +78,13 @@ class Hold:
         self.file, self.name, self.serial = file, "", 0
 
 
+class _Proof(NamedTuple):
+    """That this process lives: the byte of its number is locked."""
+
+    locks: LockFile
+    number: int
+
+
 class Served:
     """The names of the segment server of a directory."""
 
@@ -93,23 +102,22 @@ class Served:
         self._hurried: dict[object, int] = {}  # calls of `at_once`, and their threads
         self._silent_until = 0.0  # what is asked at once is not asked before: the server did not answer
         self._is_reported = False  # that there is none, until one answers
-        self._locks: LockFile | None = None
-        self._number = 0  # of this process, as long as `_locks` proves that it lives
-        self._follower: threading.Thread | None = None
-        self._presence = threading.RLock()  # a signal handler may come in between
+        self._follower: _thread.LockType | None = None  # the thread's, locked as long as it runs
+        self._proof: _Proof | None = None  # only while there is a follower: every later server waits for its word
+        self._presence = threading.RLock()  # of both; a signal handler may come in between
         self._room: tuple[float, Space] | None = None
 
     def drop_in_child(self) -> None:
         """In a forked child: what it holds is its parent's to give back, and its thread is not here."""
-        holds, locks = self._held(), self._locks
+        holds, proof = self._held(), self._proof
         for connection in list(self._connections):
             connection.close()
         for hold in holds:
             hold.file.close()
         for name in self._wanting.values():  # another thread has just been passed it, and nobody has it yet
             empty_all_of(f"/memfd:{name}")
-        if locks is not None:
-            locks.close()
+        if proof is not None:
+            proof.locks.close()
         self._begin()
 
     def __str__(self) -> str:
@@ -363,81 +371,138 @@ class Served:
         return [hold for reference in list(self._holds) if (hold := reference()) is not None]
 
     def _be_present(self) -> None:
-        """Prove that this process lives, and follow the server, from now on. Called while `_wanting` has something.
+        """Follow the server, and prove that this process lives, from now on. Called while `_wanting` has something.
 
-        Raises `ResourceError` if no thread can be started: then it proves nothing, since no server would hear of it.
+        In this order, so that no byte is locked without a thread, wherever an exception comes. Raises `ResourceError`
+        if either cannot be: then it proves nothing.
         """
         with self._presence:
-            locks = self._locks
-            if locks is None or not locks.is_at(self._lock_path):
-                locks = LockFile(self._lock_path, os.O_CREAT)
-                self._number = new_id()
-                locks.try_exclusive(1 + self._number)
-                self._locks = locks
-            if self._follower is None:
-                follower = threading.Thread(target=self._follow, name="shmtensor-segments", daemon=True)
-                try:
-                    follower.start()
-                except RuntimeError as error:
-                    if sys.is_finalizing() or "shutdown" in str(error):  # Python 3.12 says so before it is finalizing
-                        return  # the process ends, and with it what it holds
-                    self._locks = None
-                    locks.close()
-                    raise ResourceError(
-                        errno.EAGAIN,
-                        f"{self} needs a thread in each process that has segments: {error}: this process, or its "
-                        "container, may have no more of them: raise ulimit -u, or pids.max (containers: --pids-limit)",
-                    ) from None
-                self._follower = follower
+            follower = self._follower
+            if follower is None or not follower.locked():
+                self._drop_proof()
+                if not self._start_follower(follower):
+                    return
+            self._prove()
 
-    def _is_over(self) -> bool:
-        """Whether this process holds nothing and wants nothing: then nobody need follow."""
+    def _start_follower(self, before: _thread.LockType | None) -> bool:
+        """Start the thread, in place of `before`, which has died. False at the end of the interpreter, where none can
+        be started: the process ends, and with it what it holds."""
+        follower = _thread.allocate_lock()
+        follower.acquire()
+        try:
+            _thread.start_new_thread(self._begin_to_follow, (follower,))  # one C call
+        except RuntimeError as error:
+            if sys.is_finalizing() or "shutdown" in str(error):  # Python 3.12 says so before it is finalizing
+                return False
+            raise ResourceError(
+                errno.EAGAIN,
+                f"{self} needs a thread in each process that has segments: {error}: this process, or its "
+                "container, may have no more of them: raise ulimit -u, or pids.max (containers: --pids-limit)",
+            ) from None
+        if self._follower is before:  # else a signal handler has started one
+            self._follower = follower
+        return True
+
+    def _prove(self) -> int:
+        """Lock a byte for this process, or again if the file was removed. Returns its number."""
         with self._presence:
+            before = self._proof
+            if before is not None and before.locks.is_at(self._lock_path):
+                return before.number
+            made = _Proof(LockFile(self._lock_path, os.O_CREAT), new_id())
+            if not made.locks.try_exclusive(1 + made.number):
+                raise ResourceError(errno.EAGAIN, f"{self}: {self._lock_path} is locked by another program")
+            if self._proof is before:
+                self._proof = made
+                if before is not None:
+                    before.locks.close()
+                return made.number
+            made.locks.close()  # a signal handler has come in between
+            return self._prove()
+
+    def _drop_proof(self) -> None:
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            proof.locks.close()
+
+    def _is_over(self, follower: _thread.LockType) -> bool:
+        """In the thread: whether this process holds nothing and wants nothing, or another thread follows."""
+        with self._presence:
+            if self._follower is not follower:
+                return True
             if self._held() or self._wanting:
                 return False
-            locks, self._locks, self._follower = self._locks, None, None
-            if locks is not None:
-                locks.close()
+            self._drop_proof()
+            self._follower = None
             return True
 
-    def _follow(self) -> None:
-        """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds.
+    def _begin_to_follow(self, follower: _thread.LockType) -> None:
+        """In a thread that was started by one C call: start the one that `threading` knows."""
+        try:
+            OwnThread(target=self._follow, args=(follower,), name="shmtensor-segments", daemon=True).start()
+        except Exception:  # for want of threads or memory; this one will do
+            self._follow(follower)
 
-        The socket for the next one is made beforehand: this process may then have as many open files as it may have.
+    def _follow(self, follower: _thread.LockType) -> None:
+        """A thread: follow the servers, until nobody need. Nothing else ends it: the next server waits for its word."""
+        ends = [unopened(), unopened()]
+        try:
+            while True:
+                try:
+                    self._follow_servers(follower, ends)
+                    return
+                except BaseException:  # such as for want of memory, which a line in the log needs as well
+                    time.sleep(_PAUSES[-1])
+        finally:
+            for each in ends:
+                self._close(each)
+            follower.release()
+
+    def _follow_servers(self, follower: _thread.LockType, ends: list[socket.SocketType]) -> None:
+        """Report to the server, and, when it has ended, to the next one, with all that this process holds.
+
+        ends: the connection, and the socket for the next one, which is made beforehand: this process may then have as
+        many open files as it may have
         """
-        tries, connection, following, is_told = 0, unopened(), unopened(), False
+        tries, is_told = 0, False
         while True:
-            is_connected = False
+            if self._is_over(follower):
+                return
+            connection, is_connected = ends[0], False
             try:
-                if connection.fileno() < 0:
-                    self._open(connection)
+                self._open_end(connection)
                 connection.connect(self._socket)
                 is_connected, is_told = True, False
                 # what the server before this one has answered is held first
                 answered = set(self._attempts)
                 while answered & self._attempts:
                     time.sleep(_PAUSES[0])
-                self._be_present()  # again, if the file was removed: the server after this one looks at the new one
+                number = self._prove()  # again, if the file was removed: the server after this one looks at the new one
                 with contextlib.suppress(OSError):
-                    self._open(following)
-                self._report(connection)
+                    self._open_end(ends[1])
+                self._report(connection, number)
                 tries = 0
                 connection.recv(1)  # until it ends
-            except OSError as error:
-                is_short = error.errno in (errno.EMFILE, errno.ENFILE)
-                log.log(logging.WARNING if is_short and not is_told else logging.DEBUG, "%s: %s", self, error)
-                is_told = is_told or is_short
+            except Exception as error:  # whatever it is, the server waits for the next try
+                is_told = self._tell(error, is_told)
             finally:
                 if is_connected:
                     self._close(connection)
-                    connection, following = following, connection
-            if self._is_over():
-                self._close(connection)
-                return
+                    ends.reverse()
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
 
-    def _report(self, connection: socket.SocketType) -> None:
+    def _tell(self, error: Exception, is_told: bool) -> bool:
+        """Log why the server was not followed, once what will not pass by itself. Whether that has been told."""
+        stays = not isinstance(error, OSError) or error.errno in (errno.EMFILE, errno.ENFILE)
+        log.log(logging.WARNING if stays and not is_told else logging.DEBUG, "%s: %s", self, str(error) or repr(error))
+        return is_told or stays
+
+    def _open_end(self, end: socket.SocketType) -> None:
+        if end.fileno() < 0:
+            self._open(end)
+
+    def _report(self, connection: socket.SocketType, number: int) -> None:
         for hold in self._held():
             if hold.name:
                 connection.sendmsg([Request(Op.GIVE, hold.name, hold.serial).pack()], _beside(hold.file))
@@ -446,7 +511,7 @@ class Served:
                     log.warning("%s has not taken %s: %s", self, hold.name, reply.text.decode(errors="replace"))
                 elif reply.error:
                     raise OSError(reply.error, f"it has not taken {hold.name}: {reply.text.decode(errors='replace')}")
-        connection.sendmsg([Request(Op.PRESENT, value=self._number).pack()])
+        connection.sendmsg([Request(Op.PRESENT, value=number).pack()])
         self._receive(connection)
 
 

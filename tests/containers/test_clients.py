@@ -20,6 +20,7 @@ from shmtensor.memory.locks import LockFile, locked_bytes
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import ID_END, Served
 
+from ..faults.interrupts import each_boundary
 from ..waiting import PATIENCE, wait_until
 from .container import Member, Refused, names, nothing_left
 from .servers import Server
@@ -267,6 +268,78 @@ def test_a_forked_child_keeps_no_connection_to_the_server(server):
     segment.unlink("/shmtensor.c")
 
 
+# --- the proof of life, and the thread that speaks for it
+
+
+def followers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shmtensor-segments"]
+
+
+@pytest.fixture
+def locked(directory):
+    """The bytes that processes have locked."""
+    with contextlib.closing(LockFile(f"{directory}/segments.lock", os.O_CREAT)) as locks:
+        yield lambda: locked_bytes(locks.fd, 1, 1 + ID_END)
+
+
+def test_an_exception_at_any_point_leaves_no_proof_without_a_thread(directory, locked):
+    """There is no server: a thread finds at once that nothing is held."""
+    places = [Served(directory)]
+    for _ in each_boundary(lambda: places[0]._be_present()):
+        wait_until(lambda: not locked() and not followers())
+        places[0] = Served(directory)
+
+
+def test_a_signal_handler_at_any_point_leaves_one_proof(directory, locked):
+    """It opens a segment where its process is just about to prove that it lives."""
+    places = [Served(directory)]
+
+    def come():
+        places[0]._wanting[places[0]] = "shmtensor.c"
+        places[0]._be_present()
+
+    for attempt in each_boundary(come, act=lambda: places[0]._be_present()):
+        assert len(locked()) == 1, attempt
+        wait_until(lambda: len(followers()) == 1)
+        places[0]._wanting.clear()
+        wait_until(lambda: not locked() and not followers())
+        places[0] = Served(directory)
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "SystemExit()", "RuntimeError('x')"])
+def test_whatever_its_thread_meets_a_process_gives_the_next_server_what_it_has(directory, error):
+    """A server would wait for it, and all others for the server. What it would log may fail as well."""
+    server = Server(directory)
+    with Member((), directory) as member, Member((), directory) as other:
+        member("tx = shmtensor.Publisher('c', slots=2, slot_bytes=4096)")
+        before = sorted(names(other))
+        member(
+            "from shmtensor.memory import served\n"
+            "class Log:\n"
+            "    def log(self, *_): raise MemoryError\n"
+            "def fail(self, *_):\n"
+            "    served.Served._report = real\n"
+            f"    raise {error}\n"
+            "real, served.Served._report, served.log = served.Served._report, fail, Log()\n"
+        )
+        server.kill()
+        server = Server(directory)
+        assert sorted(names(other)) == before
+        member("tx.close()")
+        nothing_left(other)
+    server.close()
+
+
+def test_a_thread_that_has_died_is_started_again(server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Served, "_follow", lambda self, follower: follower.release())
+        made = segment.create("/shmtensor.c", 4096, "free some")
+        wait_until(lambda: not followers())
+    with made, segment.attach("/shmtensor.c"):
+        wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+    segment.unlink("/shmtensor.c")
+
+
 # --- what runs out
 
 
@@ -306,11 +379,11 @@ def test_a_process_that_may_open_no_more_files_follows_the_next_server(directory
 def test_a_process_that_can_start_no_thread_holds_nothing(server, directory, monkeypatch):
     """Else the next server would await it in vain."""
 
-    def fail(self):
+    def fail(*_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(served._thread, "start_new_thread", fail)
         with pytest.raises(shmtensor.ResourceError, match=r"can't start new thread.*ulimit -u") as found:
             segment.create("/shmtensor.c", 4096, "free some")
     assert found.value.errno == errno.EAGAIN
