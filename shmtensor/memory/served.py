@@ -501,6 +501,7 @@ class Served:
     def _open_end(self, end: socket.SocketType) -> None:
         if end.fileno() < 0:
             self._open(end)
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
 
     def _report(self, connection: socket.SocketType, number: int) -> None:
         for hold in self._held():

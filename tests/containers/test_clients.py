@@ -340,6 +340,20 @@ def test_a_thread_that_has_died_is_started_again(server, monkeypatch):
     segment.unlink("/shmtensor.c")
 
 
+def test_a_default_time_out_of_sockets_does_not_end_its_connections(server, monkeypatch):
+    """With each of them it would give the server everything again: names of the dead that were removed, too."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        with segment.create("/shmtensor.c", 4096, "free some"):
+            wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+            ends = [each for each in list(placement.current()._connections) if each.fileno() >= 0]
+            assert [end.gettimeout() for end in ends] == [None, None]
+    finally:
+        socket.setdefaulttimeout(before)
+    segment.unlink("/shmtensor.c")
+
+
 # --- what runs out
 
 
