@@ -15,7 +15,7 @@ import pytest
 
 import shmtensor
 from shmtensor.channel.names import parse_file
-from shmtensor.memory import placement, segment, served
+from shmtensor.memory import placement, segment, semaphores, served
 from shmtensor.memory.locks import LockFile, locked_bytes
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import ID_END, Served
@@ -406,6 +406,22 @@ def test_a_process_that_can_start_no_thread_holds_nothing(server, directory, mon
         with segment.create("/shmtensor.c", 4096, "free some"):
             assert len(locked_bytes(locks.fd, 1, 1 + ID_END)) == 1
     segment.unlink("/shmtensor.c")
+
+
+@pytest.mark.parametrize("code, remedy", [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+def test_a_semaphore_that_cannot_be_opened_or_mapped_is_a_clear_error(server, monkeypatch, code, remedy):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    semaphores.create_semaphore("/shmtensor.s", 0)
+    with monkeypatch.context() as patch:
+        part, name = (semaphores, "Descriptor") if code == errno.EMFILE else (semaphores.SharedMap, "of_segment")
+        patch.setattr(part, name, fail)
+        with pytest.raises(shmtensor.ResourceError, match=rf"cannot open semaphore /shmtensor\.s.*{remedy}"):
+            semaphores.Sleeper("/shmtensor.s", create=False)
+    semaphores.unlink_semaphore("/shmtensor.s")
+    with pytest.raises(FileNotFoundError):
+        semaphores.Sleeper("/shmtensor.s", create=False)
 
 
 def test_a_server_that_may_open_too_few_files_says_so_while_it_is_awaiting(directory):
