@@ -102,7 +102,7 @@ class SegmentServer:
         try:
             self._locks = LockFile(f"{directory}/{LOCKS}", os.O_CREAT)
         except OSError as error:
-            raise shortage.explain(error, f"cannot open {directory}/{LOCKS}") from None
+            raise shortage.explain_file(error, f"{directory}/{LOCKS}") from None
         with contextlib.ExitStack() as undo:
             undo.callback(self._locks.close)
             if not self._locks.try_exclusive(0):

@@ -409,7 +409,10 @@ class Served:
             before = self._proof
             if before is not None and before.locks.is_at(self._lock_path):
                 return before.number
-            made = _Proof(LockFile(self._lock_path, os.O_CREAT), new_id())
+            try:
+                made = _Proof(LockFile(self._lock_path, os.O_CREAT), new_id())
+            except OSError as error:
+                raise shortage.explain_file(error, self._lock_path) from None
             if not made.locks.try_exclusive(1 + made.number):
                 raise ResourceError(errno.EAGAIN, f"{self}: {self._lock_path} is locked by another program")
             if self._proof is before:

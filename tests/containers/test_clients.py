@@ -408,7 +408,7 @@ def test_a_process_that_can_start_no_thread_holds_nothing(server, directory, mon
     segment.unlink("/shmtensor.c")
 
 
-@pytest.mark.parametrize("code, remedy", [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+@pytest.mark.parametrize(("code", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
 def test_a_semaphore_that_cannot_be_opened_or_mapped_is_a_clear_error(server, monkeypatch, code, remedy):
     def fail(*_, **__):
         raise OSError(code, os.strerror(code))
@@ -422,6 +422,30 @@ def test_a_semaphore_that_cannot_be_opened_or_mapped_is_a_clear_error(server, mo
     semaphores.unlink_semaphore("/shmtensor.s")
     with pytest.raises(FileNotFoundError):
         semaphores.Sleeper("/shmtensor.s", create=False)
+
+
+def test_a_directory_that_was_removed_is_named(directory, monkeypatch):
+    """Not /dev/shm, which has no part in it."""
+    os.rmdir(directory)
+    monkeypatch.setenv("SHMTENSOR_SEGMENTS", "server")
+    for make in (lambda: segment.create("/shmtensor.c", 4096, "free some"), lambda: SegmentServer(directory)):
+        with pytest.raises(shmtensor.ResourceError, match=r"segments\.lock: No such file.*make directory /") as found:
+            make()
+        assert "/dev/shm" not in str(found.value)
+    os.mkdir(directory)
+
+
+def test_a_directory_whose_file_system_is_full_is_named(directory, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shmtensor.memory.segment_server.LockFile", fail)
+    monkeypatch.setattr(served, "LockFile", fail)
+    monkeypatch.setenv("SHMTENSOR_SEGMENTS", "server")
+    for make in (lambda: segment.create("/shmtensor.c", 4096, "free some"), lambda: SegmentServer(directory)):
+        with pytest.raises(shmtensor.ResourceError, match=r"segments\.lock: No space.*file system of /") as found:
+            make()
+        assert "/dev/shm" not in str(found.value)
 
 
 def test_a_server_that_may_open_too_few_files_says_so_while_it_is_awaiting(directory):
