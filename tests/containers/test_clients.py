@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import signal
@@ -12,9 +13,11 @@ import threading
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.channel.names import parse_file
+from shmtensor.cli.main import app
 from shmtensor.memory import placement, segment, semaphores, served
 from shmtensor.memory.locks import LockFile, locked_bytes
 from shmtensor.memory.segment_server import SegmentServer
@@ -196,6 +199,32 @@ def test_a_name_that_cannot_be_removed_now_is_left_to_the_next_clean_up(server, 
     assert segment.listing() == before
     with shmtensor.Publisher(f"{channel}-other"):
         pass
+    assert segment.listing() == []
+
+
+def test_gc_says_what_the_server_has_not_removed(server, monkeypatch):
+    """It is no other user's. Who runs gc from a script runs it again."""
+    segment.create(f"/shmtensor.dead,{1:016x},0", 4096, "free some").close()
+    real = SegmentServer._answer
+
+    def answer(self, client, request, beside):
+        if request.op == served.Op.UNLINK:
+            return served.Reply(request.op, errno.EAGAIN, self._space()), None
+        return real(self, client, request, beside)
+
+    monkeypatch.setattr(served, "_AT_ONCE", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentServer, "_answer", answer)
+        done = CliRunner().invoke(app, ["gc"])
+        assert done.exit_code == 1
+        assert "the segment server has not answered: run gc again" in done.output
+        assert "removed nothing" in done.output
+        done = CliRunner().invoke(app, ["gc", "--json"])
+        assert done.exit_code == 1
+        assert len(json.loads(done.output)["failed"]) == 1
+    done = CliRunner().invoke(app, ["gc"])
+    assert done.exit_code == 0
+    assert "removed 1 files" in done.output
     assert segment.listing() == []
 
 
