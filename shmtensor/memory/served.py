@@ -42,6 +42,8 @@ PATIENCE: Final = 10.0
 _AT_ONCE: Final = 1.0
 """Seconds for which a server may take to answer what is asked at once; the same for `unlink` and `exists`, in all."""
 _PAUSES: Final = (0.002, 0.01, 0.05, 0.25)
+_IDLE_S: Final = 5.0
+"""Seconds after which a process that follows a server looks whether it still holds anything."""
 _SPACE_S: Final = 0.05
 """Seconds for which the room of a server is taken to be as it was."""
 _NOEXEC: Final = 8  # MFD_NOEXEC_SEAL
@@ -485,7 +487,9 @@ class Served:
                     self._open_end(ends[1])
                 self._report(connection, number)
                 tries = 0
-                connection.recv(1)  # until it ends
+                while not _has_ended(connection):
+                    if self._is_over(follower):
+                        return
             except Exception as error:  # whatever it is, the server waits for the next try
                 is_told = self._tell(error, is_told)
             finally:
@@ -517,6 +521,18 @@ class Served:
                     raise OSError(reply.error, f"it has not taken {hold.name}: {reply.text.decode(errors='replace')}")
         connection.sendmsg([Request(Op.PRESENT, value=number).pack()])
         self._receive(connection)
+
+
+def _has_ended(connection: socket.SocketType) -> bool:
+    """Whether the server ends a connection within some seconds. Not by `poll(2)`, nor by a time-out of Python's, which
+    is that: it fails where a process may open no files at all."""
+    patience = struct.pack("ll", int(_IDLE_S), int(_IDLE_S % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _reason(reply: Reply) -> str:

@@ -369,6 +369,19 @@ def test_a_thread_that_has_died_is_started_again(server, monkeypatch):
     segment.unlink("/shmtensor.c")
 
 
+def test_a_process_that_has_closed_everything_is_awaited_no_more(server, locked, monkeypatch):
+    """So nobody waits for it if it is stopped."""
+    monkeypatch.setattr(served, "_IDLE_S", 0.01, raising=False)
+    with segment.create("/shmtensor.c", 4096, "free some"):
+        assert len(locked()) == 1
+    wait_until(lambda: not locked() and not followers())
+    with segment.attach("/shmtensor.c"):  # and it may come again
+        assert len(locked()) == 1
+        wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+    segment.unlink("/shmtensor.c")
+    wait_until(lambda: not locked() and not followers())
+
+
 def test_a_default_time_out_of_sockets_does_not_end_its_connections(server, monkeypatch):
     """With each of them it would give the server everything again: names of the dead that were removed, too."""
     before = socket.getdefaulttimeout()
