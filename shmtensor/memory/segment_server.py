@@ -20,6 +20,7 @@ import select
 import socket
 import stat
 import struct
+import termios
 import time
 from typing import Final
 
@@ -232,7 +233,7 @@ class SegmentServer:
         beside = OpenFile()
         try:
             data, beside = receive(client.socket, _MOST_REQUEST)
-            if not data:
+            if not data or _has_unread(client.socket):
                 self._drop(client)
                 return
             client.since = time.monotonic()
@@ -401,6 +402,12 @@ def _answers(path: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def _has_unread(connected: socket.socket) -> bool:
+    """Whether a reply on this connection was not read yet. Each may have a descriptor with it, and the kernel allows a
+    user only so many that are on their way (`RLIMIT_NOFILE`)."""
+    return any(fcntl.ioctl(connected, termios.TIOCOUTQ, bytes(4)))
 
 
 def _remove(path: str) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import re
+import select
 import signal
 import socket
 import struct
@@ -262,6 +263,24 @@ def test_clients_that_do_not_read_or_go_on_block_nobody(server, directory):
     assert is_serving(directory)
     for each in (*idle, deaf):
         each.close()
+
+
+def test_who_has_not_read_a_reply_gets_no_other(server, directory):
+    """The kernel allows few descriptors on their way, for all processes of a user together."""
+    request = Request(Op.OPEN, "shmtensor.c", packets.EXISTING).pack()
+    with segment.create("/shmtensor.c", 4096, "free some"), connect(directory) as connection:
+        for _ in range(3):  # one after the other is fine
+            connection.send(request)
+            assert Reply.unpack(connection.recv(1000)).error == 0
+        connection.send(request)
+        select.select([connection], [], [], PATIENCE)
+        connection.send(request)
+        ended = select.poll()
+        ended.register(connection, select.POLLHUP)
+        assert ended.poll(PATIENCE * 1000)
+        assert Reply.unpack(connection.recv(1000)).error == 0
+        assert connection.recv(1000) == b""
+    segment.unlink("/shmtensor.c")
 
 
 def test_of_too_many_connections_the_oldest_idle_ones_are_closed(directory, monkeypatch):
