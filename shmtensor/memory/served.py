@@ -72,7 +72,8 @@ def pid_of(number: int) -> int:
 
 
 class Hold:
-    """A descriptor of a segment that this process has mapped, or is about to map. Owns it."""
+    """A descriptor of a segment that this process has mapped, or is about to map. Owns it. Without a name: it only
+    looks at it."""
 
     __slots__ = ("__weakref__", "file", "name", "serial")
 
@@ -146,12 +147,12 @@ class Served:
             how = packets.EXCLUSIVE
         made, wanting = OpenFile(), object()
         try:
+            self._wanting[wanting] = name
             if held:
-                self._wanting[wanting] = name
                 self._be_present()
             if how != packets.EXISTING:
                 _make_memory(made, name)
-            reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=held)
+            reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=name if held else "")
         finally:
             self._wanting.pop(wanting, None)
         if reply.error:
@@ -249,7 +250,7 @@ class Served:
         request: Request,
         file: OpenFile | None = None,
         *,
-        hold: bool = False,
+        hold: str | None = None,
         patience: float = PATIENCE,
         absent: bool = True,
         connection: socket.SocketType | None = None,
@@ -257,6 +258,7 @@ class Served:
         """Send a request, again and again while there is no server or it awaits others. The reply, and what came
         with it.
 
+        hold:       the name under which what comes is given to another server; empty: it is only closed in children
         patience:   seconds until `ResourceError` is raised; within `at_once`, there is one try, then `Unserved`
         absent:     whether to wait for a server where there is none
         connection: used for it, and left open; the caller's to close
@@ -268,7 +270,7 @@ class Served:
         used = unopened() if connection is None else connection
         try:
             while True:
-                reply, found = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
+                reply, found = self._attempt(used, packet, file, deadline, hold=hold)
                 if reply.error not in (_NONE, _LATER, errno.ETIMEDOUT):
                     break
                 self._close(used)
@@ -294,9 +296,9 @@ class Served:
         return (Unserved if hurried else ResourceError)(reply.error, text)
 
     def _attempt(
-        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str
+        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str | None
     ) -> tuple[Reply, Hold]:
-        """The reply, and what came with it, held if it has a name. If no server replies: what is the matter.
+        """The reply, and what came with it, held unless `hold` is None. If no server replies: what is the matter.
 
         An exception of a signal handler may come anywhere: what is undone is undone twice.
         """
@@ -305,7 +307,7 @@ class Served:
             try:
                 self._attempts.add(attempt)
                 reply, found = self._try(connection, packet, file, deadline)
-                if hold and not reply.error:
+                if hold is not None and not reply.error:
                     found.name, found.serial = hold, reply.serial
                     self._holds[weakref.ref(found, self._holds.pop)] = None
                     # crash: served.held

@@ -297,6 +297,52 @@ def test_a_forked_child_keeps_no_connection_to_the_server(server):
     segment.unlink("/shmtensor.c")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("when", ["received", "found"])
+def test_a_child_keeps_nothing_that_another_thread_is_looking_at(server, monkeypatch, when):
+    """It was passed the descriptor just now, or has it and not opened it yet."""
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    part, name = (served, "receive") if when == "received" else (Served, "find")
+    real, forked = getattr(part, name), []
+
+    def fork_after(*args, **options):
+        found = real(*args, **options)
+        if threading.current_thread() is looking:
+            pid = os.fork()
+            if not pid:
+                left = 255
+                try:
+                    left = len(open_segments("memfd:shmtensor.c"))
+                finally:
+                    os._exit(left)
+            forked.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return found
+
+    def look():
+        with segment.look_at("/shmtensor.c", is_regular=True):
+            pass
+
+    kept = len(open_segments("memfd:shmtensor.c"))  # that of the server, which runs in this process
+    looking = threading.Thread(target=look)
+    monkeypatch.setattr(part, name, fork_after)
+    looking.start()
+    looking.join()
+    monkeypatch.undo()
+    assert forked
+    assert forked[0] <= kept
+    segment.unlink("/shmtensor.c")
+
+
+def open_segments(name: str) -> list[str]:
+    """The descriptors of this process that lead to a segment."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if name in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
+    return found
+
+
 # --- the proof of life, and the thread that speaks for it
 
 
