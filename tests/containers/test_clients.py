@@ -442,6 +442,21 @@ def test_a_default_time_out_of_sockets_does_not_end_its_connections(server, monk
     segment.unlink("/shmtensor.c")
 
 
+def test_no_exception_is_lost_as_a_segment_is_found_and_opened(server):
+    """Not in a finalizer of an open file, of which some die at each request."""
+
+    def use():
+        with segment.attach("/shmtensor.c"):
+            pass
+        with segment.look_at("/shmtensor.c"):
+            pass
+
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    lost = [attempt.at for attempt in each_boundary(use) if attempt.swallowed]
+    assert not lost
+    segment.unlink("/shmtensor.c")
+
+
 # --- what runs out
 
 
