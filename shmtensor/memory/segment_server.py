@@ -42,6 +42,8 @@ _OTHER_FILES: Final = 64
 _BACKLOG: Final = 1024
 _PAUSE_S: Final = 0.01
 """Seconds to wait where the machine may open no more files, and nothing can be closed."""
+_SUM_S: Final = 1.0
+"""Seconds for which a sum of all segments is taken: what is reserved meanwhile is added to it."""
 _MOST_REQUEST: Final = 1024
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
@@ -93,6 +95,7 @@ class SegmentServer:
         self._clients: dict[int, _Client] = {}
         self._order: list[str] = []
         self._serial = 0
+        self._summed, self._at_most = float("-inf"), 0  # when all segments were looked at, and what they take at most
         self._stopping = False
         self._lacks = ""  # why it was not given all that it awaits
         self._is_refusing = False  # connections: logged once
@@ -300,9 +303,9 @@ class SegmentServer:
             # crash: share.present
             return Reply(request.op), None
         if self._is_awaiting() and request.op != Op.SPACE:
-            return Reply(request.op, errno.EAGAIN, self._space(), self._lacks.encode()), None
+            return Reply(request.op, errno.EAGAIN, self._space(0), self._lacks.encode()), None
         if request.op == Op.SPACE:
-            return Reply(request.op, 0, self._space()), None
+            return Reply(request.op, 0, self._space(self._used())), None
         if request.op == Op.LIST:
             names = self._in_order()
             later = itertools.islice(names, bisect.bisect_right(names, request.name), None)
@@ -343,6 +346,7 @@ class SegmentServer:
         named = _sealed(beside, self._serial)
         # crash: share.sealed
         self._names[request.name] = named
+        self._at_most += _nbytes(named.file)
         # crash: share.named
         return Reply(request.op, 0, (*named.status, named.serial)), None
 
@@ -353,7 +357,8 @@ class SegmentServer:
                 return Reply(request.op)
             text = b"another segment has its name: what was open before goes on apart from it"
             return Reply(request.op, errno.ESTALE, text=text)
-        self._names[request.name] = _sealed(beside, request.value)
+        given = self._names[request.name] = _sealed(beside, request.value)
+        self._at_most += _nbytes(given.file)
         self._serial = max(self._serial, request.value)
         if named is not None:
             named.file.close()
@@ -362,8 +367,11 @@ class SegmentServer:
 
     def _reserve(self, client: _Client, named: _Named, nbytes: int) -> Reply:
         client.granted = None
-        if nbytes > self.limit - self._used():
-            return Reply(Op.RESERVE, errno.ENOSPC, self._space())
+        if nbytes > self.limit - self._at_most or time.monotonic() - self._summed > _SUM_S:
+            self._summed, self._at_most = time.monotonic(), self._used()
+        if nbytes > self.limit - self._at_most:
+            return Reply(Op.RESERVE, errno.ENOSPC, self._space(self._at_most))
+        self._at_most += nbytes
         client.granted = (named, nbytes, _nbytes(named.file))
         return Reply(Op.RESERVE)
 
@@ -383,9 +391,9 @@ class SegmentServer:
                     used += max(0, nbytes - (_nbytes(named.file) - before))
         return used
 
-    def _space(self) -> Space:
+    def _space(self, used: int) -> Space:
         pid = pid_of(next(iter(self._awaited))) if self._awaited else 0
-        return Space(self.limit, self._used(), len(self._names), self._most_names, len(self._awaited), pid)
+        return Space(self.limit, used, len(self._names), self._most_names, len(self._awaited), pid)
 
 
 _FULL: Final = (errno.EMFILE, errno.ENFILE)

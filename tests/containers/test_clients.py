@@ -209,7 +209,7 @@ def test_gc_says_what_the_server_has_not_removed(server, monkeypatch):
 
     def answer(self, client, request, beside):
         if request.op == served.Op.UNLINK:
-            return served.Reply(request.op, errno.EAGAIN, self._space()), None
+            return served.Reply(request.op, errno.EAGAIN, self._space(0)), None
         return real(self, client, request, beside)
 
     monkeypatch.setattr(served, "_AT_ONCE", 0.05)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import shmtensor
 from shmtensor.errors import WireError
 from shmtensor.memory import placement, segment
+from shmtensor.memory.locks import LockFile
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import PATIENCE as WAITS
 from shmtensor.memory.served import Served, new_id, pid_of
@@ -356,6 +357,59 @@ def test_the_publisher_names_the_server_when_there_is_no_room(server, channel):
     ):
         pub.send(np.zeros(100 << 20, np.uint8))
     assert segment.listing() == []
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The times that a server of this process has looked at the size of each segment."""
+    found, real = [], SegmentServer._used
+
+    def used(self):
+        found.append(real(self))
+        return found[-1]
+
+    monkeypatch.setattr(SegmentServer, "_used", used)
+    return found
+
+
+def test_a_reservation_does_not_look_at_all_segments(server, sums):
+    """But where it would not fit otherwise, so that what was removed is free."""
+    names = [f"/shmtensor.c{number}" for number in range(60)]
+    for name in names:
+        segment.create(name, 1 << 20, "free some").close()
+    assert len(sums) < 30
+    for name in names:
+        segment.unlink(name)
+    sums.clear()
+    segment.create(names[0], 60 << 20, "free some").close()
+    assert len(sums) == 1
+    with pytest.raises(shmtensor.ResourceError, match="free some"):
+        segment.create(names[1], 5 << 20, "free some")
+    segment.unlink(names[0])
+
+
+def test_what_comes_without_a_reservation_counts(server, directory):
+    """A segment that was given, or has pages before it has a name."""
+    segment.create("/shmtensor.a", 1 << 20, "free some").close()
+    give = Request(Op.GIVE, "shmtensor.b", 7).pack(), Request(Op.OPEN, "shmtensor.c", packets.EITHER).pack()
+    with memory() as given, memory() as made:
+        for fd, packet in zip((given, made), give, strict=True):
+            os.posix_fallocate(fd, 0, 30 << 20)
+            assert ask(directory, packet, fd)[0].error == 0
+    with pytest.raises(shmtensor.ResourceError, match=r"has 3\.0 MiB free"):
+        segment.create("/shmtensor.d", 4 << 20, "free some")
+    for name in segment.listing():
+        segment.unlink(f"/{name}")
+
+
+def test_who_has_to_wait_costs_no_look_at_all_segments(directory, sums):
+    with contextlib.closing(LockFile(f"{directory}/segments.lock", os.O_CREAT)) as locks:
+        assert locks.try_exclusive(1 + new_id())
+        with running(directory):
+            reply, _ = ask(directory, Request(Op.STATUS, "shmtensor.c").pack())
+            assert (reply.error, reply.space.awaited) == (errno.EAGAIN, 1)
+            assert not sums
+            assert ask(directory, Request(Op.SPACE).pack())[0].space.awaited == 1
 
 
 @pytest.mark.parametrize("limit", ["much", 0, -1, True])
