@@ -325,7 +325,7 @@ class Served:
                 self._attempts.discard(attempt)
         except BaseException:
             self._attempts.discard(attempt)
-            connection.close()
+            self._close(connection)
             raise
 
     def _try(
@@ -354,6 +354,9 @@ class Served:
         connection.__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET | flags)  # type: ignore[misc]
 
     def _close(self, connection: socket.SocketType) -> None:
+        """Ended before it is closed: a child that another thread forks meanwhile has a copy, and no number of it."""
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
         connection.close()
         self._connections.discard(connection)
 

@@ -297,6 +297,20 @@ def test_a_forked_child_keeps_no_connection_to_the_server(server):
     segment.unlink("/shmtensor.c")
 
 
+def test_what_was_reserved_ends_although_a_child_has_a_copy_of_the_connection(server):
+    """One that was forked just as it was closed: nobody knows its number any more."""
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    before = segment.free_bytes()
+    with segment.attach("/shmtensor.c") as mine, contextlib.ExitStack() as copies:
+        with mine.place.room("shmtensor.c", mine.fd, 4096, 30 << 20):
+            for each in list(mine.place._connections):
+                if each.fileno() >= 0:
+                    copies.callback(os.close, os.dup(each.fileno()))
+            wait_until(lambda: segment.free_bytes() == before - (30 << 20))
+        wait_until(lambda: segment.free_bytes() == before)
+    segment.unlink("/shmtensor.c")
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("when", ["received", "found"])
 def test_a_child_keeps_nothing_that_another_thread_is_looking_at(server, monkeypatch, when):
